@@ -1,0 +1,22 @@
+"""The digest of extents, headers and small files: XXH3, 64 bits, seed 0, as 16 lower-case hexadecimal digits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import xxhash
+
+from .errors import InvalidRequest
+
+DIGITS = 16
+
+
+def digest(data: Any) -> str:
+    """xxh3-64 of a contiguous buffer (bytes, memoryview or numpy array); the GIL is released while it runs."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def check_digest(text: str) -> None:
+    """Refuse text that is not a digest, so that a manifest with an empty one can never pass as proven."""
+    if len(text) != DIGITS or not set(text) <= set("0123456789abcdef"):
+        raise InvalidRequest(f"{text!r} is not an xxh3-64 digest of {DIGITS} hexadecimal digits")

@@ -1,0 +1,214 @@
+"""The error tree, shared by the trainer's library, the daemon and the REST edge.
+
+    CheckpointError                  code, HTTP status, retryable, hint
+    ├── Refused                      the request is wrong: change it, do not retry
+    │   ├── InvalidRequest           invalid-request 400
+    │   ├── StateMismatch            state-mismatch 422
+    │   └── LimitExceeded            limit-exceeded 413
+    ├── NotFound                     404
+    │   ├── NoSuchRun                no-such-run
+    │   ├── NoSuchCheckpoint         no-such-checkpoint
+    │   └── NoSuchResource           no-such-resource
+    ├── Conflict                     somebody else was first: look, then decide
+    │   ├── StaleAttempt             stale-attempt 409
+    │   ├── AlreadyCommitted         already-committed 409
+    │   └── Pinned                   pinned 409
+    ├── Damaged                      500: bytes are not what they were; do not retry, restore another step
+    │   ├── CorruptExtent            corrupt-extent
+    │   ├── CorruptManifest          corrupt-manifest
+    │   ├── NotCommitted             not-committed
+    │   └── TornSnapshot             torn-snapshot
+    └── Unavailable                  503: try again, or mend the machine
+        ├── DaemonGone               daemon-gone
+        ├── StorageFailed            storage-failed
+        ├── NoSpace                  no-space 507
+        ├── DeadlineExceeded         deadline-exceeded 504
+        ├── RoundAborted             round-aborted
+        └── ArenaFull                arena-full 429
+
+A branch says what to do, a leaf says why. `problem()` is the RFC 9457 body; `from_problem()` rebuilds the same class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+
+class CheckpointError(Exception):
+    """Anything Holdfast refuses or fails to do; `hint` says what to do about it."""
+
+    code: ClassVar[str] = "internal-error"
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, detail: str, *, hint: str = "", **members: Any) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.hint = hint
+        self.members = members
+
+    def __str__(self) -> str:
+        return f"{self.detail} [{self.code}]" + (f"\nhint: {self.hint}" if self.hint else "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (from_problem, (self.problem(),))
+
+    def problem(self) -> dict[str, Any]:
+        """The RFC 9457 body of this error: JSON values only."""
+        return {
+            "type": f"/problems/{self.code}",
+            "title": type(self).__name__,
+            "status": self.status,
+            "detail": self.detail,
+            "code": self.code,
+            "retryable": self.retryable,
+            "hint": self.hint,
+            **self.members,
+        }
+
+
+class Refused(CheckpointError):
+    """The request is wrong; changing it helps, repeating it does not."""
+
+    status = 400
+
+
+class InvalidRequest(Refused):
+    code = "invalid-request"
+
+
+class StateMismatch(Refused):
+    """What is asked for and what is there do not fit: names, shapes, dtypes, coverage."""
+
+    code, status = "state-mismatch", 422
+
+
+class LimitExceeded(Refused):
+    code, status = "limit-exceeded", 413
+
+
+class NotFound(CheckpointError):
+    status = 404
+
+
+class NoSuchRun(NotFound):
+    code = "no-such-run"
+
+
+class NoSuchCheckpoint(NotFound):
+    code = "no-such-checkpoint"
+
+
+class NoSuchResource(NotFound):
+    code = "no-such-resource"
+
+
+class Conflict(CheckpointError):
+    status = 409
+
+
+class StaleAttempt(Conflict):
+    """A newer launch of the run has been declared; this one may not write any more (I6)."""
+
+    code = "stale-attempt"
+
+
+class AlreadyCommitted(Conflict):
+    code = "already-committed"
+
+
+class Pinned(Conflict):
+    code = "pinned"
+
+
+class Damaged(CheckpointError):
+    """Bytes are missing or are not what was written; nothing of them is handed over."""
+
+
+class CorruptExtent(Damaged):
+    code = "corrupt-extent"
+
+
+class CorruptManifest(Damaged):
+    code = "corrupt-manifest"
+
+
+class NotCommitted(Damaged):
+    code = "not-committed"
+
+
+class TornSnapshot(Damaged):
+    code = "torn-snapshot"
+
+
+class Unavailable(CheckpointError):
+    status = 503
+    retryable = True
+
+
+class DaemonGone(Unavailable):
+    code = "daemon-gone"
+
+
+class StorageFailed(Unavailable):
+    code = "storage-failed"
+
+
+class NoSpace(Unavailable):
+    code, status = "no-space", 507
+
+
+class DeadlineExceeded(Unavailable):
+    code, status = "deadline-exceeded", 504
+
+
+class RoundAborted(Unavailable):
+    """The save of one step was given up; the checkpoints before it are untouched."""
+
+    code = "round-aborted"
+
+
+class ArenaFull(Unavailable):
+    code, status = "arena-full", 429
+
+
+LEAVES: tuple[type[CheckpointError], ...] = (
+    InvalidRequest,
+    StateMismatch,
+    LimitExceeded,
+    NoSuchRun,
+    NoSuchCheckpoint,
+    NoSuchResource,
+    StaleAttempt,
+    AlreadyCommitted,
+    Pinned,
+    CorruptExtent,
+    CorruptManifest,
+    NotCommitted,
+    TornSnapshot,
+    DaemonGone,
+    StorageFailed,
+    NoSpace,
+    DeadlineExceeded,
+    RoundAborted,
+    ArenaFull,
+)
+_BY_CODE = {leaf.code: leaf for leaf in LEAVES}
+_STANDARD_MEMBERS = frozenset({"type", "title", "status", "detail", "code", "retryable", "hint"})
+
+
+def from_problem(body: Mapping[str, Any]) -> CheckpointError:
+    """Rebuild the error a peer reported; an unknown code becomes a plain `CheckpointError`."""
+    kind = _BY_CODE.get(str(body.get("code")), CheckpointError)
+    members = {k: v for k, v in body.items() if k not in _STANDARD_MEMBERS}
+    return kind(str(body.get("detail", "unknown error")), hint=str(body.get("hint", "")), **members)
+
+
+# The CLI's documented exit statuses, one a branch.
+EXIT_STATUS: dict[type[CheckpointError], int] = {Refused: 2, NotFound: 3, Conflict: 4, Damaged: 5, Unavailable: 6}
+
+
+def exit_status(error: CheckpointError) -> int:
+    """The process exit status that stands for this error's branch; 1 for what has none."""
+    return next((status for branch, status in EXIT_STATUS.items() if isinstance(error, branch)), 1)

@@ -1,0 +1,83 @@
+"""Packing: each tensor's file and start byte, from names, dtypes and shapes alone.
+
+No rank, mesh or node enters, so the same tensors give the same files whoever saves them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from . import safetensors
+from .errors import InvalidRequest, StateMismatch
+from .naming import shard_file_name
+from .safetensors import Stored
+from .tensors import TensorSpec
+
+FILE_BYTES_MAX = 5_000_000_000  # what Hugging Face cuts at, in decimal gigabytes
+FORMAT_METADATA = {"format": "pt"}  # transformers refuses a file that lacks it
+
+
+class FilePlan(NamedTuple):
+    """One shard file before it is written: its encoded header, and its tensors in storage order."""
+
+    name: str
+    group: str
+    header: bytes
+    tensors: tuple[tuple[TensorSpec, int], ...]  # (spec, first byte in the file)
+    bytes: int
+
+
+def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort key that puts `layers.2` before `layers.10`; total, since equal keys mean equal names up to leading zeros."""
+    parts = re.split(r"(\d+)", name)
+    return (*((1, int(p)) if p.isdigit() and p.isascii() else (0, p) for p in parts), (0, name))
+
+
+def pack(specs: Iterable[TensorSpec], file_bytes_max: int = FILE_BYTES_MAX) -> list[FilePlan]:
+    """Pack tensors into shard files, group by group, in natural order of their names.
+
+    A file is closed when the next tensor would take its data over `file_bytes_max`; one larger tensor stands alone. Inside
+    a file the order is the safetensors library's. Raises `InvalidRequest` for a limit below one byte and `StateMismatch`
+    when a group has a name twice.
+    """
+    if file_bytes_max < 1:
+        raise InvalidRequest(f"file_bytes_max must be at least 1, not {file_bytes_max}")
+    groups: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
+        spec.check()
+        groups.setdefault(spec.group, []).append(spec)
+    plans: list[FilePlan] = []
+    for group in sorted(groups):
+        bins = _fill(sorted(groups[group], key=lambda s: natural_key(s.name)), file_bytes_max)
+        plans += [_plan_file(group, position, len(bins), specs) for position, specs in enumerate(bins)]
+    return plans
+
+
+def _fill(specs: Sequence[TensorSpec], file_bytes_max: int) -> list[list[TensorSpec]]:
+    bins: list[list[TensorSpec]] = []
+    room = 0
+    previous = None
+    for spec in specs:
+        if spec.name == previous:
+            raise StateMismatch(f"group {spec.group!r} has two tensors named {spec.name!r}")
+        previous = spec.name
+        if not bins or (spec.nbytes > room and bins[-1]):
+            bins.append([])
+            room = file_bytes_max
+        bins[-1].append(spec)
+        room -= spec.nbytes
+    return bins
+
+
+def _plan_file(group: str, position: int, count: int, specs: Sequence[TensorSpec]) -> FilePlan:
+    ordered = [specs[i] for i in safetensors.storage_order((s.name, s.dtype) for s in specs)]
+    stored: list[Stored] = []
+    end = 0
+    for spec in ordered:
+        stored.append(Stored(spec.name, spec.dtype, spec.shape, end, end + spec.nbytes))
+        end += spec.nbytes
+    header = safetensors.encode(stored, FORMAT_METADATA)
+    placed = tuple((spec, len(header) + place.start) for spec, place in zip(ordered, stored, strict=True))
+    return FilePlan(shard_file_name(group, position, count), group, header, placed, len(header) + end)

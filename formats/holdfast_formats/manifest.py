@@ -1,0 +1,202 @@
+"""The manifest: what a checkpoint holds, how it lies in its files, and the digest of every byte. FORMAT.md states it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from math import prod
+
+import msgspec
+
+from . import dtypes, naming
+from .digest import check_digest
+from .errors import CheckpointError, CorruptManifest, NotCommitted
+
+FORMAT = 1
+EXTENT_BYTES_MAX = 16 * 2**20
+_REPAIR = "this checkpoint cannot be proven any more; restore another step"
+
+
+class Extent(msgspec.Struct, frozen=True, array_like=True):
+    """Contiguous bytes of one tensor, counted from the tensor's first byte, and their xxh3-64 digest."""
+
+    offset: int
+    length: int
+    digest: str
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """A file of the checkpoint. `digest` proves its first `header_bytes` bytes, or all of it when that is 0."""
+
+    name: str
+    bytes: int
+    header_bytes: int
+    digest: str
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """A tensor: shape in elements, the file that holds it, its first byte in that file, its extents in order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    extents: tuple[Extent, ...]
+    placement: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return dtypes.nbytes(self.dtype, prod(self.shape))
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Everything that proves a checkpoint and slices it. `tensors` and `aliases` are keyed by group, then by name."""
+
+    format: int
+    run: str
+    step: int
+    attempt: int
+    created: str
+    world: int
+    mesh: dict[str, int]
+    metrics: dict[str, float]
+    files: tuple[FileEntry, ...]
+    tensors: dict[str, dict[str, TensorEntry]]
+    aliases: dict[str, dict[str, str]]
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(self.tensors)
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def file(self, name: str) -> FileEntry | None:
+        return next((file for file in self.files if file.name == name), None)
+
+
+class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The COMMIT file: the last byte written, and the only thing that makes a directory a checkpoint (I1)."""
+
+    format: int
+    manifest_sha256: str
+    bytes: int
+    files: int
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest's bytes; validates first, so nothing that `decode` refuses is ever written."""
+    validate(manifest)
+    return msgspec.json.encode(manifest)
+
+
+def encode_commit(manifest: Manifest, manifest_bytes: bytes) -> bytes:
+    """The COMMIT file of a manifest that is already encoded."""
+    sha256 = hashlib.sha256(manifest_bytes).hexdigest()
+    return msgspec.json.encode(Commit(FORMAT, sha256, manifest.bytes, len(manifest.files))) + b"\n"
+
+
+def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
+    """The manifest, after COMMIT vouched for its bytes and its own parts fit together (I5).
+
+    Raises `NotCommitted` when COMMIT is empty or unreadable, `CorruptManifest` when the two disagree or the manifest does
+    not tile its files.
+    """
+    commit = _decode_commit(commit_bytes)
+    if hashlib.sha256(manifest_bytes).hexdigest() != commit.manifest_sha256:
+        raise CorruptManifest(
+            f"{naming.MANIFEST} does not have the digest that {naming.COMMIT} states", hint=_REPAIR, file=naming.MANIFEST
+        )
+    try:
+        manifest = msgspec.json.decode(manifest_bytes, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
+    validate(manifest)
+    if (commit.bytes, commit.files) != (manifest.bytes, len(manifest.files)):
+        raise CorruptManifest(
+            f"{naming.COMMIT} counts {commit.files} files of {commit.bytes} bytes, the manifest "
+            f"{len(manifest.files)} of {manifest.bytes}",
+            hint=_REPAIR,
+            file=naming.COMMIT,
+        )
+    return manifest
+
+
+def _decode_commit(commit_bytes: bytes) -> Commit:
+    try:
+        commit = msgspec.json.decode(commit_bytes, type=Commit)
+    except msgspec.DecodeError as error:
+        raise NotCommitted(f"{naming.COMMIT} cannot be read: {error}", hint=_REPAIR, file=naming.COMMIT) from error
+    if commit.format != FORMAT:
+        raise NotCommitted(
+            f"{naming.COMMIT} says format {commit.format}, this version reads {FORMAT}",
+            hint="use the version of holdfast that wrote it",
+            file=naming.COMMIT,
+        )
+    return commit
+
+
+def validate(manifest: Manifest) -> None:
+    """Check that files, tensors and extents tile exactly and that every name resolves; `CorruptManifest` if not."""
+    try:
+        _validate(manifest)
+    except CorruptManifest:
+        raise
+    except CheckpointError as error:
+        raise CorruptManifest(f"manifest: {error.detail}", hint=_REPAIR) from error
+
+
+def _validate(manifest: Manifest) -> None:
+    if manifest.format != FORMAT:
+        raise _broken(f"format {manifest.format} is not {FORMAT}")
+    naming.check_run(manifest.run)
+    naming.check_step(manifest.step)
+    files = {file.name: file for file in manifest.files}
+    if len(files) != len(manifest.files):
+        raise _broken("a file is listed twice")
+    for file in manifest.files:
+        check_digest(file.digest)
+        if not naming.is_file_name(file.name) or not 0 <= file.header_bytes <= file.bytes:
+            raise _broken(f"file {file.name!r} has an impossible name or header length")
+    inside: dict[str, list[tuple[int, str, TensorEntry]]] = {file.name: [] for file in manifest.files if file.header_bytes}
+    for group, tensors in manifest.tensors.items():
+        naming.check_group(group)
+        for name, tensor in tensors.items():
+            if tensor.file not in inside:
+                raise _broken(f"tensor {name!r} lies in {tensor.file!r}, which is not a listed shard file")
+            _check_extents(name, tensor)
+            inside[tensor.file].append((tensor.start, name, tensor))
+    for file_name, placed in inside.items():
+        _check_file(files[file_name], sorted(placed, key=lambda p: (p[0], p[2].nbytes)))
+    for group, aliases in manifest.aliases.items():
+        for alias, target in aliases.items():
+            held = manifest.tensors.get(group, {})
+            if alias in held or target not in held:
+                raise _broken(f"alias {alias!r} of {target!r} in group {group!r} does not resolve")
+
+
+def _check_extents(name: str, tensor: TensorEntry) -> None:
+    end = 0
+    itemsize = max(dtypes.bits(tensor.dtype) // 8, 1)
+    for extent in tensor.extents:
+        check_digest(extent.digest)
+        if extent.offset != end or not 0 < extent.length <= EXTENT_BYTES_MAX or extent.length % itemsize:
+            raise _broken(f"tensor {name!r}: extent {extent.offset}+{extent.length} does not follow {end}")
+        end += extent.length
+    if end != tensor.nbytes:
+        raise _broken(f"tensor {name!r}: extents cover {end} of {tensor.nbytes} bytes")
+
+
+def _check_file(file: FileEntry, placed: Sequence[tuple[int, str, TensorEntry]]) -> None:
+    end = file.header_bytes
+    for start, name, tensor in placed:
+        if start != end:
+            raise _broken(f"file {file.name!r}: tensor {name!r} begins at {start}, the one before it ends at {end}")
+        end += tensor.nbytes
+    if end != file.bytes:
+        raise _broken(f"file {file.name!r} has {file.bytes} bytes, its tensors end at {end}")
+
+
+def _broken(what: str) -> CorruptManifest:
+    return CorruptManifest(f"manifest: {what}", hint=_REPAIR, file=naming.MANIFEST)

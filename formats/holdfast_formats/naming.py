@@ -1,0 +1,100 @@
+"""Names on disk: checkpoint ids <-> directory names, and every fixed file name. The only parser of either."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from .errors import InvalidRequest
+
+COMMIT = "COMMIT"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+RUN_FILE = "run.json"
+CHECKPOINTS = "checkpoints"
+STAGING = "staging"
+TRASH = "trash"
+RECEIPTS = "receipts"
+LOCK = ".holdfast.lock"
+DAEMON_FILE = ".holdfast.json"  # where the daemon that serves this root can be reached
+CATALOG = "catalog.sqlite"
+
+STEP_MAX = 10**15 - 1
+RUN_CHARACTERS = "1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_GROUP = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
+_STEP_DIRECTORY = re.compile(r"step-(\d{8,15})")
+_STAGING_DIRECTORY = re.compile(r"step-(\d{8,15})\.a(\d{1,9})")
+_RESERVED_FILES = frozenset({COMMIT, MANIFEST, STATE, RECEIPTS})
+
+
+class StagingName(NamedTuple):
+    step: int
+    attempt: int
+
+
+def check_run(run: str) -> str:
+    """The run name itself, or `InvalidRequest` when it could not be a directory's name everywhere."""
+    if not _RUN.fullmatch(run):
+        raise InvalidRequest(f"run name {run!r} is not allowed", hint=f"use {RUN_CHARACTERS}")
+    return run
+
+
+def check_group(group: str) -> str:
+    """The group name itself, or `InvalidRequest`: groups become file names."""
+    if not _GROUP.fullmatch(group):
+        raise InvalidRequest(
+            f"group name {group!r} is not allowed", hint="use 1 to 64 of a-z 0-9 _, beginning with a letter"
+        )
+    return group
+
+
+def check_step(step: int) -> int:
+    """The step itself, or `InvalidRequest`."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= STEP_MAX:
+        raise InvalidRequest(f"step must be a whole number from 0 to {STEP_MAX}, not {step!r}")
+    return step
+
+
+def check_asset(name: str) -> str:
+    """The asset's file name itself, or `InvalidRequest` when it is a path or a name of ours."""
+    if not _FILE.fullmatch(name) or name in _RESERVED_FILES or name.endswith((".safetensors", ".safetensors.index.json")):
+        raise InvalidRequest(f"asset name {name!r} is not allowed", hint="a plain file name that the format does not use")
+    return name
+
+
+def is_file_name(name: str) -> bool:
+    """Whether this is a plain file name (no path, nothing hidden) such as a checkpoint may hold."""
+    return _FILE.fullmatch(name) is not None
+
+
+def step_directory(step: int) -> str:
+    return f"step-{check_step(step):08d}"
+
+
+def parse_step_directory(name: str) -> int | None:
+    """The step of a checkpoint's directory, or None when the name is not exactly one that `step_directory` makes."""
+    match = _STEP_DIRECTORY.fullmatch(name)
+    step = int(match[1]) if match else None
+    return step if step is not None and step_directory(step) == name else None
+
+
+def staging_directory(step: int, attempt: int) -> str:
+    return f"{step_directory(step)}.a{attempt}"
+
+
+def parse_staging_directory(name: str) -> StagingName | None:
+    match = _STAGING_DIRECTORY.fullmatch(name)
+    parsed = StagingName(int(match[1]), int(match[2])) if match else None
+    return parsed if parsed is not None and staging_directory(*parsed) == name else None
+
+
+def shard_file_name(group: str, position: int, count: int) -> str:
+    """`model.safetensors` where one file holds the group, else Hugging Face's `model-00001-of-00004.safetensors`."""
+    check_group(group)
+    return f"{group}.safetensors" if count == 1 else f"{group}-{position + 1:05d}-of-{count:05d}.safetensors"
+
+
+def index_file_name(group: str) -> str:
+    return f"{check_group(group)}.safetensors.index.json"

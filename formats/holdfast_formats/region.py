@@ -1,0 +1,176 @@
+"""Geometry: boxes of row-major tensors, their byte runs, and exact tilings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from . import dtypes
+from .errors import StateMismatch
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """An axis-aligned part of a tensor: where it begins and how far it reaches, in elements, a number a dimension."""
+
+    offset: Shape
+    shape: Shape
+
+    @property
+    def volume(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> Shape:
+        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that cuts this box out of its tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+    def within(self, outer: Box) -> Box:
+        """The same box with `outer`'s corner as the origin."""
+        return Box(tuple(o - p for o, p in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of a tensor of this shape."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def check_box(box: Box, shape: Shape, name: str = "") -> None:
+    """Refuse, by the tensor's name, a box that does not lie inside a tensor of `shape`."""
+    fits = len(box.offset) == len(box.shape) == len(shape) and all(
+        o >= 0 and n >= 0 and o + n <= size for o, n, size in zip(box.offset, box.shape, shape, strict=True)
+    )
+    if not fits:
+        raise StateMismatch(f"tensor {name!r}: box {list(box.offset)}+{list(box.shape)} lies outside shape {list(shape)}")
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes, or None when it is empty (two 0-d boxes always meet)."""
+    offset = tuple(map(max, a.offset, b.offset))
+    stop = tuple(map(min, a.stop, b.stop))
+    if any(s <= o for o, s in zip(offset, stop, strict=True)):
+        return None
+    return Box(offset, tuple(s - o for o, s in zip(offset, stop, strict=True)))
+
+
+def byte_runs(box: Box, shape: Shape, itemsize: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (start in the tensor, start in the box, length) for each contiguous run, both row-major, in bytes."""
+    if 0 in box.shape:
+        return
+    cut = len(shape)  # dimensions from `cut` on are taken whole
+    while cut > 0 and box.shape[cut - 1] == shape[cut - 1]:
+        cut -= 1
+    cut = max(cut - 1, 0)  # the last cut dimension still yields adjacent rows
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    row = strides[cut] if shape else 1
+    length = (box.shape[cut] if shape else 1) * row * itemsize
+    first = (box.offset[cut] if shape else 0) * row
+    outer = (range(o, o + n) for o, n in zip(box.offset[:cut], box.shape[:cut], strict=True))
+    for position, index in enumerate(product(*outer)):
+        start = first + sum(i * stride for i, stride in zip(index, strides[:cut], strict=True))
+        yield start * itemsize, position * length, length
+
+
+def byte_span(box: Box, shape: Shape, itemsize: int) -> tuple[int, int]:
+    """The smallest byte interval [start, stop) of the tensor that holds the whole box; (0, 0) when the box is empty."""
+    if 0 in box.shape:
+        return 0, 0
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    first = sum(o * s for o, s in zip(box.offset, strides, strict=True))
+    last = sum((o + n - 1) * s for o, n, s in zip(box.offset, box.shape, strides, strict=True))
+    return first * itemsize, (last + 1) * itemsize
+
+
+def flat_boxes(start: int, stop: int, shape: Shape) -> list[Box]:
+    """Cut the flat element range [start, stop) of a row-major tensor into boxes, in order: at most 2·ndim − 1 of them."""
+    if not 0 <= start <= stop <= prod(shape):
+        raise StateMismatch(f"flat range [{start}, {stop}) lies outside a tensor of shape {list(shape)}")
+    if start == stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last:
+        return _under(first, flat_boxes(start - first * row, stop - first * row, shape[1:]))
+    boxes: list[Box] = []
+    if start % row:
+        boxes += _under(first, flat_boxes(start - first * row, row, shape[1:]))
+        first += 1
+    full = stop // row
+    if full > first:
+        boxes.append(Box((first,) + (0,) * (len(shape) - 1), (full - first, *shape[1:])))
+    if stop % row:
+        boxes += _under(full, flat_boxes(0, stop - full * row, shape[1:]))
+    return boxes
+
+
+def _under(index: int, boxes: Iterable[Box]) -> list[Box]:
+    return [Box((index, *box.offset), (1, *box.shape)) for box in boxes]
+
+
+def tiles(boxes: Sequence[Box], shape: Shape) -> bool:
+    """Whether the boxes cover a tensor of `shape` exactly: inside it, no hole, no overlap. Empty boxes do not count."""
+    solid = [box for box in boxes if box.volume]
+    for box in solid:
+        check_box(box, shape)
+    return sum(box.volume for box in solid) == prod(shape) and first_overlap(solid) is None
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, or None. A sweep along dimension 0 keeps the pairs it compares few."""
+    active: list[Box] = []
+    for box in sorted(box for box in boxes if box.volume):
+        low = box.offset[0] if box.offset else 0
+        active = [other for other in active if not other.offset or other.stop[0] > low]
+        for other in active:
+            if intersect(box, other) is not None:
+                return other, box
+        active.append(box)
+    return None
+
+
+class ByteView(NamedTuple):
+    """A tensor seen as bytes or as whole elements: the shape and item size that `byte_runs` wants."""
+
+    shape: Shape
+    itemsize: int
+
+
+def byte_view(dtype: str, shape: Shape, name: str = "") -> ByteView:
+    """How to address a tensor of this dtype: elements as they are, sub-byte types as rows of bytes.
+
+    A sub-byte tensor whose rows do not end at a byte is one row of bytes: it can be taken whole, and not cut. Raises
+    `StateMismatch` by name when not even the whole ends at a byte.
+    """
+    width = dtypes.bits(dtype)
+    if width % 8 == 0:
+        return ByteView(shape, width // 8)
+    if shape and shape[-1] * width % 8 == 0:
+        return ByteView((*shape[:-1], shape[-1] * width // 8), 1)
+    return ByteView((dtypes.nbytes(dtype, prod(shape), name),), 1)
+
+
+def byte_box(dtype: str, box: Box, shape: Shape, name: str = "") -> Box:
+    """`box` in the coordinates of `byte_view`; `StateMismatch` by name where it would cut inside a byte."""
+    width = dtypes.bits(dtype)
+    if width % 8 == 0:
+        return box
+    view = byte_view(dtype, shape, name)
+    if box == whole(shape):
+        return whole(view.shape)
+    begin, length = box.offset[-1] * width, box.shape[-1] * width
+    if begin % 8 or length % 8 or len(view.shape) != len(shape) or shape[-1] * width % 8:
+        raise StateMismatch(
+            f"tensor {name!r}: {dtype} has {width} bits an element and cannot be cut at "
+            f"{list(box.offset)}+{list(box.shape)}, which is inside a byte",
+            hint="shard another dimension, or shard at a multiple of whole bytes",
+        )
+    return Box((*box.offset[:-1], begin // 8), (*box.shape[:-1], length // 8))

@@ -1,0 +1,83 @@
+"""The bodies of the REST API, shared by the service that writes them and the typed client that reads them."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel, Field
+
+Item = TypeVar("Item")
+
+
+class Page(BaseModel, Generic[Item]):
+    """A page of a list; `next` is the cursor of the page behind it, None on the last one."""
+
+    items: list[Item]
+    next: str | None = None
+
+
+class Run(BaseModel):
+    name: str
+    attempt: int = Field(description="newest declared attempt (restart number)")
+    keep_last: int | None = Field(description="retention: how many checkpoints are kept, None for all")
+    checkpoints: int
+    newest: int | None = Field(description="step of the newest committed checkpoint")
+    bytes: int
+
+
+class Checkpoint(BaseModel):
+    run: str
+    step: int
+    attempt: int
+    created: str = Field(description="time of the commit, RFC 3339, UTC")
+    world: int
+    groups: list[str]
+    tensors: int
+    files: int
+    bytes: int
+    metrics: dict[str, float]
+    verified: bool = Field(description="read back after the commit and found equal to every digest")
+
+
+class Tensor(BaseModel):
+    group: str
+    name: str
+    dtype: str
+    shape: list[int]
+    bytes: int
+    file: str
+    start: int = Field(description="first byte in the file")
+    extents: int
+    placement: str
+    alias_of: str | None = None
+
+
+class Round(BaseModel):
+    id: int
+    run: str
+    step: int
+    attempt: int
+    world: int
+    state: str = Field(description="open, sealed, committed or aborted")
+    sealed: int = Field(description="ranks that have sealed their slot")
+    opened: str
+    ended: str | None
+    code: str | None = Field(description="error code, when aborted")
+    detail: str | None
+
+
+class Node(BaseModel):
+    name: str
+    pid: int
+    version: str
+    root: str
+    socket: str | None
+    started: str
+    arena_bytes: int
+    ranks: int
+
+
+class Health(BaseModel):
+    status: str
+    version: str
+    root: str

@@ -1,0 +1,93 @@
+"""A slot's table: what one rank put into its slot for one save. It stands in the slot itself, behind the header.
+
+So a slot describes itself: whoever finds it sealed, and the table's digest right, can save it without its rank.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from . import naming
+from .errors import CheckpointError, InvalidRequest, LimitExceeded
+from .tensors import Fragment
+
+TABLE_BYTES_MAX = 512 * 2**20
+ASSET_BYTES_MAX = 256 * 2**20
+
+
+class Blob(msgspec.Struct, frozen=True, array_like=True):
+    """A small file (an asset such as config.json) whose bytes stand in the slot."""
+
+    name: str
+    slot_offset: int
+    length: int
+
+
+class SlotTable(msgspec.Struct, frozen=True):
+    """One rank's part of one save.
+
+    `values` holds JSON documents as text, by group and key. `groups` names what is saved, also groups without a tensor.
+    """
+
+    run: str
+    step: int
+    attempt: int
+    rank: int
+    world: int
+    groups: tuple[str, ...]
+    fragments: tuple[Fragment, ...]
+    values: dict[str, dict[str, str]]
+    aliases: dict[str, dict[str, str]]
+    blobs: tuple[Blob, ...] = ()
+    metrics: dict[str, float] = {}
+    mesh: dict[str, int] = {}
+    file_bytes_max: int = 0
+
+
+def encode(table: SlotTable) -> bytes:
+    """The table's bytes; `LimitExceeded` when they would not fit a slot."""
+    encoded = msgspec.json.encode(table)
+    if len(encoded) > TABLE_BYTES_MAX:
+        raise LimitExceeded(
+            f"the state's table of {len(table.fragments)} fragments takes {len(encoded)} bytes, over {TABLE_BYTES_MAX}"
+        )
+    return encoded
+
+
+def decode(encoded: bytes | memoryview, data_bytes: int) -> SlotTable:
+    """The table, after every fragment and blob was found to lie inside `data_bytes`; `InvalidRequest` if not."""
+    try:
+        table = msgspec.json.decode(encoded, type=SlotTable)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the slot's table cannot be read: {error}") from error
+    try:
+        _check(table, data_bytes)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the slot's table does not fit together: {error}") from error
+    return table
+
+
+def _check(table: SlotTable, data_bytes: int) -> None:
+    naming.check_run(table.run)
+    naming.check_step(table.step)
+    if not 0 <= table.rank < table.world:
+        raise InvalidRequest(f"rank {table.rank} of a world of {table.world}")
+    groups = {naming.check_group(group) for group in table.groups}
+    for fragment in table.fragments:
+        fragment.check()
+        _check_span(fragment.spec.name, fragment.slot_offset, fragment.nbytes, data_bytes)
+        if fragment.spec.group not in groups:
+            raise InvalidRequest(f"tensor {fragment.spec.name!r} is in group {fragment.spec.group!r}, which is not saved")
+    for blob in table.blobs:
+        naming.check_asset(blob.name)
+        _check_span(blob.name, blob.slot_offset, blob.length, data_bytes)
+    unknown = (set(table.values) | set(table.aliases)) - groups
+    if unknown:
+        raise InvalidRequest(f"values or aliases for groups that are not saved: {sorted(unknown)}")
+
+
+def _check_span(name: str, offset: int, length: int, data_bytes: int) -> None:
+    if offset < 0 or length < 0 or offset + length > data_bytes:
+        raise InvalidRequest(f"{name!r} at {offset}+{length} lies outside the slot's {data_bytes} bytes")

@@ -1,0 +1,70 @@
+"""What is stored (a tensor spec) and what one rank holds of it (a fragment)."""
+
+from __future__ import annotations
+
+from math import prod
+
+import msgspec
+
+from . import dtypes
+from .errors import InvalidRequest, LimitExceeded
+from .region import Box, Shape, byte_box, check_box
+
+NAME_BYTES_MAX = 1024
+DIMENSIONS_MAX = 64
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A global tensor: its group, its name (unique in the group), safetensors dtype and shape in elements."""
+
+    group: str
+    name: str
+    dtype: str
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        return dtypes.nbytes(self.dtype, prod(self.shape), self.name)
+
+    def check(self) -> None:
+        """Refuse, by name, what no file could hold."""
+        if not self.name or len(self.name.encode(errors="surrogatepass")) > NAME_BYTES_MAX:
+            raise LimitExceeded(f"tensor name {self.name[:80]!r} must have 1 to {NAME_BYTES_MAX} bytes")
+        if self.name == "__metadata__":
+            raise InvalidRequest("a tensor cannot be named '__metadata__': safetensors keeps that name for itself")
+        try:
+            self.name.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"tensor name {self.name!r} is not valid Unicode") from None
+        if len(self.shape) > DIMENSIONS_MAX or any(n < 0 for n in self.shape):
+            raise InvalidRequest(f"tensor {self.name!r}: shape {list(self.shape)} is not a shape")
+        _ = self.nbytes  # refuses an unknown dtype, and sub-byte elements that do not end at a byte
+
+
+class Fragment(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank holds of a tensor: boxes, and where each one's bytes (row-major) stand in the rank's slot.
+
+    The boxes' bytes follow each other from `slot_offset` on. A flat range is the few boxes `region.flat_boxes` cuts it
+    into, so nothing behind this type knows of ranges. `placement` is for people: how the rank's framework described it.
+    """
+
+    spec: TensorSpec
+    boxes: tuple[Box, ...]
+    slot_offset: int
+    placement: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(box_bytes(self.spec, box) for box in self.boxes)
+
+    def check(self) -> None:
+        """Refuse, by name, boxes outside the tensor or cut inside a byte."""
+        self.spec.check()
+        for box in self.boxes:
+            check_box(box, self.spec.shape, self.spec.name)
+            byte_box(self.spec.dtype, box, self.spec.shape, self.spec.name)
+
+
+def box_bytes(spec: TensorSpec, box: Box) -> int:
+    """Bytes of one box of this tensor; `StateMismatch` by name where it does not end at a byte."""
+    return dtypes.nbytes(spec.dtype, box.volume, spec.name)

@@ -1,0 +1,79 @@
+"""state.json: the JSON part of a checkpoint, merged from all ranks and given back to any rank of any world.
+
+    {"format": 1, "step": 500, "metrics": {"loss": 2.5},
+     "groups": {"extra": {"scheduler": {"all": …}, "loader": {"ranks": {"0": …, "1": …}}}}}
+
+A value on which all ranks agree is stored once, under `all`; the others under `ranks`, by rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .errors import CorruptManifest
+
+FORMAT = 1
+Values = dict[str, dict[str, str]]  # group -> key -> JSON document as text
+
+
+class RankValues(NamedTuple):
+    """What state.json holds for one rank. `remapped` names the values that another rank wrote, by the rule of `for_rank`."""
+
+    values: Values
+    remapped: tuple[str, ...]
+
+
+def merge(step: int, metrics: Mapping[str, float], groups: Sequence[str], ranks: Mapping[int, Values]) -> bytes:
+    """The bytes of state.json from every rank's values; the order of ranks and keys does not show."""
+    merged: dict[str, dict[str, Any]] = {group: {} for group in groups}
+    for group in groups:
+        keys = sorted({key for values in ranks.values() for key in values.get(group, {})})
+        for key in keys:
+            held = {rank: v[group][key] for rank, v in sorted(ranks.items()) if key in v.get(group, {})}
+            merged[group][key] = _merge_one(held, len(ranks))
+    document = {"format": FORMAT, "step": step, "metrics": dict(metrics), "groups": merged}
+    return json.dumps(document, indent=1, ensure_ascii=False, sort_keys=True).encode() + b"\n"
+
+
+def _merge_one(held: Mapping[int, str], world: int) -> dict[str, Any]:
+    parsed = {rank: json.loads(text) for rank, text in held.items()}
+    if len(held) == world and len(set(held.values())) == 1:
+        return {"all": next(iter(parsed.values()))}
+    return {"ranks": {str(rank): value for rank, value in parsed.items()}}
+
+
+def for_rank(encoded: bytes, rank: int) -> RankValues:
+    """The values that `rank` restores.
+
+    What all ranks agreed on goes to every rank, what differed to the rank that wrote it. A rank that wrote nothing, as in a
+    larger world, gets what writer number `rank mod writers` wrote, counted in rank order, and the name is reported.
+    Raises `CorruptManifest` when the document is not ours.
+    """
+    try:
+        document = json.loads(encoded)
+        if document["format"] != FORMAT:
+            raise ValueError(f"format {document['format']} is not {FORMAT}")
+        values: Values = {}
+        remapped: list[str] = []
+        for group, entries in document["groups"].items():
+            values[group] = {}
+            for key, entry in entries.items():
+                value, moved = _pick(entry, rank)
+                values[group][key] = json.dumps(value, sort_keys=True)
+                if moved:
+                    remapped.append(f"{group}/{key}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptManifest(f"state.json cannot be read: {error}", file="state.json") from error
+    return RankValues(values, tuple(sorted(remapped)))
+
+
+def _pick(entry: Mapping[str, Any], rank: int) -> tuple[Any, bool]:
+    if "all" in entry:
+        return entry["all"], False
+    ranks = entry["ranks"]
+    if str(rank) in ranks:
+        return ranks[str(rank)], False
+    writers = sorted(ranks, key=int)
+    return ranks[writers[rank % len(writers)]], True

@@ -1,0 +1,194 @@
+"""Messages between a rank and its node's daemon, over a unix stream socket.
+
+A frame is four bytes of little-endian length and a JSON object with a `type`. A request carries `id`; its reply carries the
+same number as `reply_to`. `Outcome` comes unasked. The one file descriptor that ever travels, a memfd, rides on the first
+byte of the `Segment` frame. Bulk data never comes this way: it lies in the slot, table included.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from .errors import InvalidRequest, LimitExceeded
+
+PROTOCOL = 1
+FRAME_BYTES_MAX = 2**20
+LENGTH_BYTES = 4
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Request(Message):
+    id: int = Field(ge=0)
+
+
+class Reply(Message):
+    reply_to: int = Field(ge=0)
+
+
+class Hello(Request):
+    """The first message: who speaks. Ranks with the same `launch` share an attempt."""
+
+    type: Literal["hello"] = "hello"
+    protocol: int = PROTOCOL
+    run: str
+    rank: int = Field(ge=0)
+    world: int = Field(ge=1)
+    launch: str = Field(min_length=1, max_length=256)
+    pid: int = 0
+    keep_last: int | None = Field(default=None, ge=1)
+
+
+class Welcome(Reply):
+    type: Literal["welcome"] = "welcome"
+    attempt: int
+    node: str
+    root: str
+    version: str
+    url: str | None = None
+
+
+class Reserve(Request):
+    """Ask for a segment of `slots` slots; the reply is `Segment` and carries its memfd."""
+
+    type: Literal["reserve"] = "reserve"
+    slots: int = Field(ge=1, le=64)
+    data_bytes: int = Field(ge=0)
+    table_bytes: int = Field(ge=0)
+
+
+class Segment(Reply):
+    type: Literal["segment"] = "segment"
+    slots: int
+    data_bytes: int
+    table_bytes_max: int
+
+
+class Lease(Request):
+    """Ask for a slot for `step`, waiting at most `wait_s` for one to become free."""
+
+    type: Literal["lease"] = "lease"
+    step: int = Field(ge=0)
+    wait_s: float = Field(default=0.0, ge=0.0, le=86_400.0)
+
+
+class Granted(Reply):
+    """The slot is the rank's until it seals it, or until `deadline_s` seconds have passed and the round aborts."""
+
+    type: Literal["granted"] = "granted"
+    slot: int
+    deadline_s: float
+
+
+class Seal(Request):
+    type: Literal["seal"] = "seal"
+    slot: int = Field(ge=0)
+    step: int = Field(ge=0)
+    table_digest: str
+
+
+class Sealed(Reply):
+    """From here on the daemon saves this rank's part, whatever becomes of the rank."""
+
+    type: Literal["sealed"] = "sealed"
+
+
+class Abandon(Request):
+    """The rank gives its lease back unsealed, which aborts the round."""
+
+    type: Literal["abandon"] = "abandon"
+    slot: int = Field(ge=0)
+    step: int = Field(ge=0)
+    problem: dict[str, Any]
+
+
+class Choose(Request):
+    """Which step does this attempt restore? Asked `turn`-th by this rank; every rank's n-th question has one answer."""
+
+    type: Literal["choose"] = "choose"
+    turn: int = Field(ge=0)
+    step: int | None = Field(default=None, ge=0)
+    groups: tuple[str, ...] = ()
+    wait_s: float = Field(default=0.0, ge=0.0, le=86_400.0)
+
+
+class Chosen(Reply):
+    type: Literal["chosen"] = "chosen"
+    step: int | None
+
+
+class Done(Reply):
+    type: Literal["done"] = "done"
+
+
+class Failed(Reply):
+    type: Literal["failed"] = "failed"
+    problem: dict[str, Any]
+
+
+class Outcome(Message):
+    """What became of a save: committed, or aborted with the reason."""
+
+    type: Literal["outcome"] = "outcome"
+    step: int
+    attempt: int
+    state: Literal["committed", "aborted"]
+    problem: dict[str, Any] | None = None
+
+
+ToDaemon = Annotated[
+    Hello | Reserve | Lease | Seal | Abandon | Choose,
+    Field(discriminator="type"),
+]
+ToRank = Annotated[
+    Welcome | Segment | Granted | Sealed | Chosen | Done | Failed | Outcome,
+    Field(discriminator="type"),
+]
+TO_DAEMON: TypeAdapter[Any] = TypeAdapter(ToDaemon)
+TO_RANK: TypeAdapter[Any] = TypeAdapter(ToRank)
+
+
+def encode_frame(message: Message) -> bytes:
+    """One frame; `LimitExceeded` for a message that no peer would take."""
+    body = message.model_dump_json().encode()
+    if len(body) > FRAME_BYTES_MAX:
+        raise LimitExceeded(f"a message of {len(body)} bytes is over the limit of {FRAME_BYTES_MAX}")
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+class FrameDecoder:
+    """Cuts a byte stream into messages, wherever the pieces were torn. Does no input or output itself."""
+
+    def __init__(self, messages: TypeAdapter[Any]) -> None:
+        self._messages = messages
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """The messages that are complete now; `InvalidRequest` or `LimitExceeded` ends the conversation."""
+        self._pending += data
+        complete = []
+        while len(self._pending) >= LENGTH_BYTES:
+            length = int.from_bytes(self._pending[:LENGTH_BYTES], "little")
+            if length > FRAME_BYTES_MAX:
+                raise LimitExceeded(f"a frame of {length} bytes is over the limit of {FRAME_BYTES_MAX}")
+            if len(self._pending) < LENGTH_BYTES + length:
+                break
+            body = bytes(self._pending[LENGTH_BYTES : LENGTH_BYTES + length])
+            del self._pending[: LENGTH_BYTES + length]
+            complete.append(self._parse(body))
+        return complete
+
+    def _parse(self, body: bytes) -> Any:
+        try:
+            return self._messages.validate_json(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise InvalidRequest(
+                f"a message that this version does not understand: {where}: {first['msg']}",
+                hint="the trainer and the daemon may have different versions of holdfast",
+            ) from error
