@@ -1,1 +1,56 @@
-"""Placeholder while building."""
+"""Holdfast for trainers: hand over the training state, go on training, get it back on any layout.
+
+    from holdfast import Checkpointer
+
+    with Checkpointer("llama3-8b", {"model": model, "optim": optimizer}) as checkpointer:
+        for step in range(checkpointer.restore() + 1, steps + 1):
+            train(step)
+            if step % 500 == 0:
+                checkpointer.save(step)
+
+torch is imported only when a name that needs it is used, so that the command line starts without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from holdfast_formats.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from .api import Api
+    from .checkpointer import Checkpointer, RestoreReport, SaveWarning
+    from .fragments import Fragment
+    from .reader import CheckpointReader
+    from .tickets import SaveResult, SaveTicket
+
+__version__ = "0.1.0"
+__all__ = [
+    "Api",
+    "CheckpointError",
+    "CheckpointReader",
+    "Checkpointer",
+    "Fragment",
+    "RestoreReport",
+    "SaveResult",
+    "SaveTicket",
+    "SaveWarning",
+    "__version__",
+]
+_HOME = {
+    "Api": "api",
+    "CheckpointReader": "reader",
+    "Checkpointer": "checkpointer",
+    "Fragment": "fragments",
+    "RestoreReport": "checkpointer",
+    "SaveResult": "tickets",
+    "SaveTicket": "tickets",
+    "SaveWarning": "checkpointer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -51,6 +51,9 @@ class Geometry(NamedTuple):
         return PAGE_BYTES + self.slots * self.slot_bytes
 
     def header_offset(self, slot: int) -> int:
+        """Where a slot begins; `InvalidRequest` for a slot that the segment does not have."""
+        if not 0 <= slot < self.slots:
+            raise InvalidRequest(f"slot {slot} of a segment of {self.slots}")
         return PAGE_BYTES + slot * self.slot_bytes
 
     def data_offset(self, slot: int) -> int:
@@ -89,13 +92,15 @@ def write_superblock(memory: memoryview, made: Geometry) -> None:
 
 
 def read_superblock(memory: memoryview) -> Geometry:
-    """The geometry a segment states; `InvalidRequest` when it is not a segment of ours or is cut short."""
+    """The geometry a segment states; `InvalidRequest` or `LimitExceeded` when it is not one of ours or is cut short."""
     if len(memory) < PAGE_BYTES:
         raise InvalidRequest(f"a segment of {len(memory)} bytes is not a staging arena")
     magic, version, slots, data_bytes, table_bytes_max = _SUPERBLOCK.unpack_from(memory, 0)
     if magic != MAGIC or version != VERSION:
         raise InvalidRequest("shared memory does not hold a staging arena of this version")
     made = geometry(slots, data_bytes, table_bytes_max)
+    if (made.data_bytes, made.table_bytes_max) != (data_bytes, table_bytes_max):
+        raise InvalidRequest(f"a segment with slots of {data_bytes} + {table_bytes_max} bytes, which are not whole pages")
     if made.segment_bytes > len(memory):
         raise InvalidRequest(f"a segment of {len(memory)} bytes claims to hold {made.segment_bytes}")
     return made

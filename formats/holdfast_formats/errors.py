@@ -12,7 +12,8 @@
     ├── Conflict                     somebody else was first: look, then decide
     │   ├── StaleAttempt             stale-attempt 409
     │   ├── AlreadyCommitted         already-committed 409
-    │   └── Pinned                   pinned 409
+    │   ├── Pinned                   pinned 409
+    │   └── RootBusy                 root-busy 409
     ├── Damaged                      500: bytes are not what they were; do not retry, restore another step
     │   ├── CorruptExtent            corrupt-extent
     │   ├── CorruptManifest          corrupt-manifest
@@ -42,7 +43,7 @@ class CheckpointError(Exception):
     status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
 
-    def __init__(self, detail: str, *, hint: str = "", **members: Any) -> None:
+    def __init__(self, detail: str, /, *, hint: str = "", **members: Any) -> None:
         super().__init__(detail)
         self.detail = detail
         self.hint = hint
@@ -122,6 +123,12 @@ class Pinned(Conflict):
     code = "pinned"
 
 
+class RootBusy(Conflict):
+    """Another daemon holds the lock on this root."""
+
+    code = "root-busy"
+
+
 class Damaged(CheckpointError):
     """Bytes are missing or are not what was written; nothing of them is handed over."""
 
@@ -183,6 +190,7 @@ LEAVES: tuple[type[CheckpointError], ...] = (
     StaleAttempt,
     AlreadyCommitted,
     Pinned,
+    RootBusy,
     CorruptExtent,
     CorruptManifest,
     NotCommitted,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
+from math import isfinite, prod
 
 import msgspec
 
 from . import dtypes, naming
 from .digest import check_digest
-from .errors import CheckpointError, CorruptManifest, NotCommitted
+from .errors import CheckpointError, CorruptManifest, InvalidRequest, NotCommitted
+from .tensors import TensorSpec
 
 FORMAT = 1
 EXTENT_BYTES_MAX = 16 * 2**20
@@ -110,13 +111,13 @@ def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
         )
     try:
         manifest = msgspec.json.decode(manifest_bytes, type=Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
     validate(manifest)
-    if (commit.bytes, commit.files) != (manifest.bytes, len(manifest.files)):
+    if commit_bytes != encode_commit(manifest, manifest_bytes):
         raise CorruptManifest(
-            f"{naming.COMMIT} counts {commit.files} files of {commit.bytes} bytes, the manifest "
-            f"{len(manifest.files)} of {manifest.bytes}",
+            f"{naming.COMMIT} states {commit.files} files of {commit.bytes} bytes, or is not spelled as it was written; "
+            f"the manifest has {len(manifest.files)} files of {manifest.bytes} bytes",
             hint=_REPAIR,
             file=naming.COMMIT,
         )
@@ -126,7 +127,7 @@ def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
 def _decode_commit(commit_bytes: bytes) -> Commit:
     try:
         commit = msgspec.json.decode(commit_bytes, type=Commit)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise NotCommitted(f"{naming.COMMIT} cannot be read: {error}", hint=_REPAIR, file=naming.COMMIT) from error
     if commit.format != FORMAT:
         raise NotCommitted(
@@ -152,19 +153,17 @@ def _validate(manifest: Manifest) -> None:
         raise _broken(f"format {manifest.format} is not {FORMAT}")
     naming.check_run(manifest.run)
     naming.check_step(manifest.step)
-    files = {file.name: file for file in manifest.files}
-    if len(files) != len(manifest.files):
-        raise _broken("a file is listed twice")
-    for file in manifest.files:
-        check_digest(file.digest)
-        if not naming.is_file_name(file.name) or not 0 <= file.header_bytes <= file.bytes:
-            raise _broken(f"file {file.name!r} has an impossible name or header length")
+    check_metrics(manifest.metrics)
+    if manifest.attempt < 0 or manifest.world < 1:
+        raise _broken(f"attempt {manifest.attempt} of a world of {manifest.world}")
+    files = _checked_files(manifest.files)
     inside: dict[str, list[tuple[int, str, TensorEntry]]] = {file.name: [] for file in manifest.files if file.header_bytes}
     for group, tensors in manifest.tensors.items():
         naming.check_group(group)
         for name, tensor in tensors.items():
             if tensor.file not in inside:
                 raise _broken(f"tensor {name!r} lies in {tensor.file!r}, which is not a listed shard file")
+            TensorSpec(group, name, tensor.dtype, tensor.shape).check()
             _check_extents(name, tensor)
             inside[tensor.file].append((tensor.start, name, tensor))
     for file_name, placed in inside.items():
@@ -174,6 +173,25 @@ def _validate(manifest: Manifest) -> None:
             held = manifest.tensors.get(group, {})
             if alias in held or target not in held:
                 raise _broken(f"alias {alias!r} of {target!r} in group {group!r} does not resolve")
+
+
+def _checked_files(listed: Sequence[FileEntry]) -> dict[str, FileEntry]:
+    files = {file.name: file for file in listed}
+    if len(files) != len(listed):
+        raise _broken("a file is listed twice")
+    for file in listed:
+        check_digest(file.digest)
+        reserved = file.name in (naming.COMMIT, naming.MANIFEST)
+        if reserved or not naming.is_file_name(file.name) or not 0 <= file.header_bytes <= file.bytes:
+            raise _broken(f"file {file.name!r} has an impossible name or header length")
+    return files
+
+
+def check_metrics(metrics: Mapping[str, float]) -> None:
+    """Refuse, by name, a metric that JSON cannot state."""
+    for name, value in metrics.items():
+        if not isfinite(value):
+            raise InvalidRequest(f"metric {name!r} is {value}, which JSON cannot state", hint="leave it out")
 
 
 def _check_extents(name: str, tensor: TensorEntry) -> None:
@@ -189,6 +207,8 @@ def _check_extents(name: str, tensor: TensorEntry) -> None:
 
 
 def _check_file(file: FileEntry, placed: Sequence[tuple[int, str, TensorEntry]]) -> None:
+    if len({name for _, name, _ in placed}) != len(placed):
+        raise _broken(f"file {file.name!r} holds two tensors of the same name")
     end = file.header_bytes
     for start, name, tensor in placed:
         if start != end:

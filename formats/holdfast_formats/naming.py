@@ -20,7 +20,8 @@ DAEMON_FILE = ".holdfast.json"  # where the daemon that serves this root can be 
 CATALOG = "catalog.sqlite"
 
 STEP_MAX = 10**15 - 1
-RUN_CHARACTERS = "1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
+ATTEMPT_MAX = 10**9 - 1
+RUN_CHARACTERS = f"1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, and not with {CATALOG}"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _GROUP = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
@@ -36,7 +37,7 @@ class StagingName(NamedTuple):
 
 def check_run(run: str) -> str:
     """The run name itself, or `InvalidRequest` when it could not be a directory's name everywhere."""
-    if not _RUN.fullmatch(run):
+    if not _RUN.fullmatch(run) or run.startswith(CATALOG):
         raise InvalidRequest(f"run name {run!r} is not allowed", hint=f"use {RUN_CHARACTERS}")
     return run
 
@@ -81,6 +82,8 @@ def parse_step_directory(name: str) -> int | None:
 
 
 def staging_directory(step: int, attempt: int) -> str:
+    if not 0 <= attempt <= ATTEMPT_MAX:
+        raise InvalidRequest(f"attempt must be from 0 to {ATTEMPT_MAX}, not {attempt}")
     return f"{step_directory(step)}.a{attempt}"
 
 
@@ -98,3 +101,13 @@ def shard_file_name(group: str, position: int, count: int) -> str:
 
 def index_file_name(group: str) -> str:
     return f"{check_group(group)}.safetensors.index.json"
+
+
+def checkpoint_path(run: str, step: int) -> str:
+    """Where a committed checkpoint stands, relative to the root."""
+    return f"{check_run(run)}/{CHECKPOINTS}/{step_directory(step)}"
+
+
+def staging_path(run: str, step: int, attempt: int) -> str:
+    """Where an attempt's files for a step are written before they are published, relative to the root."""
+    return f"{check_run(run)}/{STAGING}/{staging_directory(step, attempt)}"

@@ -81,5 +81,5 @@ def decode_receipt(encoded: bytes) -> Receipt:
     """A receipt read back from disk; `CorruptManifest` when it is not one."""
     try:
         return msgspec.json.decode(encoded, type=Receipt)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptManifest(f"a receipt under {naming.RECEIPTS} cannot be read: {error}") from error

@@ -166,6 +166,8 @@ def byte_box(dtype: str, box: Box, shape: Shape, name: str = "") -> Box:
     view = byte_view(dtype, shape, name)
     if box == whole(shape):
         return whole(view.shape)
+    if not box.volume:
+        return whole((0,) * len(view.shape))
     begin, length = box.offset[-1] * width, box.shape[-1] * width
     if begin % 8 or length % 8 or len(view.shape) != len(shape) or shape[-1] * width % 8:
         raise StateMismatch(

@@ -52,6 +52,16 @@ class Tensor(BaseModel):
     alias_of: str | None = None
 
 
+class File(BaseModel):
+    name: str
+    bytes: int = Field(description="length that the manifest states")
+    stored: int | None = Field(description="length on storage; None when the file is missing")
+    header_bytes: int = Field(description="length of a safetensors header, 0 for other files")
+    digest: str | None = Field(
+        description="xxh3-64 of the header or of the whole small file; None for COMMIT and the manifest"
+    )
+
+
 class Round(BaseModel):
     id: int
     run: str

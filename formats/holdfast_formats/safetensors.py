@@ -21,6 +21,7 @@ HEADER_BYTES_MAX = 100_000_000  # the library's own limit
 LIBRARY_ALIGNMENT_BYTES = 8
 DATA_ALIGNMENT_BYTES = 4096  # ours: O_DIRECT and mmap stay aligned; legal, since the padding is spaces in the header
 _SIZE_MAX = 2**63 - 1
+_METADATA = "__metadata__"
 _REPAIR = "restore another step; this file is not what was written"
 
 
@@ -53,7 +54,7 @@ def encode(
 ) -> bytes:
     """The length field and the header, padded with spaces so that the data begins at a multiple of `alignment_bytes`."""
     validate(tensors)
-    document: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    document: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
     for tensor in tensors:
         document[tensor.name] = {
             "dtype": tensor.dtype,
@@ -80,16 +81,19 @@ def decode(head: bytes, file_bytes: int, source: str = "file") -> Header:
     if len(head) < LENGTH_BYTES + length:
         raise _broken(source, f"is cut off inside its header ({len(head)} of {LENGTH_BYTES + length} bytes)")
     try:
-        document = json.loads(head[LENGTH_BYTES : LENGTH_BYTES + length].decode(), object_pairs_hook=_no_duplicates)
+        text = head[LENGTH_BYTES : LENGTH_BYTES + length].decode()
+        document = json.loads(text, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         raise _broken(source, f"has a header that is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise _broken(source, "has a header that is not a JSON object")
-    metadata = document.pop("__metadata__", None)
+    if not text.startswith("{"):
+        raise _broken(source, "has a header that does not begin with a JSON object")
+    metadata = document.pop(_METADATA, None)
     try:
         known = None if metadata is None else msgspec.convert(metadata, dict[str, str])
         tensors = [_stored(name, msgspec.convert(entry, _Entry)) for name, entry in document.items()]
         tensors.sort(key=lambda t: (t.start, t.stop))
+        if known and not _is_unicode("".join((*known, *known.values()))):
+            raise StateMismatch("its metadata is not valid Unicode")
         end = validate(tensors)
     except (msgspec.ValidationError, StateMismatch) as error:
         raise _broken(source, f"has a header that does not fit together: {error}") from error
@@ -110,6 +114,9 @@ def header_length(head: bytes, file_bytes: int, source: str = "file") -> int:
 
 def validate(tensors: Sequence[Stored]) -> int:
     """Check that the tensors tile the data from 0 on, in order, each as long as dtype and shape say; return the end."""
+    names = {tensor.name for tensor in tensors}
+    if len(names) != len(tensors) or _METADATA in names or not _is_unicode("".join(names)):
+        raise StateMismatch(f"tensor names must be different Unicode texts, and none of them {_METADATA!r}")
     end = 0
     for tensor in tensors:
         if tensor.dtype not in dtypes.BITS:
@@ -136,6 +143,11 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 def _stored(name: str, entry: _Entry) -> Stored:
     return Stored(name, entry.dtype, entry.shape, *entry.data_offsets)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold the text: JSON can spell half a surrogate pair, which no reader in another language takes."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from . import naming
-from .errors import CheckpointError, InvalidRequest, LimitExceeded
+from .errors import InvalidRequest, LimitExceeded
+from .manifest import check_metrics
 from .tensors import Fragment
 
 TABLE_BYTES_MAX = 512 * 2**20
@@ -45,8 +46,12 @@ class SlotTable(msgspec.Struct, frozen=True):
 
 
 def encode(table: SlotTable) -> bytes:
-    """The table's bytes; `LimitExceeded` when they would not fit a slot."""
-    encoded = msgspec.json.encode(table)
+    """The table's bytes; `LimitExceeded` when they would not fit a slot, `InvalidRequest` for what JSON cannot state."""
+    check_metrics(table.metrics)
+    try:
+        encoded = msgspec.json.encode(table)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the state holds a name or value that is not valid Unicode: {error}") from error
     if len(encoded) > TABLE_BYTES_MAX:
         raise LimitExceeded(
             f"the state's table of {len(table.fragments)} fragments takes {len(encoded)} bytes, over {TABLE_BYTES_MAX}"
@@ -58,14 +63,9 @@ def decode(encoded: bytes | memoryview, data_bytes: int) -> SlotTable:
     """The table, after every fragment and blob was found to lie inside `data_bytes`; `InvalidRequest` if not."""
     try:
         table = msgspec.json.decode(encoded, type=SlotTable)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"the slot's table cannot be read: {error}") from error
-    try:
-        _check(table, data_bytes)
-    except CheckpointError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"the slot's table does not fit together: {error}") from error
+    _check(table, data_bytes)
     return table
 
 

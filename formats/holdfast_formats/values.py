@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .errors import CorruptManifest
+from .errors import CorruptManifest, InvalidRequest
 
 FORMAT = 1
 Values = dict[str, dict[str, str]]  # group -> key -> JSON document as text
@@ -26,19 +26,32 @@ class RankValues(NamedTuple):
 
 
 def merge(step: int, metrics: Mapping[str, float], groups: Sequence[str], ranks: Mapping[int, Values]) -> bytes:
-    """The bytes of state.json from every rank's values; the order of ranks and keys does not show."""
+    """The bytes of state.json from every rank's values; the order of ranks and keys does not show.
+
+    Raises `InvalidRequest`, by group and key, for a value that is not a JSON document.
+    """
     merged: dict[str, dict[str, Any]] = {group: {} for group in groups}
     for group in groups:
         keys = sorted({key for values in ranks.values() for key in values.get(group, {})})
         for key in keys:
             held = {rank: v[group][key] for rank, v in sorted(ranks.items()) if key in v.get(group, {})}
-            merged[group][key] = _merge_one(held, len(ranks))
+            try:
+                merged[group][key] = _merge_one(held, len(ranks))
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequest(f"value {key!r} of group {group!r} is not a JSON document: {error}") from error
     document = {"format": FORMAT, "step": step, "metrics": dict(metrics), "groups": merged}
-    return json.dumps(document, indent=1, ensure_ascii=False, sort_keys=True).encode() + b"\n"
+    try:  # ASCII, so that a string which is not valid Unicode comes back as it was
+        return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+    except ValueError as error:
+        raise InvalidRequest(f"the state or its metrics hold a number that JSON cannot state: {error}") from error
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
 
 
 def _merge_one(held: Mapping[int, str], world: int) -> dict[str, Any]:
-    parsed = {rank: json.loads(text) for rank, text in held.items()}
+    parsed = {rank: json.loads(text, parse_constant=_no_constant) for rank, text in held.items()}
     if len(held) == world and len(set(held.values())) == 1:
         return {"all": next(iter(parsed.values()))}
     return {"ranks": {str(rank): value for rank, value in parsed.items()}}
@@ -52,7 +65,7 @@ def for_rank(encoded: bytes, rank: int) -> RankValues:
     Raises `CorruptManifest` when the document is not ours.
     """
     try:
-        document = json.loads(encoded)
+        document = json.loads(encoded, parse_constant=_no_constant)
         if document["format"] != FORMAT:
             raise ValueError(f"format {document['format']} is not {FORMAT}")
         values: Values = {}
@@ -64,7 +77,7 @@ def for_rank(encoded: bytes, rank: int) -> RankValues:
                 values[group][key] = json.dumps(value, sort_keys=True)
                 if moved:
                     remapped.append(f"{group}/{key}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CorruptManifest(f"state.json cannot be read: {error}", file="state.json") from error
     return RankValues(values, tuple(sorted(remapped)))
 

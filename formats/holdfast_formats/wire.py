@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from .errors import InvalidRequest, LimitExceeded
 
@@ -153,8 +154,11 @@ TO_RANK: TypeAdapter[Any] = TypeAdapter(ToRank)
 
 
 def encode_frame(message: Message) -> bytes:
-    """One frame; `LimitExceeded` for a message that no peer would take."""
-    body = message.model_dump_json().encode()
+    """One frame; `LimitExceeded` or `InvalidRequest` for a message that no peer would take."""
+    try:
+        body = message.model_dump_json().encode()
+    except PydanticSerializationError as error:
+        raise InvalidRequest(f"a message that JSON cannot state: {error}") from error
     if len(body) > FRAME_BYTES_MAX:
         raise LimitExceeded(f"a message of {len(body)} bytes is over the limit of {FRAME_BYTES_MAX}")
     return len(body).to_bytes(LENGTH_BYTES, "little") + body

@@ -1,0 +1,175 @@
+"""The REST API, typed: one method a route, lists as iterators over their pages, problems as the errors they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from holdfast_formats import rest
+from holdfast_formats.errors import CheckpointError, DaemonGone, StorageFailed, from_problem
+
+PAGE_ITEMS = 500
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 60.0
+CONNECTIONS_MAX = 16
+Step = int | Literal["latest"]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Api:
+    """A connection to one service; safe for threads. A context manager."""
+
+    def __init__(self, url: str, timeout_s: float = READ_TIMEOUT_S) -> None:
+        self.url = url.rstrip("/")
+        self._http = httpx.Client(
+            base_url=self.url,
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
+            limits=httpx.Limits(max_connections=CONNECTIONS_MAX),
+            trust_env=False,  # a proxy meant for the web must not stand between a node and its own daemon
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Api:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def health(self) -> rest.Health:
+        return self._get("/healthz", rest.Health)
+
+    def runs(self) -> Iterator[rest.Run]:
+        return self._pages("/v1/runs", rest.Run)
+
+    def run(self, run: str) -> rest.Run:
+        return self._get(_run_path(run), rest.Run)
+
+    def checkpoints(self, run: str) -> Iterator[rest.Checkpoint]:
+        """The run's checkpoints, newest step first."""
+        return self._pages(f"{_run_path(run)}/checkpoints", rest.Checkpoint)
+
+    def checkpoint(self, run: str, step: Step = "latest") -> rest.Checkpoint:
+        return self._get(_step_path(run, step), rest.Checkpoint)
+
+    def remove(self, run: str, step: int) -> None:
+        """Remove a checkpoint; `Pinned` when it may not go."""
+        with self._translated():
+            self._checked(self._http.delete(_step_path(run, step)))
+
+    def manifest_bytes(self, run: str, step: Step = "latest") -> bytes:
+        """The manifest as it is stored; compressed on the way when both sides can."""
+        with self._translated():
+            return self._checked(self._http.get(f"{_step_path(run, step)}/manifest")).content
+
+    def tensors(self, run: str, step: Step = "latest", group: str | None = None) -> Iterator[rest.Tensor]:
+        return self._pages(f"{_step_path(run, step)}/tensors", rest.Tensor, {"group": group})
+
+    def files(self, run: str, step: Step = "latest") -> Iterator[rest.File]:
+        return self._pages(f"{_step_path(run, step)}/files", rest.File)
+
+    def file_range(self, run: str, step: Step, name: str, offset: int, buffer: memoryview) -> int:
+        """Read a file from `offset` on into `buffer`; return the bytes read, fewer than asked for only at its end.
+
+        The service sends proven bytes alone. Where it meets damage behind the first byte it can only cut the connection:
+        then the rest is asked for, and the answer to that is the damage by name.
+        """
+        done = 0
+        while done < len(buffer):
+            before = done
+            try:
+                for chunk in self._range(
+                    f"{_step_path(run, step)}/files/{quote(name, safe='')}", offset + done, len(buffer) - done
+                ):
+                    part = chunk[: len(buffer) - done]
+                    buffer[done : done + len(part)] = part
+                    done += len(part)
+            except httpx.TransportError as error:
+                if done == before:
+                    raise self._gone(error) from error
+                continue
+            break
+        return done
+
+    def rounds(self, run: str | None = None, state: str | None = None) -> Iterator[rest.Round]:
+        """Rounds, newest first."""
+        return self._pages("/v1/rounds", rest.Round, {"run": run, "state": state})
+
+    def nodes(self) -> list[rest.Node]:
+        return list(self._pages("/v1/nodes", rest.Node))
+
+    def _range(self, path: str, first: int, length: int) -> Iterator[bytes]:
+        headers = {"Range": f"bytes={first}-{first + length - 1}", "Accept-Encoding": "identity"}
+        with self._http.stream("GET", path, headers=headers) as response:
+            if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+                return
+            if response.is_error:
+                response.read()
+            self._checked(response)
+            if response.status_code != httpx.codes.PARTIAL_CONTENT:
+                raise StorageFailed(
+                    f"{self.url} answered a range with {response.status_code}", hint="is it a holdfast service?"
+                )
+            yield from response.iter_raw()
+
+    def _pages(self, path: str, item: type[Model], query: Mapping[str, str | None] | None = None) -> Iterator[Model]:
+        page_of: TypeAdapter[rest.Page[Model]] = TypeAdapter(rest.Page[item])  # type: ignore[valid-type]
+        params: dict[str, str | int] = {name: value for name, value in (query or {}).items() if value is not None}
+        params["limit"] = PAGE_ITEMS
+        while True:
+            with self._translated():
+                page = page_of.validate_json(self._checked(self._http.get(path, params=params)).content)
+            yield from page.items
+            if page.next is None:
+                return
+            params["cursor"] = page.next
+
+    def _get(self, path: str, model: type[Model]) -> Model:
+        with self._translated():
+            return model.model_validate_json(self._checked(self._http.get(path)).content)
+
+    def _checked(self, response: httpx.Response) -> httpx.Response:
+        if response.is_success:
+            return response
+        raise _rebuilt(response)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise self._gone(error) from error
+        except ValidationError as error:
+            first = error.errors()[0]["msg"]
+            hint = "is it a holdfast service, and of this version?"
+            raise StorageFailed(f"{self.url} sent an answer that is not understood: {first}", hint=hint) from error
+
+    def _gone(self, error: httpx.HTTPError) -> DaemonGone:
+        hint = "start it with `holdfast serve`, or name another address with --url or HOLDFAST_URL"
+        return DaemonGone(f"no answer from {self.url}: {error or type(error).__name__}", hint=hint)
+
+
+def _rebuilt(response: httpx.Response) -> CheckpointError:
+    try:
+        body: Any = response.json()
+    except ValueError:
+        body = None
+    if isinstance(body, dict) and "code" in body:
+        return from_problem(body)
+    hint = "is it a holdfast service?"
+    return StorageFailed(f"{response.url} answered {response.status_code} {response.reason_phrase}", hint=hint)
+
+
+def _run_path(run: str) -> str:
+    return f"/v1/runs/{quote(run, safe='')}"
+
+
+def _step_path(run: str, step: Step) -> str:
+    return f"{_run_path(run)}/checkpoints/{step}"

@@ -1,0 +1,301 @@
+"""The trainer's hook: hand over the state, get it back. Everything else is delegated."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+from holdfast_formats import naming, values, wire
+from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.layout import FILE_BYTES_MAX
+from holdfast_formats.manifest import Manifest
+
+from . import assets as asset_files
+from . import launch as launches
+from . import staging
+from .link import Link
+from .place import committed_steps, connect, open_checkpoint, place
+from .reader import CheckpointReader
+from .slots import Slots
+from .state import Restoration, Snapshot, Stored, TrainState
+from .tickets import SaveTicket, Tickets
+
+log = logging.getLogger(__name__)
+
+SLOTS = 2
+SLOT_WAIT_S = 3600.0
+SETTLE_WAIT_S = 3600.0
+TABLE_HEADROOM = 4  # a table may grow by this factor (JSON state, metrics) before the segment is made anew
+TABLE_BYTES_MIN = 2**16
+
+Wait = Literal["staged", "durable"]
+
+
+class SaveWarning(UserWarning):
+    """An earlier save failed in the background; the checkpoints before it are untouched."""
+
+
+class RestoreReport(NamedTuple):
+    """What a restore did. Names are `group/name`."""
+
+    step: int
+    missing: tuple[str, ...]  # wanted by the live state, not in the checkpoint, left as they were
+    unexpected: tuple[str, ...]  # in the checkpoint, not wanted
+    notes: tuple[str, ...]  # what was mapped by a rule rather than restored as it was
+    bytes: int
+    seconds: float
+
+
+class Checkpointer:
+    """Saves and restores a training state through this machine's daemon.
+
+    `state` maps names to modules, optimizers, schedulers, EMA copies, stateful objects, tensors, mappings of tensors and
+    JSON values; it is read anew at every save. Every rank constructs one, with the same run and in the same order. The
+    daemon is found by `root` (its directory; one is started there if none serves it), `socket` or `url`; with none of
+    them, the user's daemon is used, else one is started on ./holdfast-data.
+    """
+
+    def __init__(  # noqa: PLR0913 - the public entry: two required arguments, the rest named and optional
+        self,
+        run: str,
+        state: Mapping[str, Any],
+        *,
+        root: str | Path | None = None,
+        socket: str | Path | None = None,
+        url: str | None = None,
+        assets: Any = None,
+        keep_last: int | None = None,
+        launch: str | None = None,
+        slots: int = SLOTS,
+        file_bytes_max: int = FILE_BYTES_MAX,
+    ) -> None:
+        """Nothing is contacted yet. Raises `InvalidRequest` for names, assets or options that are not allowed."""
+        self.run = naming.check_run(run)
+        if slots < 1 or file_bytes_max < 1 or (keep_last is not None and keep_last < 1):
+            raise InvalidRequest("slots, file_bytes_max and keep_last must be at least 1")
+        self._launch = launches.current(run, launch)
+        self._state = TrainState(state, self._launch.rank, self._launch.world)
+        self._place = place(root, socket, url)
+        self._assets = asset_files.collect(assets) if self._launch.rank == 0 else {}
+        self._keep_last, self._slot_count, self._file_bytes_max = keep_last, slots, file_bytes_max
+        self._lock = threading.RLock()
+        self._link: Link | None = None
+        self._welcome: wire.Welcome | None = None
+        self._slots: Slots | None = None
+        self._tickets = Tickets()
+        self._turn = 0
+        self.last_restore: RestoreReport | None = None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(wait=error is None)
+
+    def save(
+        self,
+        step: int,
+        *,
+        groups: Collection[str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        wait: Wait | None = None,
+    ) -> SaveTicket:
+        """Copy this rank's part of `step` into shared memory and return; the daemon does the rest.
+
+        Every rank calls it with the same step and groups (default: all). `metrics` are remembered with the checkpoint.
+        Raises `InvalidRequest` or `StateMismatch`, before anything is staged, for state that cannot be stored;
+        `AlreadyCommitted` for a step that exists; `StaleAttempt` when a newer launch of the run has begun. What fails later
+        is told by the ticket and as a `SaveWarning` by the next save. `wait="durable"` returns when the step is committed
+        and raises if it is not.
+        """
+        naming.check_step(step)
+        kept = _check_metrics(metrics or {})
+        if wait not in (None, "staged", "durable"):
+            raise InvalidRequest(f"wait must be 'staged' or 'durable', not {wait!r}")
+        with self._lock:
+            self._tell_failure()
+            snapshot = self._state.snapshot(groups)
+            layout = staging.lay_out(snapshot, self._assets)
+            welcome = self._connected(start=True)
+            ticket = SaveTicket(self.run, step, welcome.attempt)
+            self._stage(ticket, snapshot, layout, kept)
+        if wait == "durable":
+            ticket.result()
+        return ticket
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        groups: Collection[str] | None = None,
+        ignore: Sequence[str] = (),
+        strict: bool = True,
+    ) -> int:
+        """Load a checkpoint into the live state, in place, and return its step; 0 when there is none yet.
+
+        With no `step`, the newest one that has the wanted groups: every rank of a launch gets the same answer. `ignore`
+        takes patterns over `group/name`. With `strict`, missing and unexpected names raise `StateMismatch`; without it they
+        are in `last_restore`. Shapes and dtypes that differ are always refused, before anything is touched. Every byte is
+        proven before the first one is handed over: `CorruptExtent` names file, tensor and range.
+        """
+        began = time.monotonic()
+        with self._lock:
+            wanted = tuple(groups) if groups is not None else self._state.groups()
+            chosen, root, url = self._choose(step, wanted)
+            if chosen is None:
+                return 0
+            with open_checkpoint(root, url, self.run, chosen) as reader:
+                restored = self._load(reader, groups, ignore, strict)
+            self.last_restore = restored._replace(seconds=time.monotonic() - began)
+            for note in restored.notes:
+                log.info("restore of %s@%s: %s", self.run, chosen, note)
+            return chosen
+
+    def close(self, wait: bool = True) -> None:
+        """Part from the daemon, which goes on with what is staged. With `wait`, first see every save through.
+
+        Raises the error of a save that failed and that nobody was told of.
+        """
+        with self._lock:
+            if wait:
+                for ticket in self._tickets.open():
+                    _settled(ticket)
+            if self._link is not None:
+                self._link.close()
+                self._link = self._slots = None
+            failed = self._tickets.take_failure()
+        if wait and failed is not None and failed.error is not None:
+            raise failed.error
+
+    def _stage(self, ticket: SaveTicket, snapshot: Snapshot, layout: staging.Layout, metrics: Mapping[str, float]) -> None:
+        who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
+        table = staging.encode_table(who, snapshot, layout, metrics, self._file_bytes_max)
+        slot = self._room_for(layout.data_bytes, len(table)).lease(ticket.step, ticket.attempt, SLOT_WAIT_S)
+        self._tickets.add(ticket)
+        try:
+            staging.copy_in(layout, slot.data)
+            slot.seal(table, layout.data_bytes)
+        except BaseException as error:
+            self._tickets.drop(ticket)
+            reason = error if isinstance(error, CheckpointError) else CheckpointError(f"staging failed: {error!r}")
+            try:
+                slot.abandon(reason)
+            except DaemonGone as gone:
+                log.warning("the daemon went away while step %d was staged: %s", ticket.step, gone.detail)
+            raise
+        ticket.mark_staged()
+
+    def _room_for(self, data_bytes: int, table_bytes: int) -> Slots:
+        assert self._link is not None
+        if self._slots is None or self._slots.link is not self._link or not self._slots.fits(data_bytes, table_bytes):
+            room = max(TABLE_HEADROOM * table_bytes, TABLE_BYTES_MIN)
+            self._slots = Slots(self._link, self._slot_count, data_bytes, room)
+        return self._slots
+
+    def _connected(self, start: bool) -> wire.Welcome:
+        """The daemon's welcome; connects, or connects again, where need be."""
+        if self._link is not None and self._welcome is not None and self._link.alive:
+            return self._welcome
+        if self._link is not None:
+            self._link.close()
+        link = connect(self._place, start, self._tickets.outcome, self._tickets.lost)
+        hello = wire.Hello(
+            id=link.next_id(),
+            run=self.run,
+            rank=self._launch.rank,
+            world=self._launch.world,
+            launch=self._launch.name,
+            pid=os.getpid(),
+            keep_last=self._keep_last,
+        )
+        try:
+            welcome = link.request(hello, wire.Welcome)
+        except CheckpointError:
+            link.close()
+            raise
+        self._link, self._welcome, self._slots = link, welcome, None
+        return welcome
+
+    def _choose(self, step: int | None, groups: tuple[str, ...]) -> tuple[int | None, Path | None, str | None]:
+        """The step to restore, and where it can be read: from the daemon if one is there, else from the directory."""
+        try:
+            welcome = self._connected(start=False)
+        except DaemonGone:
+            if self._place.directory is None:
+                raise
+            return _newest(self._place.directory, self.run, step, groups), self._place.directory, None
+        assert self._link is not None
+        question = wire.Choose(id=self._link.next_id(), turn=self._turn, step=step, groups=groups, wait_s=SETTLE_WAIT_S)
+        chosen = self._link.request(question, wire.Chosen, SETTLE_WAIT_S)
+        self._turn += 1
+        return chosen.step, Path(welcome.root), welcome.url
+
+    def _load(
+        self, reader: CheckpointReader, groups: Collection[str] | None, ignore: Sequence[str], strict: bool
+    ) -> RestoreReport:
+        held = values.for_rank(reader.state, self._launch.rank)
+        stored = _stored(reader.manifest, held.values)
+        restoration = self._state.prepare(stored, groups, ignore, strict)
+        landings = staging.land(restoration.leaves)
+        wants = [landing.want for landing in landings]
+        reader.prove(wants)
+        reader.load(wants)
+        staging.finish(landings)
+        restoration.apply()
+        return _report(reader.manifest.step, restoration, held.remapped, sum(w.into.nbytes for w in wants))
+
+    def _tell_failure(self) -> None:
+        failed = self._tickets.take_failure()
+        if failed is not None:
+            warnings.warn(f"the save of {self.run}@{failed.step} failed: {failed.error}", SaveWarning, stacklevel=3)
+
+
+def _stored(manifest: Manifest, held: values.Values) -> Stored:
+    specs = {
+        group: {name: (entry.dtype, entry.shape) for name, entry in tensors.items()}
+        for group, tensors in manifest.tensors.items()
+    }
+    return Stored(specs, manifest.aliases, held)
+
+
+def _report(step: int, restoration: Restoration, remapped: Collection[str], size: int) -> RestoreReport:
+    notes = [*restoration.notes, *(f"{name}: taken from another rank of the saved world" for name in remapped)]
+    return RestoreReport(step, tuple(restoration.missing), tuple(restoration.unexpected), tuple(notes), size, 0.0)
+
+
+def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...]) -> int | None:
+    steps = committed_steps(root, run)
+    if step is not None:
+        if step not in steps:
+            raise NoSuchCheckpoint(f"{root} has no checkpoint {run}@{step}", hint=f"there are {steps[:10]}")
+        return step
+    for candidate in steps:
+        with open_checkpoint(root, None, run, candidate) as reader:
+            if set(groups) <= set(reader.manifest.groups):
+                return candidate
+    return None
+
+
+def _settled(ticket: SaveTicket) -> None:
+    """Wait for the end of a save, whatever it is."""
+    try:
+        ticket.result()
+    except CheckpointError as error:
+        log.warning("the save of %s@%s failed: %s", ticket.run, ticket.step, error.detail)
+
+
+def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    for name, value in metrics.items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidRequest(f"metric {name!r} must be a number, not {type(value).__name__}")
+        if not math.isfinite(value):
+            log.warning("metric %s is %s, which JSON cannot say: it is not remembered", name, value)
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}

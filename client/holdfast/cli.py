@@ -1,0 +1,39 @@
+"""The `holdfast` command: its name, its help, its commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .commands import demo, doctor, ls, restore, rm, serve, show, verify
+
+EXIT_STATUSES = (
+    "Exit status: 0 done · 1 something has to be mended (doctor), or an error of no other kind · 2 the request is wrong · "
+    "3 not found · 4 conflict with what is there · 5 damaged: do not trust these bytes · 6 unavailable: try again later."
+)
+
+app = typer.Typer(
+    name="holdfast",
+    help="Checkpoints for model training: saved without stalling, proven by digests, restored to any layout.",
+    epilog=EXIT_STATUSES,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,  # they could show secrets
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _command in (serve.serve, ls.ls, show.show, verify.verify, restore.restore, rm.rm, doctor.doctor, demo.demo):
+    app.command(epilog=EXIT_STATUSES)(_command)
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from . import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """The entry point of the `holdfast` script."""
+    app()

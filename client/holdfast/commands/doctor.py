@@ -1,0 +1,29 @@
+"""`holdfast doctor`: is this machine ready?"""
+
+from __future__ import annotations
+
+import typer
+from rich.text import Text
+
+from holdfast import console
+from holdfast.doctor import examine
+
+from .options import AsJson, Root, Url
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def doctor(root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Check this machine: software, memory, storage, daemon. Exit status 1 when something has to be mended."""
+    with console.reporting(as_json):
+        findings = examine(root, url)
+    if as_json:
+        console.print_json([finding._asdict() for finding in findings])
+    else:
+        table = console.table("", "CHECK", "FOUND", "ADVICE")
+        for finding in findings:
+            mark = Text(finding.status, _STYLES[finding.status])
+            table.add_row(mark, finding.name, Text(finding.what), Text(finding.advice))
+        console.out().print(table)
+    if any(finding.status == "fail" for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,15 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Root = Annotated[Path | None, typer.Option("--root", metavar="DIR", help="Read this directory; no service is asked.")]
+Url = Annotated[str | None, typer.Option("--url", metavar="URL", help="Ask the service at this address.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="RUN@STEP, RUN@latest, RUN (its newest step), or a directory.")
+]

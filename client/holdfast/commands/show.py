@@ -1,0 +1,62 @@
+"""`holdfast show`: what one checkpoint holds."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from holdfast import console
+from holdfast.library import describe, open_source, parse_target
+from holdfast.reader import CheckpointReader
+from holdfast_formats.manifest import Manifest
+
+from .options import AsJson, Checkpoint, Root, Url
+
+
+def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Show a checkpoint: where it comes from, its files, its tensors."""
+    with console.reporting(as_json), open_source(parse_target(checkpoint), root, url) as source:
+        made = CheckpointReader.open(source, complete=False).manifest
+    if as_json:
+        console.print_json(_document(made))
+        return
+    out = console.out()
+    out.print(Text(f"{made.run}@{made.step}", "bold"))
+    mesh = " × ".join(f"{name} {size}" for name, size in made.mesh.items())
+    facts = {
+        "from": source.label,
+        "created": f"{made.created} ({console.human_age(made.created)})",
+        "written by": f"attempt {made.attempt}, {made.world} ranks" + (f", mesh {mesh}" if mesh else ""),
+        "size": f"{console.human_bytes(made.bytes)} in {len(made.files)} files",
+        "metrics": ", ".join(f"{name} {value:.6g}" for name, value in made.metrics.items()) or "none",
+    }
+    for name, value in facts.items():
+        out.print(Text(f"{name:<11} {value}"))
+    _print_tables(made)
+
+
+def _print_tables(made: Manifest) -> None:
+    out = console.out()
+    files = console.table("FILE", "BYTES", right=("BYTES",))
+    for file in made.files:
+        files.add_row(Text(file.name), console.human_bytes(file.bytes))
+    tensors = console.table("GROUP", "TENSOR", "DTYPE", "SHAPE", "BYTES", "PLACEMENT", right=("BYTES",))
+    for group, held in made.tensors.items():
+        for name, tensor in held.items():
+            size = console.human_bytes(tensor.nbytes)
+            tensors.add_row(group, Text(name), tensor.dtype, str(list(tensor.shape)), size, Text(tensor.placement))
+        for alias, target in made.aliases.get(group, {}).items():
+            tensors.add_row(group, Text(alias), "", "", "", Text(f"the same as {target}"))
+    out.print()
+    out.print(files)
+    out.print()
+    out.print(tensors, markup=False)
+
+
+def _document(made: Manifest) -> dict[str, object]:
+    tensors = [
+        {"group": group, "name": name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes, "file": t.file}
+        for group, held in made.tensors.items()
+        for name, t in held.items()
+    ]
+    files = [{"name": file.name, "bytes": file.bytes} for file in made.files]
+    return {**describe(made).model_dump(), "mesh": made.mesh, "files": files, "tensors": tensors, "aliases": made.aliases}

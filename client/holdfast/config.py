@@ -1,0 +1,65 @@
+"""What the client takes from its surroundings. The only client file that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast_formats.errors import InvalidRequest
+
+DEFAULT_URL = "http://127.0.0.1:8420"
+DEFAULT_ROOT = Path("holdfast-data")
+
+
+class LaunchInfo(NamedTuple):
+    """Who this process is among those started together, as torchrun tells it; a process alone is rank 0 of 1."""
+
+    rank: int
+    world: int
+    local_rank: int
+    run_id: str | None
+    restart_count: int
+
+
+def default_socket() -> Path:
+    """The socket of this user's daemon: in the runtime directory, else in one of the user's own under /tmp."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(runtime) / "holdfast" if runtime else Path(f"/tmp/holdfast-{os.getuid()}")
+    return directory / "holdfast.sock"
+
+
+def given_url() -> str | None:
+    """The service's address where HOLDFAST_URL states one."""
+    return os.environ.get("HOLDFAST_URL") or None
+
+
+def default_url() -> str:
+    """HOLDFAST_URL, else the address at which `holdfast serve` listens unless told otherwise."""
+    return given_url() or DEFAULT_URL
+
+
+def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and torchrun's run id and restart count; `InvalidRequest` for what is no number."""
+    given = os.environ if environment is None else environment
+    rank, world = _number(given, "RANK", 0), _number(given, "WORLD_SIZE", 1)
+    if rank >= world:
+        raise InvalidRequest(f"RANK is {rank} in a world of {world}", hint="set RANK and WORLD_SIZE together, or neither")
+    run_id = given.get("TORCHELASTIC_RUN_ID")
+    return LaunchInfo(
+        rank=rank,
+        world=world,
+        local_rank=_number(given, "LOCAL_RANK", 0),
+        run_id=None if run_id in (None, "", "none") else run_id,  # "none" is torchrun's default for every job
+        restart_count=_number(given, "TORCHELASTIC_RESTART_COUNT", 0),
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise InvalidRequest(f"{name} is {text!r}, not a whole number", hint="torchrun sets it; unset it for one process")
+    return int(text)

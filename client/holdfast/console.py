@@ -1,0 +1,89 @@
+"""What commands say: tables and progress for people, JSON for programs, errors for both."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from holdfast_formats.errors import CheckpointError, exit_status
+
+_STEPS = ((60, 1, "s"), (3600, 60, "min"), (86_400, 3600, "h"), (float("inf"), 86_400, "d"))
+
+
+def out() -> Console:
+    """The console of results; made anew for each use, so that it follows a redirected stdout."""
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def err() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def reporting(as_json: bool) -> Iterator[None]:
+    """Turn an error into its message on stderr (or its problem on stdout) and its exit status."""
+    try:
+        yield
+    except CheckpointError as error:
+        if as_json:
+            print_json(error.problem())
+        else:
+            console = err()
+            console.print(Text.assemble((f"{error.code}: ", "bold red"), error.detail))
+            if error.hint:
+                console.print(Text.assemble(("hint: ", "bold"), error.hint))
+        raise typer.Exit(exit_status(error)) from error
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A plain table; the columns in `right` hold numbers."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+@contextmanager
+def progress(what: str, total: int, shown: bool) -> Iterator[Progress]:
+    """A progress bar in bytes on stderr, gone when it is done; its only task is number 0."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err(), transient=True, disable=not shown) as bar:
+        bar.add_task(what, total=total)
+        yield bar
+
+
+def human_bytes(count: float) -> str:
+    """1234567 -> 1.2 MB, in decimal units as Hugging Face counts."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} PB"
+
+
+def human_age(created: str, now: datetime | None = None) -> str:
+    """How long ago an RFC 3339 time was; the text itself when it is not one."""
+    try:
+        then = datetime.fromisoformat(created.replace("Z", "+00:00"))
+    except ValueError:
+        return created
+    if then.tzinfo is None:
+        then = then.replace(tzinfo=timezone.utc)
+    seconds = max(((now or datetime.now(timezone.utc)) - then).total_seconds(), 0)
+    _, unit_s, unit = next(step for step in _STEPS if seconds < step[0])
+    return f"{seconds / unit_s:.0f} {unit} ago"

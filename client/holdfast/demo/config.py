@@ -1,0 +1,32 @@
+"""The demo's settings, and the environment its processes get. Nothing else here reads the environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+RANKS = 2
+STEPS = 90
+PREFERRED_PORT = 8420
+DAEMON_IDLE_S = 900  # a daemon left behind ends itself after this long without visitors
+LAUNCH_S_MAX = 600
+COMMIT_S_MAX = 60
+DAEMON_START_S_MAX = 60
+
+
+def child_environment() -> dict[str, str]:
+    """Ours, and: one thread a rank, no network, output as it comes, and the same string hashes everywhere."""
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def trainer_command(*arguments: str) -> list[str]:
+    """The line that starts the trainer on all ranks: torchrun, spelled so that it needs nothing on PATH."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    return [*launcher, "-m", "holdfast.demo.train", *arguments]

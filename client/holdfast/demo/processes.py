@@ -1,0 +1,182 @@
+"""The demo's processes: trainers that are killed on purpose and never left behind, and the daemon that outlives them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import httpx
+
+from holdfast_formats.naming import DAEMON_FILE
+
+from .config import DAEMON_IDLE_S, DAEMON_START_S_MAX, PREFERRED_PORT, child_environment
+
+SOCKET_PATH_BYTES_MAX = 100  # the kernel's own limit for a unix socket's path is 108
+KILL_S_MAX = 10.0
+POLL_S = 0.05
+
+
+class DemoFailed(Exception):
+    """A part of the demo did not do what it should; `log` is where to look."""
+
+    def __init__(self, what: str, log: Path | None = None) -> None:
+        super().__init__(what)
+        self.log = log
+
+
+class ProcessId(NamedTuple):
+    """A process for certain: a number alone may be given to another process later."""
+
+    pid: int
+    started: str
+
+
+class Job:
+    """A launcher and every process below it, killed together when the block ends."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self.log = log
+        with open(log, "ab") as output:
+            self._launcher = subprocess.Popen(
+                command, stdout=output, stderr=output, env=child_environment(), start_new_session=True
+            )
+        self.family = {identity for identity in [identify(self._launcher.pid)] if identity}
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+
+    def poll(self) -> int | None:
+        """The launcher's exit status, None while it runs. Notes who was born meanwhile."""
+        self.family |= set(descendants(self._launcher.pid))
+        return self._launcher.poll()
+
+    def kill(self) -> int:
+        """SIGKILL the launcher and all below it, wait until they are gone, and say how many there were."""
+        self.poll()
+        living = [identity for identity in self.family if is_alive(identity)]
+        for identity in sorted(living, key=lambda i: i.pid != self._launcher.pid):  # the launcher first: it would respawn
+            if is_alive(identity):
+                os.kill(identity.pid, signal.SIGKILL)
+        self._launcher.wait()
+        deadline = time.monotonic() + KILL_S_MAX
+        while any(is_alive(identity) for identity in living):
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"processes {[i.pid for i in living]} outlive SIGKILL", self.log)
+            time.sleep(POLL_S)
+        return len(living)
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The living process with this number, None when there is none or it only waits to be buried."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if after_name[0] in "ZX" else ProcessId(pid, after_name[19])
+
+
+def is_alive(identity: ProcessId) -> bool:
+    return identify(identity.pid) == identity
+
+
+def descendants(pid: int) -> Iterator[ProcessId]:
+    """The living children of a process, their children, and so on."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    except OSError:
+        return
+    for child in children:
+        identity = identify(child)
+        if identity:
+            yield identity
+        yield from descendants(child)
+
+
+class Daemon(NamedTuple):
+    """A daemon that runs: its process, its addresses and what it keeps."""
+
+    pid: int
+    url: str
+    socket: Path
+    root: Path
+
+
+def start_daemon(directory: Path) -> Daemon:
+    """Start `holdfast serve` on `directory/data` in a session of its own, and wait until it answers."""
+    root, log = directory / "data", directory / "daemon.log"
+    root.mkdir()
+    path = directory / "holdfast.sock"
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        path = Path(tempfile.mkdtemp(prefix="holdfast-")) / "holdfast.sock"
+    address = f"127.0.0.1:{free_port()}"
+    places = ["--root", str(root), "--listen", address, "--socket", str(path)]
+    command = [sys.executable, "-m", "holdfast_service", *places, "--exit-when-idle", str(DAEMON_IDLE_S)]
+    with open(log, "ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=child_environment(), start_new_session=True)
+    daemon = Daemon(process.pid, f"http://{address}", path, root)
+    deadline = time.monotonic() + DAEMON_START_S_MAX
+    while not answers(daemon.url):
+        if process.poll() is not None or time.monotonic() > deadline:
+            stop_daemon(daemon)
+            raise DemoFailed(f"the daemon did not start (exit status {process.poll()})", log)
+        time.sleep(POLL_S)
+    return daemon
+
+
+def free_port() -> int:
+    """The daemon's usual port, or any free one when it is taken."""
+    for port in (PREFERRED_PORT, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise DemoFailed("no free port on 127.0.0.1")
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz", timeout=2.0, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def stop_daemon(daemon: Daemon) -> None:
+    """Ask the daemon to end, insist after a while."""
+    identity = identify(daemon.pid)
+    for ask in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + KILL_S_MAX
+        if identity and is_alive(identity):
+            os.kill(daemon.pid, ask)
+        while identity and is_alive(identity) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+
+def stop_earlier_daemon(root: Path) -> bool:
+    """Stop the daemon that an earlier demo left at `root`, if it still runs and is really that one."""
+    try:
+        told = json.loads((root / DAEMON_FILE).read_text())
+        daemon = Daemon(int(told["pid"]), str(told["url"]), Path(told["socket"]), root)
+        command = Path(f"/proc/{daemon.pid}/cmdline").read_bytes().split(b"\0")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if os.fsencode(root) not in command:
+        return False
+    stop_daemon(daemon)
+    return True

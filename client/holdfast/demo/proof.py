@@ -1,0 +1,88 @@
+"""What the demo claims, and the comparisons that show it. Pure: journals and digests in, claims out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+KINDS = {
+    "model": "weights (bf16)",
+    "master": "master weights (FP32)",
+    "optim": "optimizer",
+    "ema": "EMA",
+    "rng": "random generators",
+    "scheduler": "schedule",
+    "loader": "data position",
+}
+
+
+class Claim(NamedTuple):
+    what: str
+    holds: bool
+    evidence: str
+
+
+class Launch(NamedTuple):
+    """One start of the trainer as one rank wrote it down: where it began, its losses by step, the saves that were staged."""
+
+    restored: int
+    losses: dict[int, float]
+    staged: list[int]
+
+    @property
+    def step(self) -> int:
+        """The last step that was finished."""
+        return max(self.losses, default=self.restored)
+
+
+def parse_journal(text: str) -> list[Launch]:
+    """The launches in a rank's journal; an unfinished last line, as a kill may leave it, is left out."""
+    launches: list[Launch] = []
+    for line in text.splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        event = json.loads(line)
+        if "restored" in event:
+            launches.append(Launch(event["restored"], {}, []))
+        elif "loss" in event:
+            launches[-1].losses[event["step"]] = float.fromhex(event["loss"])
+        else:
+            launches[-1].staged.append(event["staged"])
+    return launches
+
+
+def compare_losses(uninterrupted: Sequence[Launch], others: Sequence[Launch], what: str) -> Claim:
+    """Whether every loss of `others`, rank by rank, is bit for bit the uninterrupted run's at the same step."""
+    count = 0
+    for rank, (whole, other) in enumerate(zip(uninterrupted, others, strict=True)):
+        for step, loss in sorted(other.losses.items()):
+            if whole.losses.get(step) != loss:
+                return Claim(what, False, f"rank {rank}, step {step}: {loss!r}, uninterrupted {whole.losses.get(step)!r}")
+            count += 1
+    steps = sorted({step for other in others for step in other.losses})
+    span = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+    return Claim(what, count > 0, f"{count} losses on {len(others)} ranks, {span}")
+
+
+def compare_states(uninterrupted: Sequence[Mapping[str, str]], resumed: Sequence[Mapping[str, str]]) -> list[Claim]:
+    """A claim for each kind of state: every entry's digest on every rank is the same in both runs."""
+    claims = []
+    for kind, title in KINDS.items():
+        pairs = [
+            (f"rank {rank}: {name}", whole.get(name), other.get(name))
+            for rank, (whole, other) in enumerate(zip(uninterrupted, resumed, strict=True))
+            for name in sorted({*whole, *other})
+            if name.startswith(f"{kind}/")
+        ]
+        different = [name for name, left, right in pairs if left != right]
+        evidence = f"{different[0]}, and {len(different) - 1} more" if different else f"{len(pairs)} digests equal"
+        claims.append(Claim(f"final state: {title}", bool(pairs) and not different, evidence))
+    return claims
+
+
+def compare_weights(trained: Mapping[str, str], loaded: Mapping[str, str]) -> Claim:
+    """Whether what `from_pretrained` loaded are the trainer's weights, all of them and no others, bit for bit."""
+    different = sorted(name for name in {*trained, *loaded} if trained.get(name) != loaded.get(name))
+    evidence = f"different: {', '.join(different[:3])}" if different else f"{len(loaded)} tensors bit-equal"
+    return Claim("from_pretrained loads the checkpoint as it lies", bool(loaded) and not different, evidence)

@@ -1,0 +1,74 @@
+"""What the demo prints: the curve, the claims, the text, and how to look further."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from . import chart
+from .processes import Daemon
+from .proof import Claim, Launch
+
+LOG_LINES = 25
+
+
+def print_curve(
+    console: Console, svg: Path, uninterrupted: Sequence[Sequence[Launch]], resumed: Sequence[Sequence[Launch]]
+) -> None:
+    """The mean loss of all ranks, both runs; drawn here and written to `svg`."""
+    whole = mean_losses([rank[-1] for rank in uninterrupted])
+    before, after = (mean_losses([rank[launch] for rank in resumed]) for launch in (0, -1))
+    restored, killed = resumed[0][-1].restored, max(before)
+    marks = {restored: "△", killed: "✗"}
+    console.print()
+    for line in chart.draw(before | after, marks, columns=min(max(console.width - 12, 24), 96)):
+        console.print(f"   {line}", markup=False, soft_wrap=True)
+    console.print(f"   loss by step   ✗ killed after step {killed}   △ resumed behind step {restored}")
+    series = [
+        chart.Series("uninterrupted", whole, "#f2b134", 6.0),
+        chart.Series("killed", before, "#b3424a", 2.0),
+        chart.Series("resumed", after, "#1f4e79", 2.0),
+    ]
+    svg.write_text(chart.svg("Loss by step", series, {restored: "resumed", killed: "killed"}), encoding="utf-8")
+    console.print(f"   the same with the uninterrupted run under it: {svg}\n", soft_wrap=True)
+
+
+def mean_losses(launches: Sequence[Launch]) -> dict[int, float]:
+    """The mean over ranks of the losses at each step that all ranks finished."""
+    steps = set.intersection(*(set(launch.losses) for launch in launches))
+    return {step: fmean(launch.losses[step] for launch in launches) for step in sorted(steps)}
+
+
+def print_claims(console: Console, claims: Sequence[Claim]) -> None:
+    table = Table(title="What was shown: bit for bit, against the uninterrupted run", title_justify="left")
+    table.add_column("")
+    table.add_column("claim")
+    table.add_column("evidence")
+    for claim in claims:
+        table.add_row("[green]✓[/green]" if claim.holds else "[red]✗[/red]", Text(claim.what), Text(claim.evidence))
+    console.print(table)
+
+
+def print_text(console: Console, text: str) -> None:
+    console.print(Panel(Text(text), title="what the last checkpoint writes (greedy)", title_align="left", width=80))
+
+
+def print_log(console: Console, log: Path | None) -> None:
+    """The last lines of a log, and where the rest is."""
+    if log is None or not log.exists():
+        return
+    for line in log.read_text(errors="replace").splitlines()[-LOG_LINES:]:
+        console.print(f"   {line}", markup=False, style="dim", soft_wrap=True)
+    console.print(f"Log: {log}", soft_wrap=True)
+
+
+def print_farewell(console: Console, daemon: Daemon) -> None:
+    """How to look at what is left: the daemon with two runs."""
+    console.print(f"The daemon still runs. Look:  {daemon.url}  or  holdfast ls --url {daemon.url}", soft_wrap=True)
+    console.print(f"Stop it:  kill {daemon.pid}   (it ends by itself when nobody asks it anything for 15 minutes)")

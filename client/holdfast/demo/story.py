@@ -1,0 +1,229 @@
+"""The demo's story, told while it happens: a run to compare with, a run that is killed, its resumption, the proof."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from holdfast_formats.naming import CHECKPOINTS, COMMIT, step_directory
+
+from . import report
+from .config import COMMIT_S_MAX, LAUNCH_S_MAX, RANKS, STEPS, child_environment, trainer_command
+from .processes import POLL_S, Daemon, DemoFailed, Job, start_daemon, stop_daemon, stop_earlier_daemon
+from .proof import Claim, Launch, compare_losses, compare_states, compare_weights, parse_journal
+
+UNINTERRUPTED, RESUMED = "demo-uninterrupted", "demo"
+STEPS_MIN = 8
+_OUTPUT_DIRECTORY = re.compile(r"demo-(\d{3,})")
+
+
+class Stage(NamedTuple):
+    """Where the demo plays: its directory, its daemon, its length, and who is told."""
+
+    directory: Path
+    daemon: Daemon
+    steps: int
+    console: Console
+
+    @property
+    def save_every(self) -> int:
+        return max(self.steps // 6, 2)
+
+    def place(self, run: str) -> Path:
+        """Where a run's trainer writes its journals, digests and log."""
+        return self.directory / run
+
+    def checkpoint(self, run: str, step: int) -> Path:
+        return self.daemon.root / run / CHECKPOINTS / step_directory(step)
+
+
+class Killed(NamedTuple):
+    """How the second run ended: the last save every rank saw staged, the last step, and how many processes died."""
+
+    staged: int
+    step: int
+    processes: int
+
+
+def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True) -> int:
+    """Play the demo in a fresh directory below `directory`; 0 when everything claimed was shown, else 1."""
+    console = Console(highlight=False)
+    if steps < STEPS_MIN:
+        console.print(f"[red]The demo needs at least {STEPS_MIN} steps.[/red]")
+        return 2
+    place = prepare(directory.resolve(), console)
+    daemon: Daemon | None = None
+    proven = False
+    try:
+        daemon = start_daemon(place)
+        stage = Stage(place, daemon, steps, console)
+        console.print(f"[bold]1[/bold]  Daemon: process {daemon.pid}, {daemon.url}, keeps checkpoints in {daemon.root}")
+        proven = play(stage)
+        if proven and keep_daemon:
+            report.print_farewell(console, daemon)
+    except DemoFailed as failure:
+        console.print(f"[red bold]The demo failed:[/red bold] {failure}")
+        report.print_log(console, failure.log)
+    finally:
+        if daemon and not (proven and keep_daemon):
+            stop_daemon(daemon)
+    if not proven:
+        console.print(f"Journals, logs and checkpoints: {place}")
+    return 0 if proven else 1
+
+
+def prepare(directory: Path, console: Console) -> Path:
+    """A fresh directory; what an earlier demo left, its daemon included, is cleared away first."""
+    directory.mkdir(parents=True, exist_ok=True)
+    earlier = {int(match[1]): path for path in directory.iterdir() if (match := _OUTPUT_DIRECTORY.fullmatch(path.name))}
+    for path in earlier.values():
+        if stop_earlier_daemon(path / "data"):
+            console.print(f"Stopped the daemon that the earlier demo left in {path}")
+        shutil.rmtree(path)
+    place = directory / f"demo-{max(earlier, default=0) + 1:03d}"
+    for run in (UNINTERRUPTED, RESUMED):
+        (place / run).mkdir(parents=True)
+    return place
+
+
+def play(stage: Stage) -> bool:
+    """Train three times, compare, load, and print what was shown; True when every claim holds."""
+    began = time.monotonic()
+    say = stage.console.print
+    say(
+        f"[bold]2[/bold]  {stage.steps} steps on {RANKS} ranks without interruption, "
+        f"a checkpoint every {stage.save_every} steps"
+    )
+    finish(stage, UNINTERRUPTED)
+    say("[bold]3[/bold]  The same run again, to be killed")
+    killed = train_and_kill(stage)
+    say(f"   SIGKILL to the launcher and all ranks, {killed.processes} processes, at step {killed.step}")
+    wait_for_commit(stage, killed.staged)
+    say(f"   the daemon committed step {killed.staged}, whose owners are dead")
+    say("[bold]4[/bold]  The same command once more")
+    finish(stage, RESUMED)
+    whole, resumed = journals(stage, UNINTERRUPTED), journals(stage, RESUMED)
+    say(f"   resumed behind step {resumed[0][-1].restored}, and ran to step {resumed[0][-1].step}")
+    say("[bold]5[/bold]  Loading the last checkpoint with transformers, generating text")
+    loaded = load_and_generate(stage)
+    trained = [digests(stage, run) for run in (UNINTERRUPTED, RESUMED)]
+    claims = [
+        killed_claim(stage, killed, resumed),
+        compare_losses(last(whole), [launches[0] for launches in resumed], "losses before the kill"),
+        compare_losses(last(whole), last(resumed), "every loss after the resumption"),
+        *compare_states(*[[rank["state"] for rank in ranks] for ranks in trained]),
+        compare_weights(trained[1][0]["weights"], loaded["weights"]),
+    ]
+    report.print_curve(stage.console, stage.directory / "loss.svg", whole, resumed)
+    report.print_claims(stage.console, claims)
+    report.print_text(stage.console, loaded["text"])
+    say(f"   {time.monotonic() - began:.0f} s in all")
+    return all(claim.holds for claim in claims)
+
+
+def command(stage: Stage, run: str) -> list[str]:
+    numbers = ["--steps", str(stage.steps), "--save-every", str(stage.save_every)]
+    places = ["--socket", str(stage.daemon.socket), "--directory", str(stage.place(run))]
+    return trainer_command("--name", run, *numbers, *places)
+
+
+def finish(stage: Stage, run: str) -> None:
+    """Train until the run is complete."""
+    with Job(command(stage, run), stage.place(run) / "trainer.log") as job:
+        watch(stage, run, job, until=lambda launches: False)
+        if job.poll() != 0:
+            raise DemoFailed(f"the trainer of {run!r} ended with status {job.poll()}", job.log)
+
+
+def train_and_kill(stage: Stage) -> Killed:
+    """Train past the middle, wait until a save is staged and a few more steps are done, and kill everything."""
+    middle = stage.steps // 2
+
+    def is_time(launches: Sequence[Launch]) -> bool:
+        staged = min(max(launch.staged, default=0) for launch in launches)
+        return staged >= middle and min(launch.step for launch in launches) >= staged + 2
+
+    with Job(command(stage, RESUMED), stage.place(RESUMED) / "trainer.log") as job:
+        watch(stage, RESUMED, job, until=is_time)
+        if job.poll() is not None:
+            raise DemoFailed("the trainer ended before it could be killed", job.log)
+        processes = job.kill()
+    launches = last(journals(stage, RESUMED))
+    staged = min(max(launch.staged, default=0) for launch in launches)
+    return Killed(staged, max(launch.step for launch in launches), processes)
+
+
+def watch(stage: Stage, run: str, job: Job, until: Callable[[Sequence[Launch]], bool]) -> None:
+    """Show how far the run is, until it ends or `until` says so of all ranks' launches."""
+    columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    before = len(journals(stage, run)[0])
+    deadline = time.monotonic() + LAUNCH_S_MAX
+    with Progress(*columns, console=stage.console, transient=True) as progress:
+        bar = progress.add_task(run, total=stage.steps)
+        while job.poll() is None:
+            launches = journals(stage, run)
+            if all(len(rank) > before for rank in launches):
+                progress.update(bar, completed=min(launch.step for launch in last(launches)))
+                if until(last(launches)):
+                    return
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"the trainer of {run!r} did not end within {LAUNCH_S_MAX} s", job.log)
+            time.sleep(POLL_S)
+
+
+def wait_for_commit(stage: Stage, step: int) -> None:
+    """Wait until the daemon has committed `step`, which no living rank can help it with."""
+    deadline = time.monotonic() + COMMIT_S_MAX
+    while not (stage.checkpoint(RESUMED, step) / COMMIT).exists():
+        if time.monotonic() > deadline:
+            log = stage.directory / "daemon.log"
+            raise DemoFailed(f"step {step} was staged before the kill, but is not committed after {COMMIT_S_MAX} s", log)
+        time.sleep(POLL_S)
+
+
+def killed_claim(stage: Stage, killed: Killed, resumed: Sequence[Sequence[Launch]]) -> Claim:
+    """The resumed run began at or behind the last staged save on all ranks, and lost no more steps than that."""
+    began = {launches[-1].restored for launches in resumed}
+    holds = len(began) == 1 and killed.staged <= min(began) <= killed.step
+    evidence = f"killed at step {killed.step}, step {killed.staged} staged, all ranks went on behind step {sorted(began)}"
+    return Claim("a save outlives its killed trainer", holds and all(len(ranks) == 2 for ranks in resumed), evidence)
+
+
+def load_and_generate(stage: Stage) -> dict[str, Any]:
+    """What a fresh process gets from the last checkpoint by `from_pretrained`: the weights' digests, and a text."""
+    result, log = stage.directory / "generated.json", stage.directory / "generate.log"
+    checkpoint = stage.checkpoint(RESUMED, stage.steps)
+    arguments = [sys.executable, "-m", "holdfast.demo.generate", str(checkpoint), str(result)]
+    with open(log, "ab") as output:
+        ended = subprocess.run(
+            arguments, stdout=output, stderr=output, env=child_environment(), timeout=LAUNCH_S_MAX, check=False
+        )
+    if ended.returncode != 0:
+        raise DemoFailed(f"from_pretrained({checkpoint}) failed", log)
+    loaded: dict[str, Any] = json.loads(result.read_text())
+    return loaded
+
+
+def journals(stage: Stage, run: str) -> list[list[Launch]]:
+    """The launches of every rank, as far as they are written."""
+    paths = [stage.place(run) / f"rank-{rank}.jsonl" for rank in range(RANKS)]
+    return [parse_journal(path.read_text()) if path.exists() else [] for path in paths]
+
+
+def last(launches: Sequence[Sequence[Launch]]) -> list[Launch]:
+    return [rank[-1] for rank in launches]
+
+
+def digests(stage: Stage, run: str) -> list[dict[str, dict[str, str]]]:
+    """What each rank noted at the end: digests of its state, and of the whole weights."""
+    return [json.loads((stage.place(run) / f"digests-{rank}.json").read_text()) for rank in range(RANKS)]

@@ -1,0 +1,77 @@
+"""The demo's text: Python's own standard library as bytes, in an order that can be saved and gone on with."""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TEXT_BYTES = 1_000_000
+VOCABULARY = 259  # every byte, then the three special tokens
+BEGIN, END, PAD = 256, 257, 258
+NOISE = 0.02  # share of input bytes replaced, so that numpy's generator matters
+
+
+def read_text(limit: int = TEXT_BYTES) -> np.ndarray:
+    """The first `limit` tokens of the standard library's top-level modules, in order of their names."""
+    pieces: list[np.ndarray] = []
+    length = 0
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if length >= limit:
+            break
+        source = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64)
+        pieces.append(np.concatenate([[BEGIN], source, [END]]))
+        length += len(pieces[-1])
+    return np.concatenate(pieces)[:limit]
+
+
+class ShuffledWindows:
+    """Batches of windows of a text, shuffled anew in every epoch; each rank takes its share of each batch.
+
+    The order is global, so that the position means the same for any number of ranks.
+    """
+
+    def __init__(self, text: np.ndarray, window: int, batch: int, seed: int) -> None:
+        self._text = text
+        self._window = window
+        self._batch = batch
+        self._shuffler = random.Random(seed)
+        self._epoch = -1
+        self._begin_epoch()
+
+    def next_batch(self, rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
+        """This rank's inputs, a few bytes of them replaced by noise, and targets of the next global batch."""
+        if self._position + self._batch * world > len(self._order):
+            self._begin_epoch()
+        mine = self._order[self._position + rank : self._position + self._batch * world : world]
+        self._position += self._batch * world
+        starts = [index * self._window + random.randrange(self._window) for index in mine]
+        targets = np.stack([self._text[start : start + self._window] for start in starts])
+        noise = np.random.random(targets.shape) < NOISE
+        return np.where(noise, np.random.randint(0, 256, targets.shape), targets), targets
+
+    def state_dict(self) -> dict[str, Any]:
+        version, words, gauss = self._epoch_began
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "shuffler": {"version": version, "words": list(words), "gauss": gauss},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        shuffler = state["shuffler"]
+        self._shuffler.setstate((shuffler["version"], tuple(shuffler["words"]), shuffler["gauss"]))
+        self._epoch = state["epoch"] - 1
+        self._begin_epoch()
+        self._position = state["position"]
+
+    def _begin_epoch(self) -> None:
+        """Shuffle for the next epoch; the generator's state before that is what a checkpoint has to keep."""
+        self._epoch_began = self._shuffler.getstate()
+        self._epoch += 1
+        self._order = list(range(len(self._text) // self._window - 1))
+        self._shuffler.shuffle(self._order)
+        self._position = 0

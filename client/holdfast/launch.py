@@ -1,0 +1,62 @@
+"""Who this rank is, and the one name that all ranks of a launch give it, so that they share an attempt."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+
+from holdfast_formats.errors import InvalidRequest
+
+from .config import launch_info
+
+_constructed: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+
+class Launch(NamedTuple):
+    """`name` is the same on all ranks that were started together, and new at every start."""
+
+    rank: int
+    world: int
+    name: str
+
+
+def current(run: str, given: str | None) -> Launch:
+    """This process's launch. Every rank must construct its checkpointers of a run in the same order.
+
+    With torch.distributed initialised, rank 0 makes up a name and the others read it from the job's store (no collective).
+    Without it, torchrun's run id and restart count serve. A single process is a launch of its own. Raises `InvalidRequest`
+    when several ranks have nothing in common from which a name could be made.
+    """
+    information = launch_info()
+    ordinal = next(_constructed[run])
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if given is not None:
+            return Launch(rank, world, given)
+        return Launch(rank, world, _agree(f"holdfast/{run}/{information.restart_count}/{ordinal}", rank, world))
+    rank, world = information.rank, information.world
+    if given is not None:
+        return Launch(rank, world, given)
+    if world == 1:
+        return Launch(rank, world, uuid.uuid4().hex)
+    if information.run_id is None:
+        raise InvalidRequest(
+            f"{world} ranks cannot tell that they belong to one launch",
+            hint="call torch.distributed.init_process_group() first, or pass launch= with a name new at every start",
+        )
+    return Launch(rank, world, f"{information.run_id}/{information.restart_count}/{ordinal}")
+
+
+def _agree(key: str, rank: int, world: int) -> str:
+    if world == 1:
+        return uuid.uuid4().hex
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if rank == 0:
+        name = uuid.uuid4().hex
+        store.set(key, name)
+        return name
+    return str(store.get(key).decode())

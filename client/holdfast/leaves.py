@@ -1,0 +1,148 @@
+"""The leaves of a training state: named tensors with their pieces, gathered together with the JSON beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.region import Shape
+from holdfast_formats.tensors import TensorSpec
+
+from . import fragments
+from .fragments import Piece, Placed, Storable
+from .torch_dtypes import safetensors_name
+
+RANK_PREFIX = "ranks/"  # tensors that belong to one rank's process, not to the model: RNG, data loaders
+
+Key = tuple[str, str]  # group, name
+
+
+class Leaf(NamedTuple):
+    """A global tensor and the pieces of it that live in this process; shape and boxes count the format's elements."""
+
+    group: str
+    name: str
+    dtype: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    placement: str
+
+    @property
+    def key(self) -> Key:
+        return self.group, self.name
+
+    @property
+    def path(self) -> str:
+        return f"{self.group}/{self.name}"
+
+
+class Stored(NamedTuple):
+    """What a checkpoint offers to this rank, by group and name."""
+
+    specs: Mapping[str, Mapping[str, tuple[str, Shape]]]
+    aliases: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, Mapping[str, str]]
+
+    def spec(self, group: str, name: str) -> tuple[str, Shape] | None:
+        found = self.specs.get(group, {}).get(name)
+        return None if found is None else (found[0], tuple(found[1]))
+
+    def value(self, group: str, key: str) -> str | None:
+        return self.values.get(group, {}).get(key)
+
+    def canonical(self, group: str, name: str) -> str | None:
+        """The name under which this tensor's bytes stand: its own, or the one it is an alias of."""
+        if name in self.specs.get(group, {}):
+            return name
+        return self.aliases.get(group, {}).get(name)
+
+
+class Selection(NamedTuple):
+    """Which part of the state an operation is about: some groups, less what patterns on `group/name` exclude."""
+
+    groups: frozenset[str]
+    ignore: tuple[str, ...] = ()
+
+    def takes(self, group: str, name: str) -> bool:
+        return group in self.groups and not any(fnmatchcase(f"{group}/{name}", pattern) for pattern in self.ignore)
+
+
+@dataclass
+class Content:
+    """What is collected of the live state: leaves, JSON texts by (group, key), aliases by group, mesh dimensions."""
+
+    leaves: dict[Key, Leaf] = field(default_factory=dict)
+    values: dict[Key, str] = field(default_factory=dict)
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    mesh: dict[str, int] = field(default_factory=dict)
+
+    def add(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
+        """Take in a tensor; `local` replaces its memory, piece for piece. Refuses a second tensor of this name."""
+        leaf, mesh = describe(group, name, value, local)
+        if leaf.key in self.leaves:
+            raise InvalidRequest(
+                f"two tensors of the state have the name {leaf.path!r}", hint="give them different names or keys"
+            )
+        self.leaves[leaf.key] = leaf
+        for dimension, size in mesh.items():
+            self.mesh.setdefault(dimension, size)
+
+    def add_value(self, group: str, key: str, text: str) -> None:
+        if (group, key) in self.values:
+            raise InvalidRequest(f"two values of the state have the name '{group}/{key}'")
+        self.values[group, key] = text
+
+
+@dataclass
+class Plan:
+    """What a part of the state wants from a checkpoint, and what it will do once the wanted leaves are filled.
+
+    `wanted` are live tensors, or new ones that `actions` install; `documents` the JSON keys it cannot do without;
+    `claimed` what it takes of the checkpoint, or leaves there knowingly, besides those.
+    """
+
+    wanted: list[Leaf] = field(default_factory=list)
+    documents: list[Key] = field(default_factory=list)
+    claimed: set[Key] = field(default_factory=set)
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    actions: list[Callable[[], None]] = field(default_factory=list)
+
+    def want(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
+        """Ask for a tensor's bytes; refuses, by name, memory in which elements share their place."""
+        leaf, _ = describe(group, name, value, local)
+        for piece in leaf.pieces:
+            if any(n > 1 and stride == 0 for n, stride in zip(piece.tensor.shape, piece.tensor.stride(), strict=True)):
+                raise InvalidRequest(
+                    f"tensor {leaf.path!r} is expanded: several elements share one place in memory, it cannot be restored",
+                    hint="give the state a contiguous tensor, or ignore= this name",
+                )
+        self.wanted.append(leaf)
+
+
+def describe(group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> tuple[Leaf, dict[str, int]]:
+    """The leaf of a live tensor and its mesh; refuses, by name, what no file could hold."""
+    path = f"{group}/{name}"
+    memory = fragments.local_tensor(value) if local is None else local
+    placed: Placed = fragments.pieces(value, path) if local is None else fragments.pieces_like(value, local, path)
+    leaf = Leaf(group, name, safetensors_name(memory.dtype, path), placed.shape, placed.pieces, placed.placement)
+    TensorSpec(group, name, leaf.dtype, leaf.shape).check()
+    return leaf, placed.mesh
+
+
+def check_groups(groups: Collection[str] | None, known: Sequence[str]) -> frozenset[str]:
+    """The groups an operation is about: those asked for, or all; `InvalidRequest` for one that the state has not."""
+    if groups is None:
+        return frozenset(known)
+    if isinstance(groups, str):
+        raise InvalidRequest(f"groups must be a collection of names, not the text {groups!r}", hint=f"groups=({groups!r},)")
+    unknown = sorted(set(groups) - set(known))
+    if unknown:
+        raise InvalidRequest(f"the state has no group {', '.join(unknown)}", hint=f"it has {', '.join(known)}")
+    return frozenset(groups)

@@ -1,0 +1,206 @@
+"""Where the command line finds checkpoints: a root directory, with no service running, or a service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from holdfast_formats import manifest, naming, rest
+from holdfast_formats.errors import (
+    CheckpointError,
+    DaemonGone,
+    InvalidRequest,
+    NoSuchCheckpoint,
+    NoSuchRun,
+    StorageFailed,
+)
+
+from .api import Api
+from .config import DEFAULT_ROOT, default_url, given_url
+from .reader import CheckpointReader
+from .sources import DirectorySource, HttpSource, Source
+
+PROBE_TIMEOUT_S = 1.0
+LATEST: Literal["latest"] = "latest"
+
+
+class Target(NamedTuple):
+    """What RUN@STEP, RUN@latest, RUN or a directory's path names; `step` is None for the newest."""
+
+    run: str
+    step: int | None
+    directory: Path | None = None
+
+
+class Listing(NamedTuple):
+    """A run's checkpoints, newest first, and the directories that stand among them but cannot be read."""
+
+    checkpoints: list[rest.Checkpoint]
+    unreadable: list[CheckpointError]
+
+
+class Library(Protocol):
+    """Runs and their checkpoints."""
+
+    @property
+    def label(self) -> str: ...
+    def runs(self) -> list[rest.Run]: ...
+    def checkpoints(self, run: str) -> Listing: ...
+    def source(self, run: str, step: int | None) -> Source: ...  # of the newest step for None
+    def close(self) -> None: ...
+
+
+class DirectoryLibrary:
+    """Reads a root directory itself (I5). Knows nothing of attempts that never committed, nor of retention."""
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise StorageFailed(f"there is no directory {root}", hint="name the daemon's directory with --root")
+        self.root = root
+
+    @property
+    def label(self) -> str:
+        return str(self.root)
+
+    def runs(self) -> list[rest.Run]:
+        names = sorted(path.parent.name for path in self.root.glob(f"*/{naming.CHECKPOINTS}") if path.is_dir())
+        return [self._run(name) for name in names]
+
+    def checkpoints(self, run: str) -> Listing:
+        found: list[rest.Checkpoint] = []
+        unreadable: list[CheckpointError] = []
+        for step in self._steps(run):
+            try:
+                with CheckpointReader.open(self.source(run, step), complete=False) as reader:
+                    found.append(describe(reader.manifest))
+            except CheckpointError as error:
+                unreadable.append(error)
+        return Listing(found, unreadable)
+
+    def source(self, run: str, step: int | None) -> Source:
+        steps = self._steps(run)
+        if not steps or (step is not None and step not in steps):
+            wanted = run if step is None else f"{run}@{step}"
+            raise NoSuchCheckpoint(f"{self.root} has no checkpoint {wanted}", hint="`holdfast ls` lists what there is")
+        return DirectorySource(self.root / naming.checkpoint_path(run, steps[0] if step is None else step))
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _run(self, name: str) -> rest.Run:
+        held = self.checkpoints(name).checkpoints
+        return rest.Run(
+            name=name,
+            attempt=max((checkpoint.attempt for checkpoint in held), default=0),
+            keep_last=None,
+            checkpoints=len(held),
+            newest=held[0].step if held else None,
+            bytes=sum(checkpoint.bytes for checkpoint in held),
+        )
+
+    def _steps(self, run: str) -> list[int]:
+        directory = self.root / naming.check_run(run) / naming.CHECKPOINTS
+        if not directory.is_dir():
+            raise NoSuchRun(f"{self.root} has no run {run!r}", hint="`holdfast ls` lists what there is")
+        steps = (naming.parse_step_directory(path.name) for path in directory.iterdir())
+        return sorted((step for step in steps if step is not None), reverse=True)
+
+
+class ServiceLibrary:
+    """Asks the service."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+
+    @property
+    def label(self) -> str:
+        return self.api.url
+
+    def runs(self) -> list[rest.Run]:
+        return list(self.api.runs())
+
+    def checkpoints(self, run: str) -> Listing:
+        return Listing(list(self.api.checkpoints(run)), [])
+
+    def source(self, run: str, step: int | None) -> Source:
+        return HttpSource(self.api, run, self.api.checkpoint(run, LATEST if step is None else step).step)
+
+    def close(self) -> None:
+        self.api.close()
+
+
+def parse_target(text: str) -> Target:
+    """Read RUN@STEP, RUN@latest, RUN, or the path of a checkpoint's directory; `InvalidRequest` for anything else."""
+    path = Path(text)
+    if "/" in text or text in (".", "..") or (path / naming.MANIFEST).is_file() or (path / naming.COMMIT).is_file():
+        if not path.is_dir():
+            raise NoSuchCheckpoint(f"there is no directory {text}", hint="give RUN@STEP, or a checkpoint's directory")
+        return Target("", None, path)
+    run, at, step = text.partition("@")
+    naming.check_run(run)
+    if not at or step == LATEST:
+        return Target(run, None)
+    if not (step.isascii() and step.isdigit()):
+        raise InvalidRequest(f"{text!r} does not name a checkpoint", hint="give RUN@STEP, RUN@latest, RUN or a directory")
+    return Target(run, naming.check_step(int(step)))
+
+
+def open_library(root: Path | None, url: str | None) -> Library:
+    """The library that the options name; with neither, the service that answers, else ./holdfast-data.
+
+    `DaemonGone` when there is neither. An address given as HOLDFAST_URL is used as if it were `--url`.
+    """
+    if root is not None and url is not None:
+        raise InvalidRequest("--root and --url exclude each other", hint="give the one you mean")
+    if root is not None:
+        return DirectoryLibrary(root)
+    if url is not None or given_url() is not None:
+        return ServiceLibrary(Api(url or default_url()))
+    if answers(default_url()):
+        return ServiceLibrary(Api(default_url()))
+    if DEFAULT_ROOT.is_dir():
+        return DirectoryLibrary(DEFAULT_ROOT)
+    raise DaemonGone(
+        f"no service answers at {default_url()}, and there is no directory ./{DEFAULT_ROOT}",
+        hint="name a directory with --root or a service with --url, or start one with `holdfast serve`",
+    )
+
+
+@contextmanager
+def open_source(target: Target, root: Path | None, url: str | None) -> Iterator[Source]:
+    """The files of the checkpoint that the target names, until the end of the context."""
+    if target.directory is not None:
+        with DirectorySource(target.directory) as directory:
+            yield directory
+        return
+    with closing(open_library(root, url)) as library, closing(library.source(target.run, target.step)) as source:
+        yield source
+
+
+def answers(url: str) -> bool:
+    """Whether a holdfast service answers there now."""
+    try:
+        with Api(url, PROBE_TIMEOUT_S) as api:
+            api.health()
+    except CheckpointError:
+        return False
+    return True
+
+
+def describe(made: manifest.Manifest) -> rest.Checkpoint:
+    """What a manifest says of its checkpoint, in the words of the REST API."""
+    return rest.Checkpoint(
+        run=made.run,
+        step=made.step,
+        attempt=made.attempt,
+        created=made.created,
+        world=made.world,
+        groups=list(made.groups),
+        tensors=sum(len(tensors) for tensors in made.tensors.values()),
+        files=len(made.files),
+        bytes=made.bytes,
+        metrics=made.metrics,
+        verified=False,
+    )

@@ -1,0 +1,319 @@
+"""Reads a committed checkpoint: COMMIT, manifest, then whole extents, and hands over only what was proven (I5, I7).
+
+Works on any `Source`, with no service running and without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats import dtypes, naming, proof, transfer
+from holdfast_formats import manifest as manifests
+from holdfast_formats.errors import (
+    CheckpointError,
+    CorruptManifest,
+    Damaged,
+    NoSuchResource,
+    NotCommitted,
+    StateMismatch,
+    StorageFailed,
+)
+from holdfast_formats.manifest import EXTENT_BYTES_MAX, Manifest, TensorEntry
+from holdfast_formats.proof import Piece
+from holdfast_formats.region import Box, ByteView, byte_box, byte_span, byte_view, check_box, flat_boxes, intersect, whole
+
+from .sources import Source
+
+WORKERS_MAX = 8
+
+Take = Callable[[Piece, memoryview], None]
+OnDamage = Callable[[Piece, CheckpointError], None]
+
+
+class Want(NamedTuple):
+    """A box of a tensor, in elements, and the array that receives it.
+
+    `into` is writable, may be strided, and has the shape of the box in `region.byte_view` coordinates and the unsigned
+    dtype `transfer.element_dtype(itemsize)`.
+    """
+
+    group: str
+    name: str
+    box: Box
+    into: NDArray[Any]
+
+
+class Damage(NamedTuple):
+    """One finding of `verify`: bytes [offset, offset + length) of a file, the tensor they belong to, and what is wrong."""
+
+    file: str
+    tensor: str | None
+    offset: int
+    length: int
+    what: str
+
+
+class _Target(NamedTuple):
+    """A want, resolved: the stored tensor, and its shape and box in `byte_view` coordinates."""
+
+    want: Want
+    group: str
+    name: str
+    entry: TensorEntry
+    view: ByteView
+    box: Box
+
+
+class CheckpointReader:
+    """One committed checkpoint. Threads read and check; memory stays at a buffer of 16 MiB for each of them."""
+
+    def __init__(self, source: Source, manifest: Manifest, manifest_bytes: bytes, commit_bytes: bytes) -> None:
+        self.source = source
+        self.manifest = manifest
+        self.manifest_bytes = manifest_bytes
+        self.commit_bytes = commit_bytes
+        self.workers = min(WORKERS_MAX, os.cpu_count() or 1)
+        self._pieces = proof.pieces(manifest)
+        self._bounce = threading.local()
+
+    @classmethod
+    def open(cls, source: Source, *, complete: bool = True) -> CheckpointReader:
+        """Read COMMIT and manifest, and see that every file is there and as long as stated (I5).
+
+        Raises `NotCommitted` or `CorruptManifest`, naming the file. With `complete=False` the other files are not looked
+        at, which leaves them to `verify`. The source is the reader's from here on: it is closed when opening fails.
+        """
+        try:
+            return cls._open(source, complete)
+        except BaseException:
+            source.close()
+            raise
+
+    @classmethod
+    def _open(cls, source: Source, complete: bool) -> CheckpointReader:
+        try:
+            commit_bytes = source.read(naming.COMMIT)
+        except NoSuchResource as error:
+            raise NotCommitted(
+                f"{source.label} has no {naming.COMMIT}, so it is not a checkpoint",
+                hint="`holdfast ls` lists the committed checkpoints",
+                file=naming.COMMIT,
+            ) from error
+        try:
+            manifest_bytes = source.read(naming.MANIFEST)
+        except NoSuchResource as error:
+            raise CorruptManifest(f"{source.label} has no {naming.MANIFEST}", file=naming.MANIFEST) from error
+        reader = cls(source, manifests.decode(manifest_bytes, commit_bytes), manifest_bytes, commit_bytes)
+        if complete:
+            for file in reader.manifest.files:
+                proof.check_size(reader.manifest, file.name, source.size(file.name))
+        return reader
+
+    def close(self) -> None:
+        self.source.close()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def state(self) -> bytes:
+        """The bytes of state.json, checked."""
+        return self.read_file(naming.STATE)
+
+    def pieces(self, file: str) -> tuple[Piece, ...]:
+        """A file's pieces in order; `NoSuchResource` for a file that the manifest does not list."""
+        if file not in self._pieces:
+            raise NoSuchResource(f"{self.source.label} has no file {file!r}", file=file)
+        return self._pieces[file]
+
+    def read_file(self, name: str) -> bytes:
+        """A whole file, every piece of it checked."""
+        parts: dict[int, bytes] = {}
+        self.stream(self.pieces(name), lambda piece, data: parts.__setitem__(piece.start, bytes(data)))
+        return b"".join(parts[start] for start in sorted(parts))
+
+    def entry(self, group: str, name: str) -> TensorEntry:
+        """A tensor's manifest entry, aliases followed; `StateMismatch` naming a tensor that is not there."""
+        return self._resolve(group, name)[1]
+
+    def read(self, group: str, name: str, box: Box | None = None) -> NDArray[Any]:
+        """A tensor, or a box of it, as a numpy array of its own dtype; `InvalidRequest` for sub-byte dtypes."""
+        entry = self.entry(group, name)
+        box = box or whole(entry.shape)
+        check_box(box, entry.shape, name)
+        array: NDArray[Any] = np.empty(box.shape, dtypes.to_numpy(entry.dtype))
+        self.load([Want(group, name, box, array.view(transfer.element_dtype(array.itemsize)))])
+        return array
+
+    def prove(self, wants: Iterable[Want]) -> None:
+        """Read and check every extent that the wants touch and the headers of their files; nothing is handed over.
+
+        Raises `CorruptExtent` with file, tensor and byte range.
+        """
+        touched = self._touched(map(self._target, wants))
+        headers = {self._pieces[piece.file][0] for piece in touched}
+        self.stream([*headers, *touched], _ignore)
+
+    def load(self, wants: Iterable[Want]) -> None:
+        """Read every extent that the wants touch once, check it, then copy its part into each want.
+
+        Raises `CorruptExtent` before anything of the damaged extent is copied; `prove` first when nothing at all may be.
+        """
+        touched = self._touched(map(self._target, wants))
+
+        def scatter(piece: Piece, data: memoryview) -> None:
+            for target in touched[piece]:
+                elements = np.frombuffer(data, transfer.element_dtype(target.view.itemsize))
+                first = piece.offset // target.view.itemsize
+                transfer.move(transfer.Direction.SCATTER, elements, first, target.want.into, target.box, target.view.shape)
+
+        self.stream(touched, scatter)
+
+    def verify(self, on_bytes: Callable[[int], None] | None = None) -> list[Damage]:
+        """Check every byte of every listed file; return all damages, by file and position, instead of stopping.
+
+        Also checks that headers and indexes say what the manifest says. Files that the manifest does not list are ignored.
+        """
+        damages: list[Damage] = []
+        present: list[Piece] = []
+        for file in self.manifest.files:
+            try:
+                size = self.source.size(file.name)
+                proof.check_size(self.manifest, file.name, size)
+            except (Damaged, StorageFailed) as error:
+                damages.append(_damage(error, Piece(file.name, 0, file.bytes, file.digest)))
+                size = error.members.get("offset") or None  # up to where a shorter file can still be checked
+            present += [piece for piece in self._pieces[file.name] if size is not None and piece.stop <= size]
+        held = proof.tensors_by_file(self.manifest)
+        indexed = {naming.index_file_name(group): group for group in self.manifest.tensors}
+
+        def agree(piece: Piece, data: memoryview) -> None:
+            if piece.file in held and piece.start == 0:
+                file = self.manifest.file(piece.file)
+                assert file is not None
+                proof.check_header(file, held[piece.file], bytes(data))
+            elif piece.file in indexed:
+                proof.check_index(self.manifest, indexed[piece.file], bytes(data))
+
+        self.stream(present, agree, lambda piece, error: damages.append(_damage(error, piece)), on_bytes)
+        for name in sorted(indexed.keys() - self._pieces.keys()):
+            if self.manifest.tensors[indexed[name]]:
+                damages.append(Damage(name, None, 0, 0, "the manifest lists no index for this group"))
+        return sorted(damages, key=lambda damage: (damage.file, damage.offset))
+
+    def stream(
+        self,
+        pieces: Iterable[Piece],
+        take: Take,
+        on_damage: OnDamage | None = None,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
+        """Read pieces on several threads, check each one, and only then give it to `take`, whose view ends with the call.
+
+        Damage is raised, unless `on_damage` takes it. `on_bytes` hears, in the calling thread, how many bytes were read.
+        """
+        batches = list(proof.batches(pieces))
+        with ThreadPoolExecutor(max(1, min(self.workers, len(batches))), "holdfast-read") as threads:
+            running: list[Future[int]] = [threads.submit(self._read_batch, b, take, on_damage or _refuse) for b in batches]
+            try:
+                for finished in as_completed(running):
+                    read = finished.result()
+                    if on_bytes is not None:
+                        on_bytes(read)
+            finally:
+                threads.shutdown(wait=True, cancel_futures=True)
+
+    def _read_batch(self, batch: Sequence[Piece], take: Take, on_damage: OnDamage) -> int:
+        first, size = batch[0].start, batch[-1].stop - batch[0].start
+        buffer = self._buffer(size)
+        try:
+            got = self.source.read_into(batch[0].file, first, buffer)
+        except (Damaged, StorageFailed, NoSuchResource) as error:
+            if len(batch) == 1:
+                on_damage(batch[0], error)
+            else:  # one piece is bad: find out which, and hand over the others
+                for piece in batch:
+                    self._read_batch((piece,), take, on_damage)
+            return size
+        for piece in batch:
+            data = buffer[piece.start - first : max(min(piece.stop - first, got), piece.start - first)]
+            try:
+                proof.check(piece, data)
+                take(piece, data)
+            except Damaged as error:
+                on_damage(piece, error)
+        return size
+
+    def _buffer(self, size: int) -> memoryview:
+        if size > EXTENT_BYTES_MAX:  # a large header or asset: the only pieces that may pass the limit
+            return memoryview(bytearray(size))
+        if not hasattr(self._bounce, "bytes"):
+            self._bounce.bytes = np.empty(EXTENT_BYTES_MAX, np.uint8).data
+        held: memoryview = self._bounce.bytes
+        return held[:size]
+
+    def _touched(self, targets: Iterable[_Target]) -> dict[Piece, list[_Target]]:
+        touched: dict[Piece, list[_Target]] = {}
+        for target in targets:
+            for piece in _touching(target):
+                touched.setdefault(piece, []).append(target)
+        return touched
+
+    def _target(self, want: Want) -> _Target:
+        name, entry = self._resolve(want.group, want.name)
+        check_box(want.box, entry.shape, want.name)
+        view = byte_view(entry.dtype, entry.shape, want.name)
+        box = byte_box(entry.dtype, want.box, entry.shape, want.name)
+        if want.into.shape != box.shape or want.into.dtype != transfer.element_dtype(view.itemsize):
+            raise StateMismatch(
+                f"tensor {want.name!r}: {want.into.dtype}{list(want.into.shape)} cannot receive "
+                f"{view.itemsize}-byte elements of shape {list(box.shape)}"
+            )
+        return _Target(want, want.group, name, entry, view, box)
+
+    def _resolve(self, group: str, name: str) -> tuple[str, TensorEntry]:
+        stored = self.manifest.aliases.get(group, {}).get(name, name)
+        entry = self.manifest.tensors.get(group, {}).get(stored)
+        if entry is None:
+            raise StateMismatch(
+                f"{self.source.label} has no tensor {name!r} in group {group!r}",
+                hint=f"groups: {', '.join(self.manifest.groups) or 'none'}",
+            )
+        return stored, entry
+
+
+def _touching(target: _Target) -> Iterator[Piece]:
+    itemsize, shape = target.view.itemsize, target.view.shape
+    start, stop = byte_span(target.box, shape, itemsize)
+    for extent in target.entry.extents:
+        if extent.offset >= stop or extent.offset + extent.length <= start:
+            continue
+        parts = flat_boxes(extent.offset // itemsize, (extent.offset + extent.length) // itemsize, shape)
+        if any(intersect(part, target.box) is not None for part in parts):
+            yield proof.tensor_piece(target.group, target.name, target.entry, extent)
+
+
+def _ignore(piece: Piece, data: memoryview) -> None:
+    """Reading and checking was all that was wanted."""
+
+
+def _refuse(piece: Piece, error: CheckpointError) -> None:
+    raise error
+
+
+def _damage(error: CheckpointError, piece: Piece) -> Damage:
+    members = error.members
+    tensor = members.get("tensor", piece.tensor)
+    offset, length = members.get("offset", piece.start), members.get("length", piece.length)
+    return Damage(str(members.get("file", piece.file)), tensor, int(offset), int(length), error.detail)

@@ -1,0 +1,70 @@
+"""This rank's part of the node's arena: map it, lease a slot, seal it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from holdfast_formats import arena, wire
+from holdfast_formats.arena import SlotHeader, SlotState
+from holdfast_formats.digest import digest
+from holdfast_formats.errors import CheckpointError, DaemonGone, LimitExceeded
+
+from .link import Link
+
+LEASE_MARGIN_S = 30.0  # how much longer than the daemon itself we wait for its answer
+
+
+class Slot:
+    """A leased slot: `data` is shared memory to fill; `seal` or `abandon` ends the lease."""
+
+    def __init__(self, slots: Slots, index: int, step: int, attempt: int) -> None:
+        self._slots, self._index, self._step, self._attempt = slots, index, step, attempt
+        start = slots.geometry.data_offset(index)
+        self.data = slots.memory[start : start + slots.geometry.data_bytes]
+
+    def seal(self, table: bytes, data_bytes: int) -> None:
+        """Declare the slot complete. When this returns the daemon has taken it over and saves it, whatever becomes of us."""
+        geometry, memory = self._slots.geometry, self._slots.memory
+        if len(table) > geometry.table_bytes_max:
+            raise LimitExceeded(f"a table of {len(table)} bytes does not fit the slot's {geometry.table_bytes_max}")
+        start = geometry.table_offset(self._index)
+        memory[start : start + len(table)] = table
+        proof = digest(table)
+        header = SlotHeader(SlotState.LEASED, self._step, self._attempt, data_bytes, len(table), 0)
+        arena.seal(memory, geometry, self._index, header, proof)
+        link = self._slots.link
+        link.request(wire.Seal(id=link.next_id(), slot=self._index, step=self._step, table_digest=proof), wire.Sealed)
+
+    def abandon(self, error: CheckpointError) -> None:
+        """Give the lease back unsealed, so that the other ranks learn at once that this step is not saved."""
+        link = self._slots.link
+        message = wire.Abandon(id=link.next_id(), slot=self._index, step=self._step, problem=error.problem())
+        link.request(message, wire.Done)
+
+
+class Slots:
+    """The segment that the daemon made for this rank."""
+
+    def __init__(self, link: Link, count: int, data_bytes: int, table_bytes: int) -> None:
+        self.link = link
+        message = wire.Reserve(id=link.next_id(), slots=count, data_bytes=data_bytes, table_bytes=table_bytes)
+        link.request(message, wire.Segment)
+        fd = link.take_fd()
+        try:
+            self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        except OSError as error:
+            raise DaemonGone(f"the daemon's shared memory cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+        self.memory = memoryview(self._map)
+        self.geometry = arena.read_superblock(self.memory)
+
+    def fits(self, data_bytes: int, table_bytes: int) -> bool:
+        return data_bytes <= self.geometry.data_bytes and table_bytes <= self.geometry.table_bytes_max
+
+    def lease(self, step: int, attempt: int, wait_s: float) -> Slot:
+        """A slot for this rank's part of `step`, waiting up to `wait_s` seconds for one to become free."""
+        message = wire.Lease(id=self.link.next_id(), step=step, wait_s=wait_s)
+        granted = self.link.request(message, wire.Granted, wait_s + LEASE_MARGIN_S)
+        return Slot(self, granted.slot, step, attempt)

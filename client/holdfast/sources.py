@@ -1,0 +1,144 @@
+"""Where a checkpoint's files are read from: a directory, or the service. The reader on top does not care."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchResource, StorageFailed
+
+from .api import Api
+
+
+class Source(Protocol):
+    """The files of one checkpoint, by plain name. Safe for threads; `label` says to people where they are."""
+
+    @property
+    def label(self) -> str: ...
+    def size(self, name: str) -> int | None: ...  # None when there is no such file
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...  # bytes read; fewer only at the file's end
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes: ...
+    def close(self) -> None: ...
+
+
+def _read(source: Source, name: str, offset: int, length: int | None) -> bytes:
+    if length is None:
+        size = source.size(name)
+        if size is None:
+            raise NoSuchResource(f"{source.label} has no file {name!r}")
+        length = max(size - offset, 0)
+    buffer = bytearray(length)
+    return bytes(buffer[: source.read_into(name, offset, memoryview(buffer))])
+
+
+class DirectorySource:
+    """The files of a checkpoint's directory, read with no service running. Follows no link out of the directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._open: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def label(self) -> str:
+        return str(self.path)
+
+    def size(self, name: str) -> int | None:
+        try:
+            with self._translated(name):
+                found = os.stat(self._path(name), follow_symlinks=False)
+        except NoSuchResource:
+            return None
+        if not stat.S_ISREG(found.st_mode):
+            raise CorruptManifest(f"{name} in {self.label} is not a plain file", file=name)
+        return found.st_size
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        descriptor = self._descriptor(name)
+        done = 0
+        while done < len(buffer):
+            with self._translated(name):
+                got = os.preadv(descriptor, [buffer[done:]], offset + done)
+            if got == 0:
+                break
+            done += got
+        return done
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        return _read(self, name, offset, length)
+
+    def close(self) -> None:
+        """Close every file; the source can still be used and opens them again."""
+        with self._lock:
+            while self._open:
+                os.close(self._open.popitem()[1])
+
+    def __enter__(self) -> DirectorySource:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _descriptor(self, name: str) -> int:
+        with self._lock:
+            if name not in self._open:
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+                with self._translated(name):
+                    self._open[name] = os.open(self._path(name), flags)
+            return self._open[name]
+
+    def _path(self, name: str) -> Path:
+        if not naming.is_file_name(name):
+            raise InvalidRequest(f"{name!r} is not the name of a checkpoint's file")
+        return self.path / name
+
+    @contextmanager
+    def _translated(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise NoSuchResource(f"{self.label} has no file {name!r}", file=name) from None
+        except OSError as error:
+            raise StorageFailed(
+                f"{self.label}: {name} cannot be read: {error.strerror}",
+                hint="check the permissions of the directory and the health of its disk",
+                file=name,
+                errno=error.errno,
+            ) from error
+
+
+class HttpSource:
+    """The files of a checkpoint as the service hands them over, by Range requests. Closing it closes the `Api`."""
+
+    def __init__(self, api: Api, run: str, step: int) -> None:
+        self._api = api
+        self._run = run
+        self._step = step
+        self._sizes: dict[str, int | None] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def label(self) -> str:
+        return f"{self._api.url}/v1/runs/{self._run}/checkpoints/{self._step}"
+
+    def size(self, name: str) -> int | None:
+        with self._lock:
+            if self._sizes is None:
+                self._sizes = {file.name: file.stored for file in self._api.files(self._run, self._step)}
+        return self._sizes.get(name)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        return self._api.file_range(self._run, self._step, name, offset, buffer)
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        return _read(self, name, offset, length)
+
+    def close(self) -> None:
+        self._api.close()

@@ -1,0 +1,228 @@
+"""A training state as the trainer hands it over, seen as groups of named leaves and JSON values, and put back.
+
+    key and value                                             group     names
+    a module: under "model", or the only one                  model     the model's own
+    another module under k                                    k         the model's own
+    a mapping of tensors under "model" or "master"            the key   its keys
+    "ema": a module or mapping of tensors; an AveragedModel   ema       the model's own
+    torch optimizers                                          optim     <parameter>/<state key>
+    tensors and mappings of tensors under k                   extra     k, k/<name>
+    with state_dict and load_state_dict                       extra     k and ranks/<rank>/k/…
+    other plain values                                        extra     k
+    random streams, unasked                                   extra     ranks/<rank>/rng/…
+
+The groups follow the state's entries and exist without tensors too; `extra` always does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest
+
+from . import extras, optimizers, rng
+from .extras import Stateful, Value
+from .fragments import Fragment, Storable
+from .leaves import Content, Leaf, Plan, Selection, Stored, check_groups
+from .modules import ModuleState, NamedTensors, module_state, parameter_names
+from .optimizers import OptimizerState
+from .restoration import Restoration, restoration
+from .rng import RandomState
+
+__all__ = ["Leaf", "Restoration", "Snapshot", "Stored", "TrainState"]
+
+MODEL, MASTER, EMA, OPTIM, EXTRA = "model", optimizers.MASTER_GROUP, "ema", optimizers.GROUP, extras.GROUP
+_ORDER = (MODEL, MASTER, OPTIM, EMA, EXTRA)
+_RESERVED_KEYS = frozenset({rng.KEY, "ranks"})  # names of the group `extra` that are the checkpoint's own
+
+
+class Snapshot(NamedTuple):
+    """What this rank would save: leaves are views of live memory, everything else was copied when it was taken."""
+
+    groups: tuple[str, ...]
+    leaves: tuple[Leaf, ...]
+    values: dict[str, dict[str, str]]
+    aliases: dict[str, dict[str, str]]
+    mesh: dict[str, int]
+
+
+class Part(Protocol):
+    """An entry of the state: it can say what it consists of, and what it wants back."""
+
+    @property
+    def groups(self) -> frozenset[str]: ...
+    def collect(self, content: Content) -> None: ...
+    def plan(self, stored: Stored, selection: Selection) -> Plan: ...
+
+
+class Parts(NamedTuple):
+    groups: tuple[str, ...]
+    parts: tuple[Part, ...]
+
+
+class TrainState:
+    """The live training state of one rank. It refers to the caller's objects and holds no copy of them."""
+
+    def __init__(self, state: Mapping[str, Any], rank: int, world: int) -> None:
+        if not isinstance(state, Mapping):
+            raise InvalidRequest(f"the state must be a mapping of names to objects, not a {type(state).__name__}")
+        if not 0 <= rank < world:
+            raise InvalidRequest(f"rank {rank} of a world of {world}")
+        self.state = state
+        self.rank = rank
+        self._parts()  # refuses at once what can be seen at once
+
+    def groups(self) -> tuple[str, ...]:
+        """The groups this state has now; an optimizer's first step may add `master`."""
+        return self._parts().groups
+
+    def snapshot(self, groups: Collection[str] | None = None) -> Snapshot:
+        """The live state of these groups (all, if None); `Refused` by path for anything that could not be stored."""
+        groups_now, parts = self._parts()
+        wanted = check_groups(groups, groups_now)
+        content = Content()
+        for part in parts:
+            if part.groups & wanted:
+                part.collect(content)
+        values: dict[str, dict[str, str]] = {group: {} for group in groups_now if group in wanted}
+        for (group, key), text in content.values.items():
+            if group in wanted:
+                values[group][key] = text
+        return Snapshot(
+            tuple(group for group in groups_now if group in wanted),
+            tuple(leaf for leaf in content.leaves.values() if leaf.group in wanted),
+            values,
+            {group: aliases for group, aliases in content.aliases.items() if group in wanted},
+            content.mesh,
+        )
+
+    def prepare(
+        self, stored: Stored, groups: Collection[str] | None = None, ignore: Sequence[str] = (), strict: bool = True
+    ) -> Restoration:
+        """Compare the live state with what is stored and say where which bytes must go; nothing live changes.
+
+        `ignore` are patterns on `group/name`. Raises `StateMismatch` naming every tensor of a wrong shape or dtype, and,
+        if strict, every name that only one side has. Groups that the live state has not are left alone, with a note.
+        """
+        if isinstance(ignore, str):
+            raise InvalidRequest(
+                f"ignore must be a sequence of patterns, not the text {ignore!r}", hint=f"ignore=({ignore!r},)"
+            )
+        groups_now, parts = self._parts(stored)
+        selection = Selection(check_groups(groups, groups_now), tuple(ignore))
+        return restoration([part.plan(stored, selection) for part in parts], stored, selection, strict)
+
+    def _parts(self, stored: Stored | None = None) -> Parts:
+        """The state's entries as they are now: modules and tensors, then optimizers, then what is loaded, then RNG."""
+        for key in self.state:
+            _check_key(key)
+        modules = _module_groups(self.state)
+        collections = [_named(key, value, modules, self.rank) for key, value in self.state.items()]
+        tensors = [part for part in collections if part is not None]
+        optimizers_now = _optimizers(self.state, tensors)
+        others: list[Part] = []
+        for key, value in self.state.items():
+            if _is_loose(key, value):
+                others.append(Stateful(key, value, self.rank) if _is_stateful(value) else Value(key, self.state))
+        groups = {part.group for part in tensors} | {EXTRA} | ({OPTIM} if optimizers_now else set())
+        stores_masters = stored is not None and MASTER in stored.specs and bool(stored.specs[MASTER])
+        if (stores_masters and optimizers_now) or any(optimizer.has_masters() for optimizer in optimizers_now):
+            groups.add(MASTER)
+        ordered = sorted(groups, key=lambda group: (_ORDER.index(group) if group in _ORDER else 0, group))
+        return Parts(tuple(ordered), (*tensors, *optimizers_now, *others, RandomState(self.rank)))
+
+
+def _check_key(key: object) -> None:
+    if not isinstance(key, str) or not key or "/" in key or key.startswith("$"):
+        raise InvalidRequest(
+            f"the state's key {key!r} is not allowed", hint="use text without '/' that does not begin with '$'"
+        )
+    if key in _RESERVED_KEYS:
+        raise InvalidRequest(f"the state's key {key!r} is reserved", hint="random streams are saved without being asked for")
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor | Fragment)
+
+
+def _is_tensors(value: object) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(name, str) and name and _is_tensor(tensor) for name, tensor in value.items())
+    )
+
+
+def _is_stateful(value: object) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _is_loose(key: str, value: object) -> bool:
+    named = isinstance(value, nn.Module) or _is_tensor(value) or _is_tensors(value) or _is_group_mapping(key, value)
+    return not named and not isinstance(value, torch.optim.Optimizer)
+
+
+def _is_group_mapping(key: str, value: object) -> bool:
+    """An entry whose key makes it a group of its own, also while it has no tensor."""
+    return key in (MODEL, MASTER, EMA) and isinstance(value, Mapping) and (not value or _is_tensors(value))
+
+
+def _module_groups(state: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> group of every module."""
+    modules = [k for k, v in state.items() if isinstance(v, nn.Module) and k != EMA and not isinstance(v, AveragedModel)]
+    averages = [k for k, v in state.items() if k == EMA or isinstance(v, AveragedModel)]
+    if len(averages) > 1:
+        raise InvalidRequest(
+            f"{' and '.join(averages)} would both be the group {EMA!r}", hint="keep one, or make one a mapping"
+        )
+    groups = {key: EMA for key in averages}
+    for key in modules:
+        group = MODEL if key == MODEL or (len(modules) == 1 and MODEL not in state) else naming.check_group(key)
+        if key in _ORDER and key != MODEL:
+            raise InvalidRequest(f"a module cannot have the key {key!r}: it is the name of another group")
+        groups[key] = group
+    return groups
+
+
+def _named(key: str, value: Any, modules: Mapping[str, str], rank: int) -> NamedTensors | None:
+    if isinstance(value, nn.Module):
+        return NamedTensors(modules[key], key, module_state(value, key), "", rank)
+    if _is_group_mapping(key, value):
+        return NamedTensors(key, key, ModuleState(dict(value), {}), "", rank)
+    if _is_tensor(value):
+        return NamedTensors(EXTRA, key, ModuleState({"": value}, {}), key, rank)
+    if _is_tensors(value):
+        return NamedTensors(EXTRA, key, ModuleState(dict(value), {}), f"{key}/", rank)
+    return None
+
+
+def _optimizers(state: Mapping[str, Any], collections: Sequence[NamedTensors]) -> list[OptimizerState]:
+    """Every torch optimizer with the names of what it may hold; refuses a parameter that has two owners or no name."""
+    names: dict[int, tuple[str, Storable]] = {}
+    by_rank = sorted(collections, key=lambda part: (part.group != MODEL, part.group == MASTER))
+    for part in by_rank:
+        if part.group not in (EMA, EXTRA):
+            prefix = "" if part.group in (MODEL, MASTER) else f"{part.group}."
+            names = {**parameter_names(part.state.tensors, prefix), **names}
+    found = []
+    owners: dict[str, str] = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.optim.Optimizer):
+            continue
+        if type(value).__name__ == "ZeroRedundancyOptimizer":
+            raise InvalidRequest(f"{key}: a ZeroRedundancyOptimizer hides its shards", hint="shard with fully_shard (FSDP2)")
+        optimizer = OptimizerState(key, value, names)
+        for parameter in optimizer.parameters():
+            if parameter.name in owners:
+                raise InvalidRequest(
+                    f"the parameter {parameter.name} is held twice: by {owners[parameter.name]} and by {key}"
+                )
+            owners[parameter.name] = key
+        found.append(optimizer)
+    return found

@@ -1,0 +1,105 @@
+"""What `save()` returns, and the set of saves that are still on their way."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+from holdfast_formats.errors import CheckpointError, DeadlineExceeded, from_problem
+from holdfast_formats.wire import Outcome
+
+
+class SaveResult(NamedTuple):
+    """A committed save: complete, durable, restorable."""
+
+    run: str
+    step: int
+    attempt: int
+
+
+class SaveTicket:
+    """The fate of one save. Training need not look at it: a failure is also told by the next `save()` and by `close()`."""
+
+    def __init__(self, run: str, step: int, attempt: int) -> None:
+        self.run, self.step, self.attempt = run, step, attempt
+        self._staged = False
+        self._ended = threading.Event()
+        self._error: CheckpointError | None = None
+
+    @property
+    def staged(self) -> bool:
+        """The daemon has this rank's part; if every rank's is staged, the step is saved whatever becomes of the trainers."""
+        return self._staged
+
+    @property
+    def done(self) -> bool:
+        """Committed or failed: `result()` returns or raises at once."""
+        return self._ended.is_set()
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """Why the save failed, once it has."""
+        return self._error
+
+    def result(self, timeout: float | None = None) -> SaveResult:
+        """Wait until the step is committed; raises the error that ended it, or `DeadlineExceeded` after `timeout` seconds."""
+        if not self._ended.wait(timeout):
+            raise DeadlineExceeded(f"{self.run}@{self.step} was not committed within {timeout} s")
+        if self._error is not None:
+            raise self._error
+        return SaveResult(self.run, self.step, self.attempt)
+
+    def mark_staged(self) -> None:
+        self._staged = True
+
+    def end(self, error: CheckpointError | None) -> None:
+        self._error = error
+        self._ended.set()
+
+
+class Tickets:
+    """The tickets whose end is awaited, by step, and the first failure that nobody has been told of."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, SaveTicket] = {}
+        self._untold: SaveTicket | None = None
+
+    def add(self, ticket: SaveTicket) -> None:
+        with self._lock:
+            self._open[ticket.step] = ticket
+
+    def drop(self, ticket: SaveTicket) -> None:
+        with self._lock:
+            self._open.pop(ticket.step, None)
+
+    def outcome(self, outcome: Outcome) -> None:
+        """The daemon's word on a step."""
+        with self._lock:
+            ticket = self._open.pop(outcome.step, None)
+        if ticket is not None:
+            self._end(ticket, from_problem(outcome.problem or {}) if outcome.state == "aborted" else None)
+
+    def lost(self, error: CheckpointError) -> None:
+        """The daemon is gone: what became of the open saves is not known."""
+        with self._lock:
+            tickets = list(self._open.values())
+            self._open.clear()
+        for ticket in tickets:
+            self._end(ticket, error)
+
+    def take_failure(self) -> SaveTicket | None:
+        """The oldest failed save that has not been told of yet; it counts as told from now on."""
+        with self._lock:
+            ticket, self._untold = self._untold, None
+            return ticket
+
+    def open(self) -> list[SaveTicket]:
+        with self._lock:
+            return list(self._open.values())
+
+    def _end(self, ticket: SaveTicket, error: CheckpointError | None) -> None:
+        if error is not None:
+            with self._lock:
+                self._untold = self._untold or ticket
+        ticket.end(error)

@@ -1,0 +1,102 @@
+"""Trees: nested Python values with tensors in them, stored as one JSON document and the tensors beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.region import Shape
+
+from . import json_values
+from .fragments import Fragment, Storable, is_dtensor
+from .json_values import Trail
+from .torch_dtypes import local_shape, torch_dtype
+
+COPY_BYTES_MAX = 16 * 2**20  # tensors up to here are copied when the tree is taken: a loader's next batch changes them
+
+Allocate = Callable[[str, str, Shape], Storable]  # name, dtype, shape -> the tensor that is to be filled
+
+
+class Tree(NamedTuple):
+    """A nested value as text, and the tensors it refers to by name; arrays among them are copies."""
+
+    text: str
+    tensors: dict[str, Storable]
+
+
+def grow(value: Any, path: str, prefix: str, own: str | None = None) -> Tree:
+    """Take a nested value apart, or refuse it by path.
+
+    Tensors are named `prefix/key/…`; with `own`, a prefix of this rank, all but DTensors and Fragments, of which
+    every rank has only a part, are named below that instead.
+    """
+    tensors: dict[str, Storable] = {}
+
+    def place(trail: Trail, item: Any) -> str:
+        sharded = isinstance(item, Fragment) or is_dtensor(item)
+        name = _name(prefix if own is None or sharded else own, trail, tensors)
+        if isinstance(item, np.ndarray):
+            item = _from_array(item, json_values.render(path, trail))
+        elif own is not None and not sharded and item.device.type == "cpu" and item.nbytes <= COPY_BYTES_MAX:
+            item = _copied(item)
+        tensors[name] = item
+        return name
+
+    return Tree(json_values.dumps(value, path, place), tensors)
+
+
+def _name(prefix: str, trail: Trail, taken: Mapping[str, Any]) -> str:
+    name = "/".join((prefix, *(step.strip("[]").replace("/", "|") for step in trail)))
+    candidate, number = name, 2
+    while candidate in taken:  # {1: …, "1": …}: the document knows which is which
+        candidate, number = f"{name}~{number}", number + 1
+    return candidate
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor  # refused by name where the leaf is made
+    return tensor.detach().clone()
+
+
+def _from_array(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.array(array, order="C", copy=True))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{path}: a numpy array of {array.dtype} cannot be stored: {error}") from error
+
+
+class Regrown(NamedTuple):
+    """A tree on its way back: the tensors to fill first, then `build` gives the value."""
+
+    tensors: dict[str, Storable]
+    unknown: tuple[str, ...]
+    build: Callable[[], Any]
+
+
+def regrow(text: str, path: str, spec: Callable[[str], tuple[str, Shape] | None], live: Mapping[str, Storable]) -> Regrown:
+    """Prepare the value that `grow` took apart; `live` tensors are filled in place, the others are made anew.
+
+    `unknown` lists the names that the document refers to and the checkpoint does not have.
+    """
+    kinds = json_values.referred(text)
+    found = {name: spec(name) for name in kinds}
+    tensors: dict[str, Storable] = {}
+    for name, known in found.items():
+        if known is not None:
+            dtype = torch_dtype(known[0], name)
+            tensors[name] = live[name] if name in live else torch.empty(local_shape(dtype, known[1]), dtype=dtype)
+
+    def fetch(kind: str, name: str) -> Any:
+        value = tensors[name]
+        return value.numpy() if kind == "array" and isinstance(value, torch.Tensor) else value
+
+    return Regrown(
+        tensors,
+        tuple(name for name, known in found.items() if known is None),
+        lambda: json_values.loads(text, path, fetch),
+    )

@@ -1,0 +1,186 @@
+"""`python -m holdfast_service`: wires storage, control, daemon and the REST edge into one process, and takes it down again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from holdfast_formats import naming, rest
+from holdfast_formats.errors import CheckpointError, RootBusy, exit_status
+from holdfast_service import __version__
+from holdfast_service.config import Config, parse
+from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.daemon.arena import Arena
+from holdfast_service.daemon.saver import Saver
+from holdfast_service.daemon.server import Daemon, Identity
+from holdfast_service.storage.posix import PosixTier, lock_root
+
+if TYPE_CHECKING:
+    from holdfast_service.api.app import Services
+
+log = logging.getLogger("holdfast_service")
+
+IDLE_CHECK_S = 0.5
+
+
+class Activity:
+    """When anybody last used this daemon."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def touch(self) -> None:
+        self._last = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        return time.monotonic() - self._last
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until told to stop; the exit status follows the error's branch."""
+    try:
+        config = parse(sys.argv[1:] if arguments is None else arguments)
+        logging.basicConfig(
+            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        )
+        with _running(config) as (daemon, services, listener):
+            _serve(config.exit_when_idle, daemon, services, listener)
+    except CheckpointError as error:
+        print(f"holdfast serve: {error}", file=sys.stderr)
+        return exit_status(error)
+    except ValueError as error:
+        print(f"holdfast serve: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+@contextmanager
+def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket | None]]:
+    from holdfast_service.api.app import Services
+
+    root = config.root.resolve()
+    root.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.callback(lock_root(root).release)
+        listener = stack.enter_context(_bind(config.listen)) if config.listen else None
+        url = "http://{}:{}".format(*listener.getsockname()[:2]) if listener else None
+        tier = PosixTier(root)
+        catalog = Catalog.open(config.catalog_url)
+        stack.callback(catalog.close)
+        decisions = Decisions(tier, catalog, config.keep)
+        decisions.recover()
+        arena = Arena(config.arena_bytes_max)
+        saver = Saver(tier, decisions, config.node)
+        daemon = Daemon(
+            config.socket.absolute(), Identity(config.node, str(root), __version__, url), (arena, saver, decisions)
+        )
+        stack.callback(daemon.close)
+        started = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+        def node() -> rest.Node:
+            return rest.Node(
+                name=config.node,
+                pid=os.getpid(),
+                version=__version__,
+                root=str(root),
+                socket=str(daemon.path),
+                started=started,
+                arena_bytes=arena.bytes,
+                ranks=daemon.ranks,
+            )
+
+        about = {"pid": os.getpid(), "socket": str(daemon.path), "url": url}
+        tier.replace(naming.DAEMON_FILE, json.dumps(about).encode() + b"\n")
+        stack.callback(tier.remove_file, naming.DAEMON_FILE)
+        log.info("serving %s at %s%s", root, daemon.path, f" and {url}" if url else "")
+        yield (
+            daemon,
+            Services(
+                tier=tier,
+                catalog=catalog,
+                root=str(root),
+                version=__version__,
+                node=node,
+                remove=decisions.remove,
+                files_root=Path(root),
+            ),
+            listener,
+        )
+
+
+def _bind(address: tuple[str, int]) -> socket.socket:
+    try:
+        return socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    except OSError as error:
+        raise RootBusy(
+            f"cannot listen at {address[0]}:{address[1]}: {error.strerror}",
+            hint="another daemon may be there: choose another --listen, or stop it",
+        ) from error
+
+
+def _serve(exit_when_idle: float | None, daemon: Daemon, services: Services, listener: socket.socket | None) -> None:
+    activity = Activity()
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    with ExitStack() as stack:
+        if listener is not None:
+            stack.enter_context(_http(listener, services, activity, stop))
+        while not stop.wait(IDLE_CHECK_S):
+            if daemon.busy:
+                activity.touch()
+            if exit_when_idle is not None and activity.idle_s > exit_when_idle:
+                log.info("idle for %.0f s, ending", activity.idle_s)
+                return
+
+
+@contextmanager
+def _http(listener: socket.socket, services: Services, activity: Activity, stop: threading.Event) -> Iterator[None]:
+    """The REST edge in a thread of its own, so that the main thread stays free for signals."""
+    import uvicorn
+
+    from holdfast_service.api.app import create_app
+
+    app = create_app(services)
+
+    async def noticed(scope, receive, send):  # type: ignore[no-untyped-def]
+        activity.touch()
+        await app(scope, receive, send)
+
+    server = uvicorn.Server(uvicorn.Config(noticed, log_level="warning", access_log=False, lifespan="off"))
+
+    def run() -> None:
+        try:
+            server.run(sockets=[listener])
+        finally:
+            stop.set()
+
+    thread = threading.Thread(target=run, name="holdfast-http", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""The FastAPI application: routes, problems, and nothing that decides."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from . import files, operations, pages, problems, runs
+from .contents import OpenedCheckpoints
+from .services import Services
+
+__all__ = ["Services", "create_app"]
+
+_DESCRIPTION = """Committed checkpoints of training runs: what there is, and its proven bytes.
+
+Errors are problems (RFC 9457) with `code`, `retryable` and `hint`. Lists come in pages: pass `next` back as `cursor`."""
+_TAGS = [
+    {"name": "runs", "description": "Training runs and their committed checkpoints"},
+    {"name": "contents", "description": "Manifest, tensors and files of a checkpoint; files take single ranges"},
+    {"name": "operations", "description": "Rounds under way, nodes, health and metrics"},
+]
+
+
+def create_app(services: Services) -> FastAPI:
+    """The REST API over these services; every app has its own state."""
+    app = FastAPI(
+        title="Holdfast",
+        version=services.version,
+        description=_DESCRIPTION,
+        openapi_tags=_TAGS,
+        license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
+    )
+    app.state.services = services
+    app.state.opened = OpenedCheckpoints(services.tier)
+    for room in (runs, files, operations, pages):
+        app.include_router(room.router)
+    problems.install(app)
+    return app

@@ -1,0 +1,167 @@
+"""Committed checkpoints as the API reads them: COMMIT first, then the manifest, decoded once and kept for a while (I5)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from functools import cached_property
+from typing import Any
+
+from holdfast_formats import manifest as manifests
+from holdfast_formats import naming, proof, rest
+from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchCheckpoint, NoSuchResource, NotCommitted
+from holdfast_formats.layout import natural_key
+from holdfast_formats.manifest import Manifest
+from holdfast_service.storage import Tier
+
+from .services import Services
+
+OPENED_MAX = 8  # manifests kept decoded; one of 100 000 tensors takes about 100 MB
+LATEST = "latest"
+
+
+class Contents:
+    """One committed checkpoint: its manifest, and the pieces that prove each of its files."""
+
+    def __init__(self, directory: str, manifest: Manifest, sha256: str) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.sha256 = sha256
+        self.pieces = proof.pieces(manifest)
+
+    @cached_property
+    def tensor_keys(self) -> list[tuple[str, Any, str]]:
+        """(group, sort key, name) of every tensor and alias, in the order in which they are listed."""
+        held = {(group, name) for group, tensors in self.manifest.tensors.items() for name in tensors}
+        held |= {(group, name) for group, aliases in self.manifest.aliases.items() for name in aliases}
+        return sorted((group, natural_key(name), name) for group, name in held)
+
+    def tensor(self, group: str, name: str) -> rest.Tensor:
+        alias_of = self.manifest.aliases.get(group, {}).get(name)
+        entry = self.manifest.tensors[group][alias_of or name]
+        return rest.Tensor(
+            group=group,
+            name=name,
+            dtype=entry.dtype,
+            shape=list(entry.shape),
+            bytes=entry.nbytes,
+            file=entry.file,
+            start=entry.start,
+            extents=len(entry.extents),
+            placement=entry.placement,
+            alias_of=alias_of,
+        )
+
+
+class OpenedCheckpoints:
+    """The decoded manifests, newest use last. COMMIT is read again each time, so a replaced checkpoint is never mixed up."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._held: OrderedDict[bytes, Contents] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def open(self, run: str, step: int) -> Contents:
+        """The contents of a checkpoint; `NotCommitted` or `CorruptManifest` when its directory is not one."""
+        commit = self.commit_bytes(run, step)
+        key = f"{run}/{step}/".encode() + commit
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key]
+        manifest_bytes, manifest = self._decoded(run, step, commit)
+        contents = Contents(naming.checkpoint_path(run, step), manifest, hashlib.sha256(manifest_bytes).hexdigest())
+        with self._lock:
+            self._held[key] = contents
+            if len(self._held) > OPENED_MAX:
+                self._held.popitem(last=False)
+        return contents
+
+    def commit_bytes(self, run: str, step: int) -> bytes:
+        directory = naming.checkpoint_path(run, step)
+        try:
+            return self._tier.read(f"{directory}/{naming.COMMIT}")
+        except NoSuchResource as error:
+            raise NotCommitted(f"{directory} has no {naming.COMMIT}", file=naming.COMMIT) from error
+
+    def manifest_bytes(self, run: str, step: int) -> bytes:
+        """The manifest as it lies on storage now, checked against COMMIT."""
+        return self._decoded(run, step, self.commit_bytes(run, step))[0]
+
+    def _decoded(self, run: str, step: int, commit: bytes) -> tuple[bytes, Manifest]:
+        directory = naming.checkpoint_path(run, step)
+        try:
+            encoded = self._tier.read(f"{directory}/{naming.MANIFEST}")
+        except NoSuchResource as error:
+            raise CorruptManifest(f"{directory} has no {naming.MANIFEST}", file=naming.MANIFEST) from error
+        return encoded, manifests.decode(encoded, commit)
+
+
+def find(services: Services, run: str, step: str) -> rest.Checkpoint:
+    """The checkpoint that a path names by number or as `latest`; `NoSuchRun`, `NoSuchCheckpoint` or `InvalidRequest`."""
+    if step == LATEST:
+        newest = services.catalog.run(run).newest
+        if newest is None:
+            raise NoSuchCheckpoint(f"run {run!r} has no checkpoint yet")
+        return services.catalog.checkpoint(run, newest)
+    if not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
+        raise InvalidRequest(f"step {step!r} is not a whole number", hint=f"use a number or {LATEST!r}")
+    return services.catalog.checkpoint(run, int(step))
+
+
+def page_of_tensors(contents: Contents, group: str | None, cursor: str | None, limit: int) -> rest.Page[rest.Tensor]:
+    """The tensors behind `cursor`, of one group or of all."""
+    keys = [key for key in contents.tensor_keys if group is None or key[0] == group]
+    if group is not None and group not in contents.manifest.tensors:
+        raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(contents.manifest.groups)}")
+    first = 0
+    if cursor is not None:
+        at_group, at_name = decode_cursor(cursor, 2)
+        first = bisect_right(keys, (at_group, natural_key(at_name), at_name))
+    shown = keys[first : first + limit]
+    more = first + limit < len(keys)
+    return rest.Page(
+        items=[contents.tensor(key[0], key[2]) for key in shown],
+        next=encode_cursor(shown[-1][0], shown[-1][2]) if more else None,
+    )
+
+
+def page_of_files(tier: Tier, contents: Contents, cursor: str | None, limit: int) -> rest.Page[rest.File]:
+    """Every file of the checkpoint, COMMIT and manifest included, with what is on storage beside what should be."""
+    listed = {file.name: file for file in contents.manifest.files}
+    names = sorted({*listed, naming.COMMIT, naming.MANIFEST})
+    first = 0 if cursor is None else bisect_right(names, decode_cursor(cursor, 1)[0])
+    items = []
+    for name in names[first : first + limit]:
+        stored = tier.size(f"{contents.directory}/{name}")
+        entry = listed.get(name)
+        items.append(
+            rest.File(
+                name=name,
+                bytes=entry.bytes if entry else stored or 0,
+                stored=stored,
+                header_bytes=entry.header_bytes if entry else 0,
+                digest=entry.digest if entry else None,
+            )
+        )
+    return rest.Page(items=items, next=encode_cursor(items[-1].name) if first + limit < len(names) else None)
+
+
+def encode_cursor(*position: str) -> str:
+    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str, parts: int) -> list[str]:
+    """The position a cursor stands for; `InvalidRequest` when it is not one of ours."""
+    try:
+        position = json.loads(base64.urlsafe_b64decode(cursor.encode() + b"=" * (-len(cursor) % 4)))
+    except (ValueError, binascii.Error, RecursionError):
+        position = None
+    if not isinstance(position, list) or len(position) != parts or not all(isinstance(part, str) for part in position):
+        raise InvalidRequest("the cursor is not one that this list gave out", hint="begin again without a cursor")
+    return position

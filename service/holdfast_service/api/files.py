@@ -1,0 +1,146 @@
+"""Routes: what a checkpoint holds. Manifest, tensors, and files of which every byte that leaves was proven (I7)."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import PurePosixPath
+from typing import Annotated, Any
+
+import zstandard
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import Response
+
+from holdfast_formats import naming, proof, rest
+from holdfast_formats.digest import digest
+from holdfast_formats.errors import InvalidRequest, NoSuchResource
+from holdfast_formats.proof import Piece
+
+from . import contents, delivery, problems
+from .contents import Contents, OpenedCheckpoints
+from .delivery import Delivery
+from .services import Cursor, Limit, Services, Wired
+
+ZSTD_LEVEL = 3
+_CHECKPOINT = "/runs/{run}/checkpoints/{step}"
+_MEDIA_TYPES = {".json": "application/json", ".txt": "text/plain; charset=utf-8"}
+
+router = APIRouter(prefix="/v1", tags=["contents"], responses=problems.RESPONSES)
+_BYTES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/octet-stream": {}}},
+    206: {"description": "The bytes of the range"},
+}
+
+
+def _opened(request: Request) -> OpenedCheckpoints:
+    opened = request.app.state.opened
+    assert isinstance(opened, OpenedCheckpoints)
+    return opened
+
+
+def _held(request: Request, services: Wired, run: str, step: str) -> Contents:
+    return _opened(request).open(run, contents.find(services, run, step).step)
+
+
+Held = Annotated[Contents, Depends(_held)]
+
+
+@router.get(f"{_CHECKPOINT}/manifest", response_class=Response, summary="The manifest, as it is stored")
+def get_manifest(request: Request, services: Wired, run: str, step: str) -> Response:
+    """The ETag is the manifest's SHA-256, which COMMIT states too. Sent with zstd where Accept-Encoding names it."""
+    found = contents.find(services, run, step)
+    encoded = _opened(request).manifest_bytes(run, found.step)
+    sha256 = hashlib.sha256(encoded).hexdigest()
+    headers = {"ETag": f'"{sha256}"', "Vary": "Accept-Encoding"}
+    if _accepts_zstd(request.headers.get("accept-encoding", "")):
+        headers["ETag"] = f'"{sha256}-zstd"'  # another representation, so another strong validator
+        headers["Content-Encoding"] = "zstd"
+        encoded = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(encoded)
+    if delivery.not_modified(request.headers.get("if-none-match"), headers["ETag"]):
+        headers.pop("Content-Encoding", None)
+        return Response(status_code=304, headers=headers)
+    return Response(encoded, media_type="application/json", headers=headers)
+
+
+@router.get(f"{_CHECKPOINT}/tensors", summary="Tensors and aliases, by group and name")
+def list_tensors(
+    held: Held,
+    group: Annotated[str | None, Query(description="this group only")] = None,
+    cursor: Cursor = None,
+    limit: Limit = 100,
+) -> rest.Page[rest.Tensor]:
+    return contents.page_of_tensors(held, group, cursor, limit)
+
+
+@router.get(f"{_CHECKPOINT}/files", summary="Files, by name, with their lengths on storage")
+def list_files(services: Wired, held: Held, cursor: Cursor = None, limit: Limit = 100) -> rest.Page[rest.File]:
+    return contents.page_of_files(services.tier, held, cursor, limit)
+
+
+@router.get(f"{_CHECKPOINT}/files/{{name}}", response_class=Response, responses=_BYTES, summary="A file, or a range of it")
+async def get_file(request: Request, services: Wired, run: str, step: str, name: str) -> Response:
+    """Whole extents are read and checked before their bytes are sent.
+
+    Damage found before the first byte is a `corrupt-extent` problem; found later, it cuts the connection. One range a
+    request; others are ignored.
+    """
+    whole = "range" not in request.headers
+    sending = await asyncio.to_thread(_delivery, _opened(request), services, (run, step, name), whole)
+    try:
+        return await delivery.deliver(sending, request.headers)
+    except InvalidRequest as error:
+        return problems.problem_response(error, 416, {"Content-Range": f"bytes */{sending.size}"})
+
+
+@router.head(f"{_CHECKPOINT}/files/{{name}}", response_class=Response, summary="A file's length and validator")
+def head_file(request: Request, services: Wired, run: str, step: str, name: str) -> Response:
+    sending = _delivery(_opened(request), services, (run, step, name), True)
+    if delivery.not_modified(request.headers.get("if-none-match"), sending.etag):
+        return Response(status_code=304, headers={"ETag": sending.etag})
+    return Response(headers=delivery.describe(sending))
+
+
+def _delivery(opened: OpenedCheckpoints, services: Services, path: tuple[str, str, str], whole: bool) -> Delivery:
+    """How to send a file; with `whole`, `CorruptManifest` when it is missing or of another length."""
+    run, step, name = path
+    number = contents.find(services, run, step).step
+    if name in (naming.COMMIT, naming.MANIFEST):
+        return _unlisted(opened, run, number, name)
+    held = opened.open(run, number)
+    entry = held.manifest.file(name)
+    if entry is None:
+        raise NoSuchResource(f"checkpoint {run}@{number} has no file {name!r}", hint="…/files lists them")
+    if whole:
+        proof.check_size(held.manifest, name, services.tier.size(f"{held.directory}/{name}"))
+    etag = f'"{held.sha256[:32]}-{entry.digest}"'
+    if services.files_root is not None:
+        fetch = delivery.fetch_posix(services.files_root / held.directory)
+    else:
+        fetch = delivery.fetch_tier(services.tier, held.directory)
+    return Delivery(name, _media_type(name), etag, entry.bytes, held.pieces[name], fetch)
+
+
+def _unlisted(opened: OpenedCheckpoints, run: str, step: int, name: str) -> Delivery:
+    """COMMIT or the manifest, which no manifest lists: as they lie on storage, once they were found to fit together."""
+    data = opened.manifest_bytes(run, step)
+    if name == naming.COMMIT:
+        data = opened.commit_bytes(run, step)
+
+    async def fetch(file: str, start: int, length: int) -> bytes:
+        return data[start : start + length]
+
+    piece = Piece(name, 0, len(data), digest(data))
+    etag = f'"{hashlib.sha256(data).hexdigest()}"'
+    return Delivery(name, "application/json", etag, len(data), (piece,), fetch)
+
+
+def _media_type(name: str) -> str:
+    return _MEDIA_TYPES.get(PurePosixPath(name).suffix, "application/octet-stream")
+
+
+def _accepts_zstd(header: str) -> bool:
+    for part in header.split(","):
+        coding, _, weight = part.partition(";")
+        if coding.strip() == "zstd" and weight.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000"):
+            return True
+    return False

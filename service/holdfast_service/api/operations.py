@@ -1,0 +1,53 @@
+"""Routes: what the service is doing. Rounds, nodes, health, metrics."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.responses import Response
+
+from holdfast_formats import rest
+
+from . import problems
+from .metrics import Collected
+from .services import Cursor, Limit, Wired
+
+router = APIRouter(tags=["operations"], responses=problems.RESPONSES)
+RoundState = Literal["open", "sealed", "committed", "aborted"]
+
+
+@router.get("/v1/rounds", summary="Rounds, newest first")
+def list_rounds(
+    services: Wired,
+    run: Annotated[str | None, Query(description="of this run only")] = None,
+    state: Annotated[RoundState | None, Query(description="in this state only")] = None,
+    cursor: Cursor = None,
+    limit: Limit = 100,
+) -> rest.Page[rest.Round]:
+    return services.catalog.rounds(run, state, cursor, limit)
+
+
+@router.get("/v1/nodes", summary="Daemons that write here")
+def list_nodes(services: Wired) -> rest.Page[rest.Node]:
+    return rest.Page(items=[services.node()])
+
+
+@router.get("/healthz", summary="The process answers")
+def get_health(services: Wired) -> rest.Health:
+    return rest.Health(status="ok", version=services.version, root=services.root)
+
+
+@router.get("/readyz", summary="Catalog and storage answer; a 5xx problem when one does not")
+def get_readiness(services: Wired) -> rest.Health:
+    services.catalog.round_counts()
+    services.tier.free_bytes()
+    return rest.Health(status="ready", version=services.version, root=services.root)
+
+
+@router.get("/metrics", response_class=Response, summary="Prometheus metrics, read when they are scraped")
+def get_metrics(services: Wired) -> Response:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collected(services))
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

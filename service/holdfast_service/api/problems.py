@@ -1,0 +1,85 @@
+"""Errors become RFC 9457 problems here and nowhere else; what is not one of ours is logged with an id and stays opaque."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource
+
+log = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+
+
+class Problem(BaseModel):
+    """RFC 9457. Members beyond these depend on the code, such as `file`, `tensor`, `offset` and `length` of damage."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    retryable: bool
+    hint: str
+
+
+_DESCRIBED: dict[str, Any] = {
+    "description": "A problem: `code` says what happened, `hint` what to do, `retryable` whether trying again may help",
+    "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+    "model": Problem,
+}
+# 422 replaces FastAPI's own description: a request that does not validate is answered with invalid-request, 400.
+RESPONSES: dict[int | str, dict[str, Any]] = {"default": _DESCRIBED, 422: _DESCRIBED}
+
+
+def problem_response(error: CheckpointError, status: int = 0, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The response that carries this error, by its own status unless HTTP has a more exact one."""
+    body = error.problem()
+    body["status"] = status or error.status
+    return JSONResponse(body, body["status"], dict(headers or {}), MEDIA_TYPE)
+
+
+def install(app: FastAPI) -> None:
+    """Map every error that a route can end with."""
+    app.add_exception_handler(CheckpointError, _ours)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unknown)
+
+
+async def _ours(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, CheckpointError)
+    if error.status >= 500:
+        log.error("%s %s: %s", request.method, request.url.path, error)
+    return problem_response(error)
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return problem_response(InvalidRequest(f"{where}: {first['msg']}", hint="/docs describes every parameter"))
+
+
+async def _http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return problem_response(NoSuchResource(f"there is nothing at {request.url.path}", hint="/docs lists every route"))
+    refused = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}", hint="/docs lists every route")
+    return problem_response(refused, error.status_code, error.headers)
+
+
+async def _unknown(request: Request, error: Exception) -> JSONResponse:
+    reference = uuid.uuid4().hex
+    log.error("%s %s failed, reference %s", request.method, request.url.path, reference, exc_info=error)
+    hint = "the service's log has this reference beside the cause"
+    return problem_response(CheckpointError(f"internal error, reference {reference}", hint=hint, reference=reference))

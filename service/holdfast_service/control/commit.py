@@ -1,0 +1,95 @@
+"""Commit: the only publisher. It turns a staged directory whose data is durable into a checkpoint, in the order of I3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast_formats import index, manifest, naming
+from holdfast_formats.digest import digest
+from holdfast_formats.errors import StateMismatch, StorageFailed
+from holdfast_formats.manifest import FileEntry, Manifest, TensorEntry
+from holdfast_formats.plan import Plan, Receipt, decode_receipt
+from holdfast_service.storage import Tier
+
+
+def publish(tier: Tier, plan: Plan, created: str) -> Manifest:
+    """Publish the staged files of `plan`; when this returns, the checkpoint is visible and survives a power cut.
+
+    I3: data and receipts are durable already; then manifest, indexes and state; then COMMIT; then the directory; then the
+    rename; then its parents. Raises `StateMismatch` when the receipts do not cover the plan, `AlreadyCommitted` when the
+    step exists, `StorageFailed` when a write failed; if that was after the rename, the message says "outcome unknown" (I9).
+    """
+    staging = naming.staging_path(plan.run, plan.step, plan.attempt)
+    receipts = _read_receipts(tier, staging)
+    small = [_put(tier, staging, naming.index_file_name(group), _index(plan, group)) for group in plan.groups]
+    small.append(_put(tier, staging, naming.STATE, plan.state))
+    made = compose(plan, receipts, small, created)
+    encoded = manifest.encode(made)
+    tier.put(f"{staging}/{naming.MANIFEST}", encoded)
+    tier.remove_tree(f"{staging}/{naming.RECEIPTS}")
+    tier.put(f"{staging}/{naming.COMMIT}", manifest.encode_commit(made, encoded))
+    tier.sync_directory(staging)
+    target = naming.checkpoint_path(plan.run, plan.step)
+    try:
+        tier.publish(staging, target)
+    except StorageFailed as error:
+        if tier.size(f"{target}/{naming.COMMIT}") is None:
+            raise
+        raise StorageFailed(
+            f"outcome unknown: {target} is visible, but its parent directory could not be made durable: {error.detail}",
+            hint="the checkpoint may vanish in a power cut; check the disk, then verify it",
+            outcome="unknown",
+        ) from error
+    return made
+
+
+def compose(plan: Plan, receipts: Sequence[Receipt], small: Sequence[FileEntry], created: str) -> Manifest:
+    """The manifest of a plan from what the nodes made durable; `StateMismatch` when the receipts do not cover it."""
+    written = {entry.name: entry for receipt in receipts for entry in receipt.files}
+    tensors: dict[str, dict[str, TensorEntry]] = {group: {} for group in plan.groups}
+    for file in plan.files:
+        entry = written.get(file.layout.name)
+        if entry is None or (entry.bytes, entry.header_bytes) != (file.layout.bytes, len(file.layout.header)):
+            raise StateMismatch(f"no node's receipt covers {file.layout.name} of {file.layout.bytes} bytes")
+        for tensor in file.tensors:
+            spec = tensor.spec
+            found = [r.extents.get(spec.group, {}).get(spec.name) for r in receipts]
+            extents = sorted((e for part in found if part for e in part), key=lambda e: e.offset)
+            tensors[spec.group][spec.name] = TensorEntry(
+                dtype=spec.dtype,
+                shape=spec.shape,
+                file=file.layout.name,
+                start=tensor.start,
+                extents=tuple(extents),
+                placement=tensor.placement,
+            )
+    missing = [asset.blob.name for asset in plan.assets if asset.blob.name not in written]
+    if missing:
+        raise StateMismatch(f"no node's receipt covers the assets {missing}")
+    return Manifest(
+        format=manifest.FORMAT,
+        run=plan.run,
+        step=plan.step,
+        attempt=plan.attempt,
+        created=created,
+        world=plan.world,
+        mesh=plan.mesh,
+        metrics=plan.metrics,
+        files=(*sorted(written.values(), key=lambda e: e.name), *small),
+        tensors=tensors,
+        aliases=plan.aliases,
+    )
+
+
+def _read_receipts(tier: Tier, staging: str) -> list[Receipt]:
+    names = tier.list(f"{staging}/{naming.RECEIPTS}")
+    return [decode_receipt(tier.read(f"{staging}/{naming.RECEIPTS}/{name}")) for name in names]
+
+
+def _index(plan: Plan, group: str) -> bytes:
+    return index.encode(file.layout for file in plan.files if file.layout.group == group)
+
+
+def _put(tier: Tier, staging: str, name: str, data: bytes) -> FileEntry:
+    tier.put(f"{staging}/{name}", data)
+    return FileEntry(name, len(data), 0, digest(data))

@@ -1,0 +1,126 @@
+"""Control as the daemon sees it: the few calls in which it asks what to do. Bytes of tensors never come here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from datetime import datetime, timezone
+
+from holdfast_formats import naming, rest
+from holdfast_formats.errors import CheckpointError, NoSuchCheckpoint, Pinned, StorageFailed
+from holdfast_formats.manifest import Manifest
+from holdfast_formats.plan import Plan
+from holdfast_formats.table import SlotTable
+from holdfast_service.storage import Tier
+
+from . import commit, planner, removal, retention, roots
+from .catalog import Catalog
+
+log = logging.getLogger(__name__)
+
+
+def utc_now() -> str:
+    """The time now, RFC 3339, UTC, in milliseconds."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class Decisions:
+    """Attempts, rounds, commits and removals of one root. Thread-safe: the catalog serialises what must be."""
+
+    def __init__(self, tier: Tier, catalog: Catalog, keep_last: int | None) -> None:
+        self._tier = tier
+        self._catalog = catalog
+        self._keep_last = keep_last
+
+    def recover(self) -> None:
+        """At start: sweep what no commit ever published, make the catalog say what the directories say, end old rounds."""
+        for path in removal.sweep(self._tier):
+            log.info("swept %s", path)
+        self._catalog.abort_open_rounds(utc_now(), "round-aborted", "the daemon ended before this round was complete")
+        for run, step, problem in roots.reconcile(self._tier, self._catalog):
+            log.error("%s@%s is not listed: %s", run, step, problem.detail)
+
+    def hello(self, run: str, launch: str, world: int, keep_last: int | None) -> int:
+        """The attempt number of this launch; the first rank of a launch declares it."""
+        naming.check_run(run)
+        attempt = self._catalog.declare_attempt(run, launch, world, utc_now())
+        wanted = keep_last if keep_last is not None else self._catalog.keep_last(run) or self._keep_last
+        if wanted != self._catalog.keep_last(run):
+            self._catalog.set_keep_last(run, wanted)
+            roots.write_keep_last(self._tier, run, wanted)
+        return attempt
+
+    def begin(self, run: str, step: int, attempt: int, world: int) -> int:
+        """Open the round of this step, or find it open; `StaleAttempt` (I6) or `AlreadyCommitted` if it may not be."""
+        return self._catalog.open_round(run, step, attempt, world, utc_now())
+
+    def sealed(self, round_id: int, ranks: int) -> None:
+        self._catalog.update_round(round_id, sealed=ranks)
+
+    def plan(self, tables: Sequence[SlotTable]) -> Plan:
+        return planner.plan(tables)
+
+    def commit(self, round_id: int, plan: Plan) -> Manifest:
+        """Publish, then record, then announce; the directory is the truth if the recording fails."""
+        try:
+            made = commit.publish(self._tier, plan, utc_now())
+        except StorageFailed as error:
+            if error.members.get("outcome") == "unknown":
+                roots.reconcile(self._tier, self._catalog)
+            raise
+        self._catalog.record_checkpoint(roots.summary(made, verified=False))
+        self._catalog.end_round(round_id, "committed", utc_now())
+        return made
+
+    def abort(self, round_id: int, error: CheckpointError, staging: str | None) -> None:
+        """End a round without a checkpoint and remove what it staged; what cannot be removed now, the next sweep removes."""
+        self._catalog.end_round(round_id, "aborted", utc_now(), error.code, error.detail)
+        if staging is not None:
+            try:
+                self._tier.remove_tree(staging)
+            except CheckpointError as failure:
+                log.warning("%s stays until the next start: %s", staging, failure.detail)
+
+    def choose(self, run: str, attempt: int, turn: int, step: int | None, groups: Collection[str]) -> int | None:
+        """The step that every rank of this attempt restores as its `turn`-th; None when there is nothing to restore."""
+        known, answer = self._catalog.asked(run, attempt, turn)
+        if known:
+            return answer
+        if step is None:
+            step = self._catalog.newest(run, groups)
+        else:
+            self._catalog.checkpoint(run, step)
+        return self._catalog.answer(run, attempt, turn, step)
+
+    def verified(self, run: str, step: int) -> None:
+        """A checkpoint was read back and found sound; only now may older ones go (I10)."""
+        self._catalog.mark_verified(run, step)
+        pins = roots.read_run_file(self._tier, run).pins
+        kept = [retention.Kept(c.step, c.verified, c.step in pins) for c in self._all_checkpoints(run)]
+        for decision in retention.decide(kept, retention.Policy(self._catalog.keep_last(run))):
+            if not decision.keep:
+                log.info("removing %s@%s: %s", run, decision.step, decision.reason)
+                self.remove(run, decision.step)
+
+    def remove(self, run: str, step: int) -> None:
+        """Remove a checkpoint for good (I4); `NoSuchCheckpoint` when it is not there, `Pinned` when it is pinned."""
+        self._catalog.checkpoint(run, step)
+        if step in roots.read_run_file(self._tier, run).pins:
+            raise Pinned(f"{run}@{step} is pinned", hint="remove the pin first")
+        try:
+            left = removal.remove_checkpoint(self._tier, run, step)
+        except NoSuchCheckpoint:
+            log.info("%s@%s was gone already", run, step)
+        else:
+            if left is not None:
+                log.warning("bytes of %s@%s stay in trash until the next start: %s", run, step, left.detail)
+        self._catalog.forget_checkpoint(run, step)
+
+    def _all_checkpoints(self, run: str) -> list[rest.Checkpoint]:
+        found, cursor = [], None
+        while True:
+            page = self._catalog.checkpoints(run, cursor, 1000)
+            found += page.items
+            if page.next is None:
+                return found
+            cursor = page.next

@@ -1,0 +1,41 @@
+"""The catalog's versions. Alembic runs them; it is imported only when there is something to run."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from sqlalchemy import Connection, Engine, inspect, text
+
+from holdfast_formats.errors import StateMismatch
+
+HEAD = "0001"  # the newest of versions/
+_alembic_is_global = threading.Lock()
+
+
+def migrate(engine: Engine) -> None:
+    """Bring the catalog to `HEAD`; cheap when it is there already. `StateMismatch` for a catalog of a newer holdfast."""
+    with engine.connect() as connection:
+        if _version(connection) == HEAD:
+            return
+    from alembic import command
+    from alembic.config import Config
+    from alembic.util import CommandError
+
+    with _alembic_is_global, engine.begin() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+        config.attributes["connection"] = connection
+        try:
+            command.upgrade(config, "head")
+        except CommandError as error:
+            raise StateMismatch(
+                f"the catalog has version {_version(connection)}, which this version of holdfast does not know",
+                hint="use the newer holdfast; or move the catalog away, and it is made anew from the directories",
+            ) from error
+
+
+def _version(connection: Connection) -> str | None:
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    return connection.execute(text("SELECT version_num FROM alembic_version")).scalar()

@@ -1,0 +1,93 @@
+"""Removal: of one checkpoint, and of what a crash left behind. The only deleter; what is not ours it never touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from holdfast_formats import naming
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, NoSuchCheckpoint, NoSuchResource
+from holdfast_service.storage import Tier
+
+from . import roots
+
+# Also what begins like them is known: SQLite keeps files beside its own.
+_OF_THE_ROOT = (naming.LOCK, naming.DAEMON_FILE, naming.CATALOG)
+_OF_A_RUN = frozenset({naming.RUN_FILE, naming.CHECKPOINTS, naming.STAGING, naming.TRASH})
+
+
+def remove_checkpoint(tier: Tier, run: str, step: int) -> CheckpointError | None:
+    """Remove a checkpoint in the order of I4: rename to trash/, both parents durable, then unlink.
+
+    Raises `NoSuchCheckpoint` when it is not there. Returns None, or the failure that left bytes of it in trash/ for the
+    next sweep to remove: the checkpoint is gone in both cases. Pins are the caller's to look at.
+    """
+    source = naming.checkpoint_path(run, step)
+    for name in _trash_names(step):
+        target = f"{run}/{naming.TRASH}/{name}"
+        try:
+            tier.publish(source, target)
+        except AlreadyCommitted:
+            continue
+        except NoSuchResource as error:
+            raise NoSuchCheckpoint(
+                f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them"
+            ) from error
+        break
+    try:
+        tier.remove_tree(target)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def sweep(tier: Tier) -> list[str]:
+    """At start: remove every tree in staging/ and trash/ whose name is one of ours; return their paths, in order.
+
+    No commit ever published them, so they are garbage by definition. Everything else stays: see `strangers`.
+    """
+    removed = []
+    for run, room in _rooms(tier):
+        for name in tier.list(f"{run}/{room}"):
+            path = f"{run}/{room}/{name}"
+            if _is_ours(room, name) and tier.size(path) is None:
+                tier.remove_tree(path)
+                removed.append(path)
+    return removed
+
+
+def strangers(tier: Tier) -> list[str]:
+    """Paths that no Holdfast made: unknown names in the root, in runs and in their rooms, and files where trees belong."""
+    found = [name for name in tier.list("") if not name.startswith(_OF_THE_ROOT) and not _is_run_directory(tier, name)]
+    for run in filter(roots.is_run_name, tier.list("")):
+        if not _is_run_directory(tier, run):
+            continue
+        found += [f"{run}/{name}" for name in tier.list(run) if name not in _OF_A_RUN]
+        for room in (naming.CHECKPOINTS, naming.STAGING, naming.TRASH):
+            paths = [(f"{run}/{room}/{name}", name) for name in tier.list(f"{run}/{room}")]
+            found += [path for path, name in paths if not _is_ours(room, name) or tier.size(path) is not None]
+    return sorted(found)
+
+
+def _rooms(tier: Tier) -> Iterator[tuple[str, str]]:
+    # A run whose first save was cut short has only staging/, so `roots.runs` does not know it yet.
+    for run in filter(roots.is_run_name, tier.list("")):
+        for room in (naming.STAGING, naming.TRASH):
+            yield run, room
+
+
+def _is_run_directory(tier: Tier, name: str) -> bool:
+    return roots.is_run_name(name) and bool(_OF_A_RUN & set(tier.list(name)))
+
+
+def _is_ours(room: str, name: str) -> bool:
+    checkpoint = naming.parse_step_directory(name) is not None
+    staged = naming.parse_staging_directory(name) is not None
+    return {naming.CHECKPOINTS: checkpoint, naming.STAGING: staged, naming.TRASH: checkpoint or staged}[room]
+
+
+def _trash_names(step: int) -> Iterator[str]:
+    """The checkpoint's own name, then numbered ones, for when trash/ still holds a checkpoint of the same step."""
+    yield naming.step_directory(step)
+    for number in count(1):
+        yield naming.staging_directory(step, number)

@@ -1,0 +1,210 @@
+"""Reading a root: its runs, their checkpoints and run files. The directory is the truth, and the catalog is told of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from holdfast_formats import manifest, naming, rest
+from holdfast_formats.errors import CheckpointError, CorruptManifest, InvalidRequest, NoSuchCheckpoint, NotCommitted
+from holdfast_formats.manifest import Manifest
+from holdfast_service.storage import Tier
+
+from .catalog import PAGE_ITEMS_MAX, Catalog
+
+RUN_FILE_FORMAT = 1
+RUN_FILE_BYTES_MAX = 2**20
+COMMIT_BYTES_MAX = 2**16
+MANIFEST_BYTES_MAX = 2**31
+_Step = Annotated[int, msgspec.Meta(ge=0, le=naming.STEP_MAX)]
+
+
+class RunFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """run.json, the only mutable file of a run: how many checkpoints retention keeps, pinned steps, steps by label."""
+
+    format: int = RUN_FILE_FORMAT
+    keep_last: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
+    pins: list[_Step] = []
+    labels: dict[str, list[_Step]] = {}
+
+
+class Problem(NamedTuple):
+    """Why a checkpoint is on disk but not listed; `step` is None when it is the run file that cannot be read."""
+
+    run: str
+    step: int | None
+    error: CheckpointError
+
+
+def runs(tier: Tier) -> list[str]:
+    """The names of all runs below the root: directories with a run's name that hold checkpoints/ or run.json."""
+    marks = {naming.CHECKPOINTS, naming.RUN_FILE}
+    return [name for name in tier.list("") if is_run_name(name) and marks & set(tier.list(name))]
+
+
+def is_run_name(name: str) -> bool:
+    try:
+        naming.check_run(name)
+    except InvalidRequest:
+        return False
+    return True
+
+
+def committed(tier: Tier, run: str) -> list[int]:
+    """The steps of a run's directories that hold a COMMIT, ascending; whether it is a sound one is not asked here."""
+    return [
+        step for step in _steps(tier, run) if tier.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None
+    ]
+
+
+def load_manifest(tier: Tier, run: str, step: int) -> Manifest:
+    """The manifest of a checkpoint, in the order of I5: COMMIT first.
+
+    Raises `NoSuchCheckpoint` when there is no directory, `NotCommitted` when COMMIT is missing or unreadable, and
+    `CorruptManifest` when the manifest is missing, is not what COMMIT states, or belongs to another run or step.
+    """
+    directory = naming.checkpoint_path(run, step)
+    names = tier.list(directory)
+    if not names:
+        raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
+    if naming.COMMIT not in names:
+        raise NotCommitted(f"{directory} has no {naming.COMMIT}", hint="restore another step", file=naming.COMMIT)
+    if naming.MANIFEST not in names:
+        raise CorruptManifest(f"{directory} has no {naming.MANIFEST}", hint="restore another step", file=naming.MANIFEST)
+    commit = _read_bounded(tier, f"{directory}/{naming.COMMIT}", COMMIT_BYTES_MAX)
+    made = manifest.decode(_read_bounded(tier, f"{directory}/{naming.MANIFEST}", MANIFEST_BYTES_MAX), commit)
+    if (made.run, made.step) != (run, step):
+        raise CorruptManifest(
+            f"{directory} holds {made.run}@{made.step}",
+            hint=f"it was moved or copied: give it back its name, {naming.checkpoint_path(made.run, made.step)}",
+            file=naming.MANIFEST,
+        )
+    return made
+
+
+def summary(made: Manifest, verified: bool) -> rest.Checkpoint:
+    """A checkpoint as the catalog and the API list it."""
+    return rest.Checkpoint(
+        run=made.run,
+        step=made.step,
+        attempt=made.attempt,
+        created=made.created,
+        world=made.world,
+        groups=list(made.groups),
+        tensors=sum(len(tensors) for tensors in made.tensors.values()),
+        files=len(made.files),
+        bytes=made.bytes,
+        metrics=dict(made.metrics),
+        verified=verified,
+    )
+
+
+def read_run_file(tier: Tier, run: str) -> RunFile:
+    """What run.json says, the defaults where there is none; `CorruptManifest` when it cannot be read."""
+    path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
+    if tier.size(path) is None:
+        return RunFile()
+    try:
+        read = msgspec.json.decode(_read_bounded(tier, path, RUN_FILE_BYTES_MAX), type=RunFile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _bad_run_file(path, str(error)) from error
+    if read.format != RUN_FILE_FORMAT:
+        raise _bad_run_file(path, f"format {read.format} is not {RUN_FILE_FORMAT}")
+    return read
+
+
+def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
+    """Replace run.json, atomically and durably."""
+    encoded = msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
+    tier.replace(f"{naming.check_run(run)}/{naming.RUN_FILE}", encoded)
+
+
+def write_keep_last(tier: Tier, run: str, keep_last: int | None) -> None:
+    """Change how many checkpoints run.json says to keep; pins and labels stay."""
+    write_run_file(tier, run, msgspec.structs.replace(read_run_file(tier, run), keep_last=keep_last))
+
+
+def reconcile(tier: Tier, catalog: Catalog) -> list[Problem]:
+    """Make the catalog say what the directories say; return what is on disk but cannot be listed.
+
+    What is found becomes listed, unverified; what is listed as it stands on disk keeps its `verified`; what is gone or does
+    not decode is listed no more. A run that the catalog knows stays known without a directory: its attempt numbers still
+    fence off older writers (I6).
+    """
+    problems: list[Problem] = []
+    found = runs(tier)
+    for run in found:
+        problems += _reconcile_run(tier, catalog, run)
+    for run in set(_all_runs(catalog)) - set(found):
+        for listed in _all_checkpoints(catalog, run):
+            catalog.forget_checkpoint(run, listed.step)
+    return problems
+
+
+def _reconcile_run(tier: Tier, catalog: Catalog, run: str) -> list[Problem]:
+    problems: list[Problem] = []
+    keep_last = catalog.keep_last(run)
+    try:
+        if tier.size(f"{run}/{naming.RUN_FILE}") is not None:
+            keep_last = read_run_file(tier, run).keep_last
+    except CheckpointError as error:
+        problems.append(Problem(run, None, error))
+    catalog.set_keep_last(run, keep_last)
+    listed = {checkpoint.step: checkpoint for checkpoint in _all_checkpoints(catalog, run)}
+    for step in _steps(tier, run):
+        try:
+            there = summary(load_manifest(tier, run, step), verified=False)
+        except CheckpointError as error:
+            problems.append(Problem(run, step, error))
+            continue
+        before = listed.pop(step, None)
+        if before is None or before.model_copy(update={"verified": False}) != there:
+            catalog.record_checkpoint(there)
+    for step in listed:
+        catalog.forget_checkpoint(run, step)
+    return problems
+
+
+def _steps(tier: Tier, run: str) -> list[int]:
+    steps = (naming.parse_step_directory(name) for name in tier.list(f"{naming.check_run(run)}/{naming.CHECKPOINTS}"))
+    return sorted(step for step in steps if step is not None)
+
+
+def _all_runs(catalog: Catalog) -> list[str]:
+    names: list[str] = []
+    cursor = None
+    while True:
+        page = catalog.runs(cursor, PAGE_ITEMS_MAX)
+        names += [run.name for run in page.items]
+        cursor = page.next
+        if cursor is None:
+            return names
+
+
+def _all_checkpoints(catalog: Catalog, run: str) -> list[rest.Checkpoint]:
+    items: list[rest.Checkpoint] = []
+    cursor = None
+    while True:
+        page = catalog.checkpoints(run, cursor, PAGE_ITEMS_MAX)
+        items += page.items
+        cursor = page.next
+        if cursor is None:
+            return items
+
+
+def _read_bounded(tier: Tier, path: str, bytes_max: int) -> bytes:
+    data = tier.read(path, 0, bytes_max + 1)
+    if len(data) > bytes_max:
+        raise CorruptManifest(
+            f"{path} is over the limit of {bytes_max} bytes", hint="it cannot be a file of ours", file=path
+        )
+    return data
+
+
+def _bad_run_file(path: str, why: str) -> CorruptManifest:
+    return CorruptManifest(
+        f"{path} cannot be read: {why}",
+        hint="mend or remove it; a new one has no pins, labels or limit",
+        file=naming.RUN_FILE,
+    )

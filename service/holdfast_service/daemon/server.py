@@ -1,0 +1,268 @@
+"""The node's unix socket: one conversation a rank, in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast_formats import arena, wire
+from holdfast_formats.errors import (
+    CheckpointError,
+    InvalidRequest,
+    RootBusy,
+    from_problem,
+)
+
+from .arena import LEASE_DEADLINE_S, Arena, Segment
+from .ports import Decisions
+from .saver import Participant, Saver
+
+log = logging.getLogger(__name__)
+
+RECEIVE_BYTES = 65_536
+CONVERSATIONS_MAX = 1024
+REAP_INTERVAL_S = 1.0
+
+
+class Identity(NamedTuple):
+    """What the daemon tells of itself."""
+
+    node: str
+    root: str
+    version: str
+    url: str | None
+
+
+class Daemon:
+    """The data plane of a node: arena, saver, and the socket at which ranks find them."""
+
+    def __init__(self, path: Path, identity: Identity, parts: tuple[Arena, Saver, Decisions]) -> None:
+        self.path = path
+        self.identity = identity
+        self.arena, self.saver, self.decisions = parts
+        self._lock = threading.Lock()
+        self._conversations: set[_Conversation] = set()
+        self._closing = threading.Event()
+        self._listener = _listen(path)
+        self._threads = [
+            threading.Thread(target=self._accept_loop, name="holdfast-accept", daemon=True),
+            threading.Thread(target=self._reap_loop, name="holdfast-reaper", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def ranks(self) -> int:
+        with self._lock:
+            return len(self._conversations)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anybody is connected or anything is still to be saved or verified."""
+        return self.ranks > 0 or self.saver.busy
+
+    def close(self) -> None:
+        """Stop listening, save what is complete, and part from the ranks."""
+        self._closing.set()
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+        self.saver.close()
+        with self._lock:
+            conversations = list(self._conversations)
+        for conversation in conversations:
+            conversation.hang_up()
+        for conversation in conversations:
+            conversation.thread.join(timeout=5)
+        for thread in self._threads:
+            thread.join()
+
+    def forget(self, conversation: _Conversation) -> None:
+        with self._lock:
+            self._conversations.discard(conversation)
+
+    def _accept_loop(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                if self._closing.is_set():
+                    return
+                raise
+            with self._lock:
+                if len(self._conversations) >= CONVERSATIONS_MAX:
+                    connection.close()
+                    continue
+                conversation = _Conversation(self, connection)
+                self._conversations.add(conversation)
+            conversation.thread.start()
+
+    def _reap_loop(self) -> None:
+        while not self._closing.wait(REAP_INTERVAL_S):
+            self.saver.expire()
+
+
+class _Conversation:
+    """One rank: reads its requests, answers each, and passes outcomes on to it from any thread."""
+
+    def __init__(self, daemon: Daemon, connection: socket.socket) -> None:
+        self._daemon = daemon
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        self._decoder = wire.FrameDecoder(wire.TO_DAEMON)
+        self._who: Participant | None = None
+        self._segments: list[Segment] = []
+        self.thread = threading.Thread(target=self._run, name="holdfast-rank", daemon=True)
+        self._answers: dict[type[wire.Message], Callable[[Any], wire.Reply | None]] = {
+            wire.Hello: self._hello,
+            wire.Reserve: self._reserve,
+            wire.Lease: self._lease,
+            wire.Seal: self._seal,
+            wire.Abandon: self._abandon,
+            wire.Choose: self._choose,
+        }
+
+    def hang_up(self) -> None:
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            log.debug("rank had hung up already: %s", error)
+
+    def _run(self) -> None:
+        try:
+            while data := self._connection.recv(RECEIVE_BYTES):
+                for request in self._decoder.feed(data):
+                    self._answer(request)
+        except CheckpointError as error:
+            log.warning("ending a conversation: %s", error.detail)
+        except OSError as error:
+            log.info("a rank's connection broke: %s", error)
+        finally:
+            if self._who is not None:
+                self._daemon.saver.gone(self._who)
+            self._daemon.forget(self)
+            self._connection.close()
+            for segment in self._segments:
+                self._daemon.arena.drop(segment)
+
+    def _answer(self, request: wire.Request) -> None:
+        try:
+            reply = self._answers[type(request)](request)
+        except CheckpointError as error:
+            reply = wire.Failed(reply_to=request.id, problem=error.problem())
+        except Exception:
+            log.exception("a request failed: %s", type(request).__name__)
+            opaque = CheckpointError("unexpected failure in the daemon", hint="see the daemon's log")
+            reply = wire.Failed(reply_to=request.id, problem=opaque.problem())
+        if reply is not None:
+            self._send(reply)
+
+    def _send(self, message: wire.Message, fds: tuple[int, ...] = ()) -> None:
+        frame = wire.encode_frame(message)
+        with self._send_lock:
+            if fds:
+                sent = socket.send_fds(self._connection, [frame], list(fds))
+                frame = frame[sent:]
+            self._connection.sendall(frame)
+
+    def _notify(self, outcome: wire.Outcome) -> None:
+        try:
+            self._send(outcome)
+        except OSError as error:
+            log.info("a rank is not there to hear of step %d: %s", outcome.step, error)
+
+    def _known(self) -> Participant:
+        if self._who is None:
+            raise InvalidRequest("the first message of a conversation must be hello")
+        return self._who
+
+    def _hello(self, request: wire.Hello) -> wire.Reply:
+        if request.protocol != wire.PROTOCOL:
+            raise InvalidRequest(
+                f"the trainer speaks protocol {request.protocol}, this daemon {wire.PROTOCOL}",
+                hint="use the same version of holdfast on both sides",
+            )
+        if not request.rank < request.world:
+            raise InvalidRequest(f"rank {request.rank} of a world of {request.world}")
+        daemon = self._daemon
+        attempt = daemon.decisions.hello(request.run, request.launch, request.world, request.keep_last)
+        self._who = Participant(request.run, request.rank, request.world, attempt, self._notify)
+        daemon.saver.join(self._who)
+        return wire.Welcome(
+            reply_to=request.id,
+            attempt=attempt,
+            node=daemon.identity.node,
+            root=daemon.identity.root,
+            version=daemon.identity.version,
+            url=daemon.identity.url,
+        )
+
+    def _reserve(self, request: wire.Reserve) -> None:
+        who = self._known()
+        geometry = arena.geometry(request.slots, request.data_bytes, request.table_bytes)
+        segment = self._daemon.arena.reserve(geometry, f"{who.run}-rank{who.rank}")
+        for outgrown in self._segments:
+            self._daemon.arena.drop(outgrown)
+        self._segments = [segment]
+        reply = wire.Segment(
+            reply_to=request.id,
+            slots=geometry.slots,
+            data_bytes=geometry.data_bytes,
+            table_bytes_max=geometry.table_bytes_max,
+        )
+        self._send(reply, (segment.fd,))
+
+    def _lease(self, request: wire.Lease) -> wire.Reply:
+        who = self._known()
+        if not self._segments:
+            raise InvalidRequest("reserve a segment before leasing a slot")
+        slot = self._daemon.saver.lease(who, self._segments[-1], request.step, request.wait_s)
+        return wire.Granted(reply_to=request.id, slot=slot, deadline_s=LEASE_DEADLINE_S)
+
+    def _seal(self, request: wire.Seal) -> wire.Reply:
+        self._daemon.saver.seal(self._known(), request.slot, request.step, request.table_digest)
+        return wire.Sealed(reply_to=request.id)
+
+    def _abandon(self, request: wire.Abandon) -> wire.Reply:
+        self._daemon.saver.give_up(self._known(), request.step, from_problem(request.problem))
+        return wire.Done(reply_to=request.id)
+
+    def _choose(self, request: wire.Choose) -> wire.Reply:
+        who = self._known()
+        self._daemon.saver.settle(who.run, request.wait_s)
+        step = self._daemon.decisions.choose(who.run, who.attempt, request.turn, request.step, request.groups)
+        return wire.Chosen(reply_to=request.id, step=step)
+
+
+def _listen(path: Path) -> socket.socket:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if len(os.fsencode(path)) > 100:
+        raise InvalidRequest(f"the socket path {path} is too long for a unix socket", hint="choose one under 100 bytes")
+    _refuse_if_answered(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.settimeout(0.5)  # so that closing is noticed
+    mask = os.umask(0o177)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+    finally:
+        os.umask(mask)
+    listener.listen(128)
+    return listener
+
+
+def _refuse_if_answered(path: Path) -> None:
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        probe.connect(str(path))
+    except OSError:
+        return
+    finally:
+        probe.close()
+    raise RootBusy(f"another daemon answers at {path}", hint="stop it, or serve another --socket")

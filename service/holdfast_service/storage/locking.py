@@ -1,0 +1,45 @@
+"""The lock on a root: one daemon at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast_formats.errors import RootBusy
+
+
+class RootLock:
+    """A held lock; the kernel lets it go when the process ends, however it ends."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    def release(self) -> None:
+        """Let the lock go; does nothing the second time."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def take(root: Path, descriptor: int) -> RootLock:
+    """Lock the open lock file of `root` and leave our process id in it; `RootBusy` names the process that holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = _holder(descriptor)
+        raise RootBusy(
+            f"{root} is in use by {f'process {holder}' if holder else 'another process'}",
+            hint="one daemon serves a root: use that one, stop it, or choose another root",
+            pid=holder,
+        ) from error
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return RootLock(descriptor)
+
+
+def _holder(descriptor: int) -> int | None:
+    with suppress(ValueError):
+        return int(os.pread(descriptor, 32, 0))
+    return None

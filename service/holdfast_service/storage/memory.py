@@ -1,0 +1,163 @@
+"""A tier in memory: the fake that comes with the seam, for tests of everything above it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSpace, NoSuchResource, StorageFailed
+
+from .tier import Buffer, check_range, octets, split_leaf, split_path
+
+CAPACITY_BYTES = 2**40
+_Path = tuple[str, ...]
+
+
+class MemoryTier:
+    """Files and directories in two tables. `acts` lists what was made durable, in order, for tests of order (I3)."""
+
+    def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self.acts: list[tuple[str, str]] = []
+        self._capacity_bytes = capacity_bytes
+        self._files: dict[_Path, bytearray] = {}
+        self._directories: set[_Path] = {()}
+        self._lock = threading.RLock()
+
+    def create(self, path: str, size: int) -> MemoryFile:
+        if size < 0:
+            raise InvalidRequest(f"{path}: a file of {size} bytes is not possible")
+        return MemoryFile(self, path, self._add(path, bytearray(size)))
+
+    def put(self, path: str, data: bytes) -> None:
+        self._add(path, bytearray(data))
+        self.acts.append(("file", path))
+
+    def replace(self, path: str, data: bytes) -> None:
+        parent, leaf = split_leaf(path)
+        with self._lock:
+            if (*parent, leaf) in self._directories:
+                raise StorageFailed(f"{path} is a directory", path=path)
+            self._make_directories(tuple(parent))
+            self._check_room(len(data))
+            self._files[(*parent, leaf)] = bytearray(data)
+        self.acts += [("file", path), ("directory", "/".join(parent))]
+
+    def sync_directory(self, path: str) -> None:
+        if tuple(split_path(path)) not in self._directories:
+            raise NoSuchResource(f"there is no directory {path}", path=path)
+        self.acts.append(("directory", path))
+
+    def publish(self, source: str, target: str) -> None:
+        (here, leaf), (there, new_leaf) = split_leaf(source), split_leaf(target)
+        old, new = (*here, leaf), (*there, new_leaf)
+        with self._lock:
+            if old in self._files:
+                raise StorageFailed(f"{source} is not a directory", path=source)
+            if old not in self._directories:
+                raise NoSuchResource(f"there is no directory {source}", path=source)
+            if new in self._directories or new in self._files:
+                raise AlreadyCommitted(f"{target} exists already", path=target)
+            self._make_directories(new[:-1])
+            self._files = {_moved(path, old, new): data for path, data in self._files.items()}
+            self._directories = {_moved(path, old, new) for path in self._directories}
+        self.acts += [("rename", target), ("directory", "/".join(there)), ("directory", "/".join(here))]
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        if offset < 0 or (length or 0) < 0:
+            raise InvalidRequest(f"{path}: {length} bytes at {offset} cannot be read")
+        held = self._file(path)
+        return bytes(held[offset:] if length is None else held[offset : offset + length])
+
+    def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
+        view = octets(buffer)
+        data = self.read(path, offset, view.nbytes)
+        view[: len(data)] = data
+        return len(data)
+
+    def size(self, path: str) -> int | None:
+        parent, leaf = split_leaf(path)
+        held = self._files.get((*parent, leaf))
+        return None if held is None else len(held)
+
+    def list(self, path: str) -> list[str]:
+        names = tuple(split_path(path))
+        with self._lock:
+            below = self._directories.union(self._files)
+        return sorted(path[-1] for path in below if path and path[:-1] == names)
+
+    def remove_file(self, path: str) -> None:
+        self._file(path)
+        with self._lock:
+            self._files.pop(tuple(split_path(path)), None)
+
+    def remove_tree(self, path: str) -> None:
+        parent, leaf = split_leaf(path)
+        top = (*parent, leaf)
+        with self._lock:
+            self._files = {path: data for path, data in self._files.items() if path[: len(top)] != top}
+            self._directories = {path for path in self._directories if path[: len(top)] != top}
+
+    def free_bytes(self) -> int:
+        with self._lock:
+            return self._capacity_bytes - sum(len(data) for data in self._files.values())
+
+    def _add(self, path: str, data: bytearray) -> bytearray:
+        parent, leaf = split_leaf(path)
+        with self._lock:
+            if (*parent, leaf) in self._files or (*parent, leaf) in self._directories:
+                raise StorageFailed(f"{path} exists already", path=path)
+            self._make_directories(tuple(parent))
+            self._check_room(len(data))
+            self._files[(*parent, leaf)] = data
+        return data
+
+    def _make_directories(self, names: _Path) -> None:
+        above = [names[:depth] for depth in range(len(names) + 1)]
+        if any(path in self._files for path in above):
+            raise StorageFailed(f"a file stands in the place of a directory along {'/'.join(names)}")
+        self._directories.update(above)
+
+    def _check_room(self, size: int) -> None:
+        if size > self.free_bytes():
+            raise NoSpace(f"{size} bytes do not fit", hint="free space, or keep fewer checkpoints")
+
+    def _file(self, path: str) -> bytearray:
+        parent, leaf = split_leaf(path)
+        held = self._files.get((*parent, leaf))
+        if held is None:
+            raise NoSuchResource(f"there is no file {path}", path=path)
+        return held
+
+
+class MemoryFile:
+    """A new file of a `MemoryTier`."""
+
+    def __init__(self, tier: MemoryTier, path: str, data: bytearray) -> None:
+        self._tier = tier
+        self._path = path
+        self._data = data
+        self._closed = False
+
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        views = [octets(buffer) for buffer in buffers]
+        check_range(self._path, offset, sum(view.nbytes for view in views), len(self._data))
+        self._check_open()
+        for view in views:
+            self._data[offset : offset + view.nbytes] = view
+            offset += view.nbytes
+
+    def finish(self) -> None:
+        self._check_open()
+        self._closed = True
+        self._tier.acts.append(("file", self._path))
+
+    def discard(self) -> None:
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageFailed(f"{self._path} is closed already", path=self._path)
+
+
+def _moved(path: _Path, old: _Path, new: _Path) -> _Path:
+    return (*new, *path[len(old) :]) if path[: len(old)] == old else path

@@ -1,0 +1,396 @@
+"""A directory of a file system as a tier. The only module that renames and fsyncs.
+
+The system calls on which durability hangs stand as `_fsync`, `_pwritev`, `_preadv` and `_rename` at the top, so that a test
+can make any one of them fail. OSErrors become named errors here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from holdfast_formats import naming
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, NoSpace, NoSuchResource, StorageFailed
+
+from . import locking
+from .tier import Buffer, check_range, octets, split_leaf, split_path
+
+BUFFERS_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one pwritev
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hold up its reader
+_FILE_MODE = 0o666  # less the umask
+_RENAME_NOREPLACE = 1
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: object) -> None:
+    """Call a function of the C library that Python does not offer; ENOSYS where the library lacks it."""
+    function = getattr(_libc, name, None)
+    code = errno.ENOSYS
+    if function is not None:
+        if function(*arguments) == 0:
+            return
+        code = ctypes.get_errno()
+    raise OSError(code, os.strerror(code))
+
+
+def _renameat2(source_parent: int, source: str, target_parent: int, target: str) -> None:
+    _call("renameat2", source_parent, os.fsencode(source), target_parent, os.fsencode(target), _RENAME_NOREPLACE)
+
+
+def _fallocate(descriptor: int, size: int) -> None:
+    # Not os.posix_fallocate: where a file system has no fallocate, the C library writes to every block of the file instead.
+    _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size))
+
+
+_fsync = os.fsync
+_pwritev = os.pwritev
+_preadv = os.preadv
+_rename = _renameat2
+_reserve = _fallocate
+
+
+class PosixTier:
+    """The directory `root`, made if it is not there. The root may be reached by a symbolic link, nothing below it may."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._replacing = threading.Lock()
+        make_root(root)
+
+    def create(self, path: str, size: int) -> PosixFile:
+        if size < 0:
+            raise InvalidRequest(f"{path}: a file of {size} bytes is not possible")
+        parent, leaf = split_leaf(path)
+        with _translated("create", path), self._directory(parent, make=True) as directory:
+            descriptor = os.open(leaf, _NEW_FILE, _FILE_MODE, dir_fd=directory)
+            try:
+                _make_room(descriptor, size)
+            except OSError:
+                os.close(descriptor)
+                os.unlink(leaf, dir_fd=directory)
+                raise
+        return PosixFile(path, descriptor, size)
+
+    def put(self, path: str, data: bytes) -> None:
+        parent, leaf = split_leaf(path)
+        with _translated("put", path), self._directory(parent, make=True) as directory:
+            _put(directory, leaf, data)
+
+    def replace(self, path: str, data: bytes) -> None:
+        parent, leaf = split_leaf(path)
+        new = f".{leaf}.new"  # a fixed name, so that a crash leaves at most one behind, and the next replace takes it away
+        with self._replacing, _translated("replace", path), self._directory(parent, make=True) as directory:
+            with suppress(FileNotFoundError):
+                os.unlink(new, dir_fd=directory)
+            _put(directory, new, data)
+            os.rename(new, leaf, src_dir_fd=directory, dst_dir_fd=directory)
+        self.sync_directory("/".join(parent))
+
+    def sync_directory(self, path: str) -> None:
+        names = split_path(path)
+        with _translated("sync", path):
+            for depth in range(len(names), -1, -1):
+                with self._directory(names[:depth]) as directory:
+                    _fsync(directory)
+
+    def publish(self, source: str, target: str) -> None:
+        (source_parent, source_leaf), (target_parent, target_leaf) = split_leaf(source), split_leaf(target)
+        with (
+            _translated("publish", source),
+            self._directory(source_parent) as here,
+            self._directory(target_parent, make=True) as there,
+        ):
+            os.close(os.open(source_leaf, _DIRECTORY, dir_fd=here))  # it must be a directory, and no link to one
+            try:
+                _rename_to_free_name(here, source_leaf, there, target_leaf)
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise AlreadyCommitted(f"{target} exists already", path=target) from error
+                raise
+        try:
+            self.sync_directory("/".join(target_parent))
+            self.sync_directory("/".join(source_parent))
+        except CheckpointError as error:
+            raise StorageFailed(
+                f"{target} was renamed into place, but not made durable: {error.detail}",
+                hint="look whether it is there; the disk may be failing",
+                **{**error.members, "outcome": "unknown"},
+            ) from error
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        _check_position(path, offset, length or 0)
+        with _translated("read", path), self._file(path) as (descriptor, size):
+            there = max(size - offset, 0)
+            data = bytearray(there if length is None else min(length, there))
+            return bytes(data[: _read_all(descriptor, offset, memoryview(data))])
+
+    def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
+        _check_position(path, offset, 0)
+        with _translated("read", path), self._file(path) as (descriptor, _):
+            return _read_all(descriptor, offset, octets(buffer))
+
+    def size(self, path: str) -> int | None:
+        parent, leaf = split_leaf(path)
+        with _translated("stat", path):
+            try:
+                with self._directory(parent) as directory:
+                    status = os.stat(leaf, dir_fd=directory, follow_symlinks=False)
+            except OSError as error:
+                if error.errno in _ABSENT:
+                    return None
+                raise
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def list(self, path: str) -> list[str]:
+        names = split_path(path)
+        with _translated("list", path):
+            try:
+                with self._directory(names) as directory:
+                    return sorted(os.listdir(directory))
+            except OSError as error:
+                if error.errno in _ABSENT:
+                    return []
+                raise
+
+    def remove_file(self, path: str) -> None:
+        parent, leaf = split_leaf(path)
+        with _translated("remove", path), self._directory(parent) as directory:
+            os.unlink(leaf, dir_fd=directory)
+
+    def remove_tree(self, path: str) -> None:
+        parent, leaf = split_leaf(path)
+        with _translated("remove", path), suppress(FileNotFoundError), self._directory(parent) as directory:
+            _remove_tree(directory, leaf)
+
+    def free_bytes(self) -> int:
+        with _translated("stat", str(self.root)):
+            status = os.statvfs(self.root)
+        return status.f_bavail * status.f_frsize
+
+    @contextmanager
+    def _directory(self, names: Sequence[str], make: bool = False) -> Iterator[int]:
+        """A descriptor of a directory below the root, reached name by name without following a link."""
+        descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for name in names:
+                below = _open_directory(descriptor, name, make)
+                os.close(descriptor)
+                descriptor = below
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _file(self, path: str) -> Iterator[tuple[int, int]]:
+        parent, leaf = split_leaf(path)
+        with self._directory(parent) as directory:
+            descriptor = os.open(leaf, _OLD_FILE, dir_fd=directory)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise NoSuchResource(f"{path} is not a file", path=path)
+            yield descriptor, status.st_size
+        finally:
+            os.close(descriptor)
+
+
+class PosixFile:
+    """A new file. Threads may be inside `write` while another discards it: the last one out closes the descriptor."""
+
+    def __init__(self, path: str, descriptor: int, size: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+        self._size = size
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closed = False
+
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        views = [octets(buffer) for buffer in buffers]
+        check_range(self._path, offset, sum(view.nbytes for view in views), self._size)
+        with _translated("write", self._path), self._open() as descriptor:
+            _write_all(descriptor, offset, views)
+
+    def finish(self) -> None:
+        try:
+            with _translated("fsync", self._path), self._open() as descriptor:
+                _fsync(descriptor)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        with self._lock:
+            closing, self._closed = not self._closed and not self._users, True
+        if closing:
+            self._close()
+
+    @contextmanager
+    def _open(self) -> Iterator[int]:
+        # A descriptor closed under a writer could by then be another file's: counting the users rules that out.
+        with self._lock:
+            if self._closed:
+                raise StorageFailed(f"{self._path} is closed already", path=self._path)
+            self._users += 1
+        try:
+            yield self._descriptor
+        finally:
+            with self._lock:
+                self._users -= 1
+                closing = self._closed and not self._users
+            if closing:
+                self._close()
+
+    def _close(self) -> None:
+        # What close reports is no news: finish has fsynced before, and a discarded file makes no promise.
+        with suppress(OSError):
+            os.close(self._descriptor)
+
+
+@contextmanager
+def _translated(operation: str, path: str) -> Iterator[None]:
+    """Turn any OSError into the named error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        code = error.errno or errno.EIO
+        what = f"{operation} {path or 'the root'}: {os.strerror(code)}"
+        members: dict[str, Any] = {"operation": operation, "path": path, "errno": code}
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(what, hint="free space, or keep fewer checkpoints", **members) from error
+        if code == errno.ENOENT and operation in ("read", "publish", "remove", "sync"):
+            raise NoSuchResource(what, **members) from error
+        hint = "check the disk and its mount"
+        if code in (errno.ENOTDIR, errno.ELOOP):
+            hint = "below the root, nothing may be a symbolic link, and no file may stand in the place of a directory"
+        elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
+            hint = "the daemon's user must be allowed to write there"
+        raise StorageFailed(what, hint=hint, **members) from error
+
+
+def make_root(root: Path) -> None:
+    """Make the directory `root` and what of its parents is missing, durably."""
+    with _translated("make", str(root)):
+        missing = [path for path in (root, *root.parents) if not path.exists()]
+        root.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                _fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def lock_root(root: Path) -> locking.RootLock:
+    """Lock `root`, which is made if it is not there; `RootBusy` names the process that holds it."""
+    make_root(root)
+    path = root / naming.LOCK
+    with _translated("lock", str(path)):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE)
+        try:
+            return locking.take(root, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+
+def _open_directory(parent: int, name: str, make: bool) -> int:
+    try:
+        return os.open(name, _DIRECTORY, dir_fd=parent)
+    except FileNotFoundError:
+        if not make:
+            raise
+    with suppress(FileExistsError):  # another thread may have been faster
+        os.mkdir(name, dir_fd=parent)
+    return os.open(name, _DIRECTORY, dir_fd=parent)
+
+
+def _put(directory: int, leaf: str, data: bytes) -> None:
+    descriptor = os.open(leaf, _NEW_FILE, _FILE_MODE, dir_fd=directory)
+    try:
+        _write_all(descriptor, 0, [memoryview(data)])
+        _fsync(descriptor)
+    except OSError:
+        os.unlink(leaf, dir_fd=directory)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _make_room(descriptor: int, size: int) -> None:
+    if not size:
+        return
+    try:
+        _reserve(descriptor, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
+            raise
+        os.ftruncate(descriptor, size)
+
+
+def _write_all(descriptor: int, offset: int, views: Sequence[memoryview]) -> None:
+    pending = [view for view in views if view.nbytes]
+    first = 0
+    while first < len(pending):
+        written = _pwritev(descriptor, pending[first : first + BUFFERS_MAX], offset)
+        if written <= 0:
+            raise OSError(errno.EIO, "the file took no bytes")
+        offset += written
+        while first < len(pending) and written >= pending[first].nbytes:
+            written -= pending[first].nbytes
+            first += 1
+        if written:
+            pending[first] = pending[first][written:]
+
+
+def _read_all(descriptor: int, offset: int, view: memoryview) -> int:
+    done = 0
+    while done < view.nbytes:
+        count = _preadv(descriptor, [view[done:]], offset + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def _rename_to_free_name(here: int, source: str, there: int, target: str) -> None:
+    try:
+        _rename(here, source, there, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        # A kernel or file system without the exclusive rename; the root's lock keeps other processes out meanwhile.
+        if target in os.listdir(there):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+        os.rename(source, target, src_dir_fd=here, dst_dir_fd=there)
+
+
+def _remove_tree(parent: int, name: str) -> None:
+    try:
+        directory = os.open(name, _DIRECTORY, dir_fd=parent)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        os.unlink(name, dir_fd=parent)
+        return
+    try:
+        for entry in os.listdir(directory):
+            with suppress(FileNotFoundError):
+                _remove_tree(directory, entry)
+    finally:
+        os.close(directory)
+    os.rmdir(name, dir_fd=parent)
+
+
+def _check_position(path: str, offset: int, length: int) -> None:
+    if offset < 0 or length < 0:
+        raise InvalidRequest(f"{path}: {length} bytes at {offset} cannot be read")

@@ -1,0 +1,107 @@
+"""The seam: what a place for checkpoints must be able to do. `tests/suites/tier_suite.py` is the exam every tier takes.
+
+Paths are relative POSIX paths below the tier's root; `""` is the root itself where a directory is asked for. Nothing below
+the root is reached through a symbolic link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats.errors import InvalidRequest
+
+Buffer = bytes | bytearray | memoryview | NDArray[Any]
+
+
+class FileWriter(Protocol):
+    """A new file while it is written. Writes to disjoint ranges may come from several threads at once."""
+
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """Write every byte of the buffers, one behind the other from `offset` on, inside the size the file was made with."""
+
+    def finish(self) -> None:
+        """Make the bytes durable and close. After a failure the file is closed too, and is never made durable (I9)."""
+
+    def discard(self) -> None:
+        """Close without a promise about the bytes; does nothing on a file that is closed."""
+
+
+class Tier(Protocol):
+    """A place for checkpoints. Every failure is one of `NoSpace`, `StorageFailed`, `NoSuchResource`, `InvalidRequest`."""
+
+    def create(self, path: str, size: int) -> FileWriter:
+        """A new file with room for `size` bytes, parents made; `StorageFailed` when there is something at `path`."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """A new small file, durable when this returns (its name is durable after `sync_directory`)."""
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Put `data` in the place of a file or of nothing, atomically; durable, with its name, when this returns."""
+
+    def sync_directory(self, path: str) -> None:
+        """Make the names in this directory durable, and the path to it from the root."""
+
+    def publish(self, source: str, target: str) -> None:
+        """Rename a directory; `AlreadyCommitted` when `target` is taken. Durable when this returns.
+
+        A failure after the rename carries the member `outcome="unknown"` (I9).
+        """
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Bytes of a file; fewer than `length` only at its end."""
+
+    def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
+        """Fill `buffer` from a file; the number of bytes read, fewer than it holds only at the file's end."""
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file, None when there is no file at `path`."""
+
+    def list(self, path: str) -> list[str]:
+        """The names in a directory, sorted; none for what is not a directory."""
+
+    def remove_file(self, path: str) -> None:
+        """Remove one file."""
+
+    def remove_tree(self, path: str) -> None:
+        """Remove whatever is at `path` and below it; nothing there is fine. Of a symbolic link only the link goes."""
+
+    def free_bytes(self) -> int:
+        """Bytes that may still be written here."""
+
+
+def split_path(path: str) -> list[str]:
+    """The names along a path, none for the root; `InvalidRequest` for a path that could lead out of the root."""
+    if path == "":
+        return []
+    names = path.split("/")
+    if "\0" in path or any(name in ("", ".", "..") for name in names):
+        raise InvalidRequest(f"{path!r} is not a path below the root", hint="use names separated by single slashes")
+    return names
+
+
+def split_leaf(path: str) -> tuple[list[str], str]:
+    """The names of the parent directory and the last name; `InvalidRequest` for the root itself."""
+    *parent, leaf = split_path(path) or [""]
+    if not leaf:
+        raise InvalidRequest("the root itself cannot be written, moved or removed")
+    return parent, leaf
+
+
+def octets(buffer: Buffer) -> memoryview:
+    """The buffer's bytes, flat and not copied; `InvalidRequest` for one that is not contiguous."""
+    if isinstance(buffer, np.ndarray):
+        if not buffer.flags.c_contiguous:
+            raise InvalidRequest("only contiguous arrays can be stored")
+        buffer = buffer.reshape(-1).view(np.uint8).data
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def check_range(path: str, offset: int, length: int, size: int) -> None:
+    """Refuse bytes outside the room that a file was made with."""
+    if offset < 0 or offset + length > size:
+        raise InvalidRequest(f"{path}: {length} bytes at {offset} do not fit the file of {size} bytes")

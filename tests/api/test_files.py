@@ -1,0 +1,178 @@
+"""Files over HTTP: ranges and validators as RFC 9110 says, and never a byte that was not proven (I7)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest
+from holdfast_service.api.delivery import not_modified, parse_range
+from tests.checkpoints import build_root, flip
+from tests.serving import Served, served
+
+STEP = "/v1/runs/tiny/checkpoints/5"
+
+
+@pytest.fixture(params=["posix", "tier"])
+def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A service over one checkpoint, reading files directly and through its tier."""
+    build_root(tmp_path, {"tiny": (5,)})
+    changes = {} if request.param == "posix" else {"files_root": None}
+    with served(tmp_path, **changes) as running:
+        yield running
+
+
+@pytest.fixture
+def http(service: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url, trust_env=False) as client:
+        yield client
+
+
+def directory(service: Served) -> Path:
+    return service.root / naming.checkpoint_path("tiny", 5)
+
+
+def largest(service: Served) -> Path:
+    return max(directory(service).glob("*.safetensors"), key=lambda path: path.stat().st_size)
+
+
+def test_every_file_is_served_whole(service: Served, http: httpx.Client) -> None:
+    """Every listed file comes back byte for byte, with its exact length and a strong validator."""
+    listed = http.get(f"{STEP}/files").json()["items"]
+    assert {file["name"] for file in listed} == {path.name for path in directory(service).iterdir()}
+    for file in listed:
+        got = http.get(f"{STEP}/files/{file['name']}", headers={"Accept-Encoding": "identity"})
+        expected = (directory(service) / file["name"]).read_bytes()
+        assert (got.status_code, got.content) == (200, expected)
+        assert got.headers["content-length"] == str(len(expected)) == str(file["stored"])
+        assert got.headers["accept-ranges"] == "bytes"
+        assert got.headers["etag"].startswith('"')
+
+
+def test_ranges(service: Served, http: httpx.Client) -> None:
+    """Any single range is the slice of the file, wherever it cuts extents, with 206 and Content-Range."""
+    rng = random.Random(11)
+    path = largest(service)
+    data = path.read_bytes()
+    cuts = [(rng.randrange(len(data)), rng.randrange(len(data))) for _ in range(25)]
+    for low, high in [(0, 0), (len(data) - 1, len(data) - 1), *(tuple(sorted(cut)) for cut in cuts)]:
+        got = http.get(f"{STEP}/files/{path.name}", headers={"Range": f"bytes={low}-{high}"})
+        assert (got.status_code, got.content) == (206, data[low : high + 1])
+        assert got.headers["content-range"] == f"bytes {low}-{high}/{len(data)}"
+        assert got.headers["content-length"] == str(high + 1 - low)
+    tail = http.get(f"{STEP}/files/{path.name}", headers={"Range": "bytes=-10"})
+    assert tail.content == data[-10:]
+
+
+def test_range_outside_the_file(service: Served, http: httpx.Client) -> None:
+    """A range that holds no byte is 416 with the file's length; so is any range of an empty file."""
+    path = largest(service)
+    size = path.stat().st_size
+    got = http.get(f"{STEP}/files/{path.name}", headers={"Range": f"bytes={size}-"})
+    assert (got.status_code, got.headers["content-range"]) == (416, f"bytes */{size}")
+    assert got.headers["content-type"] == "application/problem+json"
+    assert http.get(f"{STEP}/files/empty.txt", headers={"Range": "bytes=0-0"}).status_code == 416
+
+
+def test_validators(service: Served, http: httpx.Client) -> None:
+    """What the asker has is answered 304, by GET and HEAD; a range whose If-Range is outdated becomes the whole file."""
+    url = f"{STEP}/files/{largest(service).name}"
+    head = http.head(url)
+    assert head.headers["content-length"] == str(largest(service).stat().st_size)
+    assert head.content == b""
+    etag = head.headers["etag"]
+    assert http.get(url, headers={"If-None-Match": etag}).status_code == 304
+    assert http.head(url, headers={"If-None-Match": f'"other", W/{etag}'}).status_code == 304
+    assert http.get(url, headers={"If-Range": etag, "Range": "bytes=0-1"}).status_code == 206
+    assert http.get(url, headers={"If-Range": '"other"', "Range": "bytes=0-1"}).status_code == 200
+
+
+def test_damage_before_the_first_byte(service: Served, http: httpx.Client) -> None:
+    """A range of a damaged extent is a problem with file, tensor and byte range; other ranges of the file still come."""
+    path = largest(service)
+    size = path.stat().st_size
+    flip(path, size - 1, 5)
+    url = f"{STEP}/files/{path.name}"
+    got = http.get(url, headers={"Range": f"bytes={size - 1}-{size - 1}"})
+    body = got.json()
+    assert (got.status_code, body["code"], body["retryable"]) == (500, "corrupt-extent", False)
+    assert (body["file"], body["offset"] + body["length"]) == (path.name, size)
+    assert body["tensor"] is not None
+    assert http.get(url, headers={"Range": "bytes=0-99"}).content == path.read_bytes()[:100]
+
+
+def test_damage_behind_the_first_byte(service: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage found under way cuts the connection: the file never looks complete, and no damaged byte has left."""
+    monkeypatch.setattr("holdfast_formats.proof.batches", lambda pieces: ((piece,) for piece in pieces))
+    path = largest(service)
+    intact = path.read_bytes()
+    flip(path, len(intact) - 1)
+    received = b""
+    with http.stream("GET", f"{STEP}/files/{path.name}") as response:
+        assert response.status_code == 200
+        with pytest.raises(httpx.RemoteProtocolError):
+            for part in response.iter_raw():
+                received += part
+    assert 0 < len(received) < len(intact)
+    assert intact.startswith(received)
+
+
+@pytest.mark.parametrize("keep", [None, 10])
+def test_missing_and_truncated_files(service: Served, http: httpx.Client, keep: int | None) -> None:
+    """A file that is gone or shorter is a problem that names it, and the listing says what is on storage."""
+    path = largest(service)
+    data = path.read_bytes()
+    path.unlink()
+    if keep is not None:
+        path.write_bytes(data[:keep])
+    got = http.get(f"{STEP}/files/{path.name}")
+    assert (got.status_code, got.json()["code"], got.json()["file"]) == (500, "corrupt-manifest", path.name)
+    tail = http.get(f"{STEP}/files/{path.name}", headers={"Range": "bytes=-5"})
+    assert (tail.status_code, tail.json()["file"]) == (500, path.name)
+    assert http.head(f"{STEP}/files/{path.name}").status_code == 500
+    stored = {file["name"]: file["stored"] for file in http.get(f"{STEP}/files").json()["items"]}
+    assert stored[path.name] == keep
+
+
+@pytest.mark.parametrize(("name", "code"), [(naming.COMMIT, "not-committed"), (naming.MANIFEST, "corrupt-manifest")])
+def test_damaged_commit_or_manifest(service: Served, http: httpx.Client, name: str, code: str) -> None:
+    """With COMMIT or manifest damaged or gone, also behind the service's back, neither of them is handed over."""
+    assert http.get(f"{STEP}/manifest").status_code == 200
+    flip(directory(service) / name, 0)
+    assert http.get(f"{STEP}/files/{name}").json()["code"] == code
+    assert http.get(f"{STEP}/manifest").json()["code"] == code
+    (directory(service) / name).unlink()
+    assert http.get(f"{STEP}/files/{name}").json()["code"] == code
+
+
+def test_names_that_are_not_files(http: httpx.Client) -> None:
+    """A name that the manifest does not list is not found, whatever it might reach."""
+    for name in ("nope.json", "..%2f..%2f..%2fcatalog.sqlite", "%2e%2e", "state.json%00"):
+        got = http.get(f"{STEP}/files/{name}")
+        assert (got.status_code, got.json()["code"]) == (404, "no-such-resource")
+
+
+def test_parse_range() -> None:
+    """Single ranges are cut to the file; what RFC 9110 lets a server ignore is ignored."""
+    assert parse_range("bytes=0-9", 100) == (0, 10)
+    assert parse_range("bytes=90-900", 100) == (90, 100)
+    assert parse_range("bytes=-200", 100) == (0, 100)
+    assert parse_range("bytes= 5 - ", 100) == (5, 100)
+    for ignored in (None, "", "bytes=-", "bytes=1-2,4-5", "lines=1-2", "bytes=9-2", "bytes=a-b"):
+        assert parse_range(ignored, 100) is None
+    for outside in ("bytes=100-", "bytes=-0"):
+        with pytest.raises(InvalidRequest):
+            parse_range(outside, 100)
+
+
+def test_not_modified() -> None:
+    """If-None-Match takes a list, weak tags and a star."""
+    assert not_modified('"a", W/"b"', '"b"')
+    assert not_modified("*", '"b"')
+    assert not not_modified('"a"', '"b"')
+    assert not not_modified(None, '"b"')

@@ -1,0 +1,130 @@
+"""Builds small committed checkpoints from the formats alone: what a correct writer would have left on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from holdfast_formats import dtypes, index, layout, manifest, naming, values
+from holdfast_formats.digest import digest
+from holdfast_formats.manifest import Extent, FileEntry, Manifest, TensorEntry
+from holdfast_formats.tensors import TensorSpec
+
+Arrays = Mapping[str, Mapping[str, np.ndarray]]
+EXTENT_BYTES = 1000  # small, so that small tensors have several
+
+
+class Built(NamedTuple):
+    """A checkpoint on disk, and what was put into it."""
+
+    path: Path
+    manifest: Manifest
+    arrays: Arrays
+
+
+def varied_arrays(seed: int = 0) -> Arrays:
+    """Two groups and an empty one: many dtypes, a 0-d tensor, one without elements, one of several extents."""
+    rng = np.random.default_rng(seed)
+    return {
+        "model": {
+            "embed.weight": rng.standard_normal((64, 24)).astype(ml_dtypes.bfloat16),
+            "layers.0.q.weight": rng.standard_normal((24, 40)).astype(np.float32),
+            "layers.0.scale": np.array(rng.standard_normal(), np.float32),
+            "layers.0.fp8": rng.integers(0, 100, (7, 9)).astype(ml_dtypes.float8_e4m3fn),
+            "layers.0.none": np.zeros((0, 5), np.float16),
+        },
+        "optim": {
+            "layers.0.q.weight/exp_avg": rng.standard_normal((24, 40)).astype(np.float64),
+            "layers.0.q.weight/step": np.array(17, np.int64),
+            "mask": rng.integers(0, 2, 33).astype(np.bool_),
+        },
+        "extra": {},
+    }
+
+
+def build(
+    directory: Path,
+    arrays: Arrays | None = None,
+    *,
+    run: str = "tiny",
+    step: int = 5,
+    aliases: Mapping[str, Mapping[str, str]] | None = None,
+    file_bytes_max: int = 5000,
+) -> Built:
+    """Write a committed checkpoint into `directory`, which is made."""
+    directory.mkdir(parents=True)
+    held = varied_arrays() if arrays is None else arrays
+    specs = [
+        TensorSpec(group, name, dtypes.from_numpy(a.dtype), a.shape)
+        for group, named in held.items()
+        for name, a in named.items()
+    ]
+    files: list[FileEntry] = []
+    tensors: dict[str, dict[str, TensorEntry]] = {group: {} for group in held}
+    plans = layout.pack(specs, file_bytes_max)
+    for plan in plans:
+        data = bytearray(plan.header)
+        for spec, start in plan.tensors:
+            raw = held[spec.group][spec.name].tobytes()
+            assert start == len(data)
+            data += raw
+            placed = TensorEntry(spec.dtype, spec.shape, plan.name, start, tuple(_extents(raw)), "[Replicate()]")
+            tensors[spec.group][spec.name] = placed
+        (directory / plan.name).write_bytes(data)
+        files.append(FileEntry(plan.name, len(data), len(plan.header), digest(plan.header)))
+    small: dict[str, bytes] = {
+        naming.index_file_name(group): index.encode([plan for plan in plans if plan.group == group]) for group in held
+    }
+    small[naming.STATE] = values.merge(step, {"loss": 2.5}, list(held), {0: {"extra": {"lr": "0.1"}}})
+    small["config.json"] = b'{"model_type": "tiny"}\n'
+    small["empty.txt"] = b""
+    for name, data in small.items():
+        (directory / name).write_bytes(data)
+        files.append(FileEntry(name, len(data), 0, digest(data)))
+    made = Manifest(
+        format=manifest.FORMAT,
+        run=run,
+        step=step,
+        attempt=1,
+        created="2026-01-02T03:04:05Z",
+        world=2,
+        mesh={"dp": 2},
+        metrics={"loss": 2.5},
+        files=tuple(files),
+        tensors=tensors,
+        aliases={"model": {"lm_head.weight": "embed.weight"}} if aliases is None and arrays is None else _plain(aliases),
+    )
+    encoded = manifest.encode(made)
+    (directory / naming.MANIFEST).write_bytes(encoded)
+    (directory / naming.COMMIT).write_bytes(manifest.encode_commit(made, encoded))
+    return Built(directory, made, held)
+
+
+def build_root(root: Path, steps: Mapping[str, tuple[int, ...]]) -> dict[tuple[str, int], Built]:
+    """A root directory with committed checkpoints of several runs."""
+    return {
+        (run, step): build(root / naming.checkpoint_path(run, step), run=run, step=step)
+        for run, numbers in steps.items()
+        for step in numbers
+    }
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    """Turn one bit of a file round."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def _extents(raw: bytes) -> Iterator[Extent]:
+    for offset in range(0, len(raw), EXTENT_BYTES):
+        part = raw[offset : offset + EXTENT_BYTES]
+        yield Extent(offset, len(part), digest(part))
+
+
+def _plain(aliases: Mapping[str, Mapping[str, str]] | None) -> dict[str, Any]:
+    return {group: dict(named) for group, named in (aliases or {}).items()}

@@ -1,0 +1,387 @@
+"""The trainer's hook against a real daemon process: five lines in a loop, and everything that can go wrong with them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from holdfast import Checkpointer, Fragment, SaveWarning
+from holdfast.launch import current
+from holdfast_formats import naming
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CorruptExtent,
+    DaemonGone,
+    Damaged,
+    DeadlineExceeded,
+    InvalidRequest,
+    NoSuchCheckpoint,
+    RoundAborted,
+    StaleAttempt,
+    StateMismatch,
+)
+from tests.daemons import RunningDaemon, running, wait_until
+
+_runs = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory):
+    """One daemon for all tests of this file; each uses a run of its own."""
+    with running(tmp_path_factory.mktemp("checkpointer") / "root", listen="127.0.0.1:0") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def run() -> str:
+    return f"run-{next(_runs)}"
+
+
+def training_state(seed: int) -> dict:
+    """A model, an optimizer that has stepped, a schedule, a tensor and a value."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(3, 4)).sum().backward()
+    optim.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)
+    return {"model": model, "optim": optim, "scheduler": scheduler, "tensor": torch.randn(3), "epoch": seed}
+
+
+def test_five_lines_in_a_loop(daemon: RunningDaemon, run: str) -> None:
+    """The loop of the README: restore says 0 first, and the newest step after the trainer came back."""
+    for expected in (0, 4):
+        state = training_state(expected)
+        with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+            first = checkpointer.restore() + 1
+            assert first == expected + 1
+            for step in range(first, first + 4):
+                state["optim"].step()
+                if step % 2 == 0:
+                    ticket = checkpointer.save(step)
+                    assert ticket.staged
+    assert ticket.done and ticket.result().step == 8
+
+
+def test_everything_comes_back_bit_equal_and_in_place(daemon: RunningDaemon, run: str) -> None:
+    """Parameters, optimizer state, schedule and random streams are as they were; the live tensors keep their identity."""
+    state = training_state(1)
+    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+        checkpointer.save(3, wait="durable", metrics={"loss": 0.25})
+        draws = (torch.rand(4), np.random.rand(4))
+    other = training_state(2)
+    weight = other["model"][0].weight
+    memory = weight.data_ptr()
+    with Checkpointer(run, other, socket=daemon.socket) as checkpointer:
+        assert checkpointer.restore() == 3
+    assert other["model"][0].weight is weight and weight.data_ptr() == memory
+    for name, value in state["model"].state_dict().items():
+        assert torch.equal(value, other["model"].state_dict()[name])
+    for a, b in zip(state["optim"].state.values(), other["optim"].state.values(), strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    assert other["scheduler"].state_dict() == state["scheduler"].state_dict()
+    assert torch.equal(other["tensor"], state["tensor"])
+    assert torch.equal(torch.rand(4), draws[0]) and np.array_equal(np.random.rand(4), draws[1])
+
+
+def test_a_save_during_which_training_goes_on_holds_the_state_of_the_call(daemon: RunningDaemon, run: str) -> None:
+    """What is changed right after save() returned is not in the checkpoint."""
+    state = training_state(1)
+    before = {n: t.clone() for n, t in state["model"].state_dict().items()}
+    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+        ticket = checkpointer.save(1)
+        for parameter in state["model"].parameters():
+            parameter.data.zero_()
+        ticket.result(60)
+        checkpointer.restore()
+    assert all(torch.equal(t, before[n]) for n, t in state["model"].state_dict().items())
+
+
+def test_without_a_daemon_an_embedded_one_is_started_and_outlives_the_trainer(tmp_path: Path) -> None:
+    """With a root that nobody serves, save() brings up a daemon; restoring needs none."""
+    state = training_state(1)
+    root = tmp_path / "data"
+    with Checkpointer("r", state, root=root) as checkpointer:
+        assert checkpointer.restore() == 0
+        assert not root.exists(), "restoring alone starts and creates nothing"
+        checkpointer.save(5, wait="durable")
+        checkpointer.save(6)
+    assert json.loads((root / naming.DAEMON_FILE).read_text())["url"] is None
+    os.kill(json.loads((root / naming.DAEMON_FILE).read_text())["pid"], signal.SIGKILL)
+    other = training_state(2)
+    with Checkpointer("r", other, root=root) as checkpointer:
+        assert checkpointer.restore() == 6
+    assert torch.equal(other["tensor"], state["tensor"])
+
+
+def test_only_some_groups(daemon: RunningDaemon, run: str) -> None:
+    """Weights often, the optimizer rarely: a resume takes the newest step that has all it needs."""
+    state = training_state(1)
+    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+        checkpointer.save(2, groups=["model"], wait="durable")
+        assert checkpointer.restore() == 1
+        assert checkpointer.restore(groups=["model"]) == 2
+        assert checkpointer.restore(2, groups=["model"]) == 2
+        with pytest.raises(InvalidRequest, match="nonsense"):
+            checkpointer.save(3, groups=["nonsense"])
+    files = {p.name for p in (daemon.root / naming.checkpoint_path(run, 2)).iterdir()}
+    assert "model.safetensors" in files and "optim.safetensors" not in files
+
+
+def test_a_step_exists_once(daemon: RunningDaemon, run: str) -> None:
+    """Saving a committed step again is refused by name and changes nothing."""
+    with Checkpointer(run, {"x": torch.ones(2)}, socket=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+        with pytest.raises(AlreadyCommitted):
+            checkpointer.save(1)
+        checkpointer.save(2, wait="durable")
+
+
+def test_an_older_launch_is_fenced_off(daemon: RunningDaemon, run: str) -> None:
+    """Once a newer launch has said hello, the older one can neither save nor confuse the new one (I6)."""
+    old = Checkpointer(run, {"x": torch.ones(2)}, socket=daemon.socket)
+    old.save(1, wait="durable")
+    with Checkpointer(run, {"x": torch.zeros(2)}, socket=daemon.socket) as new:
+        assert new.restore() == 1
+        with pytest.raises(StaleAttempt):
+            old.save(2)
+        new.save(2, wait="durable")
+    old.close()
+
+
+def test_a_missing_name_is_refused_before_anything_is_touched(daemon: RunningDaemon, run: str) -> None:
+    """Strict restores list what is missing and unexpected; non-strict ones report it; wrong shapes are always refused."""
+    with Checkpointer(run, {"x": torch.ones(2), "y": torch.ones(3)}, socket=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+    live = {"x": torch.zeros(2), "z": torch.zeros(1)}
+    with Checkpointer(run, live, socket=daemon.socket) as checkpointer:
+        with pytest.raises(StateMismatch, match=r"extra/z"):
+            checkpointer.restore()
+        assert not live["x"].any()
+        assert checkpointer.restore(strict=False) == 1
+        assert checkpointer.last_restore is not None
+        assert checkpointer.last_restore.missing == ("extra/z",) and checkpointer.last_restore.unexpected == ("extra/y",)
+        assert live["x"].all()
+    wrong = {"x": torch.zeros(3), "y": torch.zeros(3)}
+    with Checkpointer(run, wrong, socket=daemon.socket) as checkpointer:
+        with pytest.raises(StateMismatch, match="x"):
+            checkpointer.restore(strict=False)
+        assert not wrong["y"].any()
+
+
+def test_a_flipped_bit_hands_nothing_over(daemon: RunningDaemon, run: str) -> None:
+    """The damaged file and tensor are named, and no live tensor has changed, not even the sound ones."""
+    state = {"a": torch.ones(1000), "b": torch.ones(1000)}
+    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+    path = daemon.root / naming.checkpoint_path(run, 1) / "extra.safetensors"
+    broken = bytearray(path.read_bytes())
+    position = broken.index(torch.ones(1).numpy().tobytes() * 1000) + 4 * 1000 + 2  # in b, behind a
+    broken[position] ^= 4
+    path.write_bytes(broken)
+    live = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+    with Checkpointer(run, live, socket=daemon.socket) as checkpointer:
+        with pytest.raises(CorruptExtent, match=r"extra\.safetensors.*'b'"):
+            checkpointer.restore()
+    assert not live["a"].any() and not live["b"].any()
+
+
+@pytest.mark.parametrize("harm", ["truncate", "remove", "commit"])
+def test_a_truncated_or_missing_file_hands_nothing_over(daemon: RunningDaemon, run: str, harm: str) -> None:
+    """Restore names the file and leaves the live state alone."""
+    with Checkpointer(run, {"a": torch.ones(1000)}, socket=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+    directory = daemon.root / naming.checkpoint_path(run, 1)
+    path = directory / ("COMMIT" if harm == "commit" else "extra.safetensors")
+    if harm == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1] if harm == "truncate" else path.read_bytes().replace(b'"files"', b'"filez"'))
+    live = {"a": torch.zeros(1000)}
+    with Checkpointer(run, live, socket=daemon.socket) as checkpointer:
+        with pytest.raises(Damaged, match=path.name):
+            checkpointer.restore()
+    assert not live["a"].any()
+
+
+def test_what_cannot_be_stored_is_refused_by_path_before_anything_is_staged(daemon: RunningDaemon, run: str) -> None:
+    """A function in a nested value is named by its path; the daemon hears nothing of the step."""
+    state = {"x": torch.ones(1), "loader": {"sampler": {"fn": len}}}
+    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+        with pytest.raises(InvalidRequest, match=r"loader\.sampler\.fn"):
+            checkpointer.save(1)
+        state["loader"] = {"sampler": {"fn": "len"}}
+    assert not (daemon.root / run / naming.CHECKPOINTS).exists()
+
+
+def test_declared_fragments_and_shapes_of_every_kind(daemon: RunningDaemon, run: str) -> None:
+    """Hand-declared shards, empty, 0-d, strided and 8-bit tensors survive bit for bit."""
+    base = torch.arange(24.0).reshape(4, 6)
+
+    def make(fill: bool) -> dict:
+        def held(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if fill else torch.zeros_like(tensor)
+
+        flat = held(base.reshape(-1))
+        return {
+            "whole": Fragment(held(base), (4, 6), offset=(0, 0)),
+            "flat": Fragment(flat, (4, 6), flat=(0, 24)),
+            "column": held(base.T),
+            "view": held(base)[:, ::2],
+            "scalar": held(torch.tensor(7)),
+            "empty": torch.zeros(0, 3),
+            "mask": held(base > 5),
+            "fp8": held(base).to(torch.float8_e4m3fn),
+            "nothing": {},
+        }
+
+    saved, live = make(True), make(False)
+    with Checkpointer(run, saved, socket=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+    with Checkpointer(run, live, socket=daemon.socket) as checkpointer:
+        assert checkpointer.restore() == 1
+    for name, value in saved.items():
+        if name == "nothing":
+            continue
+        a, b = (v.tensor if isinstance(v, Fragment) else v for v in (value, live[name]))
+        assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b))), name
+
+
+def test_a_daemon_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """A socket that nobody answers is an error with a hint, not a hang."""
+    with pytest.raises(DaemonGone, match="no daemon answers"):
+        Checkpointer("r", {"x": torch.ones(1)}, socket=tmp_path / "none.sock").save(1)
+
+
+def test_the_daemon_dies_under_an_open_save(tmp_path: Path) -> None:
+    """Training goes on; the ticket and the next save tell of the loss."""
+    daemon = RunningDaemon(tmp_path / "root")
+    checkpointer = Checkpointer("r", {"x": torch.ones(1)}, socket=daemon.socket)
+    checkpointer.save(1, wait="durable")
+    daemon.process.send_signal(signal.SIGSTOP)  # so the save stays open
+    errors: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            checkpointer.save(2)
+        except DaemonGone as error:
+            errors.append(error)
+
+    stuck = threading.Thread(target=save)
+    stuck.start()
+    daemon.kill()
+    stuck.join(60)
+    assert not stuck.is_alive() and len(errors) == 1
+    daemon = RunningDaemon(tmp_path / "root")
+    assert checkpointer.save(3, wait="durable").done, "the client connects again by itself"
+    checkpointer.close()
+    assert daemon.stop() == 0
+
+
+def test_a_failed_save_is_told_by_the_next_one(tmp_path: Path) -> None:
+    """A save that the daemon cannot write fails its ticket, warns at the next save, and leaves the older checkpoints."""
+    with running(tmp_path / "root") as daemon:
+        checkpointer = Checkpointer("r", {"x": torch.ones(1)}, socket=daemon.socket)
+        checkpointer.save(1, wait="durable")
+        staging = daemon.root / "r" / naming.STAGING
+        if staging.exists():
+            staging.rmdir()
+        staging.write_text("in the way")
+        ticket = checkpointer.save(2)
+        with pytest.raises(Exception, match="storage-failed"):
+            ticket.result(60)
+        staging.unlink()
+        with pytest.warns(SaveWarning, match="r@2 failed"):
+            checkpointer.save(3, wait="durable")
+        assert checkpointer.restore() == 3
+        checkpointer.close()
+
+
+def test_a_world_of_which_one_rank_never_saves(daemon: RunningDaemon, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a world's save is not a checkpoint; when the rank parts, the round is aborted by name."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    first = Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, launch="once")
+    monkeypatch.setenv("RANK", "1")
+    second = Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, launch="once")
+    ticket = first.save(1)
+    assert second.restore() == 0
+    with pytest.raises(DeadlineExceeded):
+        ticket.result(0.2)
+    second.close()
+    with pytest.raises(RoundAborted):
+        ticket.result(30)
+    first.close(wait=False)
+
+
+def test_every_rank_of_a_launch_restores_the_same_step(
+    daemon: RunningDaemon, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the first restore stands for the attempt, though another commit lands between the ranks' questions."""
+    with Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    first = Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, launch="a")
+    monkeypatch.setenv("RANK", "1")
+    second = Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, launch="a")
+    assert first.restore() == 1
+    first.save(2)
+    second.save(2, wait="durable")
+    assert second.restore() == 1 and first.restore() == 2 and second.restore() == 2
+    first.close()
+    second.close()
+
+
+def test_ranks_without_anything_in_common_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks, no process group, no run id: a launch cannot be named, and the error says what to do."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(InvalidRequest, match="one launch"):
+        current("r", None)
+
+
+def test_retention_keeps_the_newest(daemon: RunningDaemon, run: str) -> None:
+    """keep_last=2: older checkpoints go once newer ones are verified, and the newest is restored."""
+    directory = daemon.root / run / naming.CHECKPOINTS
+    with Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, keep_last=2) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(step, wait="durable")
+        wait_until(lambda: sorted(p.name for p in directory.iterdir()) == ["step-00000004", "step-00000005"])
+        assert checkpointer.restore() == 5
+    assert json.loads((daemon.root / run / naming.RUN_FILE).read_text())["keep_last"] == 2
+
+
+def test_an_explicit_step_that_does_not_exist_is_named(daemon: RunningDaemon, run: str) -> None:
+    """Asking for a step that was never committed is NoSuchCheckpoint."""
+    with Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+        with pytest.raises(NoSuchCheckpoint):
+            checkpointer.restore(7)
+
+
+def test_by_url(daemon: RunningDaemon, run: str) -> None:
+    """The service's address is enough on its own machine."""
+    with Checkpointer(run, {"x": torch.ones(1)}, url=daemon.url) as checkpointer:
+        checkpointer.save(1, wait="durable")
+        assert checkpointer.restore() == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"run": "../x"}, {"slots": 0}, {"keep_last": 0}, {"root": "a", "url": "b"}, {"assets": 3}]
+)
+def test_bad_arguments_are_refused_at_construction(arguments: dict) -> None:
+    """Names, options and combinations that cannot work are refused before anything is contacted."""
+    settings = {"run": "r", "state": {"x": torch.ones(1)}, **arguments}
+    with pytest.raises(InvalidRequest):
+        Checkpointer(**settings)

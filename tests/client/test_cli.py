@@ -1,0 +1,336 @@
+"""The command line, on bare directories and against the real service: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from typer.testing import CliRunner, Result
+
+from holdfast import console
+from holdfast.cli import app
+from holdfast.commands import serve
+from holdfast.library import parse_target
+from holdfast.reader import CheckpointReader
+from holdfast.sources import DirectorySource
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
+from tests.checkpoints import build_root, flip
+from tests.serving import Served, served
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A root with two runs, and a working directory with nothing in it."""
+    made = tmp_path / "root"
+    build_root(made, {"tiny": (5, 10), "other": (1,)})
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("HOLDFAST_URL", "")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("holdfast.config.DEFAULT_URL", "http://127.0.0.1:9")  # where nobody listens
+    return made
+
+
+@pytest.fixture
+def service(root: Path) -> Iterator[Served]:
+    with served(root) as running:
+        yield running
+
+
+@pytest.fixture(params=["root", "url"])
+def place(request: pytest.FixtureRequest, root: Path) -> Iterator[list[str]]:
+    """The options for reading the root by either way."""
+    if request.param == "root":
+        yield ["--root", str(root)]
+        return
+    with served(root) as running:
+        yield ["--url", running.url]
+
+
+def call(*arguments: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def call_json(*arguments: object) -> Any:
+    result = call(*arguments, "--json")
+    return json.loads(result.stdout)
+
+
+def step_5(root: Path) -> Path:
+    return root / naming.checkpoint_path("tiny", 5)
+
+
+def shard(root: Path, group: str) -> Path:
+    return sorted(step_5(root).glob(f"{group}*.safetensors"))[-1]
+
+
+def test_ls_runs(place: list[str]) -> None:
+    """Runs are listed for people and for programs."""
+    result = call("ls", *place)
+    assert result.exit_code == 0
+    assert [line.split()[:3] for line in result.stdout.splitlines()[1:]] == [["other", "1", "1"], ["tiny", "10", "2"]]
+    assert [(run["name"], run["newest"]) for run in call_json("ls", *place)] == [("other", 1), ("tiny", 10)]
+
+
+def test_ls_checkpoints(place: list[str]) -> None:
+    """A run's checkpoints come newest first, with age, size, groups and metrics."""
+    result = call("ls", "tiny", *place)
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["STEP", "10", "5"]
+    assert "model optim extra" in result.stdout
+    assert "loss=2.5" in result.stdout
+    assert [made["step"] for made in call_json("ls", "tiny", *place)] == [10, 5]
+
+
+def test_ls_unknown_run(place: list[str]) -> None:
+    """An unknown run ends with 3; the problem is on stderr, or as JSON on stdout."""
+    result = call("ls", "nope", *place)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "no-such-run" in result.stderr
+    as_json = call("ls", "nope", *place, "--json")
+    assert (as_json.exit_code, json.loads(as_json.stdout)["code"]) == (3, "no-such-run")
+
+
+def test_ls_names_what_it_cannot_read(root: Path) -> None:
+    """A checkpoint with a broken manifest is left out of the list, and said so."""
+    flip(step_5(root) / naming.MANIFEST, 9)
+    result = call("ls", "tiny", "--root", root)
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["STEP", "10"]
+    assert "unreadable" in result.stderr
+
+
+def test_show(place: list[str]) -> None:
+    """A checkpoint's origin, files, tensors and aliases are shown."""
+    result = call("show", "tiny@5", *place)
+    assert result.exit_code == 0
+    for part in ("tiny@5", "attempt 1, 2 ranks, mesh dp 2", "layers.0.q.weight/exp_avg", "F64", "[24, 40]"):
+        assert part in result.stdout
+    assert "the same as embed.weight" in result.stdout
+    shown = call_json("show", "tiny", *place)
+    assert (shown["step"], len(shown["tensors"]), shown["aliases"]["model"]) == (10, 8, {"lm_head.weight": "embed.weight"})
+
+
+def test_show_a_directory(root: Path) -> None:
+    """A checkpoint's directory is a name for it, wherever it stands."""
+    assert call_json("show", step_5(root))["step"] == 5
+
+
+def test_verify_intact(place: list[str]) -> None:
+    """An intact checkpoint ends with 0, and says how much was checked."""
+    result = call("verify", "tiny@latest", *place)
+    assert result.exit_code == 0
+    assert "intact" in result.stdout
+    checked = call_json("verify", "tiny@latest", *place)
+    assert (checked["intact"], checked["damages"]) == (True, [])
+    assert checked["bytes"] > 10_000
+
+
+def test_verify_damaged(place: list[str], root: Path) -> None:
+    """Damage ends with 5, and every finding names file and tensor."""
+    path = shard(root, "optim")
+    flip(path, path.stat().st_size - 1)
+    flip(step_5(root) / "config.json", 0)
+    result = call("verify", "tiny@5", *place)
+    assert result.exit_code == 5
+    assert path.name in result.stdout
+    assert "config.json" in result.stdout
+    damages = call_json("verify", "tiny@5", *place)["damages"]
+    assert [damage["file"] for damage in damages] == ["config.json", path.name]
+    assert damages[1]["tensor"] is not None
+
+
+@pytest.mark.parametrize("name", [naming.COMMIT, naming.MANIFEST])
+def test_verify_without_commit_or_manifest(place: list[str], root: Path, name: str) -> None:
+    """A checkpoint without COMMIT or manifest is damaged, and the file is named."""
+    (step_5(root) / name).unlink()
+    result = call("verify", "tiny@5", *place)
+    assert result.exit_code == 5
+    assert name in result.stdout
+
+
+def test_restore(place: list[str], root: Path, tmp_path: Path) -> None:
+    """The copy is the same checkpoint, file by file, and verifies; parents are made."""
+    out = tmp_path / "deep" / "copy"
+    result = call("restore", "tiny@5", "--out", out, *place)
+    assert result.exit_code == 0, result.stderr
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+        path.name: path.read_bytes() for path in step_5(root).iterdir()
+    }
+    with CheckpointReader.open(DirectorySource(out)) as reader:
+        assert reader.verify() == []
+    with (
+        safe_open(str(shard(root, "model")), "np") as original,
+        safe_open(str(out / shard(root, "model").name), "np") as copy,
+    ):
+        assert list(original.keys()) == list(copy.keys())
+
+
+def test_restore_groups(place: list[str], root: Path, tmp_path: Path) -> None:
+    """With --group the copy holds these groups, their indexes and the assets, and does not claim to be a checkpoint."""
+    out = tmp_path / "weights"
+    restored = call_json("restore", "tiny@5", "--out", out, "--group", "model", *place)
+    names = {path.name for path in out.iterdir()}
+    model = {path.name for path in step_5(root).glob("model*")}
+    assert names == model | {"config.json", "empty.txt"}
+    assert (restored["files"], restored["committed"]) == (len(names), False)
+    assert call("restore", "tiny@5", "--out", tmp_path / "x", "--group", "nope", *place).exit_code == 3
+    assert not (tmp_path / "x").exists()
+
+
+def test_restore_hands_nothing_over_when_damaged(place: list[str], root: Path, tmp_path: Path) -> None:
+    """When anything is damaged, restore ends with 5, names it, and leaves nothing behind."""
+    path = shard(root, "optim")
+    flip(path, path.stat().st_size - 1)
+    out = tmp_path / "copy"
+    result = call("restore", "tiny@5", "--out", out, *place)
+    assert result.exit_code == 5
+    assert path.name in result.stderr
+    assert not out.exists()
+    out.mkdir()
+    assert call("restore", "tiny@5", "--out", out, *place).exit_code == 5
+    assert list(out.iterdir()) == []
+
+
+def test_restore_spares_what_is_there(root: Path, tmp_path: Path) -> None:
+    """A directory that is not empty is refused and stays as it is."""
+    (tmp_path / "notes.txt").write_text("mine")
+    result = call("restore", "tiny@5", "--out", tmp_path, "--root", root)
+    assert result.exit_code == 2
+    assert "not empty" in result.stderr
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_rm(service: Served) -> None:
+    """rm asks first; a no, or no answer, removes nothing; --yes does not ask."""
+    refused = call("rm", "tiny@5", "--url", service.url, stdin="n\n")
+    assert refused.exit_code == 1
+    assert step_5(service.root).is_dir()
+    assert call("rm", "tiny@5", "--url", service.url, stdin="y\n").exit_code == 0
+    assert not step_5(service.root).exists()
+    assert call_json("rm", "tiny@10", "--yes", "--url", service.url)["removed"]["step"] == 10
+    assert call("rm", "tiny@10", "--yes", "--url", service.url).exit_code == 3
+
+
+def test_rm_wants_a_step_and_a_service(service: Served) -> None:
+    """What is removed is never guessed, and --json never asks."""
+    for arguments in (["rm", "tiny", "--yes"], ["rm", "tiny@latest", "--yes"], ["rm", "tiny@5", "--json"]):
+        assert call(*arguments, "--url", service.url).exit_code == 2
+    assert step_5(service.root).is_dir()
+    assert call("rm", "tiny@5", "--yes", "--url", "http://127.0.0.1:9").exit_code == 6
+
+
+def test_where_checkpoints_are_looked_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no option: HOLDFAST_URL, else the service that answers, else ./holdfast-data, else an error with advice."""
+    nowhere = call("ls")
+    assert nowhere.exit_code == 6
+    assert "holdfast serve" in nowhere.stderr
+    Path("holdfast-data").symlink_to(root)
+    assert [run["name"] for run in call_json("ls")] == ["other", "tiny"]
+    with served(root.parent / "elsewhere") as empty:
+        monkeypatch.setattr("holdfast.config.DEFAULT_URL", empty.url)
+        assert call_json("ls") == []
+    monkeypatch.setenv("HOLDFAST_URL", "http://127.0.0.1:9")
+    assert call("ls").exit_code == 6  # the address that was given, and no other
+
+
+def test_both_places_at_once(root: Path) -> None:
+    """--root and --url together are refused."""
+    assert call("ls", "--root", root, "--url", "http://127.0.0.1:9").exit_code == 2
+    assert call("ls", "--root", root / "nope").exit_code == 6
+
+
+def test_targets(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RUN@STEP, RUN@latest, RUN and directories; anything else is refused."""
+    assert parse_target("tiny@5") == ("tiny", 5, None)
+    assert parse_target("tiny@latest") == parse_target("tiny") == ("tiny", None, None)
+    assert parse_target(str(step_5(root))).directory == step_5(root)
+    monkeypatch.chdir(step_5(root).parent)
+    assert parse_target("step-00000005").directory == Path("step-00000005")
+    for wrong in ("tiny@", "tiny@x", "@5", "tiny@5@6", "tiny@-1"):
+        with pytest.raises(InvalidRequest):
+            parse_target(wrong)
+    with pytest.raises(NoSuchCheckpoint):
+        parse_target("./nope")
+
+
+def test_serve_becomes_the_daemon(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """serve replaces itself by `python -m holdfast_service`, with the options that were given and no others."""
+    replaced: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, arguments: replaced.append([path, *arguments]))
+    assert call("serve").exit_code == 0
+    call(
+        "serve",
+        "--root",
+        "data",
+        "--listen",
+        "0.0.0.0:1",
+        "--socket",
+        "s",
+        "--keep",
+        3,
+        "--node",
+        "n",
+        "--log-level",
+        "debug",
+    )
+    start = [sys.executable, sys.executable, "-m", "holdfast_service"]
+    given = [
+        "--root",
+        "data",
+        "--listen",
+        "0.0.0.0:1",
+        "--socket",
+        "s",
+        "--keep",
+        "3",
+        "--node",
+        "n",
+        "--log-level",
+        "debug",
+    ]
+    assert replaced == [start, start + given]
+
+
+def test_serve_without_its_dependencies(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the daemon's dependencies are missing, serve names them and says how to get them."""
+    monkeypatch.setattr(serve, "_EXTRAS", ("no_such_module",))
+    result = call("serve")
+    assert result.exit_code == 2
+    assert "no_such_module" in result.stderr
+    assert "pip install 'holdfast[service]'" in result.stderr
+
+
+def test_help_documents_exit_statuses() -> None:
+    """Every command's help states what its exit statuses mean."""
+    for command in ([], *([name] for name in ("serve", "ls", "show", "verify", "restore", "rm", "doctor", "demo"))):
+        result = call(*command, "--help")
+        assert result.exit_code == 0
+        assert "5 damaged" in " ".join(result.stdout.split())
+    assert call("--version").stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (5_000_000_000, "5.0 GB"), (10**19, "10000.0 PB")]
+)
+def test_human_bytes(count: int, text: str) -> None:
+    """Sizes are in decimal units."""
+    assert console.human_bytes(count) == text
+
+
+def test_human_age() -> None:
+    """Ages are in the unit that fits; what is not a time is shown as it is."""
+    now = datetime(2026, 1, 2, 12, 0, tzinfo=timezone.utc)
+    assert console.human_age("2026-01-02T11:59:30Z", now) == "30 s ago"
+    assert console.human_age("2026-01-02T09:00:00+00:00", now) == "3 h ago"
+    assert console.human_age("2025-12-23T12:00:00", now) == "10 d ago"
+    assert console.human_age("yesterday", now) == "yesterday"

@@ -1,0 +1,109 @@
+"""doctor finds what would keep a machine from saving, and says what to do."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from holdfast import doctor
+from holdfast.cli import app
+from holdfast.doctor import Finding, examine
+from tests.checkpoints import build_root
+from tests.serving import served
+
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Finding]]:
+    """Examine with the user's own directories and addresses out of the way."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("HOLDFAST_URL", "")
+    monkeypatch.setattr("holdfast.config.DEFAULT_URL", NOBODY)
+
+    def look(root: Path | None = None, url: str | None = None) -> dict[str, Finding]:
+        return {finding.name: finding for finding in examine(root, url)}
+
+    return look
+
+
+def test_healthy_machine(examined: Callable[..., dict[str, Finding]], tmp_path: Path) -> None:
+    """With root, socket and service in place everything is looked at and nothing fails."""
+    root = tmp_path / "root"
+    build_root(root, {"tiny": (5,)})
+    (tmp_path / "holdfast").mkdir()
+    with served(root) as running, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "holdfast" / "holdfast.sock"))
+        listener.listen()
+        found = examined(root, running.url)
+    assert set(found) >= {"python", "holdfast", "torch", "daemon", "memfd", "memory", "root", "disk", "write", "clock"}
+    assert all(finding.status != "fail" for finding in found.values())
+    assert found["socket"].status == found["service"].status == found["clock"].status == "ok"
+    assert "1 runs" in found["service"].what
+    assert {path.name for path in root.iterdir() if path.name.startswith(".holdfast-doctor")} == set()
+
+
+def test_defaults_may_be_missing(examined: Callable[..., dict[str, Finding]]) -> None:
+    """With no daemon and no directory yet there are warnings with advice, and no failure."""
+    found = examined()
+    assert [found[name].status for name in ("root", "socket", "service")] == ["warn"] * 3
+    assert all(finding.advice for finding in found.values() if finding.status != "ok")
+
+
+def test_what_was_named_must_be_there(examined: Callable[..., dict[str, Finding]], tmp_path: Path) -> None:
+    """A root or an address that was given and is not there is a failure."""
+    found = examined(tmp_path / "nope", NOBODY)
+    assert (found["root"].status, found["service"].status) == ("fail", "fail")
+
+
+def test_unwritable_root(
+    examined: Callable[..., dict[str, Finding]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root that cannot be written is a failure, and no probe is tried there."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    found = examined(tmp_path)
+    assert found["root"].status == "fail"
+    assert "write" not in found
+
+
+def test_available_memory(tmp_path: Path) -> None:
+    """MemAvailable is read in bytes; a file that is not there or does not say is None."""
+    meminfo = tmp_path / "meminfo"
+    assert doctor.available_bytes(meminfo) is None
+    meminfo.write_text("MemTotal: 100 kB\n")
+    assert doctor.available_bytes(meminfo) is None
+    meminfo.write_text("MemTotal: 100 kB\nMemAvailable:   42 kB\n")
+    assert doctor.available_bytes(meminfo) == 42 * 1024
+
+
+def test_cgroup_limits(tmp_path: Path) -> None:
+    """The smallest limit on the way up counts, in both versions; `max` and v1's huge number are none."""
+    membership, hierarchy = tmp_path / "cgroup", tmp_path / "fs"
+    assert doctor.cgroup_limit_bytes(hierarchy, membership) is None
+    (hierarchy / "a" / "b").mkdir(parents=True)
+    membership.write_text("0::/a/b\n")
+    (hierarchy / "a" / "b" / "memory.max").write_text("max\n")
+    assert doctor.cgroup_limit_bytes(hierarchy, membership) is None
+    (hierarchy / "a" / "memory.max").write_text("5000\n")
+    assert doctor.cgroup_limit_bytes(hierarchy, membership) == 5000
+    (hierarchy / "memory" / "job").mkdir(parents=True)
+    membership.write_text("4:cpu:/x\n3:memory:/job\n")
+    (hierarchy / "memory" / "job" / "memory.limit_in_bytes").write_text("7000\n")
+    (hierarchy / "memory" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
+    assert doctor.cgroup_limit_bytes(hierarchy, membership) == 7000
+
+
+def test_command(examined: Callable[..., dict[str, Finding]], tmp_path: Path) -> None:
+    """The command prints every finding, and ends with 1 only when something failed."""
+    fine = CliRunner().invoke(app, ["doctor", "--json"])
+    assert fine.exit_code == 0
+    assert {finding["status"] for finding in json.loads(fine.stdout)} <= {"ok", "warn"}
+    broken = CliRunner().invoke(app, ["doctor", "--root", str(tmp_path / "nope")])
+    assert broken.exit_code == 1
+    assert "create it" in broken.stdout

@@ -1,0 +1,75 @@
+"""A real daemon in a process of its own, for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast_formats import naming
+
+START_TIMEOUT_S = 60.0
+
+
+class RunningDaemon:
+    """A daemon that serves `root`; `log` is what it wrote."""
+
+    def __init__(self, root: Path, *flags: str, listen: str = "none") -> None:
+        self.root, self.socket, self.log = root, root.parent / f"{root.name}.sock", root.parent / f"{root.name}.log"
+        command = [sys.executable, "-m", "holdfast_service", "--root", str(root), "--socket", str(self.socket)]
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen([*command, "--listen", listen, *flags], stdout=log, stderr=log)
+        limit = time.monotonic() + START_TIMEOUT_S
+        while not self.about:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < limit, "the daemon did not come up"
+            time.sleep(0.02)
+
+    @property
+    def about(self) -> dict:
+        """What the daemon says of itself, once it serves."""
+        try:
+            found = json.loads((self.root / naming.DAEMON_FILE).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if found["pid"] == self.process.pid else {}
+
+    @property
+    def url(self) -> str:
+        return str(self.about["url"])
+
+    def stop(self) -> int:
+        """Ask it to end and wait; returns its exit status."""
+        self.process.terminate()
+        return self.process.wait(60)
+
+    def kill(self) -> None:
+        """End it as a power cut would."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def running(root: Path, *flags: str, listen: str = "none") -> Iterator[RunningDaemon]:
+    """A daemon for the length of a block; the block's end stops it in an orderly way and checks that it did."""
+    daemon = RunningDaemon(root, *flags, listen=listen)
+    try:
+        yield daemon
+    finally:
+        if daemon.process.poll() is None:
+            status = daemon.stop()
+            assert status == 0, daemon.log.read_text()
+
+
+def wait_until(condition, timeout_s: float = 30.0) -> None:
+    """Poll a condition until it holds; fails the test when it does not in time."""
+    limit = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < limit, "what was waited for did not happen"
+        time.sleep(0.02)

@@ -1,0 +1,91 @@
+"""The demo's processes: nobody survives a kill, and nobody else is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.demo.processes import Job, ProcessId, free_port, identify, is_alive, stop_earlier_daemon
+from holdfast_formats.naming import DAEMON_FILE
+
+SLEEP = "import time; time.sleep(60)"
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
+
+
+def wait_for_family(job: Job, count: int) -> list[ProcessId]:
+    deadline = time.monotonic() + 60
+    while len(job.family) < count and time.monotonic() < deadline:
+        job.poll()
+        time.sleep(0.01)
+    return list(job.family)
+
+
+def test_a_killed_job_takes_children_of_other_sessions_along(tmp_path: Path) -> None:
+    """torchrun gives each rank a session of its own, so a kill has to follow parentage."""
+    with Job([sys.executable, "-c", PARENT], tmp_path / "log") as job:
+        family = wait_for_family(job, 2)
+        assert job.kill() == 2
+    assert len(family) == 2
+    assert not any(is_alive(identity) for identity in family)
+
+
+def test_leaving_the_block_kills_what_still_runs(tmp_path: Path) -> None:
+    """An error in the demo leaves no trainer behind."""
+    with Job([sys.executable, "-c", SLEEP], tmp_path / "log") as job:
+        (identity,) = wait_for_family(job, 1)
+        assert is_alive(identity)
+    assert not is_alive(identity)
+
+
+def test_a_process_is_known_by_more_than_its_number() -> None:
+    """A number that was given to another process later does not count as the same one."""
+    me = identify(os.getpid())
+    assert me is not None and is_alive(me)
+    assert not is_alive(me._replace(started="0"))
+
+
+def test_a_free_port_can_be_listened_at() -> None:
+    """The port that is offered is not in use."""
+    with socket.create_server(("127.0.0.1", free_port())) as server:
+        assert server.getsockname()[1] > 0
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has begun (its command line can be read), and ends with the block."""
+    command = [sys.executable, "-c", f"print('begun', flush=True); {SLEEP}", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_an_innocent_process_is_not_taken_for_an_earlier_daemon(tmp_path: Path) -> None:
+    """A stale file that names a living process of another kind stops nothing."""
+    with running() as other:
+        (tmp_path / DAEMON_FILE).write_text(json.dumps({"pid": other.pid, "socket": "s", "url": "u"}))
+        assert not stop_earlier_daemon(tmp_path)
+        assert other.poll() is None
+
+
+def test_the_daemon_of_an_earlier_demo_is_stopped(tmp_path: Path) -> None:
+    """The process that serves the very directory is ended."""
+    with running("--root", str(tmp_path)) as earlier:
+        (tmp_path / DAEMON_FILE).write_text(json.dumps({"pid": earlier.pid, "socket": "s", "url": "u"}))
+        assert stop_earlier_daemon(tmp_path)
+        assert earlier.wait() == -signal.SIGTERM
+
+
+def test_without_a_file_there_is_no_earlier_daemon(tmp_path: Path) -> None:
+    """A fresh directory has nobody to stop."""
+    assert not stop_earlier_daemon(tmp_path)

@@ -1,0 +1,35 @@
+"""digest: xxh3-64, pinned to known values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from holdfast_formats.digest import check_digest, digest
+from holdfast_formats.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [(b"", "2d06800538d394c2"), (b"holdfast", "4ddf46ebd3ad850b"), (bytes(range(256)) * 4096, "d36c0e13a3df139e")],
+)
+def test_digests_are_what_they_always_were(data: bytes, expected: str) -> None:
+    """Seed 0, sixteen lower-case digits; these values are on disks and may never change."""
+    assert digest(data) == expected
+    check_digest(expected)
+
+
+def test_any_contiguous_buffer_has_the_digest_of_its_bytes() -> None:
+    """bytes, bytearray, memoryview and arrays of any shape agree; a strided view is refused rather than copied."""
+    array = np.arange(12, dtype="<u2").reshape(3, 4)
+    data = array.tobytes()
+    assert digest(array) == digest(data) == digest(bytearray(data)) == digest(memoryview(data))
+    with pytest.raises(ValueError, match="contiguous"):
+        digest(array[:, ::2])
+
+
+@pytest.mark.parametrize("text", ["", "0" * 15, "0" * 17, "G" + "0" * 15, "A" * 16, " " * 16, "０" * 16, "0x" + "0" * 14])
+def test_what_is_no_digest_is_refused(text: str) -> None:
+    """Length, alphabet and case are exact, so that an absent digest can never pass."""
+    with pytest.raises(InvalidRequest, match="not an xxh3-64 digest"):
+        check_digest(text)

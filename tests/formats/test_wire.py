@@ -1,0 +1,125 @@
+"""wire: frames between a rank and its daemon, however the stream is cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast_formats import wire
+from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, Pinned
+from holdfast_formats.wire import FrameDecoder, Message
+
+TO_DAEMON: list[Message] = [
+    wire.Hello(id=0, run="run", rank=1, world=2, launch="launch-7", pid=42, keep_last=3),
+    wire.Reserve(id=1, slots=2, data_bytes=2**40, table_bytes=100),
+    wire.Lease(id=2, step=500, wait_s=1.5),
+    wire.Seal(id=3, slot=0, step=500, table_digest="0123456789abcdef"),
+    wire.Abandon(id=4, slot=1, step=500, problem=Pinned("x", hint="y").problem()),
+    wire.Choose(id=5, turn=0, step=None, groups=("model", "optim")),
+]
+TO_RANK: list[Message] = [
+    wire.Welcome(reply_to=0, attempt=2, node="n", root="/r", version="0.1.0"),
+    wire.Segment(reply_to=1, slots=2, data_bytes=8192, table_bytes_max=4096),
+    wire.Granted(reply_to=2, slot=1, deadline_s=60.0),
+    wire.Sealed(reply_to=3),
+    wire.Chosen(reply_to=5, step=500),
+    wire.Done(reply_to=4),
+    wire.Failed(reply_to=2, problem=Pinned("x").problem()),
+    wire.Outcome(step=500, attempt=2, state="aborted", problem={"code": "no-space", "检": 1}),
+]
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + body
+
+
+@pytest.mark.parametrize(("adapter", "messages"), [(wire.TO_DAEMON, TO_DAEMON), (wire.TO_RANK, TO_RANK)])
+@given(data=st.data())
+def test_messages_survive_any_cut_of_the_stream(adapter: object, messages: list[Message], data: st.DataObject) -> None:
+    """However the kernel hands the bytes over, the same messages come out, in order, each as soon as it is whole."""
+    sent = data.draw(st.lists(st.sampled_from(messages), max_size=6))
+    stream = b"".join(map(wire.encode_frame, sent))
+    cuts = sorted([0, len(stream), *data.draw(st.lists(st.integers(0, len(stream)), max_size=10))])
+    decoder = FrameDecoder(adapter)
+    received = []
+    for start, stop in itertools.pairwise(cuts):
+        received += decoder.feed(stream[start:stop])
+        whole = sum(len(b"".join(map(wire.encode_frame, sent[: i + 1]))) <= stop for i in range(len(sent)))
+        assert len(received) == whole
+    assert received == sent
+
+
+def test_every_message_of_the_protocol_is_exercised_here() -> None:
+    """The two lists above hold each message once, and each direction refuses the other's."""
+    for adapter, union, messages in ((wire.TO_DAEMON, wire.ToDaemon, TO_DAEMON), (wire.TO_RANK, wire.ToRank, TO_RANK)):
+        assert {type(message) for message in messages} == set(union.__origin__.__args__)
+        for foreign in TO_RANK if messages is TO_DAEMON else TO_DAEMON:
+            with pytest.raises(InvalidRequest):
+                FrameDecoder(adapter).feed(wire.encode_frame(foreign))
+
+
+def test_a_frame_is_what_format_md_says() -> None:
+    """Four bytes of little-endian length, then JSON with a type."""
+    encoded = wire.encode_frame(wire.Done(reply_to=7))
+    assert int.from_bytes(encoded[:4], "little") == len(encoded) - 4
+    assert json.loads(encoded[4:]) == {"type": "done", "reply_to": 7}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"null",
+        b"\xff",
+        b'{"type":"done"}',
+        b'{"type":"nothing","id":1}',
+        b'{"type":"lease","id":-1,"step":5}',
+        b'{"type":"lease","id":1,"step":-5}',
+        b'{"type":"lease","id":1,"step":5,"wait_s":1e9}',
+        b'{"type":"lease","id":1,"step":5,"wait_s":NaN}',
+        b'{"type":"lease","id":1,"step":5,"more":1}',
+        b'{"type":"lease","id":1}',
+        b'{"type":"reserve","id":1,"slots":0,"data_bytes":1,"table_bytes":1}',
+        b'{"type":"hello","id":1,"run":"r","rank":0,"world":1,"launch":""}',
+        b'{"type":"hello","id":1,"run":"\\ud800","rank":0,"world":1,"launch":"x"}',
+        b'{"type":' + b"[" * 100_000,
+    ],
+)
+def test_what_is_not_a_message_is_refused(body: bytes) -> None:
+    """Unknown types and fields, numbers out of range, broken JSON: one named error with a hint about versions."""
+    with pytest.raises(InvalidRequest, match="does not understand") as caught:
+        FrameDecoder(wire.TO_DAEMON).feed(frame(body))
+    assert "versions" in caught.value.hint
+
+
+def test_no_frame_is_larger_than_the_limit() -> None:
+    """A length over the limit is refused before its bytes are awaited, and such a message is not sent."""
+    assert FrameDecoder(wire.TO_DAEMON).feed(wire.FRAME_BYTES_MAX.to_bytes(4, "little")) == []
+    with pytest.raises(LimitExceeded, match="a frame of"):
+        FrameDecoder(wire.TO_DAEMON).feed((wire.FRAME_BYTES_MAX + 1).to_bytes(4, "little"))
+    with pytest.raises(LimitExceeded, match="a message of"):
+        wire.encode_frame(wire.Failed(reply_to=1, problem={"detail": "x" * wire.FRAME_BYTES_MAX}))
+
+
+def test_a_message_that_json_cannot_state_is_not_sent() -> None:
+    """Text that is not valid Unicode is a named error on the sender's side."""
+    with pytest.raises(InvalidRequest, match="JSON cannot state"):
+        wire.encode_frame(wire.Failed(reply_to=1, problem={"detail": "\ud800"}))
+
+
+@given(st.binary(max_size=60), st.lists(st.integers(0, 64), max_size=4))
+def test_random_bytes_give_named_errors(noise: bytes, cuts: list[int]) -> None:
+    """Noise on the socket, framed or not, ends in a named error or waits for more."""
+    for stream in (noise, frame(noise), frame(b'{"type":"hello",' + noise + b"}")):
+        places = sorted([0, len(stream), *(min(cut, len(stream)) for cut in cuts)])
+        decoder = FrameDecoder(wire.TO_DAEMON)
+        try:
+            assert [m for a, b in itertools.pairwise(places) for m in decoder.feed(stream[a:b])] == []
+        except CheckpointError:
+            continue

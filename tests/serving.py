@@ -1,0 +1,65 @@
+"""A real service over HTTP: the real catalog and tier, behind uvicorn in a thread, on a port of its own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import uvicorn
+from fastapi import FastAPI
+
+from holdfast_formats import naming, rest
+from holdfast_service.api.app import Services, create_app
+from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.storage import PosixTier
+
+
+class Served(NamedTuple):
+    url: str
+    root: Path
+    services: Services
+    app: FastAPI
+
+
+@contextmanager
+def services(root: Path) -> Iterator[Services]:
+    """Services over a root, every committed checkpoint of it in the catalog."""
+    tier = PosixTier(root)
+    catalog = Catalog.open(f"sqlite:///{root / naming.CATALOG}")
+    decisions = Decisions(tier, catalog, None)
+    decisions.recover()
+
+    def node() -> rest.Node:
+        return rest.Node(
+            name="node-1", pid=1, version="9.9", root=str(root), socket=None, started="now", arena_bytes=4096, ranks=2
+        )
+
+    try:
+        yield Services(tier, catalog, str(root), "9.9", node, decisions.remove, root)
+    finally:
+        catalog.close()
+
+
+@contextmanager
+def served(directory: Path, **changes: object) -> Iterator[Served]:
+    """The API over a root directory, on a free port of the loopback; `changes` replace parts of its `Services`."""
+    # The protocol is named so that asyncio recognises TCP and sends small answers at once (TCP_NODELAY).
+    with services(directory) as made, socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()  # from here on nobody is refused, though the server has still to start
+        made = replace(made, **changes)  # type: ignore[arg-type]
+        app = create_app(made)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-http")
+        thread.start()
+        try:
+            yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", directory, made, app)
+        finally:
+            server.should_exit = True
+            thread.join(timeout=20)

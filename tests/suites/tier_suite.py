@@ -1,0 +1,287 @@
+"""The exam every Tier takes. A new tier's test subclasses `TierSuite`, in ten lines, and hands over the two fixtures."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchResource, StorageFailed
+from holdfast_service.storage import Buffer, Tier
+
+ESCAPES = ["/etc/passwd", "../outside", "a/../../outside", "a//b", "./a", "a/.", "a/", "a\0b", ".."]
+
+
+class Raw(Protocol):
+    """Access to what a tier stores that does not go through the tier."""
+
+    def write(self, path: str, data: bytes) -> None: ...
+    def read(self, path: str) -> bytes | None: ...
+
+
+class TierSuite:
+    """Subclasses give the fixtures `tier`, a fresh and empty tier, and `raw`, the way past it."""
+
+    def test_file_has_every_byte_written(self, tier: Tier, raw: Raw) -> None:
+        """What is written in pieces, in any order, is the file; what is not written is zero."""
+        writer = tier.create("run/staging/x/model.safetensors", 12)
+        writer.write(6, [b"gh", bytearray(b"ij")])
+        writer.write(0, [b"ab", memoryview(b"cdef"), b""])
+        writer.finish()
+        assert raw.read("run/staging/x/model.safetensors") == b"abcdefghij\0\0"
+
+    @pytest.mark.parametrize(
+        "buffer",
+        [
+            np.arange(6, dtype=np.float32).reshape(2, 3),
+            np.arange(4, dtype=ml_dtypes.bfloat16),
+            np.array(7, dtype=np.int64),
+            np.empty((0, 5), dtype=np.float32),
+            np.array([True, False]),
+        ],
+        ids=["matrix", "bfloat16", "scalar", "empty", "bool"],
+    )
+    def test_arrays_are_written_as_their_bytes(self, tier: Tier, raw: Raw, buffer: Buffer) -> None:
+        """An array of any dtype and shape stands in the file as its row-major bytes."""
+        expected = np.asarray(buffer).tobytes()
+        writer = tier.create("file", len(expected))
+        writer.write(0, [buffer])
+        writer.finish()
+        assert raw.read("file") == expected
+
+    def test_non_contiguous_array_is_refused(self, tier: Tier) -> None:
+        """An array with strides would need a copy, so it is refused rather than written in another order."""
+        writer = tier.create("file", 100)
+        with pytest.raises(InvalidRequest, match="contiguous"):
+            writer.write(0, [np.zeros((4, 4), np.uint8)[:, ::2]])
+        writer.discard()
+
+    def test_thousands_of_buffers_in_one_write(self, tier: Tier, raw: Raw) -> None:
+        """A write takes more buffers than the system takes in one call."""
+        pieces = [bytes([n % 251]) * (n % 5) for n in range(5000)]
+        whole = b"".join(pieces)
+        writer = tier.create("file", len(whole))
+        writer.write(0, pieces)
+        writer.finish()
+        assert raw.read("file") == whole
+
+    def test_threads_write_disjoint_ranges(self, tier: Tier, raw: Raw) -> None:
+        """Several threads fill one file."""
+        writer = tier.create("file", 64 * 100)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda n: writer.write(n * 64, [bytes([n]) * 64]), range(100)))
+        writer.finish()
+        assert raw.read("file") == b"".join(bytes([n]) * 64 for n in range(100))
+
+    @pytest.mark.parametrize(("offset", "data"), [(5, b"xyz"), (-1, b"x"), (8, b"")])
+    def test_write_outside_the_file_is_refused(self, tier: Tier, raw: Raw, offset: int, data: bytes) -> None:
+        """A file never grows beyond the size it was made with."""
+        writer = tier.create("file", 7)
+        with pytest.raises(InvalidRequest):
+            writer.write(offset, [data])
+        writer.finish()
+        assert raw.read("file") == b"\0" * 7
+
+    def test_closed_writer_writes_no_more(self, tier: Tier) -> None:
+        """After finish or discard, write and finish fail, and discard does nothing."""
+        for path, close in (("a", "finish"), ("b", "discard")):
+            writer = tier.create(path, 1)
+            getattr(writer, close)()
+            writer.discard()
+            with pytest.raises(StorageFailed):
+                writer.write(0, [b"x"])
+            with pytest.raises(StorageFailed):
+                writer.finish()
+
+    def test_create_and_put_never_overwrite(self, tier: Tier, raw: Raw) -> None:
+        """Something at the path already is refused and left as it is."""
+        raw.write("run/file", b"old")
+        with pytest.raises(StorageFailed):
+            tier.create("run/file", 3)
+        with pytest.raises(StorageFailed):
+            tier.put("run/file", b"new")
+        assert raw.read("run/file") == b"old"
+
+    def test_create_of_a_negative_size_is_refused(self, tier: Tier) -> None:
+        """A size below zero leaves nothing behind."""
+        with pytest.raises(InvalidRequest):
+            tier.create("file", -1)
+        assert tier.list("") == []
+
+    def test_put_makes_parents(self, tier: Tier, raw: Raw) -> None:
+        """A small file appears with the directories above it."""
+        tier.put("a/b/c/COMMIT", b"{}")
+        assert raw.read("a/b/c/COMMIT") == b"{}"
+
+    def test_replace_makes_and_replaces(self, tier: Tier, raw: Raw) -> None:
+        """A replaced file has the new bytes alone, and nothing else is left in the directory."""
+        tier.replace("run/run.json", b"a long first text")
+        tier.replace("run/run.json", b"short")
+        assert raw.read("run/run.json") == b"short"
+        assert tier.list("run") == ["run.json"]
+
+    def test_replace_of_a_directory_is_refused(self, tier: Tier, raw: Raw) -> None:
+        """A directory is never replaced by a file."""
+        raw.write("run/run.json/file", b"x")
+        with pytest.raises(StorageFailed):
+            tier.replace("run/run.json", b"{}")
+        assert raw.read("run/run.json/file") == b"x"
+
+    def test_sync_directory(self, tier: Tier) -> None:
+        """The root and every directory can be made durable; one that is not there is named."""
+        tier.put("a/b/file", b"x")
+        tier.sync_directory("a/b")
+        tier.sync_directory("")
+        with pytest.raises(NoSuchResource):
+            tier.sync_directory("a/c")
+
+    def test_publish_moves_everything(self, tier: Tier, raw: Raw) -> None:
+        """A published directory has all it had, under its new name alone; the target's parents are made."""
+        raw.write("run/staging/step-00000001.a1/COMMIT", b"1")
+        raw.write("run/staging/step-00000001.a1/sub/file", b"2")
+        raw.write("run/staging/step-00000001.a10/file", b"3")
+        tier.publish("run/staging/step-00000001.a1", "run/checkpoints/step-00000001")
+        assert raw.read("run/checkpoints/step-00000001/COMMIT") == b"1"
+        assert raw.read("run/checkpoints/step-00000001/sub/file") == b"2"
+        assert tier.list("run/staging") == ["step-00000001.a10"]
+        assert tier.list("run/checkpoints") == ["step-00000001"]
+
+    @pytest.mark.parametrize("taken", ["b/file", "b"], ids=["directory", "file"])
+    def test_publish_refuses_a_taken_target(self, tier: Tier, raw: Raw, taken: str) -> None:
+        """Whatever stands at the target stays, and so does the source."""
+        raw.write("a/new", b"new")
+        raw.write(taken, b"old")
+        with pytest.raises(AlreadyCommitted):
+            tier.publish("a", "b")
+        assert (raw.read("a/new"), raw.read(taken)) == (b"new", b"old")
+
+    def test_publish_refuses_an_empty_directory_as_target(self, tier: Tier) -> None:
+        """An empty directory is a taken target too, although rename alone would replace it."""
+        tier.put("a/file", b"x")
+        tier.put("b/file", b"x")
+        tier.remove_file("b/file")
+        with pytest.raises(AlreadyCommitted):
+            tier.publish("a", "b")
+        assert tier.list("a") == ["file"]
+
+    def test_publish_of_nothing(self, tier: Tier, raw: Raw) -> None:
+        """A source that is not there, or is a file, is refused."""
+        raw.write("file", b"x")
+        with pytest.raises(NoSuchResource):
+            tier.publish("a", "b")
+        with pytest.raises(StorageFailed):
+            tier.publish("file", "b")
+        assert tier.list("") == ["file"]
+
+    def test_read(self, tier: Tier, raw: Raw) -> None:
+        """A range is cut at the end of the file."""
+        raw.write("file", b"0123456789")
+        assert tier.read("file") == b"0123456789"
+        assert tier.read("file", 4) == b"456789"
+        assert tier.read("file", 2, 3) == b"234"
+        assert tier.read("file", 8, 2**40) == b"89"
+        assert tier.read("file", 11, 5) == b""
+        assert tier.read("file", 3, 0) == b""
+
+    def test_read_into(self, tier: Tier, raw: Raw) -> None:
+        """A buffer is filled, and the count is short only at the end of the file."""
+        raw.write("file", bytes(range(10)))
+        array = np.zeros(2, np.uint32)
+        assert tier.read_into("file", 1, array) == 8
+        assert array.tobytes() == bytes(range(1, 9))
+        short = bytearray(b"\xff" * 5)
+        assert tier.read_into("file", 7, memoryview(short)) == 3
+        assert short == b"\7\x08\x09\xff\xff"
+        assert tier.read_into("file", 20, short) == 0
+
+    def test_reading_what_is_no_file(self, tier: Tier, raw: Raw) -> None:
+        """A missing file and a directory are both named as no file."""
+        raw.write("directory/file", b"x")
+        for path in ("missing", "directory", "missing/file"):
+            with pytest.raises(NoSuchResource):
+                tier.read(path)
+            with pytest.raises(NoSuchResource):
+                tier.read_into(path, 0, bytearray(1))
+
+    def test_reading_before_the_beginning_is_refused(self, tier: Tier, raw: Raw) -> None:
+        """Negative offsets and lengths never count from the end."""
+        raw.write("file", b"abc")
+        for offset, length in ((-1, 1), (0, -1), (-1, None)):
+            with pytest.raises(InvalidRequest):
+                tier.read("file", offset, length)
+        with pytest.raises(InvalidRequest):
+            tier.read_into("file", -1, bytearray(1))
+
+    def test_size(self, tier: Tier, raw: Raw) -> None:
+        """A file has a size; a directory, a path below a file and nothing at all have none."""
+        raw.write("directory/file", b"abc")
+        raw.write("directory/empty", b"")
+        assert tier.size("directory/file") == 3
+        assert tier.size("directory/empty") == 0
+        for path in ("directory", "missing", "missing/file", "directory/file/below"):
+            assert tier.size(path) is None
+
+    def test_list(self, tier: Tier, raw: Raw) -> None:
+        """Names of files and directories, sorted; what is not a directory has none."""
+        for path in ("b/file", "a", "c", "b/x/y"):
+            raw.write(path, b"")
+        assert tier.list("") == ["a", "b", "c"]
+        assert tier.list("b") == ["file", "x"]
+        assert tier.list("a") == tier.list("missing") == tier.list("missing/below") == []
+
+    def test_remove_file(self, tier: Tier, raw: Raw) -> None:
+        """One file goes, its neighbours stay; a missing one is named."""
+        raw.write("run/a", b"1")
+        raw.write("run/b", b"2")
+        tier.remove_file("run/a")
+        assert tier.list("run") == ["b"]
+        with pytest.raises(NoSuchResource):
+            tier.remove_file("run/a")
+
+    def test_remove_tree(self, tier: Tier, raw: Raw) -> None:
+        """A directory goes with all below it, a file goes, nothing is fine; names that only begin alike stay."""
+        for path in ("a/b/c/file", "a/b/file", "a/bc/file", "a/file"):
+            raw.write(path, b"x")
+        tier.remove_tree("a/b")
+        assert tier.list("a") == ["bc", "file"]
+        tier.remove_tree("a/file")
+        tier.remove_tree("a/b")
+        tier.remove_tree("nothing/at/all")
+        assert tier.list("a") == ["bc"]
+
+    def test_free_bytes(self, tier: Tier) -> None:
+        """There is room in an empty tier."""
+        assert tier.free_bytes() > 0
+
+    @pytest.mark.parametrize("path", ESCAPES)
+    def test_paths_out_of_the_root_are_refused(self, tier: Tier, path: str) -> None:
+        """No call takes a path that is absolute, climbs, or has two spellings."""
+        calls = [
+            lambda: tier.create(path, 1),
+            lambda: tier.put(path, b""),
+            lambda: tier.replace(path, b""),
+            lambda: tier.sync_directory(path),
+            lambda: tier.publish(path, "target"),
+            lambda: tier.publish("source", path),
+            lambda: tier.read(path),
+            lambda: tier.read_into(path, 0, bytearray(1)),
+            lambda: tier.size(path),
+            lambda: tier.list(path),
+            lambda: tier.remove_file(path),
+            lambda: tier.remove_tree(path),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidRequest):
+                call()
+
+    def test_the_root_itself_is_not_removed(self, tier: Tier, raw: Raw) -> None:
+        """The empty path means the root only where a directory is read."""
+        raw.write("file", b"x")
+        with pytest.raises(InvalidRequest):
+            tier.remove_tree("")
+        with pytest.raises(InvalidRequest):
+            tier.publish("", "target")
+        assert raw.read("file") == b"x"
