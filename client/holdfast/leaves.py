@@ -14,7 +14,7 @@ from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 
 from . import fragments
-from .fragments import Piece, Placed, Storable
+from .fragments import Fragment, Piece, Placed, Storable
 from .torch_dtypes import safetensors_name
 
 RANK_PREFIX = "ranks/"  # tensors that belong to one rank's process, not to the model: RNG, data loaders
@@ -129,9 +129,9 @@ class Plan:
 def describe(group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> tuple[Leaf, dict[str, int]]:
     """The leaf of a live tensor and its mesh; refuses, by name, what no file could hold."""
     path = f"{group}/{name}"
-    memory = fragments.local_tensor(value) if local is None else local
     placed: Placed = fragments.pieces(value, path) if local is None else fragments.pieces_like(value, local, path)
-    leaf = Leaf(group, name, safetensors_name(memory.dtype, path), placed.shape, placed.pieces, placed.placement)
+    typed = local if local is not None else value.tensor if isinstance(value, Fragment) else value
+    leaf = Leaf(group, name, safetensors_name(typed.dtype, path), placed.shape, placed.pieces, placed.placement)
     TensorSpec(group, name, leaf.dtype, leaf.shape).check()
     return leaf, placed.mesh
 

@@ -93,19 +93,20 @@ class OptimizerState(NamedTuple):
     def collect(self, content: Content) -> None:
         """Add every state tensor under its parameter's name, and the document with all that is not a tensor."""
         parameters = list(self.parameters())
+        shards = self._shard_keys()
         document: dict[str, Any] = {"groups": self._hyper(), "state": {}, "masters": {}, "kinds": {}}
         for parameter in parameters:
             for key, value in self._state_of(parameter).items():
                 if not isinstance(value, torch.Tensor):
                     document["state"].setdefault(parameter.name, {})[key] = value
-                elif _is_master(parameter, key, value):
+                    continue
+                group, name = _target(parameter, key, value)
+                if kind := _kind(parameter, value, key in shards):
+                    document["kinds"].setdefault(key, kind)
+                if group == MASTER_GROUP:
                     document["masters"].setdefault(key, []).append(parameter.name)
-                    self._collect_master(content, parameter, value)
-                else:
-                    kind = _kind(parameter, value)
-                    if kind:
-                        document["kinds"].setdefault(key, kind)
-                    _add(content, (GROUP, f"{parameter.name}/{key}"), parameter, value)
+                if not _holds(content, (group, name), value):  # the mapping `master` may hold this very tensor
+                    content.add(group, name, *_placed(parameter, value, key in shards))
         tree = trees.grow(document, self.key, self.key)
         content.add_value(GROUP, self.key, tree.text)
         for name, tensor in tree.tensors.items():
@@ -127,12 +128,28 @@ class OptimizerState(NamedTuple):
         return _Resumption(self, stored, selection, plan).prepare(text)
 
     def _want_live(self, plan: Plan, selection: Selection, done: set[Key]) -> None:
+        shards = self._shard_keys()
         for parameter in self.parameters():
             for key, value in self._state_of(parameter).items():
                 if isinstance(value, torch.Tensor):
                     target = _target(parameter, key, value)
                     if target not in done and selection.takes(*target):
-                        _want(plan, target, parameter, value)
+                        plan.want(*target, *_placed(parameter, value, key in shards))
+
+    def _shard_keys(self) -> frozenset[str]:
+        """Keys under which plain tensors are this rank's shards, as optimizers that work on local tensors keep them.
+
+        A key is one of these if its tensors have the local shape of every sharded parameter: a single one may by chance.
+        """
+        alike: dict[str, bool] = {}
+        for parameter in self.parameters():
+            if not _is_sharded(parameter.value):
+                continue
+            local = tuple(local_tensor(parameter.value).shape)
+            for key, value in self._state_of(parameter).items():
+                if isinstance(value, torch.Tensor) and value.dim() and not is_dtensor(value):
+                    alike[key] = alike.get(key, True) and tuple(value.shape) == local
+        return frozenset(key for key, every in alike.items() if every)
 
     def _state_of(self, parameter: Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state.get(parameter.tensor, {})
@@ -140,13 +157,6 @@ class OptimizerState(NamedTuple):
             if not isinstance(key, str) or not key or "/" in key:
                 raise InvalidRequest(f"{self.key}: the state of {parameter.name} has the key {key!r}, not a plain name")
         return state
-
-    def _collect_master(self, content: Content, parameter: Parameter, value: torch.Tensor) -> None:
-        held = content.leaves.get((MASTER_GROUP, parameter.name))
-        memory = local_tensor(value)
-        same = held is not None and all(_is_within(piece.tensor, memory) for piece in held.pieces)
-        if not same:  # else the mapping `master` holds this very tensor
-            _add(content, (MASTER_GROUP, parameter.name), parameter, value)
 
     def _hyper(self) -> dict[str, dict[str, Any]]:
         foreign = [key for key in self.optimizer.state if not isinstance(key, torch.Tensor)]
@@ -168,6 +178,7 @@ class _Resumption:
         self.stored = stored
         self.selection = selection
         self.plan = plan
+        self.shards = state._shard_keys()
         self.done: set[Key] = set()
         self.created: list[tuple[torch.Tensor, str, torch.Tensor]] = []
 
@@ -185,7 +196,7 @@ class _Resumption:
             raise CorruptManifest(f"the stored value of {key} is not an optimizer's", file="state.json")
         parameters = {parameter.name: parameter for parameter in self.state.parameters()}
         self._tensors(parameters, document["kinds"])
-        self._masters(parameters, document["masters"])
+        self._masters(parameters, document["masters"], document["kinds"])
         self._values(parameters, document["state"])
         self.state._want_live(self.plan, self.selection, self.done)
         hyper = self._hyper(document["groups"])
@@ -204,12 +215,14 @@ class _Resumption:
                 if not isinstance(value, torch.Tensor) and key not in stored.get(name, {}):
                     self.plan.missing.append(f"{GROUP}/{name}/{key}")
 
-    def _masters(self, parameters: Mapping[str, Parameter], masters: Mapping[str, list[str]]) -> None:
+    def _masters(
+        self, parameters: Mapping[str, Parameter], masters: Mapping[str, list[str]], kinds: Mapping[str, str]
+    ) -> None:
         for key, names in masters.items():
             for name in names:
                 stored = self.stored.spec(MASTER_GROUP, name) is not None
                 if name in parameters and stored and self.selection.takes(MASTER_GROUP, name):
-                    self._claim(parameters[name], key, (MASTER_GROUP, name), "")
+                    self._claim(parameters[name], key, (MASTER_GROUP, name), kinds.get(key, ""))
                 elif name in parameters and key not in self.state._state_of(parameters[name]):
                     self.plan.notes.append(
                         f"{self.state.key}: {name} is restored without its {key}, which is in group master"
@@ -221,10 +234,11 @@ class _Resumption:
         live = self.state._state_of(parameter).get(key)
         spec = self.stored.spec(*target)
         assert spec is not None
-        if live is None or not isinstance(live, torch.Tensor):
-            live = _fresh(parameter, key, (torch_dtype(spec[0], target[1]), spec[1]), kind)
-            self.created.append((parameter.tensor, key, live))
-        _want(self.plan, target, parameter, live)
+        made = Made(live, key in self.shards) if isinstance(live, torch.Tensor) else None
+        if made is None:
+            made = _fresh(parameter, key, (torch_dtype(spec[0], target[1]), spec[1]), kind)
+            self.created.append((parameter.tensor, key, made.tensor))
+        self.plan.want(*target, *_placed(parameter, *made))
 
     def _hyper(self, groups: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
         """Per live group the stored hyper-parameters: of the stored group that its first known parameter was in."""
@@ -277,11 +291,21 @@ def _merged(live: Any, value: Any) -> Any:
 
 
 def _agree(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return {k: str(v) for k, v in a.items()} == {k: str(v) for k, v in b.items()}
+    # Tensors among them are not filled yet when this is asked; numbers and text decide.
+    plain = [{k: repr(v) for k, v in hyper.items() if not isinstance(v, torch.Tensor)} for hyper in (a, b)]
+    return plain[0] == plain[1]
 
 
-def _is_within(piece: torch.Tensor, memory: torch.Tensor) -> bool:
-    return piece.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+def _holds(content: Content, key: Key, value: torch.Tensor) -> bool:
+    """Whether a leaf of this name is this tensor's memory already."""
+    leaf, memory = content.leaves.get(key), local_tensor(value).untyped_storage().data_ptr()
+    return leaf is not None and all(piece.tensor.untyped_storage().data_ptr() == memory for piece in leaf.pieces)
+
+
+def _placed(parameter: Parameter, value: torch.Tensor, shard: bool) -> tuple[Storable, torch.Tensor | None]:
+    """The state tensor as it lies: by itself, or as memory in the place of its parameter."""
+    shard = shard and bool(value.dim()) and _is_sharded(parameter.value) and not is_dtensor(value)
+    return (parameter.value, local_tensor(value)) if shard else (value, None)
 
 
 def _is_master(parameter: Parameter, key: str, value: torch.Tensor) -> bool:
@@ -296,59 +320,39 @@ def _is_sharded(value: Storable) -> bool:
     return isinstance(value, Fragment) or is_dtensor(value)
 
 
-def _is_shard_of(parameter: Parameter, value: torch.Tensor) -> bool:
-    """Whether a plain state tensor is this rank's shard, as optimizers that work on local tensors keep it."""
-    local = tuple(local_tensor(parameter.value).shape)
-    return (
-        _is_sharded(parameter.value)
-        and not is_dtensor(value)
-        and tuple(value.shape) == local
-        and (local != global_shape(parameter.value) or isinstance(parameter.value, Fragment))
-    )
-
-
-def _kind(parameter: Parameter, value: torch.Tensor) -> str:
+def _kind(parameter: Parameter, value: torch.Tensor, shard: bool) -> str:
     """What a restore must know to make such a tensor anew, where shape alone would suggest another."""
-    if is_dtensor(parameter.value):
-        alike = tuple(value.shape) == global_shape(parameter.value)
-        if is_dtensor(value):
-            return "" if alike else MESH
-        if value.dim() and value.shape == local_tensor(parameter.value).shape:
-            return LOCAL
-        return PLAIN if alike and value.dim() else ""
-    return ""
+    if not is_dtensor(parameter.value):
+        return ""
+    alike = tuple(value.shape) == global_shape(parameter.value)
+    if is_dtensor(value):
+        return "" if alike else MESH
+    if shard:
+        return LOCAL
+    return PLAIN if alike and value.dim() else ""
 
 
-def _add(content: Content, target: Key, parameter: Parameter, value: torch.Tensor) -> None:
-    if _is_shard_of(parameter, value):
-        content.add(*target, parameter.value, local_tensor(value))
-    else:
-        content.add(*target, value)
+class Made(NamedTuple):
+    """A state tensor and whether it is, though plain, this rank's shard of the state of a sharded parameter."""
+
+    tensor: torch.Tensor
+    shard: bool
 
 
-def _want(plan: Plan, target: Key, parameter: Parameter, value: torch.Tensor) -> None:
-    if _is_shard_of(parameter, value):
-        plan.want(*target, parameter.value, local_tensor(value))
-    else:
-        plan.want(*target, value)
-
-
-def _fresh(parameter: Parameter, key: str, spec: tuple[torch.dtype, Shape], kind: str) -> torch.Tensor:
+def _fresh(parameter: Parameter, key: str, spec: tuple[torch.dtype, Shape], kind: str) -> Made:
     """A state tensor as the optimizer would have made it itself, to be filled whole."""
     dtype, shape = spec[0], local_shape(*spec)
     value, held = parameter.value, parameter.tensor.detach()
     if key == "step" and not shape:
         on_device = parameter.group.get("capturable") or parameter.group.get("fused")
-        return torch.zeros((), dtype=dtype, device=held.device if on_device else "cpu")
-    alike = shape == global_shape(value) and kind != PLAIN
-    if alike and (kind == LOCAL or isinstance(value, Fragment)):
-        return torch.empty_like(local_tensor(value), dtype=dtype)
-    if alike:
-        return torch.empty_like(held, dtype=dtype)
+        return Made(torch.zeros((), dtype=dtype, device=held.device if on_device else "cpu"), False)
+    if shape == global_shape(value) and kind != PLAIN:
+        shard = kind == LOCAL or isinstance(value, Fragment)
+        return Made(torch.empty_like(local_tensor(value) if shard else held, dtype=dtype), shard)
     plain = torch.empty(shape, dtype=dtype, device=held.device)
     if kind == MESH and is_dtensor(held):
         from torch.distributed.tensor import DTensor, Replicate
 
         mesh = held.device_mesh  # type: ignore[attr-defined]
-        return DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return plain
+        plain = DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return Made(plain, False)

@@ -43,7 +43,7 @@ def place(root: str | Path | None, socket: str | Path | None, url: str | None) -
 def connect(
     where: Place, start: bool, on_outcome: Callable[[Outcome], None], on_lost: Callable[[CheckpointError], None]
 ) -> Link:
-    """A link to the daemon of this place, starting an embedded one where that is allowed; `DaemonGone` when there is none."""
+    """A link to the daemon of this place, started if need be and `start` allows it; `DaemonGone` when there is none."""
 
     def link(path: Path) -> Link:
         return Link(path, on_outcome, on_lost)

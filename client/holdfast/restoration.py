@@ -72,9 +72,9 @@ class _Comparison:
         for alias, canonical in aliases.items():
             self.claimed.add((group, alias))
             source, other = self.stored.canonical(group, canonical), self.stored.canonical(group, alias)
-            if other is None:
+            if other is None and source is None:  # what is tied to a tensor that was found has its bytes
                 self.missing.append(f"{group}/{alias}")
-            elif source is not None and source != other:
+            elif other is not None and source is not None and source != other:
                 self.claimed.add((group, other))
                 self.notes.append(
                     f"{group}/{alias} and {group}/{canonical} are one tensor here and were saved as two: "

@@ -42,7 +42,7 @@ class SaveTicket:
         return self._error
 
     def result(self, timeout: float | None = None) -> SaveResult:
-        """Wait until the step is committed; raises the error that ended it, or `DeadlineExceeded` after `timeout` seconds."""
+        """Wait until the step is committed; raises what ended it instead, or `DeadlineExceeded` after `timeout` seconds."""
         if not self._ended.wait(timeout):
             raise DeadlineExceeded(f"{self.run}@{self.step} was not committed within {timeout} s")
         if self._error is not None:

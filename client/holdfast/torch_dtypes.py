@@ -84,6 +84,11 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
     safetensors_name(tensor.dtype, name)
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether this is plain strided memory, whatever its dtype."""
+    return _obstacle(tensor) is None
+
+
 def _obstacle(tensor: torch.Tensor) -> str | None:
     if torch.nn.parameter.is_lazy(tensor):
         return "a lazy parameter without a shape yet (run one forward pass first)"

@@ -128,7 +128,7 @@ class _Index(msgspec.Struct):
 
 def overlapping(listed: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:
     """The pieces of a file that hold any of its bytes [start, stop)."""
-    return tuple(piece for piece in listed if piece.start < stop and piece.stop > start)
+    return tuple(piece for piece in listed if max(piece.start, start) < min(piece.stop, stop))
 
 
 def batches(listed: Iterable[Piece], bytes_max: int = EXTENT_BYTES_MAX) -> Iterator[tuple[Piece, ...]]:

@@ -1,4 +1,4 @@
-"""`python -m holdfast_service`: wires storage, control, daemon and the REST edge into one process, and takes it down again."""
+"""`python -m holdfast_service`: wires storage, control, daemon and the REST edge into one process, and ends it again."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from holdfast_service.daemon.arena import Arena
 from holdfast_service.daemon.saver import Saver
 from holdfast_service.daemon.server import Daemon, Identity
 from holdfast_service.storage.posix import PosixTier, lock_root
+from holdfast_service.telemetry import start_logging
 
 if TYPE_CHECKING:
     from holdfast_service.api.app import Services
@@ -54,9 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Serve until told to stop; the exit status follows the error's branch."""
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)
-        logging.basicConfig(
-            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-        )
+        start_logging(config.log_level)
         with _running(config) as (daemon, services, listener):
             _serve(config.exit_when_idle, daemon, services, listener)
     except CheckpointError as error:
@@ -123,9 +122,16 @@ def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket |
 
 
 def _bind(address: tuple[str, int]) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    # The protocol is named so that asyncio recognises TCP and sends small answers at once (TCP_NODELAY).
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+        return listener
     except OSError as error:
+        listener.close()
         raise RootBusy(
             f"cannot listen at {address[0]}:{address[1]}: {error.strerror}",
             hint="another daemon may be there: choose another --listen, or stop it",

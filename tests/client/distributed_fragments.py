@@ -1,4 +1,4 @@
-"""Run by torchrun on four ranks: every box against `full_tensor()`, all boxes against an exact tiling, and the state on top."""
+"""Run by torchrun on four ranks: every box against `full_tensor()`, all boxes tile, and the state on top of them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,20 @@ def parallel(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     for parameter in model.parameters():
         parameter.grad = parameter.detach() + 1  # torch's tensor parallelism cannot run uneven layers forward
     optimizer.step()
+    for parameter in model.parameters():
+        keep_like_custom_optimizers(parameter, optimizer.state[parameter])
     return model, optimizer
+
+
+def keep_like_custom_optimizers(parameter: torch.Tensor, state: dict) -> None:
+    """State as optimizers keep it that work on local shards, or on the mesh with shapes of their own."""
+    value = torch.arange(3.0) + parameter.dim()
+    if isinstance(parameter, DTensor):
+        state["local"] = parameter.to_local().detach() * 2
+        mesh = parameter.device_mesh
+        state["row"] = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    else:
+        state["local"], state["row"] = parameter.detach() * 2, value
 
 
 def gathered_checkpoint(state: dict) -> Checkpoint:
@@ -128,7 +141,8 @@ def check_state(kind: str) -> None:
     for name, parameter in model.named_parameters():
         check(parameter, f"{kind} {name}")
         for key, value in optimizer.state[parameter].items():
-            check(value, f"{kind} {name}/{key}")
+            if key != "local":
+                check(value, f"{kind} {name}/{key}")
     checkpoint = gathered_checkpoint({"model": model, "optim": optimizer})
     for other in ("fsdp × tp", "hsdp", "fsdp", "plain"):
         target = fresh(other)
@@ -139,6 +153,17 @@ def check_state(kind: str) -> None:
         again = gathered_checkpoint(target)
         assert again.tensors.keys() == checkpoint.tensors.keys()
         assert all(torch.equal(tensor, checkpoint.tensors[key]) for key, tensor in again.tensors.items()), (kind, other)
+        if kind == other:
+            check_types(model, optimizer, target)
+
+
+def check_types(model: nn.Module, optimizer: torch.optim.Optimizer, target: dict) -> None:
+    """State that was made anew is of the kind the optimizer itself had made, in the same placement."""
+    for a, b in zip(model.parameters(), target["model"].parameters(), strict=True):
+        for key, value in optimizer.state[a].items():
+            made = target["optim"].state[b][key]
+            assert type(made) is type(value) and made.shape == value.shape and made.dtype == value.dtype, key
+            assert getattr(made, "placements", None) == getattr(value, "placements", None), key
 
 
 def fresh(kind: str) -> dict:

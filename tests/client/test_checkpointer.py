@@ -190,9 +190,9 @@ def test_a_flipped_bit_hands_nothing_over(daemon: RunningDaemon, run: str) -> No
     broken[position] ^= 4
     path.write_bytes(broken)
     live = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
-    with Checkpointer(run, live, socket=daemon.socket) as checkpointer:
-        with pytest.raises(CorruptExtent, match=r"extra\.safetensors.*'b'"):
-            checkpointer.restore()
+    checkpointer = Checkpointer(run, live, socket=daemon.socket)
+    with checkpointer, pytest.raises(CorruptExtent, match=r"extra\.safetensors.*'b'"):
+        checkpointer.restore()
     assert not live["a"].any() and not live["b"].any()
 
 
@@ -208,9 +208,8 @@ def test_a_truncated_or_missing_file_hands_nothing_over(daemon: RunningDaemon, r
     else:
         path.write_bytes(path.read_bytes()[:-1] if harm == "truncate" else path.read_bytes().replace(b'"files"', b'"filez"'))
     live = {"a": torch.zeros(1000)}
-    with Checkpointer(run, live, socket=daemon.socket) as checkpointer:
-        with pytest.raises(Damaged, match=path.name):
-            checkpointer.restore()
+    with Checkpointer(run, live, socket=daemon.socket) as checkpointer, pytest.raises(Damaged, match=path.name):
+        checkpointer.restore()
     assert not live["a"].any()
 
 

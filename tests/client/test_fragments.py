@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from holdfast.fragments import Fragment, Split, pieces, pieces_like, split_runs
+from holdfast.fragments import Fragment, Split, _runs_along, pieces, pieces_like, split_runs
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.region import Box
 
@@ -137,13 +137,36 @@ def test_repeated_splits_follow_torch():
             assert not found or found[0] == offset[0]
 
 
+def test_where_torch_contradicts_itself_the_local_tensor_decides():
+    """For uneven shapes FSDP2 cuts in another order than its placements say: the local length tells which it was."""
+
+    def along(size, length, *splits):
+        return indices(_runs_along(0, size, (length,), list(splits), "layers.0.w"))
+
+    cut = Split(0, 3, 2, factor=2)
+    assert along(7, 1, cut, Split(0, 2, 0)) == [6]  # as the placements say: the last third of both halves, halved
+    assert along(7, 1, cut, Split(0, 2, 1)) == [6]  # as fully_shard does it: the last third of rows 4 to 6
+    with pytest.raises(StateMismatch, match=r"'layers\.0\.w'.*length of 2 in dimension 0 of 7 does not fit"):
+        along(7, 2, cut, Split(0, 2, 1))
+    with pytest.raises(StateMismatch, match=r"'layers\.0\.w'.*length of 1 in dimension 0 of 58 fits two layouts"):
+        along(58, 1, Split(0, 4, 3, factor=6), Split(0, 6, 3))
+
+
 def torchrun(script: str, ranks: int) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    arguments = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(Path(__file__).with_name(script))]
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=180, check=False)
+    arguments = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        str(Path(__file__).with_name(script)),
+    ]
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
 def test_boxes_of_dtensors_on_four_ranks():
-    """On four real ranks, FSDP2, TP, HSDP, uneven and empty shards: local memory is the box of the full tensor, boxes tile."""
+    """On four real ranks, FSDP2, TP, HSDP, uneven and empty shards: local memory is its box, boxes tile."""
     torchrun("distributed_fragments.py", 4)

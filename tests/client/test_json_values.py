@@ -42,7 +42,9 @@ def same(a, b):
     if isinstance(a, complex | np.complexfloating):
         return same(float(a.real), float(b.real)) and same(float(a.imag), float(b.imag))
     if isinstance(a, dict):
-        return list(map(repr, a)) == list(map(repr, b)) and all(same(x, y) for x, y in zip(a.values(), b.values(), strict=True))
+        return list(map(repr, a)) == list(map(repr, b)) and all(
+            same(x, y) for x, y in zip(a.values(), b.values(), strict=True)
+        )
     if isinstance(a, list | tuple | deque):
         return len(a) == len(b) and all(map(same, a, b))
     return a == b
@@ -107,9 +109,17 @@ def test_sets_come_back_and_have_one_text():
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary() | st.complex_numbers(),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text(st.characters())
+        | st.binary()
+        | st.complex_numbers(),
         lambda inner: (
-            st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers() | st.just("$set"), inner)
+            st.lists(inner)
+            | st.lists(inner).map(tuple)
+            | st.dictionaries(st.text() | st.integers() | st.just("$set"), inner)
         ),
         max_leaves=25,
     )
@@ -166,7 +176,7 @@ def test_cycles_and_depth_are_refused():
 def test_text_beyond_the_limit_is_refused(monkeypatch):
     """A value whose JSON would be huge is refused by its path, with a hint to use tensors."""
     monkeypatch.setattr("holdfast.json_values.TEXT_BYTES_MAX", 10)
-    with pytest.raises(LimitExceeded, match="^loader: .*over 10"):
+    with pytest.raises(LimitExceeded, match=r"^loader: .*over 10"):
         dumps("x" * 11, "loader")
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.client.checkpoint_in_memory import restore, save
 from torch import nn
 
 from holdfast.fragments import Fragment
 from holdfast.state import TrainState
 from holdfast_formats.errors import InvalidRequest, StateMismatch
+from tests.client.checkpoint_in_memory import restore, save
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -184,7 +184,7 @@ def test_state_that_the_checkpoint_lacks_is_missing():
     running = torch.optim.AdamW(other.parameters())
     step(other, running, 1)
     state = {"model": other, "optim": running}
-    with pytest.raises(StateMismatch, match="optim/0.weight/exp_avg"):
+    with pytest.raises(StateMismatch, match=r"optim/0\.weight/exp_avg"):
         TrainState(state, 0, 1).prepare(checkpoint.stored())
     assert "optim/0.weight/exp_avg" in restore(checkpoint, state, strict=False).missing
 
@@ -314,6 +314,9 @@ def test_what_cannot_be_stored_is_refused_by_path():
 def test_two_optimizers_share_the_group():
     """Two optimizers over different parameters have a document each in one group."""
     module = model()
-    optimizers = {"a": torch.optim.SGD(module[0].parameters(), lr=0.1), "b": torch.optim.AdamW(module[1].parameters(), lr=0.2)}
+    optimizers = {
+        "a": torch.optim.SGD(module[0].parameters(), lr=0.1),
+        "b": torch.optim.AdamW(module[1].parameters(), lr=0.2),
+    }
     snapshot = TrainState({"model": module, **optimizers}, 0, 1).snapshot()
     assert set(snapshot.values["optim"]) == {"a", "b"}

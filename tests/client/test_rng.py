@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from tests.client.checkpoint_in_memory import Checkpoint, restore, save
 
 from holdfast import rng
 from holdfast.state import TrainState
 from holdfast_formats.errors import CorruptManifest
+from tests.client.checkpoint_in_memory import Checkpoint, restore, save
 
 
 @pytest.fixture(autouse=True)

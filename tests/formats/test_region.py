@@ -137,6 +137,7 @@ def test_byte_box_takes_exactly_the_bytes_of_its_elements(dtype: str, data: st.D
     except StateMismatch as error:
         ragged = not shape or shape[-1] * width % 8 != 0
         assert "inside a byte" in str(error)
+        assert box.volume, "an empty box cuts nothing"
         assert ragged or box.offset[-1] * width % 8 or box.shape[-1] * width % 8
         return
     region.check_box(seen, view.shape, "w")

@@ -29,7 +29,7 @@ def print_curve(
     console.print()
     for line in chart.draw(before | after, marks, columns=min(max(console.width - 12, 24), 96)):
         console.print(f"   {line}", markup=False, soft_wrap=True)
-    console.print(f"   loss by step   ✗ killed after step {killed}   △ resumed behind step {restored}")
+    console.print(f"   loss by step   ✗ killed after step {killed}   △ resumed from step {restored}")
     series = [
         chart.Series("uninterrupted", whole, "#f2b134", 6.0),
         chart.Series("killed", before, "#b3424a", 2.0),
@@ -48,15 +48,16 @@ def mean_losses(launches: Sequence[Launch]) -> dict[int, float]:
 def print_claims(console: Console, claims: Sequence[Claim]) -> None:
     table = Table(title="What was shown: bit for bit, against the uninterrupted run", title_justify="left")
     table.add_column("")
-    table.add_column("claim")
-    table.add_column("evidence")
+    table.add_column("claim", no_wrap=True)
+    table.add_column("evidence", overflow="fold")
     for claim in claims:
         table.add_row("[green]✓[/green]" if claim.holds else "[red]✗[/red]", Text(claim.what), Text(claim.evidence))
     console.print(table)
 
 
 def print_text(console: Console, text: str) -> None:
-    console.print(Panel(Text(text), title="what the last checkpoint writes (greedy)", title_align="left", width=80))
+    body = Text(text, overflow="fold")
+    console.print(Panel(body, title="what the last checkpoint writes (greedy)", title_align="left", width=80))
 
 
 def print_log(console: Console, log: Path | None) -> None:

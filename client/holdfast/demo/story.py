@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +68,9 @@ def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True) -> int:
     try:
         daemon = start_daemon(place)
         stage = Stage(place, daemon, steps, console)
-        console.print(f"[bold]1[/bold]  Daemon: process {daemon.pid}, {daemon.url}, keeps checkpoints in {daemon.root}")
+        console.print(
+            f"[bold]1[/bold]  Daemon: process {daemon.pid}, {daemon.url}, checkpoints in {daemon.root}", soft_wrap=True
+        )
         proven = play(stage)
         if proven and keep_daemon:
             report.print_farewell(console, daemon)
@@ -78,7 +81,7 @@ def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True) -> int:
         if daemon and not (proven and keep_daemon):
             stop_daemon(daemon)
     if not proven:
-        console.print(f"Journals, logs and checkpoints: {place}")
+        console.print(f"Journals, logs and checkpoints: {place}", soft_wrap=True)
     return 0 if proven else 1
 
 
@@ -99,7 +102,7 @@ def prepare(directory: Path, console: Console) -> Path:
 def play(stage: Stage) -> bool:
     """Train three times, compare, load, and print what was shown; True when every claim holds."""
     began = time.monotonic()
-    say = stage.console.print
+    say = partial(stage.console.print, soft_wrap=True)
     say(
         f"[bold]2[/bold]  {stage.steps} steps on {RANKS} ranks without interruption, "
         f"a checkpoint every {stage.save_every} steps"
@@ -109,11 +112,11 @@ def play(stage: Stage) -> bool:
     killed = train_and_kill(stage)
     say(f"   SIGKILL to the launcher and all ranks, {killed.processes} processes, at step {killed.step}")
     wait_for_commit(stage, killed.staged)
-    say(f"   the daemon committed step {killed.staged}, whose owners are dead")
+    say(f"   step {killed.staged}, staged before the kill, is committed")
     say("[bold]4[/bold]  The same command once more")
     finish(stage, RESUMED)
     whole, resumed = journals(stage, UNINTERRUPTED), journals(stage, RESUMED)
-    say(f"   resumed behind step {resumed[0][-1].restored}, and ran to step {resumed[0][-1].step}")
+    say(f"   resumed from the checkpoint of step {resumed[0][-1].restored}, and ran to step {resumed[0][-1].step}")
     say("[bold]5[/bold]  Loading the last checkpoint with transformers, generating text")
     loaded = load_and_generate(stage)
     trained = [digests(stage, run) for run in (UNINTERRUPTED, RESUMED)]
@@ -168,7 +171,7 @@ def watch(stage: Stage, run: str, job: Job, until: Callable[[Sequence[Launch]], 
     columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     before = len(journals(stage, run)[0])
     deadline = time.monotonic() + LAUNCH_S_MAX
-    with Progress(*columns, console=stage.console, transient=True) as progress:
+    with Progress(*columns, console=stage.console, transient=True, disable=not stage.console.is_terminal) as progress:
         bar = progress.add_task(run, total=stage.steps)
         while job.poll() is None:
             launches = journals(stage, run)
@@ -195,7 +198,7 @@ def killed_claim(stage: Stage, killed: Killed, resumed: Sequence[Sequence[Launch
     """The resumed run began at or behind the last staged save on all ranks, and lost no more steps than that."""
     began = {launches[-1].restored for launches in resumed}
     holds = len(began) == 1 and killed.staged <= min(began) <= killed.step
-    evidence = f"killed at step {killed.step}, step {killed.staged} staged, all ranks went on behind step {sorted(began)}"
+    evidence = f"killed after step {killed.step}, resumed on all ranks from step {', '.join(map(str, sorted(began)))}"
     return Claim("a save outlives its killed trainer", holds and all(len(ranks) == 2 for ranks in resumed), evidence)
 
 
@@ -209,7 +212,7 @@ def load_and_generate(stage: Stage) -> dict[str, Any]:
             arguments, stdout=output, stderr=output, env=child_environment(), timeout=LAUNCH_S_MAX, check=False
         )
     if ended.returncode != 0:
-        raise DemoFailed(f"from_pretrained({checkpoint}) failed", log)
+        raise DemoFailed(f"from_pretrained on {checkpoint} failed", log)
     loaded: dict[str, Any] = json.loads(result.read_text())
     return loaded
 

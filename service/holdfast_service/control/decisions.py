@@ -61,15 +61,21 @@ class Decisions:
         return planner.plan(tables)
 
     def commit(self, round_id: int, plan: Plan) -> Manifest:
-        """Publish, then record, then announce; the directory is the truth if the recording fails."""
+        """Publish, then record; when this returns the checkpoint may be announced.
+
+        The directory is the truth: a failure to record it does not undo it, the next look at the directories repairs that.
+        """
         try:
             made = commit.publish(self._tier, plan, utc_now())
         except StorageFailed as error:
             if error.members.get("outcome") == "unknown":
                 roots.reconcile(self._tier, self._catalog)
             raise
-        self._catalog.record_checkpoint(roots.summary(made, verified=False))
-        self._catalog.end_round(round_id, "committed", utc_now())
+        try:
+            self._catalog.record_checkpoint(roots.summary(made, verified=False))
+            self._catalog.end_round(round_id, "committed", utc_now())
+        except CheckpointError as error:
+            log.error("%s@%s is committed, but the catalog does not know: %s", made.run, made.step, error.detail)
         return made
 
     def abort(self, round_id: int, error: CheckpointError, staging: str | None) -> None:
@@ -86,6 +92,9 @@ class Decisions:
         known, answer = self._catalog.asked(run, attempt, turn)
         if known:
             return answer
+        listed = {checkpoint.step for checkpoint in self._all_checkpoints(run)}
+        if listed != set(roots.committed(self._tier, run)):
+            roots.reconcile(self._tier, self._catalog)
         if step is None:
             step = self._catalog.newest(run, groups)
         else:

@@ -156,7 +156,7 @@ class Saver:
                 self._abort(current, error)
 
     def gone(self, who: Participant) -> None:
-        """A rank's process is gone. Rounds it had not sealed end, and with the last rank of its attempt all incomplete ones."""
+        """A rank's process is gone. Rounds it had not sealed end; with the last rank, all incomplete ones do."""
         with self._lock:
             present = self._present.get((who.run, who.attempt), set())
             present.discard(who)
@@ -213,7 +213,10 @@ class Saver:
 
     def _end_aborted(self, current: _Round, error: CheckpointError, staging: str | None) -> None:
         log.warning("%s@%s attempt %s aborted: %s", *current.key, error.detail)
-        self._decisions.abort(current.id, error, staging)
+        try:
+            self._decisions.abort(current.id, error, staging)
+        except CheckpointError as failure:  # the ranks must hear of it though the catalog cannot
+            log.error("the end of %s@%s attempt %s is not recorded: %s", *current.key, failure.detail)
         self._announce(current, "aborted", error)
 
     def _announce(self, current: _Round, state: str, error: CheckpointError | None) -> None:

@@ -1,0 +1,137 @@
+"""A saver with real decisions over a memory tier, and ranks that talk to it without a socket."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from holdfast_formats import arena, naming, table
+from holdfast_formats.arena import SlotHeader, SlotState
+from holdfast_formats.digest import digest
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.region import Box
+from holdfast_formats.table import SlotTable
+from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.wire import Outcome
+from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.daemon.arena import Arena, Segment
+from holdfast_service.daemon.saver import Participant, Saver
+from holdfast_service.daemon.verifier import verify
+from holdfast_service.storage import MemoryTier, Tier
+
+SIZE = 64
+RUN = "r"
+
+
+def content(step: int, rank: int) -> np.ndarray:
+    """What a rank holds at a step."""
+    return np.full(SIZE, (step * 7 + rank) % 251, np.uint8)
+
+
+class Rank:
+    """One rank of an attempt: leases, fills and seals, and collects the outcomes it is told."""
+
+    def __init__(self, world: SaverWorld, rank: int, attempt: int, launch_world: int) -> None:
+        self.world, self.rank, self.attempt, self.size = world, rank, attempt, launch_world
+        self.outcomes: dict[int, Outcome] = {}
+        self._heard = threading.Condition()
+        self.who = Participant(RUN, rank, launch_world, attempt, self._notify)
+        self.segment: Segment = world.arena.reserve(arena.geometry(2, SIZE, 4096), f"rank{rank}")
+        world.saver.join(self.who)
+
+    def _notify(self, outcome: Outcome) -> None:
+        with self._heard:
+            self.outcomes[outcome.step] = outcome
+            self._heard.notify_all()
+
+    def wait(self, step: int) -> Outcome:
+        """The outcome of a step."""
+        with self._heard:
+            assert self._heard.wait_for(lambda: step in self.outcomes, 30), f"no outcome for step {step}"
+            return self.outcomes[step]
+
+    def lease(self, step: int) -> int:
+        return self.world.saver.lease(self.who, self.segment, step, 0)
+
+    def fill_and_seal(self, step: int, slot: int) -> None:
+        """Write this rank's rows, the table and the seal, and hand the slot over."""
+        memory, geometry = self.segment.memory, self.segment.geometry
+        start = geometry.data_offset(slot)
+        memory[start : start + SIZE] = content(step, self.rank).data
+        spec = TensorSpec("model", "w", "U8", (self.size, SIZE))
+        held = (Fragment(spec, (Box((self.rank, 0), (1, SIZE)),), 0),)
+        encoded = table.encode(SlotTable(RUN, step, self.attempt, self.rank, self.size, ("model",), held, {}, {}))
+        at = geometry.table_offset(slot)
+        memory[at : at + len(encoded)] = encoded
+        header = SlotHeader(SlotState.LEASED, step, self.attempt, SIZE, len(encoded), 0)
+        arena.seal(memory, geometry, slot, header, digest(encoded))
+        self.world.saver.seal(self.who, slot, step, digest(encoded))
+
+    def save(self, step: int) -> None:
+        self.fill_and_seal(step, self.lease(step))
+
+    def leave(self) -> None:
+        """The rank's process ends."""
+        self.world.saver.gone(self.who)
+        self.world.arena.drop(self.segment)
+
+
+class SaverWorld:
+    """The daemon's parts but for its socket."""
+
+    def __init__(self, tier: Tier, keep_last: int | None = None) -> None:
+        self.tier = tier
+        self._directory = tempfile.TemporaryDirectory()
+        self.catalog = Catalog.open(f"sqlite:///{self._directory.name}/catalog.sqlite")
+        self.decisions = Decisions(tier, self.catalog, keep_last)
+        self.arena = Arena(2**30)
+        self.saver = Saver(tier, self.decisions, "node")
+        self._launches = 0
+
+    def launch(self, world: int) -> list[Rank]:
+        """The ranks of a new attempt."""
+        self._launches += 1
+        attempt = self.decisions.hello(RUN, f"launch-{self._launches}", world, None)
+        return [Rank(self, rank, attempt, world) for rank in range(world)]
+
+    def committed(self) -> list[int]:
+        """The steps whose directories are sound, each verified byte by byte; fails on one that is visible but not sound."""
+        steps = []
+        for name in self.tier.list(f"{RUN}/{naming.CHECKPOINTS}"):
+            step = naming.parse_step_directory(name)
+            assert step is not None, name
+            made = verify(self.tier, naming.checkpoint_path(RUN, step))
+            entry = made.tensors["model"]["w"]
+            stored = self.tier.read(f"{naming.checkpoint_path(RUN, step)}/{entry.file}", entry.start, entry.nbytes)
+            assert stored == b"".join(content(step, rank).tobytes() for rank in range(made.world))
+            steps.append(step)
+        return sorted(steps)
+
+    def close(self) -> None:
+        self.saver.close()
+        self.catalog.close()
+        self._directory.cleanup()
+
+
+@contextmanager
+def saver_world(tier: Tier | None = None, keep_last: int | None = None) -> Iterator[SaverWorld]:
+    """A saver for the length of a block."""
+    world = SaverWorld(tier or MemoryTier(), keep_last)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def refused(act: object, *arguments: object) -> CheckpointError | None:
+    """The named error of a call, or None when it went through."""
+    try:
+        act(*arguments)  # type: ignore[operator]
+    except CheckpointError as error:
+        return error
+    return None

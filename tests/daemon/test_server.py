@@ -1,0 +1,122 @@
+"""The unix socket: what a stranger, a broken trainer or a second daemon gets to hear, and that it harms nobody."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.link import Link
+from holdfast.slots import Slots
+from holdfast_formats import wire
+from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
+from tests.daemons import RunningDaemon, running
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory):
+    """A daemon with a small budget of shared memory."""
+    with running(tmp_path_factory.mktemp("server") / "root", "--arena-bytes-max", "1000000") as daemon:
+        yield daemon
+
+
+def link(daemon: RunningDaemon) -> Link:
+    return Link(daemon.socket, lambda outcome: None, lambda error: None)
+
+
+def hello(link: Link, **changes: object) -> wire.Welcome:
+    message = wire.Hello(**{"id": link.next_id(), "run": "r", "rank": 0, "world": 1, "launch": "x", **changes})
+    return link.request(message, wire.Welcome)
+
+
+def test_a_stranger_is_asked_to_say_hello(daemon: RunningDaemon) -> None:
+    """Any request before hello is refused by name, and the conversation goes on."""
+    with_us = link(daemon)
+    with pytest.raises(InvalidRequest, match="hello"):
+        with_us.request(wire.Lease(id=with_us.next_id(), step=1), wire.Granted)
+    assert hello(with_us).attempt >= 1
+    with pytest.raises(InvalidRequest, match="reserve"):
+        with_us.request(wire.Lease(id=with_us.next_id(), step=1), wire.Granted)
+    with_us.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"protocol": 99}, "protocol 99"), ({"rank": 3, "world": 2}, "rank 3"), ({"run": "../etc"}, "run name")],
+)
+def test_an_impossible_hello_is_refused(daemon: RunningDaemon, changes: dict, message: str) -> None:
+    """Another protocol, a rank outside its world, a run name that is a path: refused with a reason."""
+    stranger = link(daemon)
+    with pytest.raises(InvalidRequest, match=message):
+        hello(stranger, **changes)
+    stranger.close()
+
+
+@pytest.mark.parametrize("garbage", [b"\x00" * 64, b"\xff" * 64, b"\x05\x00\x00\x00hello", b"\x02\x00\x00\x00{}"])
+def test_garbage_ends_one_conversation_only(daemon: RunningDaemon, garbage: bytes) -> None:
+    """Bytes that are no frames close the connection; the daemon goes on serving others."""
+    raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    raw.connect(str(daemon.socket))
+    raw.sendall(garbage)
+    raw.settimeout(10)
+    assert raw.recv(100) == b""
+    raw.close()
+    other = link(daemon)
+    assert hello(other).node
+    other.close()
+
+
+def test_memory_over_the_budget_is_refused_with_the_numbers(daemon: RunningDaemon) -> None:
+    """A segment that does not fit says how much was asked and how much there is; what fits is given, and given back."""
+    greedy = link(daemon)
+    hello(greedy)
+    with pytest.raises(LimitExceeded, match=r"1000000 are taken|of 1000000"):
+        Slots(greedy, 2, 10**6, 0)
+    for _ in range(5):
+        Slots(greedy, 2, 200_000, 0)  # each replaces the one before
+    greedy.close()
+
+
+def test_a_slot_that_was_not_leased_cannot_be_sealed(daemon: RunningDaemon) -> None:
+    """Sealing without a lease is a named error and no save."""
+    rogue = link(daemon)
+    hello(rogue)
+    Slots(rogue, 1, 100, 100)
+    with pytest.raises(CheckpointError, match="no lease"):
+        rogue.request(wire.Seal(id=rogue.next_id(), slot=0, step=1, table_digest="0" * 16), wire.Sealed)
+    rogue.close()
+
+
+def test_the_socket_is_the_users_own(daemon: RunningDaemon) -> None:
+    """Nobody else on the machine may connect."""
+    assert stat.S_IMODE(os.stat(daemon.socket).st_mode) == 0o600
+
+
+@pytest.mark.parametrize("same", ["root", "socket"])
+def test_a_second_daemon_is_refused(daemon: RunningDaemon, tmp_path: Path, same: str) -> None:
+    """On a root or a socket that is served already, the second one ends with a name and a hint, and harms nothing."""
+    root = daemon.root if same == "root" else tmp_path / "other"
+    path = daemon.socket if same == "socket" else tmp_path / "s.sock"
+    command = [sys.executable, "-m", "holdfast_service", "--root", str(root), "--socket", str(path), "--listen", "none"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 4 and "root-busy" in done.stderr and "hint" in done.stderr
+    still = link(daemon)
+    assert hello(still).attempt >= 1
+    still.close()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--listen", "nowhere"], ["--keep", "0"], ["--log-level", "loud"], ["--node", "a/b"], ["--arena-bytes-max", "x"]],
+)
+def test_bad_flags_are_refused_by_name(tmp_path: Path, flags: list[str]) -> None:
+    """A flag that cannot be understood ends the start with status 2 and makes nothing."""
+    command = [sys.executable, "-m", "holdfast_service", "--root", str(tmp_path / "root"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert not (tmp_path / "root").exists()

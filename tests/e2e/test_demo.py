@@ -1,0 +1,54 @@
+"""The demo, played from beginning to end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.demo import main
+from holdfast.demo.processes import identify
+from holdfast.demo.proof import parse_journal
+
+pytestmark = pytest.mark.e2e
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A demo's directory, as short as the demo allows."""
+    directory = tmp_path_factory.mktemp("demo")
+    assert main(directory, STEPS, keep_daemon=False) == 0
+    yield directory / "demo-001"
+    shutil.rmtree(directory)
+
+
+def test_the_demo_proves_what_it_claims(output: Path) -> None:
+    """The run was started twice, the second time from a checkpoint, and its losses are the uninterrupted run's."""
+    whole = parse_journal((output / "demo-uninterrupted" / "rank-0.jsonl").read_text())
+    killed, resumed = parse_journal((output / "demo" / "rank-0.jsonl").read_text())
+    assert STEPS // 2 <= resumed.restored <= killed.step < STEPS
+    assert sorted(resumed.losses) == list(range(resumed.restored + 1, STEPS + 1))
+    assert whole[0].losses == killed.losses | resumed.losses
+
+
+def test_the_demo_leaves_what_it_tells_of(output: Path) -> None:
+    """The curve, the text and the digests are where it says, and equal for both runs."""
+    assert (output / "loss.svg").read_text().startswith("<svg")
+    assert json.loads((output / "generated.json").read_text())["text"].startswith("def ")
+    for rank in range(2):
+        ends = [json.loads((output / run / f"digests-{rank}.json").read_text()) for run in ("demo", "demo-uninterrupted")]
+        assert ends[0] == ends[1]
+
+
+def test_the_demo_leaves_no_process_behind(output: Path) -> None:
+    """With keep_daemon=False nothing that was started from its directory still runs."""
+    left = [
+        identify(int(path.parent.name))
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if str(output).encode() in path.read_bytes()
+    ]
+    assert [identity for identity in left if identity is not None] == []

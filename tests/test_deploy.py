@@ -1,0 +1,170 @@
+"""The deployment files: well formed, and in agreement with the program they start."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast_service.config import parse
+
+TOP = Path(__file__).parent.parent
+DOCKERFILE = (TOP / "deploy" / "Dockerfile").read_text()
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((TOP / "docker-compose.yml").read_text())
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def unit() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(TOP / "deploy" / "holdfast.service")
+    return parser
+
+
+@pytest.fixture(scope="module")
+def known_flags() -> set[str]:
+    """The daemon's flags, as its help lists them."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "holdfast_service", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    return set(re.findall(r"--[a-z][a-z-]*", shown))
+
+
+def stage(name: str) -> str:
+    """The instructions of one stage of the Dockerfile."""
+    found = re.search(rf"^FROM \S+ AS {name}$(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def words(instruction: str, text: str) -> list[str]:
+    """The JSON list behind an instruction."""
+    found = re.search(rf"^{instruction} (\[.*\])$", text, re.MULTILINE)
+    assert found is not None
+    listed: list[str] = yaml.safe_load(found[1])
+    return listed
+
+
+def test_the_compose_file_has_a_daemon_and_a_trainer_that_share_socket_and_data(compose: dict[str, Any]) -> None:
+    """The trainer sees the socket's directory and reads the data where the daemon says it is."""
+    daemon, trainer = compose["services"]["holdfast"], compose["services"]["trainer"]
+    assert set(daemon["volumes"]) == {"data:/data", "socket:/run/holdfast"}
+    assert set(trainer["volumes"]) == {"data:/data:ro", "socket:/run/holdfast"}
+    assert set(compose["volumes"]) == {"data", "socket"}
+    assert daemon["user"] == trainer["user"]
+    assert trainer["depends_on"]["holdfast"]["condition"] == "service_healthy"
+
+
+def test_the_compose_file_says_nothing_that_either_compose_refuses(compose: dict[str, Any]) -> None:
+    """No `version`, which compose v2 calls obsolete, and only keys that v1 knows as well."""
+    known = {
+        "image",
+        "build",
+        "user",
+        "command",
+        "ports",
+        "volumes",
+        "restart",
+        "stop_grace_period",
+        "depends_on",
+        "profiles",
+    }
+    assert set(compose) == {"services", "volumes"}
+    for service in compose["services"].values():
+        assert set(service) <= known
+        assert all(isinstance(port, str) for port in service.get("ports", []))
+
+
+def test_the_compose_file_builds_stages_that_exist(compose: dict[str, Any]) -> None:
+    """Each service names a file and a stage that are there."""
+    for service in compose["services"].values():
+        assert (TOP / service["build"]["context"] / service["build"]["dockerfile"]).exists()
+        assert stage(service["build"]["target"])
+
+
+def test_every_flag_that_starts_the_daemon_exists(
+    compose: dict[str, Any], unit: configparser.ConfigParser, known_flags: set[str]
+) -> None:
+    """Image, Compose file and unit use no flag that the daemon lacks, and their values are accepted."""
+    lines = [
+        compose["services"]["holdfast"]["command"],
+        words("CMD", stage("service")),
+        unit["Service"]["ExecStart"].partition(" -m holdfast_service ")[2].split(),
+    ]
+    for line in lines:
+        assert {word for word in line if word.startswith("--")} <= known_flags
+        assert parse(line, {}).listen is not None
+
+
+def test_the_trainers_flags_exist(compose: dict[str, Any]) -> None:
+    """The example trainer is started with flags of the demo's trainer, and with the daemon's socket."""
+    source = (TOP / "client" / "holdfast" / "demo" / "train.py").read_text()
+    daemon = parse(compose["services"]["holdfast"]["command"], {})
+    for line in (compose["services"]["trainer"]["command"], words("CMD", stage("trainer"))):
+        assert all(f'"{word}"' in source for word in line if word.startswith("--"))
+        assert line[line.index("--socket") + 1] == str(daemon.socket)
+
+
+def test_the_images_run_as_the_user_that_compose_names(compose: dict[str, Any]) -> None:
+    """Neither image runs as root, and both as the user number that owns the volumes."""
+    number = compose["services"]["holdfast"]["user"].partition(":")[0]
+    assert f"useradd --uid {number} " in stage("user")
+    for name in ("service", "trainer"):
+        assert "\nUSER holdfast\n" in stage(name)
+
+
+def test_the_daemons_image_has_no_torch_and_asks_after_its_health() -> None:
+    """It installs the service's needs alone, and its health check asks the port it listens at."""
+    text = stage("service")
+    assert "torch" not in text and "[service]" in text
+    listen = parse(words("CMD", text), {}).listen
+    assert listen is not None
+    assert f"http://127.0.0.1:{listen[1]}/healthz" in text
+
+
+def test_what_the_image_copies_is_sent_to_the_build() -> None:
+    """.dockerignore lets through what the Dockerfile copies, and the packages are complete with it."""
+    sent = set(re.findall(r"^!(\S+)$", (TOP / ".dockerignore").read_text(), re.MULTILINE))
+    copied = {word for line in re.findall(r"^COPY (?!--)(.*) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()}
+    project = tomllib.loads((TOP / "pyproject.toml").read_text())
+    rooms = {package.partition("/")[0] for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
+    assert copied == sent
+    assert rooms | {"pyproject.toml", project["project"]["readme"]} <= copied
+    assert all((TOP / name).exists() for name in copied)
+
+
+def test_the_unit_gives_the_daemon_its_directories(unit: configparser.ConfigParser) -> None:
+    """Root and socket lie in the directories that systemd makes for the service."""
+    service = unit["Service"]
+    line = service["ExecStart"].partition(" -m holdfast_service ")[2].split()
+    config = parse(line, {})
+    assert config.root.is_relative_to(Path("/var/lib") / service["StateDirectory"])
+    assert config.socket.parent == Path("/run") / service["RuntimeDirectory"]
+    assert service["User"] != "root"
+
+
+def test_the_makefile_and_the_project_agree_on_torch() -> None:
+    """The version that make installs first is the one that the development extra asks for."""
+    project = tomllib.loads((TOP / "pyproject.toml").read_text())
+    (wanted,) = [need for need in project["project"]["optional-dependencies"]["dev"] if need.startswith("torch==")]
+    assert f" {wanted}\n" in (TOP / "Makefile").read_text()
+
+
+def test_ci_runs_what_people_run() -> None:
+    """.ci/run is executable and calls targets of the Makefile, nothing else."""
+    script = TOP / ".ci" / "run"
+    assert script.stat().st_mode & 0o111
+    called = [line for line in script.read_text().splitlines() if line and not line.startswith(("#", "set ", "cd "))]
+    assert called == ["make check", "make test"]

@@ -1,0 +1,114 @@
+"""The documents: what they name exists, and the two READMEs say the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.cli import app
+from holdfast_formats.errors import EXIT_STATUS
+
+TOP = Path(__file__).parent.parent
+READMES = [TOP / "README.md", TOP / "README.zh-CN.md"]
+DOCUMENTS = [*READMES, TOP / "ARCHITECTURE.md", TOP / "CONTRIBUTING.md", TOP / "CHANGELOG.md"]
+ARCHITECTURE_LINES_MAX = 200
+COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def code_blocks(text: str) -> list[str]:
+    return re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def prose(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def outline(text: str) -> list[str]:
+    """The levels of headings, tables' rows and list items in order: what a translation keeps."""
+    marks = re.findall(r"^(#+ |\| ?|- |```)", text, re.MULTILINE)
+    return [mark.strip() for mark in marks]
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z0-9]+):.*## ", (TOP / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_the_two_readmes_have_one_outline() -> None:
+    """Headings, table rows, list items and code blocks follow one another in the same order in both languages."""
+    english, chinese = (outline(path.read_text()) for path in READMES)
+    assert english == chinese
+
+
+def test_the_two_readmes_have_the_same_code() -> None:
+    """Code is not translated, so that it cannot differ."""
+    english, chinese = (code_blocks(path.read_text()) for path in READMES)
+    assert english == chinese
+    assert len(english) > 3
+
+
+def test_the_two_readmes_name_the_same_things() -> None:
+    """What stands in backquotes, and what is linked, is the same in both."""
+    english, chinese = (prose(path.read_text()) for path in READMES)
+    for pattern in (r"`([^`\n]+)`", r"\]\(([^)#]+)\)"):
+        named = [set(re.findall(pattern, text)) - {"README.md", "README.zh-CN.md"} for text in (english, chinese)]
+        assert named[0] == named[1]
+
+
+def test_the_architecture_stays_readable() -> None:
+    """At most 200 lines, and every invariant is in it."""
+    text = (TOP / "ARCHITECTURE.md").read_text()
+    assert len(text.splitlines()) <= ARCHITECTURE_LINES_MAX
+    assert [f"I{number}" for number in range(1, 11)] == re.findall(r"^- \*\*(I\d+)\*\*", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_linked_file_exists(document: Path) -> None:
+    """Links into the repository lead somewhere."""
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()) if "://" not in link]
+    assert [link for link in links if not (TOP / link).exists()] == []
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
+def test_every_command_is_in_the_table_and_exists(readme: Path) -> None:
+    """The table of commands is exactly what `holdfast` offers."""
+    listed = re.findall(r"^\| `holdfast (\w+)", readme.read_text(), re.MULTILINE)
+    assert sorted(listed) == COMMANDS
+
+
+@pytest.mark.parametrize("document", [*READMES, TOP / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_every_make_target_named_exists(document: Path) -> None:
+    """No document tells people to make what cannot be made."""
+    named = set(re.findall(r"\bmake (?:[A-Z_]+=\S+ )*([a-z0-9]+)\b", "\n".join(code_lines(document.read_text()))))
+    assert named
+    assert named <= targets()
+
+
+def code_lines(text: str) -> list[str]:
+    return [*code_blocks(text), *re.findall(r"`([^`\n]+)`", prose(text))]
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
+def test_every_exit_status_is_documented(readme: Path) -> None:
+    """The table has done, failed, and one row for each branch of the error tree."""
+    listed = [int(number) for number in re.findall(r"^\| (\d+) \|", readme.read_text(), re.MULTILINE)]
+    assert listed == [0, 1, *sorted(EXIT_STATUS.values())]
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
+def test_every_option_of_the_checkpointer_is_documented(readme: Path) -> None:
+    """Each keyword of `Checkpointer` stands in its table."""
+    options = set(Checkpointer.__init__.__kwdefaults__ or {})
+    assert options
+    assert [name for name in sorted(options) if not re.search(rf"^\| .*`{name}`", readme.read_text(), re.MULTILINE)] == []
+
+
+def test_nothing_that_is_made_is_left_out_of_help() -> None:
+    """Every target of the Makefile but files is declared phony and explained."""
+    text = (TOP / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert phony is not None
+    assert set(phony[1].split()) == targets()
