@@ -21,6 +21,10 @@ from .torch_dtypes import check_storable, element_shape, packing
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    _DTENSOR: tuple[type, ...] = (DTensor,)
+else:
+    _DTENSOR = ()
+
 Run = tuple[int, int]  # global indices [start, stop) along one dimension
 
 
@@ -93,7 +97,7 @@ class Placed(NamedTuple):
 
 
 def is_dtensor(value: object) -> bool:
-    return torch.distributed.is_available() and isinstance(value, DTensor)
+    return isinstance(value, _DTENSOR)
 
 
 def local_tensor(value: Storable) -> torch.Tensor:
@@ -103,7 +107,7 @@ def local_tensor(value: Storable) -> torch.Tensor:
     if is_dtensor(value):
         with torch.no_grad():  # to_local outside autograd hands out the local tensor itself
             return value.to_local().detach()  # type: ignore[attr-defined,no-any-return]
-    return value.detach()
+    return value if torch.nn.parameter.is_lazy(value) else value.detach()  # a lazy one has no memory, and refuses
 
 
 def global_shape(value: Storable) -> Shape:
@@ -117,8 +121,6 @@ def pieces(value: Storable, name: str) -> Placed:
     Raises `InvalidRequest` by name for what cannot be stored (a Partial placement, a layout without memory) and
     `StateMismatch` when a local tensor has not the shape that its placements give it.
     """
-    if not is_dtensor(value):
-        check_storable(value.tensor if isinstance(value, Fragment) else value, name)
     return pieces_like(value, local_tensor(value), name)
 
 
@@ -158,7 +160,7 @@ def _flat_views(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]
 def _grid_views(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
     """Views of the boxes that partition a local tensor as a grid: along each dimension, blocks in ascending order."""
     if len(boxes) == 1:
-        return [local.view(boxes[0].shape)]
+        return [local]
     corners: list[dict[int, int]] = []  # a dimension: global offset -> local offset
     for dimension in range(local.dim()):
         blocks = sorted({(box.offset[dimension], box.shape[dimension]) for box in boxes})

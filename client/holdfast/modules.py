@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from holdfast_formats.errors import InvalidRequest
 
 from . import trees
-from .fragments import Fragment, Storable, is_dtensor, local_tensor
+from .fragments import Fragment, Storable, local_tensor
 from .leaves import RANK_PREFIX, Content, Plan, Selection, Stored
 from .torch_dtypes import has_memory
 
@@ -105,11 +105,9 @@ def tied(tensors: Mapping[str, Storable]) -> dict[str, str]:
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
     for name, value in tensors.items():
-        if isinstance(value, torch.Tensor) and not is_dtensor(value) and not has_memory(value):
-            continue  # refused by name where the leaf is made
         local = local_tensor(value)
         if not has_memory(local) or local.numel() == 0:
-            continue
+            continue  # the first is refused by name where the leaf is made
         storage = local.untyped_storage().data_ptr()
         place = (local.device, storage, local.storage_offset(), local.shape, local.stride(), local.dtype)
         # Shards that happen to be one memory are the same tensor only where they are the same part of it.

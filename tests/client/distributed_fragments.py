@@ -24,6 +24,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 from checkpoint_in_memory import Checkpoint
 
 WIDTH, HIDDEN = 5, 7  # neither divides by two: every dimension is uneven
+KINDS = ("fsdp × tp", "hsdp", "fsdp", "plain")
 
 
 class Block(nn.Module):
@@ -144,7 +145,7 @@ def check_state(kind: str) -> None:
             if key != "local":
                 check(value, f"{kind} {name}/{key}")
     checkpoint = gathered_checkpoint({"model": model, "optim": optimizer})
-    for other in ("fsdp × tp", "hsdp", "fsdp", "plain"):
+    for other in KINDS if kind == KINDS[0] else (kind, KINDS[0]):
         target = fresh(other)
         restoration = TrainState(target, dist.get_rank(), dist.get_world_size()).prepare(checkpoint.stored(dist.get_rank()))
         assert not restoration.missing and not restoration.unexpected
@@ -180,7 +181,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     check_distributed()
-    for kind in ("fsdp × tp", "hsdp", "fsdp", "plain"):
+    for kind in KINDS:
         check_state(kind)
     dist.destroy_process_group()
 

@@ -113,6 +113,7 @@ class Daemon(NamedTuple):
     url: str
     socket: Path
     root: Path
+    process: subprocess.Popen[bytes] | None = None  # where it is our own child
 
 
 def start_daemon(directory: Path) -> Daemon:
@@ -127,7 +128,7 @@ def start_daemon(directory: Path) -> Daemon:
     command = [sys.executable, "-m", "holdfast_service", *places, "--exit-when-idle", str(DAEMON_IDLE_S)]
     with open(log, "ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=child_environment(), start_new_session=True)
-    daemon = Daemon(process.pid, f"http://{address}", path, root)
+    daemon = Daemon(process.pid, f"http://{address}", path, root, process)
     deadline = time.monotonic() + DAEMON_START_S_MAX
     while not answers(daemon.url):
         if process.poll() is not None or time.monotonic() > deadline:
@@ -166,6 +167,8 @@ def stop_daemon(daemon: Daemon) -> None:
             os.kill(daemon.pid, ask)
         while identity and is_alive(identity) and time.monotonic() < deadline:
             time.sleep(POLL_S)
+    if daemon.process is not None:
+        daemon.process.wait(KILL_S_MAX)
 
 
 def stop_earlier_daemon(root: Path) -> bool:

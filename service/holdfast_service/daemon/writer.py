@@ -58,7 +58,7 @@ def write(tier: Tier, plan: Plan, staging: str, slots: Slots, node: str) -> Rece
     never tried again (I9).
     """
     files: list[FileEntry] = []
-    extents: dict[str, dict[str, tuple[Extent, ...]]] = {}
+    extents: dict[str, dict[str, list[Extent]]] = {}
     for asset in plan.assets:
         blob = asset.blob
         data = bytes(slots[asset.rank][blob.slot_offset : blob.slot_offset + blob.length])
@@ -70,9 +70,9 @@ def write(tier: Tier, plan: Plan, staging: str, slots: Slots, node: str) -> Rece
             entry, cuts = _write_file(tier, f"{staging}/{file.layout.name}", file, slots, (pool, bounce))
             files.append(entry)
             for cut, extent in cuts:
-                names = extents.setdefault(cut.tensor.spec.group, {})
-                names[cut.tensor.spec.name] = (*names.get(cut.tensor.spec.name, ()), extent)
-    receipt = Receipt(node, plan.run, plan.step, plan.attempt, tuple(files), extents)
+                extents.setdefault(cut.tensor.spec.group, {}).setdefault(cut.tensor.spec.name, []).append(extent)
+    proven = {group: {name: tuple(listed) for name, listed in names.items()} for group, names in extents.items()}
+    receipt = Receipt(node, plan.run, plan.step, plan.attempt, tuple(files), proven)
     tier.put(f"{staging}/{naming.RECEIPTS}/{node}.json", encode_receipt(receipt))
     return receipt
 
