@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from holdfast_formats import manifest, naming, rest
+from holdfast_formats import naming, rest
 from holdfast_formats.errors import (
     CheckpointError,
     DaemonGone,
@@ -66,7 +66,7 @@ class DirectoryLibrary:
 
     def runs(self) -> list[rest.Run]:
         names = sorted(path.parent.name for path in self.root.glob(f"*/{naming.CHECKPOINTS}") if path.is_dir())
-        return [self._run(name) for name in names]
+        return [self._run(name) for name in names if naming.is_run_name(name)]
 
     def checkpoints(self, run: str) -> Listing:
         found: list[rest.Checkpoint] = []
@@ -74,7 +74,7 @@ class DirectoryLibrary:
         for step in self._steps(run):
             try:
                 with CheckpointReader.open(self.source(run, step), complete=False) as reader:
-                    found.append(describe(reader.manifest))
+                    found.append(rest.describe(reader.manifest))
             except CheckpointError as error:
                 unreadable.append(error)
         return Listing(found, unreadable)
@@ -187,20 +187,3 @@ def answers(url: str) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def describe(made: manifest.Manifest) -> rest.Checkpoint:
-    """What a manifest says of its checkpoint, in the words of the REST API."""
-    return rest.Checkpoint(
-        run=made.run,
-        step=made.step,
-        attempt=made.attempt,
-        created=made.created,
-        world=made.world,
-        groups=list(made.groups),
-        tensors=sum(len(tensors) for tensors in made.tensors.values()),
-        files=len(made.files),
-        bytes=made.bytes,
-        metrics=made.metrics,
-        verified=False,
-    )

@@ -37,9 +37,14 @@ class StagingName(NamedTuple):
 
 def check_run(run: str) -> str:
     """The run name itself, or `InvalidRequest` when it could not be a directory's name everywhere."""
-    if not _RUN.fullmatch(run) or run.startswith(CATALOG):
+    if not is_run_name(run):
         raise InvalidRequest(f"run name {run!r} is not allowed", hint=f"use {RUN_CHARACTERS}")
     return run
+
+
+def is_run_name(name: str) -> bool:
+    """Whether a run may have this name: one that is a directory's name everywhere, and not the catalog's."""
+    return _RUN.fullmatch(name) is not None and not name.startswith(CATALOG)
 
 
 def check_group(group: str) -> str:

@@ -6,6 +6,8 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, Field
 
+from .manifest import Manifest
+
 Item = TypeVar("Item")
 
 
@@ -37,6 +39,23 @@ class Checkpoint(BaseModel):
     bytes: int
     metrics: dict[str, float]
     verified: bool = Field(description="read back after the commit and found equal to every digest")
+
+
+def describe(manifest: Manifest, verified: bool = False) -> Checkpoint:
+    """What a manifest says of its checkpoint; whether it was read back since is not in it."""
+    return Checkpoint(
+        run=manifest.run,
+        step=manifest.step,
+        attempt=manifest.attempt,
+        created=manifest.created,
+        world=manifest.world,
+        groups=list(manifest.groups),
+        tensors=sum(len(tensors) for tensors in manifest.tensors.values()),
+        files=len(manifest.files),
+        bytes=manifest.bytes,
+        metrics=dict(manifest.metrics),
+        verified=verified,
+    )
 
 
 class Tensor(BaseModel):

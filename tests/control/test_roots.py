@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast_formats import rest
 from holdfast_formats.errors import (
     CorruptManifest,
     InvalidRequest,
@@ -60,7 +61,7 @@ def test_load_manifest(tier: MemoryTier) -> None:
     made = a_manifest("run", 5)
     put_checkpoint(tier, made)
     assert roots.load_manifest(tier, "run", 5) == made
-    assert roots.summary(made, verified=True) == a_row("run", 5, verified=True)
+    assert rest.describe(made, verified=True) == a_row("run", 5, verified=True)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from rich.text import Text
 
 from holdfast import console
-from holdfast.library import describe, open_source, parse_target
+from holdfast.library import open_source, parse_target
 from holdfast.reader import CheckpointReader
+from holdfast_formats import rest
 from holdfast_formats.manifest import Manifest
 
 from .options import AsJson, Checkpoint, Root, Url
@@ -59,4 +60,10 @@ def _document(made: Manifest) -> dict[str, object]:
         for name, t in held.items()
     ]
     files = [{"name": file.name, "bytes": file.bytes} for file in made.files]
-    return {**describe(made).model_dump(), "mesh": made.mesh, "files": files, "tensors": tensors, "aliases": made.aliases}
+    return {
+        **rest.describe(made).model_dump(),
+        "mesh": made.mesh,
+        "files": files,
+        "tensors": tensors,
+        "aliases": made.aliases,
+    }

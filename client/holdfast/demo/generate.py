@@ -30,7 +30,9 @@ def main(checkpoint: str, result: str) -> None:
     prompt = tokenizer(PROMPT, return_tensors="pt")
     model.eval()
     with torch.no_grad():
-        tokens = model.generate(**prompt, max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True)
+        tokens = model.generate(
+            **prompt, min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True
+        )
     text = tokenizer.decode(tokens[0], skip_special_tokens=True)
     Path(result).write_text(json.dumps({"weights": weights, "text": text}, indent=1))
 

@@ -85,4 +85,4 @@ def compare_weights(trained: Mapping[str, str], loaded: Mapping[str, str]) -> Cl
     """Whether what `from_pretrained` loaded are the trainer's weights, all of them and no others, bit for bit."""
     different = sorted(name for name in {*trained, *loaded} if trained.get(name) != loaded.get(name))
     evidence = f"different: {', '.join(different[:3])}" if different else f"{len(loaded)} tensors bit-equal"
-    return Claim("from_pretrained loads the checkpoint as it lies", bool(loaded) and not different, evidence)
+    return Claim("weights by from_pretrained", bool(loaded) and not different, evidence)

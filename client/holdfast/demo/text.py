@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-TEXT_BYTES = 1_000_000
+TEXT_BYTES = 200_000
 VOCABULARY = 259  # every byte, then the three special tokens
 BEGIN, END, PAD = 256, 257, 258
 NOISE = 0.02  # share of input bytes replaced, so that numpy's generator matters

@@ -33,7 +33,7 @@ from .model import WINDOW, build_model, build_tokenizer
 from .text import ShuffledWindows, read_text
 
 SEED = 20_260
-BATCH = 8  # windows a rank and step
+BATCH = 16  # windows a rank and step
 WARMUP_STEPS = 10
 EMA_DECAY = 0.98
 
@@ -53,9 +53,9 @@ class Trainer:
         self.weights: dict[str, Any] = dict(self.model.named_parameters())
         self.master = {name: weight.detach().float().requires_grad_() for name, weight in self.weights.items()}
         self.ema = {name: master.detach().clone() for name, master in self.master.items()}
-        self.optimizer = torch.optim.AdamW(self.master.values(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)
+        self.optimizer = torch.optim.AdamW(self.master.values(), lr=6e-3, betas=(0.9, 0.95), weight_decay=0.05)
         warmup = LinearLR(self.optimizer, 0.1, total_iters=WARMUP_STEPS)
-        cosine = CosineAnnealingLR(self.optimizer, max(steps - WARMUP_STEPS, 1), eta_min=3e-4)
+        cosine = CosineAnnealingLR(self.optimizer, max(steps - WARMUP_STEPS, 1), eta_min=6e-4)
         self.scheduler = SequentialLR(self.optimizer, [warmup, cosine], [WARMUP_STEPS])
         self.loader = ShuffledWindows(read_text(), WINDOW, BATCH, SEED)
         for seed in (torch.manual_seed, np.random.seed, random.seed):

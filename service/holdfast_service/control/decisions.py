@@ -72,7 +72,7 @@ class Decisions:
                 roots.reconcile(self._tier, self._catalog)
             raise
         try:
-            self._catalog.record_checkpoint(roots.summary(made, verified=False))
+            self._catalog.record_checkpoint(rest.describe(made))
             self._catalog.end_round(round_id, "committed", utc_now())
         except CheckpointError as error:
             log.error("%s@%s is committed, but the catalog does not know: %s", made.run, made.step, error.detail)

@@ -9,8 +9,6 @@ from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, NoSuchCheckpoint, NoSuchResource
 from holdfast_service.storage import Tier
 
-from . import roots
-
 # Also what begins like them is known: SQLite keeps files beside its own.
 _OF_THE_ROOT = (naming.LOCK, naming.DAEMON_FILE, naming.CATALOG)
 _OF_A_RUN = frozenset({naming.RUN_FILE, naming.CHECKPOINTS, naming.STAGING, naming.TRASH})
@@ -59,7 +57,7 @@ def sweep(tier: Tier) -> list[str]:
 def strangers(tier: Tier) -> list[str]:
     """Paths that no Holdfast made: unknown names in the root, in runs and in their rooms, and files where trees belong."""
     found = [name for name in tier.list("") if not name.startswith(_OF_THE_ROOT) and not _is_run_directory(tier, name)]
-    for run in filter(roots.is_run_name, tier.list("")):
+    for run in filter(naming.is_run_name, tier.list("")):
         if not _is_run_directory(tier, run):
             continue
         found += [f"{run}/{name}" for name in tier.list(run) if name not in _OF_A_RUN]
@@ -71,13 +69,13 @@ def strangers(tier: Tier) -> list[str]:
 
 def _rooms(tier: Tier) -> Iterator[tuple[str, str]]:
     # A run whose first save was cut short has only staging/, so `roots.runs` does not know it yet.
-    for run in filter(roots.is_run_name, tier.list("")):
+    for run in filter(naming.is_run_name, tier.list("")):
         for room in (naming.STAGING, naming.TRASH):
             yield run, room
 
 
 def _is_run_directory(tier: Tier, name: str) -> bool:
-    return roots.is_run_name(name) and bool(_OF_A_RUN & set(tier.list(name)))
+    return naming.is_run_name(name) and bool(_OF_A_RUN & set(tier.list(name)))
 
 
 def _is_ours(room: str, name: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from holdfast_formats import manifest, naming, rest
-from holdfast_formats.errors import CheckpointError, CorruptManifest, InvalidRequest, NoSuchCheckpoint, NotCommitted
+from holdfast_formats.errors import CheckpointError, CorruptManifest, NoSuchCheckpoint, NotCommitted
 from holdfast_formats.manifest import Manifest
 from holdfast_service.storage import Tier
 
@@ -40,15 +40,7 @@ class Problem(NamedTuple):
 def runs(tier: Tier) -> list[str]:
     """The names of all runs below the root: directories with a run's name that hold checkpoints/ or run.json."""
     marks = {naming.CHECKPOINTS, naming.RUN_FILE}
-    return [name for name in tier.list("") if is_run_name(name) and marks & set(tier.list(name))]
-
-
-def is_run_name(name: str) -> bool:
-    try:
-        naming.check_run(name)
-    except InvalidRequest:
-        return False
-    return True
+    return [name for name in tier.list("") if naming.is_run_name(name) and marks & set(tier.list(name))]
 
 
 def committed(tier: Tier, run: str) -> list[int]:
@@ -81,23 +73,6 @@ def load_manifest(tier: Tier, run: str, step: int) -> Manifest:
             file=naming.MANIFEST,
         )
     return made
-
-
-def summary(made: Manifest, verified: bool) -> rest.Checkpoint:
-    """A checkpoint as the catalog and the API list it."""
-    return rest.Checkpoint(
-        run=made.run,
-        step=made.step,
-        attempt=made.attempt,
-        created=made.created,
-        world=made.world,
-        groups=list(made.groups),
-        tensors=sum(len(tensors) for tensors in made.tensors.values()),
-        files=len(made.files),
-        bytes=made.bytes,
-        metrics=dict(made.metrics),
-        verified=verified,
-    )
 
 
 def read_run_file(tier: Tier, run: str) -> RunFile:
@@ -154,7 +129,7 @@ def _reconcile_run(tier: Tier, catalog: Catalog, run: str) -> list[Problem]:
     listed = {checkpoint.step: checkpoint for checkpoint in _all_checkpoints(catalog, run)}
     for step in _steps(tier, run):
         try:
-            there = summary(load_manifest(tier, run, step), verified=False)
+            there = rest.describe(load_manifest(tier, run, step))
         except CheckpointError as error:
             problems.append(Problem(run, step, error))
             continue
