@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.demo.processes import Job, ProcessId, free_port, identify, is_alive, stop_earlier_daemon
+import pytest
+
+from holdfast.demo.processes import Job, ProcessId, free_port, identify, is_alive, leaving_in_order, stop_earlier_daemon
 from holdfast_formats.naming import DAEMON_FILE
 
 SLEEP = "import time; time.sleep(60)"
@@ -89,3 +91,12 @@ def test_the_daemon_of_an_earlier_demo_is_stopped(tmp_path: Path) -> None:
 def test_without_a_file_there_is_no_earlier_daemon(tmp_path: Path) -> None:
     """A fresh directory has nobody to stop."""
     assert not stop_earlier_daemon(tmp_path)
+
+
+def test_sigterm_leaves_in_order_and_only_inside_the_block() -> None:
+    """Inside, SIGTERM unwinds like an exception; afterwards it means what it meant before."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left, leaving_in_order():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert left.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from holdfast_formats.digest import digest
 
-PROMPT = "def __init__(self"
+PROMPT = "class "
 NEW_TOKENS = 96
 
 

@@ -11,8 +11,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NamedTuple
 
 import httpx
@@ -32,6 +33,20 @@ class DemoFailed(Exception):
     def __init__(self, what: str, log: Path | None = None) -> None:
         super().__init__(what)
         self.log = log
+
+
+@contextmanager
+def leaving_in_order() -> Iterator[None]:
+    """Inside the block SIGTERM ends this process as an exception does, so that what it started is ended too."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class ProcessId(NamedTuple):
@@ -129,13 +144,20 @@ def start_daemon(directory: Path) -> Daemon:
     with open(log, "ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=child_environment(), start_new_session=True)
     daemon = Daemon(process.pid, f"http://{address}", path, root, process)
+    try:
+        wait_for_answer(daemon, process, log)
+    except BaseException:
+        stop_daemon(daemon)
+        raise
+    return daemon
+
+
+def wait_for_answer(daemon: Daemon, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + DAEMON_START_S_MAX
     while not answers(daemon.url):
         if process.poll() is not None or time.monotonic() > deadline:
-            stop_daemon(daemon)
             raise DemoFailed(f"the daemon did not start (exit status {process.poll()})", log)
         time.sleep(POLL_S)
-    return daemon
 
 
 def free_port() -> int:

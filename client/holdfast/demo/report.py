@@ -16,6 +16,8 @@ from .processes import Daemon
 from .proof import Claim, Launch
 
 LOG_LINES = 25
+TORCHRUN_REPORT = "torch/distributed/elastic/"  # stands in each line that torchrun logs about a failed rank
+TEXT_COLUMNS = 76
 
 
 def print_curve(
@@ -56,15 +58,23 @@ def print_claims(console: Console, claims: Sequence[Claim]) -> None:
 
 
 def print_text(console: Console, text: str) -> None:
-    body = Text(text, overflow="fold")
-    console.print(Panel(body, title="what the last checkpoint writes (greedy)", title_align="left", width=80))
+    """The generated text, cut at the panel's edge rather than at words: there are none yet."""
+    lines = [
+        line[at : at + TEXT_COLUMNS]
+        for line in text.rstrip().splitlines()
+        for at in range(0, max(len(line), 1), TEXT_COLUMNS)
+    ]
+    title = "what the last checkpoint writes (greedy)"
+    console.print(Panel(Text("\n".join(lines), no_wrap=True), title=title, title_align="left", width=TEXT_COLUMNS + 4))
 
 
 def print_log(console: Console, log: Path | None) -> None:
-    """The last lines of a log, and where the rest is."""
+    """The last lines that the processes themselves wrote, before torchrun's account of their end, and where the rest is."""
     if log is None or not log.exists():
         return
-    for line in log.read_text(errors="replace").splitlines()[-LOG_LINES:]:
+    text = log.read_text(errors="replace")
+    own = [line for line in text.partition(TORCHRUN_REPORT)[0].splitlines() if line.strip()]
+    for line in (own or text.splitlines())[-LOG_LINES:]:
         console.print(f"   {line}", markup=False, style="dim", soft_wrap=True)
     console.print(f"Log: {log}", soft_wrap=True)
 
@@ -72,4 +82,4 @@ def print_log(console: Console, log: Path | None) -> None:
 def print_farewell(console: Console, daemon: Daemon) -> None:
     """How to look at what is left: the daemon with two runs."""
     console.print(f"The daemon still runs. Look:  {daemon.url}  or  holdfast ls --url {daemon.url}", soft_wrap=True)
-    console.print(f"Stop it:  kill {daemon.pid}   (it ends by itself when nobody asks it anything for 15 minutes)")
+    console.print(f"Stop it:  kill {daemon.pid}   (it ends by itself after 15 minutes without visitors)", soft_wrap=True)

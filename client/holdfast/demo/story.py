@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holdfast_formats.naming import CHECKPOINTS, COMMIT, step_directory
 
 from . import report
 from .config import COMMIT_S_MAX, LAUNCH_S_MAX, RANKS, STEPS, child_environment, trainer_command
-from .processes import POLL_S, Daemon, DemoFailed, Job, start_daemon, stop_daemon, stop_earlier_daemon
+from .processes import POLL_S, Daemon, DemoFailed, Job, leaving_in_order, start_daemon, stop_daemon, stop_earlier_daemon
 from .proof import Claim, Launch, compare_losses, compare_states, compare_weights, parse_journal
 
 UNINTERRUPTED, RESUMED = "demo-uninterrupted", "demo"
@@ -62,7 +63,12 @@ def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True) -> int:
     if steps < STEPS_MIN:
         console.print(f"[red]The demo needs at least {STEPS_MIN} steps.[/red]")
         return 2
-    place = prepare(directory.resolve(), console)
+    with leaving_in_order():
+        return perform(prepare(directory.resolve(), console), steps, keep_daemon, console)
+
+
+def perform(place: Path, steps: int, keep_daemon: bool, console: Console) -> int:
+    """Start the daemon, play, tell of failures, and leave only what is to stay."""
     daemon: Daemon | None = None
     proven = False
     try:
@@ -75,7 +81,7 @@ def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True) -> int:
         if proven and keep_daemon:
             report.print_farewell(console, daemon)
     except DemoFailed as failure:
-        console.print(f"[red bold]The demo failed:[/red bold] {failure}")
+        console.print(f"[red bold]The demo failed:[/red bold] {escape(str(failure))}")
         report.print_log(console, failure.log)
     finally:
         if daemon and not (proven and keep_daemon):
