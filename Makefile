@@ -8,12 +8,13 @@ VENV ?= .venv
 TORCH_INDEX ?=
 STEPS ?= 90
 ROOT ?= holdfast-data
+BENCH ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test crash e2e check format clean
+.PHONY: help demo serve test crash e2e bench check format clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -32,6 +33,9 @@ crash: $(READY) ## kill and fault injection, the long lanes included
 
 e2e: $(READY) ## the demo and other long runs, as tests
 	$(BIN)/python -m pytest -m e2e
+
+bench: $(READY) ## Holdfast and its peers, side by side; BENCH="--quick" to try it (docs/benchmarks.md)
+	$(BIN)/python -m tests.benchmarks $(BENCH)
 
 check: $(READY) ## format, lint, types, and who may import whom
 	$(BIN)/ruff format --check .

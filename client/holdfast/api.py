@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -18,8 +18,23 @@ PAGE_ITEMS = 500
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 60.0
 CONNECTIONS_MAX = 16
+SEND_BYTES = (
+    256 * 2**10
+)  # a body goes out in pieces of this size: sending a large one in one go copies its rest again and again
 Step = int | Literal["latest"]
 Model = TypeVar("Model", bound=BaseModel)
+Part = Literal["data", "table"]
+
+
+class Chunk(NamedTuple):
+    """A piece of an upload as it is sent: where it stands, its digest before compression, and its bytes."""
+
+    offset: int
+    length: int
+    total: int
+    digest: str
+    body: memoryview | bytes
+    encoding: str | None = None
 
 
 class Api:
@@ -105,6 +120,68 @@ class Api:
     def nodes(self) -> list[rest.Node]:
         return list(self._pages("/v1/nodes", rest.Node))
 
+    def join(self, rank_id: str, hello: rest.RankHello) -> rest.RankWelcome:
+        """Say hello as a rank that shares no memory with the daemon; repeating it is harmless."""
+        return self._send("PUT", _rank_path(rank_id), hello, rest.RankWelcome)
+
+    def leave(self, rank_id: str) -> None:
+        """The rank parts; what it has not sealed ends."""
+        with self._translated():
+            self._checked(self._http.delete(_rank_path(rank_id)))
+
+    def reserve(self, rank_id: str, room: rest.Room) -> None:
+        """Have memory kept for the rank's slots; `LimitExceeded` when the daemon's arena has not that much."""
+        with self._translated():
+            self._checked(self._http.put(f"{_rank_path(rank_id)}/segment", json=room.model_dump()))
+
+    def open_upload(self, rank_id: str, number: int, step: int, timeout_s: float | None = None) -> rest.Upload:
+        """Begin the rank's `number`-th upload; refuses by name a step that may not be saved."""
+        return self._send("PUT", _upload_path(rank_id, number), rest.UploadRequest(step=step), rest.Upload, timeout_s)
+
+    def upload(self, rank_id: str, number: int) -> rest.Upload:
+        """How far an upload is."""
+        return self._get(_upload_path(rank_id, number), rest.Upload)
+
+    def put_chunk(self, rank_id: str, number: int, part: Part, chunk: Chunk) -> rest.Upload:
+        """Send one chunk; when this returns it has been received and proven."""
+        headers = {
+            "Content-Length": str(len(chunk.body)),
+            "Content-Range": f"bytes {chunk.offset}-{chunk.offset + chunk.length - 1}/{chunk.total}",
+            "X-Content-Digest": f"xxh3-64={chunk.digest}",
+        }
+        if chunk.encoding is not None:
+            headers["Content-Encoding"] = chunk.encoding
+        pieces = (bytes(chunk.body[at : at + SEND_BYTES]) for at in range(0, len(chunk.body), SEND_BYTES))
+        with self._translated():
+            answer = self._http.put(f"{_upload_path(rank_id, number)}/{part}", content=pieces, headers=headers)
+            return rest.Upload.model_validate_json(self._checked(answer).content)
+
+    def seal_upload(self, rank_id: str, number: int, whole: rest.SealRequest) -> rest.Upload:
+        """Hand a complete slot over; from then on the daemon saves it, whatever becomes of the rank."""
+        return self._send("POST", f"{_upload_path(rank_id, number)}/seal", whole, rest.Upload)
+
+    def abandon_upload(self, rank_id: str, number: int, why: rest.AbandonRequest) -> rest.Upload:
+        """Give an upload up, and the save of its step with it."""
+        return self._send("POST", f"{_upload_path(rank_id, number)}/abandon", why, rest.Upload)
+
+    def outcomes(self, rank_id: str, after: int, wait_s: float) -> rest.Outcomes:
+        """Uploads that have ended, waiting for one; asking also says that the rank is alive."""
+        with self._translated():
+            answer = self._http.get(f"{_rank_path(rank_id)}/outcomes", params={"after": after, "wait_s": wait_s})
+            return rest.Outcomes.model_validate_json(self._checked(answer).content)
+
+    def choose(self, rank_id: str, turn: int, question: rest.Question) -> rest.Answer:
+        """Which step to restore; `DeadlineExceeded` while older saves are being written: ask again."""
+        return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}", question, rest.Answer)
+
+    def _send(self, method: str, path: str, body: BaseModel, model: type[Model], timeout_s: float | None = None) -> Model:
+        headers = {"Content-Type": "application/json"}
+        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
+        content = body.model_dump_json().encode()
+        with self._translated():
+            answer = self._http.request(method, path, content=content, headers=headers, timeout=timeout)
+            return model.model_validate_json(self._checked(answer).content)
+
     def _range(self, path: str, first: int, length: int) -> Iterator[bytes]:
         headers = {"Range": f"bytes={first}-{first + length - 1}", "Accept-Encoding": "identity"}
         with self._http.stream("GET", path, headers=headers) as response:
@@ -169,6 +246,14 @@ def _rebuilt(response: httpx.Response) -> CheckpointError:
 
 def _run_path(run: str) -> str:
     return f"/v1/runs/{quote(run, safe='')}"
+
+
+def _rank_path(rank_id: str) -> str:
+    return f"/v1/ranks/{rank_id}"
+
+
+def _upload_path(rank_id: str, number: int) -> str:
+    return f"{_rank_path(rank_id)}/uploads/{number}"
 
 
 def _step_path(run: str, step: Step) -> str:

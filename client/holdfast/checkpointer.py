@@ -20,13 +20,15 @@ from holdfast_formats.manifest import Manifest
 
 from . import assets as asset_files
 from . import launch as launches
-from . import staging
-from .link import Link
+from . import settled, staging
+from .handover import Handover, Routes, Sealable
 from .place import committed_steps, connect, open_checkpoint, place
+from .preparation import Preparation
 from .reader import CheckpointReader
 from .slots import Slots
 from .state import Restoration, Snapshot, Stored, TrainState
 from .tickets import SaveTicket, Tickets
+from .transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ SLOT_WAIT_S = 3600.0
 SETTLE_WAIT_S = 3600.0
 TABLE_HEADROOM = 4  # a table may grow by this factor (JSON state, metrics) before the segment is made anew
 TABLE_BYTES_MIN = 2**16
+TABLE_BYTES_A_TENSOR = 256
 
 Wait = Literal["staged", "durable"]
 
@@ -87,11 +90,17 @@ class Checkpointer:
         self._assets = asset_files.collect(assets) if self._launch.rank == 0 else {}
         self._keep_last, self._slot_count, self._file_bytes_max = keep_last, slots, file_bytes_max
         self._lock = threading.RLock()
-        self._link: Link | None = None
+        self._link: Transport | None = None
         self._welcome: wire.Welcome | None = None
         self._slots: Slots | None = None
         self._tickets = Tickets()
         self._turn = 0
+        self._handover: Handover | None = None
+        self._preparation: Preparation | None = None
+        self._closed = False
+        self._layout = staging.NOTHING  # of the last save: what has not changed since is not looked at again
+        self._routes = Routes()
+        self._hooks = [o.register_step_pre_hook(self._before_step) for o in settled.optimizers(state)]
         self.last_restore: RestoreReport | None = None
 
     def __enter__(self) -> Checkpointer:
@@ -108,28 +117,49 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         wait: Wait | None = None,
     ) -> SaveTicket:
-        """Copy this rank's part of `step` into shared memory and return; the daemon does the rest.
+        """Take the state as it is now and return at once; copying, writing and committing go on in the background.
+
+        What forward and backward may change is copied before this returns. The rest is copied while they run: the next
+        step of an optimizer in the state waits for what is not copied yet. Who changes parameters, optimizer state, masters
+        or EMA otherwise calls `fence()` first; a tensor that changes under the copy fails the save as `TornSnapshot`.
+        `wait="staged"` copies everything before it returns.
 
         Every rank calls it with the same step and groups (default: all). `metrics` are remembered with the checkpoint.
         Raises `InvalidRequest` or `StateMismatch`, before anything is staged, for state that cannot be stored;
-        `AlreadyCommitted` for a step that exists; `StaleAttempt` when a newer launch of the run has begun. What fails later
-        is told by the ticket and as a `SaveWarning` by the next save. `wait="durable"` returns when the step is committed
-        and raises if it is not.
+        `AlreadyCommitted` for a step that exists; `StaleAttempt` when a newer launch of the run has begun. What fails later,
+        or because the daemon died and none comes for it within seconds, is told by the ticket and as a `SaveWarning` by the
+        next save. `wait="durable"` returns when the step is committed and raises if it is not.
         """
         naming.check_step(step)
         kept = _check_metrics(metrics or {})
         if wait not in (None, "staged", "durable"):
             raise InvalidRequest(f"wait must be 'staged' or 'durable', not {wait!r}")
         with self._lock:
+            self._refuse_if_closed()
+            self.fence()
             self._tell_failure()
             snapshot = self._state.snapshot(groups)
-            layout = staging.lay_out(snapshot, self._assets)
-            welcome = self._connected(start=True)
-            ticket = SaveTicket(self.run, step, welcome.attempt)
-            self._stage(ticket, snapshot, layout, kept)
+            layout = staging.lay_out(snapshot, self._assets, settled.judge(self._state.state), self._layout)
+            self._layout = layout
+            try:
+                ticket = SaveTicket(self.run, step, self._connected(start=True).attempt)
+                handover = self._hand_over(ticket, snapshot, layout, kept)
+            except DaemonGone as gone:
+                return self._missed(step, gone, wait)
+            if wait is None and not all(copy.restless for copy in layout.copies):
+                handover.begin()
+                self._handover = handover
+            else:
+                handover.complete()
         if wait == "durable":
             ticket.result()
         return ticket
+
+    def fence(self) -> None:
+        """Return when the last save needs nothing of the live state any more. Optimizer steps call it by themselves."""
+        handover = self._handover
+        if handover is not None:
+            handover.fence()
 
     def restore(
         self,
@@ -148,16 +178,34 @@ class Checkpointer:
         """
         began = time.monotonic()
         with self._lock:
+            self.fence()
             wanted = tuple(groups) if groups is not None else self._state.groups()
             chosen, root, url = self._choose(step, wanted)
             if chosen is None:
+                self._prepare_after(groups)
                 return 0
             with open_checkpoint(root, url, self.run, chosen) as reader:
                 restored = self._load(reader, groups, ignore, strict)
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
             for note in restored.notes:
                 log.info("restore of %s@%s: %s", self.run, chosen, note)
+            self._prepare_after(groups)
             return chosen
+
+    def prepare(self) -> None:
+        """Get shared memory for the state and touch it, in the background, so that the first save costs what others cost.
+
+        `restore()` of the whole state does it unasked; call it before the first step where nothing is restored. What an
+        optimizer will add at its first step is estimated. Failures show at the first save.
+        """
+        with self._lock:
+            snapshot = self._state.snapshot()
+            layout = staging.lay_out(snapshot, self._assets, settled.judge(self._state.state))
+            who = staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world)
+            table = staging.encode_table(who, snapshot, layout, {}, self._file_bytes_max)
+            growth = settled.expected_growth(self._state.state)
+        room = (layout.data_bytes + growth.bytes, len(table) + growth.tensors * TABLE_BYTES_A_TENSOR)
+        self._preparation = Preparation(lambda: self._reserved(*room))
 
     def close(self, wait: bool = True) -> None:
         """Part from the daemon, which goes on with what is staged. With `wait`, first see every save through.
@@ -165,6 +213,14 @@ class Checkpointer:
         Raises the error of a save that failed and that nobody was told of.
         """
         with self._lock:
+            self._closed = True
+            if self._preparation is not None:
+                self._preparation.stop()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            if self._handover is not None:
+                self._handover.join()
             if wait:
                 for ticket in self._tickets.open():
                     _settled(ticket)
@@ -175,23 +231,46 @@ class Checkpointer:
         if wait and failed is not None and failed.error is not None:
             raise failed.error
 
-    def _stage(self, ticket: SaveTicket, snapshot: Snapshot, layout: staging.Layout, metrics: Mapping[str, float]) -> None:
+    def _prepare_after(self, groups: Collection[str] | None) -> None:
+        if groups is None and self._preparation is None:
+            try:
+                self.prepare()
+            except CheckpointError as error:
+                log.info("not prepared for saves: %s", error.detail)  # the first save says so, where it matters
+
+    def _reserved(self, data_bytes: int, table_bytes: int) -> Slots:
+        with self._lock:
+            self._refuse_if_closed()
+            self._connected(start=True)
+            return self._room_for(data_bytes, table_bytes)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise InvalidRequest("the checkpointer is closed", hint="construct a new one")
+
+    def _before_step(self, *_: Any) -> None:
+        """An optimizer is about to change what the last save may still be copying."""
+        self.fence()
+
+    def _missed(self, step: int, gone: DaemonGone, wait: Wait | None) -> SaveTicket:
+        """The daemon died and none has come for it yet: the save has failed, training goes on.
+
+        Where there never was a daemon it is raised: then something is set up wrongly.
+        """
+        if self._welcome is None or wait == "durable":
+            raise gone
+        ticket = SaveTicket(self.run, step, self._welcome.attempt)
+        self._tickets.fail(ticket, gone)
+        return ticket
+
+    def _hand_over(
+        self, ticket: SaveTicket, snapshot: Snapshot, layout: staging.Layout, metrics: Mapping[str, float]
+    ) -> Handover:
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
         table = staging.encode_table(who, snapshot, layout, metrics, self._file_bytes_max)
         slot = self._room_for(layout.data_bytes, len(table)).lease(ticket.step, ticket.attempt, SLOT_WAIT_S)
         self._tickets.add(ticket)
-        try:
-            staging.copy_in(layout, slot.data)
-            slot.seal(table, layout.data_bytes)
-        except BaseException as error:
-            self._tickets.drop(ticket)
-            reason = error if isinstance(error, CheckpointError) else CheckpointError(f"staging failed: {error!r}")
-            try:
-                slot.abandon(reason)
-            except DaemonGone as gone:
-                log.warning("the daemon went away while step %d was staged: %s", ticket.step, gone.detail)
-            raise
-        ticket.mark_staged()
+        return Handover(ticket, Sealable(slot, layout, table), self._tickets, self._routes)
 
     def _room_for(self, data_bytes: int, table_bytes: int) -> Slots:
         assert self._link is not None
@@ -236,7 +315,7 @@ class Checkpointer:
         question = wire.Choose(id=self._link.next_id(), turn=self._turn, step=step, groups=groups, wait_s=SETTLE_WAIT_S)
         chosen = self._link.request(question, wire.Chosen, SETTLE_WAIT_S)
         self._turn += 1
-        return chosen.step, Path(welcome.root), welcome.url
+        return chosen.step, Path(welcome.root) if welcome.root else None, welcome.url
 
     def _load(
         self, reader: CheckpointReader, groups: Collection[str] | None, ignore: Sequence[str], strict: bool

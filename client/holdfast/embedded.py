@@ -26,6 +26,7 @@ EXIT_WHEN_IDLE_S = 30
 START_TIMEOUT_S = 60.0
 POLL_S = 0.05
 LOG = "holdfast-daemon.log"
+_PREFIX = "embedded-"
 
 
 def running_socket(root: Path) -> Path | None:
@@ -37,6 +38,11 @@ def running_socket(root: Path) -> Path | None:
         return None
 
 
+def is_embedded(socket: Path) -> bool:
+    """Whether the daemon at this socket was started by trainers."""
+    return socket.name.startswith(_PREFIX)
+
+
 def start(root: Path) -> Path:
     """Start a daemon on `root`, or find the one another rank started meanwhile; return its socket.
 
@@ -46,7 +52,7 @@ def start(root: Path) -> Path:
         raise DaemonGone("the daemon is not installed here", hint="pip install 'holdfast[service]', or start one elsewhere")
     root = root.absolute()
     root.mkdir(parents=True, exist_ok=True)
-    socket = default_socket().parent / f"embedded-{hashlib.sha256(bytes(root)).hexdigest()[:16]}.sock"
+    socket = default_socket().parent / f"{_PREFIX}{hashlib.sha256(bytes(root)).hexdigest()[:16]}.sock"
     socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _turn(socket.with_suffix(".lock")):
         known = running_socket(root)

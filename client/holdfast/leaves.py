@@ -15,7 +15,7 @@ from holdfast_formats.tensors import TensorSpec
 
 from . import fragments
 from .fragments import Fragment, Piece, Placed, Storable
-from .torch_dtypes import safetensors_name
+from .torch_dtypes import has_memory, safetensors_name
 
 RANK_PREFIX = "ranks/"  # tensors that belong to one rank's process, not to the model: RNG, data loaders
 
@@ -72,6 +72,15 @@ class Selection(NamedTuple):
         return group in self.groups and not any(fnmatchcase(f"{group}/{name}", pattern) for pattern in self.ignore)
 
 
+class Known(NamedTuple):
+    """A leaf as an earlier save described it, and the tensor and memory for which that holds."""
+
+    value: Storable
+    form: tuple[object, ...]
+    leaf: Leaf
+    mesh: dict[str, int]
+
+
 @dataclass
 class Content:
     """What is collected of the live state: leaves, JSON texts by (group, key), aliases by group, mesh dimensions."""
@@ -80,10 +89,11 @@ class Content:
     values: dict[Key, str] = field(default_factory=dict)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=dict)
+    known: dict[Key, Known] = field(default_factory=dict)
 
     def add(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
         """Take in a tensor; `local` replaces its memory, piece for piece. Refuses a second tensor of this name."""
-        leaf, mesh = describe(group, name, value, local)
+        leaf, mesh = self._describe(group, name, value, local)
         if leaf.key in self.leaves:
             raise InvalidRequest(
                 f"two tensors of the state have the name {leaf.path!r}", hint="give them different names or keys"
@@ -91,6 +101,17 @@ class Content:
         self.leaves[leaf.key] = leaf
         for dimension, size in mesh.items():
             self.mesh.setdefault(dimension, size)
+
+    def _describe(self, group: str, name: str, value: Storable, local: torch.Tensor | None) -> tuple[Leaf, dict[str, int]]:
+        """The leaf made for an earlier save, where this is the same tensor in the same memory; else a new one."""
+        memory = fragments.local_tensor(value) if local is None else local
+        if not has_memory(memory):
+            return describe(group, name, value, local)  # which refuses it, by name
+        form = (memory.data_ptr(), memory.dtype, memory.shape, memory.stride())
+        before = self.known.get((group, name))
+        if before is None or before.value is not value or before.form != form:
+            before = self.known[group, name] = Known(value, form, *describe(group, name, value, local))
+        return before.leaf, before.mesh
 
     def add_value(self, group: str, key: str, text: str) -> None:
         if (group, key) in self.values:

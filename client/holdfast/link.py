@@ -1,11 +1,18 @@
-"""This rank's connection to its node's daemon: requests and replies, outcomes as they come, one memfd when it is sent."""
+"""This rank's connection to its node's daemon: requests and replies, outcomes as they come, one memfd when it is sent.
+
+A daemon may die and another take its place. A link that knows how to dial again mends itself in the background: it says
+hello as before, brings its segment along, and says which steps it awaits. Requests wait a moment for that; seals need not
+wait, since they stand in shared memory already.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,104 +21,282 @@ from typing import Any, TypeVar
 from holdfast_formats import wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, from_problem
 
+log = logging.getLogger(__name__)
+
 RECEIVE_BYTES = 65_536
 CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 60.0
+MEND_WAIT_S = 10.0  # how long after the loss of a daemon a request waits for the next one
+MEND_S = 60.0  # how long the next daemon is looked for in the background
+MEND_PAUSE_S = 0.05
 _HINT = "start one with `holdfast serve`, or pass root= to use an embedded one"
 
 _Reply = TypeVar("_Reply", bound=wire.Reply)
 
 
 class Link:
-    """One conversation with the daemon. Requests may come from any thread; `on_outcome` is called on the link's own."""
+    """One rank's conversation with the daemon. Requests may come from any thread; `on_outcome` is called on the link's own.
 
-    def __init__(self, path: Path, on_outcome: Callable[[wire.Outcome], None], on_lost: Callable[[CheckpointError], None]):
+    `dial` says where the next daemon answers, and may start one; without it the first loss is final. `on_lost` is called
+    when a loss is.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        on_outcome: Callable[[wire.Outcome], None],
+        on_lost: Callable[[CheckpointError], None],
+        dial: Callable[[], Path] | None = None,
+    ):
         self.path = path
-        self._on_outcome, self._on_lost = on_outcome, on_lost
-        self._socket = _connect(path)
-        self._decoder = wire.FrameDecoder(wire.TO_RANK)
+        self._on_outcome, self._on_lost, self._dial = on_outcome, on_lost, dial
         self._ids = itertools.count()
         self._condition = threading.Condition()
         self._replies: dict[int, wire.Reply] = {}
         self._fds: list[int] = []
-        self._lost: CheckpointError | None = None
-        self._closing = False
-        self._thread = threading.Thread(target=self._receive_loop, name="holdfast-link", daemon=True)
-        self._thread.start()
+        self._broken: CheckpointError | None = None  # the present conversation's end
+        self._lost: CheckpointError | None = None  # the end of all
+        self._mender: threading.Thread | None = None
+        self._broken_at = 0.0
+        self._dialled = 0  # tries of the mender that failed
+        self._hurry = threading.Event()
+        self._closing = threading.Event()
+        self._hello: wire.Hello | None = None
+        self._attempt: int | None = None
+        self._segment = -1
+        self._awaited: set[int] = set()
+        self._unsaid: list[wire.Seal] = []  # that no daemon has answered
+        self._begin(_connect(path))
 
     @property
     def alive(self) -> bool:
-        return self._lost is None and not self._closing
+        """Whether requests have a chance; a link that is being mended counts."""
+        return self._lost is None and not self._closing.is_set()
 
     def next_id(self) -> int:
         return next(self._ids)
 
     def request(self, message: wire.Request, kind: type[_Reply], timeout_s: float = REPLY_TIMEOUT_S) -> _Reply:
-        """Send a request and wait for its reply; a `Failed` reply is raised as the error it carries."""
-        frame = wire.encode_frame(message)
-        try:
-            with self._condition:
-                self._socket.sendall(frame)
-        except OSError as error:
-            raise DaemonGone(f"the daemon at {self.path} went away: {error}", hint=_HINT) from error
-        with self._condition:
-            arrived = self._condition.wait_for(lambda: message.id in self._replies or self._lost is not None, timeout_s)
-            reply = self._replies.pop(message.id, None)
-            if reply is None:
-                if arrived and self._lost is not None:
-                    raise self._lost
-                raise DeadlineExceeded(f"the daemon at {self.path} did not answer within {timeout_s:.0f} s")
-        if isinstance(reply, wire.Failed):
-            raise from_problem(reply.problem)
-        if not isinstance(reply, kind):
-            raise DaemonGone(f"the daemon answered {type(message).__name__} with {type(reply).__name__}")
-        return reply
+        """Send a request and wait for its reply; a `Failed` reply is raised as the error it carries.
+
+        Where the daemon is lost meanwhile, the next one is asked; `DaemonGone` when there is none within `MEND_WAIT_S` of
+        the loss, nor at once after that.
+        """
+        limit = time.monotonic() + timeout_s
+        reply: wire.Reply | None = None
+        while reply is None:
+            if not self._wait_until_mended(message):
+                reply = wire.Sealed(reply_to=message.id)
+                break
+            try:
+                reply = self._ask(message, limit)
+            except DaemonGone:
+                if self._dial is None or self._lost is not None or self._closing.is_set():
+                    raise
+        return _expected(message, reply, kind)
 
     def take_fd(self) -> int:
-        """The descriptor that came with the last reply; the caller closes it."""
+        """The descriptor that came with the last reply; the caller closes it. The link keeps one for the next daemon."""
         with self._condition:
             if not self._fds:
                 raise DaemonGone("the daemon sent no shared memory")
-            return self._fds.pop(0)
+            fd = self._fds.pop(0)
+            if self._segment >= 0:
+                os.close(self._segment)
+            self._segment = os.dup(fd)
+            return fd
 
     def close(self) -> None:
-        self._closing = True
+        self._closing.set()
+        self._hurry.set()
+        with self._condition:
+            self._condition.notify_all()
         with suppress(OSError):  # the daemon may have hung up first
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(timeout=5)
-        self._socket.close()
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
+        for thread in (self._mender, self._thread):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(timeout=5)
+        with self._condition:
+            self._socket.close()
+            for fd in (*self._fds, self._segment):
+                if fd >= 0:
+                    os.close(fd)
+            self._fds.clear()
+            self._segment = -1
 
-    def _receive_loop(self) -> None:
+    def _begin(self, connection: socket.socket) -> None:
+        """A new conversation takes the place of the one that broke."""
+        with self._condition:
+            for fd in self._fds:
+                os.close(fd)
+            if self._closing.is_set():
+                connection.close()
+                raise DaemonGone(f"the link to {self.path} was closed")
+            self._socket, self._fds, self._broken = connection, [], None
+            self._replies.clear()
+        self._thread = threading.Thread(target=self._receive_loop, args=(connection,), name="holdfast-link", daemon=True)
+        self._thread.start()
+
+    def _wait_until_mended(self, message: wire.Request) -> bool:
+        """Wait, for a while, until there is a daemon to ask; False when a seal will be said to the next one anyway."""
+        with self._condition:
+            if isinstance(message, wire.Seal) and self._mender is not None and self.alive:
+                self._unsaid.append(message)
+                return False
+            goal = self._dialled + 2  # one whole try that begins from now on, though others went before
+            limit = time.monotonic() + MEND_WAIT_S
+            while self._mender is not None and self.alive:
+                self._hurry.set()
+                now = time.monotonic()
+                if now >= limit or (now >= self._broken_at + MEND_WAIT_S and self._dialled >= goal):
+                    raise DaemonGone(f"the daemon at {self.path} is gone, and none has come for it yet", hint=_HINT)
+                self._condition.wait(MEND_PAUSE_S)
+            if self._lost is not None:
+                raise self._lost
+            return True
+
+    def _ask(self, message: wire.Request, limit: float, fds: tuple[int, ...] = ()) -> wire.Reply:
+        frame = wire.encode_frame(message)
+        with self._condition:
+            connection = self._socket
+            try:
+                sent = socket.send_fds(connection, [frame], list(fds)) if fds else 0
+                connection.sendall(frame[sent:])
+            except OSError as error:
+                raise DaemonGone(f"the daemon at {self.path} went away: {error}", hint=_HINT) from error
+            while message.id not in self._replies:
+                if self._socket is not connection or self._broken is not None:
+                    raise self._broken or DaemonGone(f"the daemon at {self.path} went away", hint=_HINT)
+                if not self._condition.wait(max(limit - time.monotonic(), 0)) and time.monotonic() >= limit:
+                    raise DeadlineExceeded(f"the daemon at {self.path} did not answer in time")
+            reply = self._replies.pop(message.id)
+            self._note(message, reply)
+            return reply
+
+    def _note(self, message: wire.Request, reply: wire.Reply) -> None:
+        """Remember what the next daemon must be told. The condition is held, so that no mending comes in between."""
+        if isinstance(message, wire.Hello) and isinstance(reply, wire.Welcome) and self._hello is None:
+            self._hello, self._attempt = message, reply.attempt
+        elif isinstance(message, wire.Lease) and isinstance(reply, wire.Granted):
+            self._awaited.add(message.step)
+        elif isinstance(message, wire.Abandon) or (isinstance(message, wire.Seal) and isinstance(reply, wire.Failed)):
+            self._awaited.discard(message.step)
+
+    def _receive_loop(self, connection: socket.socket) -> None:
+        decoder = wire.FrameDecoder(wire.TO_RANK)
         error = DaemonGone(f"the daemon at {self.path} closed the connection", hint=_HINT)
         try:
             while True:
-                data, fds, _, _ = socket.recv_fds(self._socket, RECEIVE_BYTES, 4)
+                data, fds, _, _ = socket.recv_fds(connection, RECEIVE_BYTES, 4)
                 with self._condition:
+                    for fd in fds:
+                        os.set_inheritable(fd, False)
                     self._fds += fds
                 if not data:
                     break
-                for message in self._decoder.feed(data):
+                for message in decoder.feed(data):
                     self._take(message)
         except OSError as failure:
             error = DaemonGone(f"the connection to the daemon at {self.path} broke: {failure}", hint=_HINT)
         except CheckpointError as failure:
             error = DaemonGone(f"the daemon at {self.path} cannot be understood: {failure.detail}", hint=failure.hint)
+        self._break(connection, error)
+
+    def _break(self, connection: socket.socket, error: CheckpointError) -> None:
+        """A conversation is over: mend it in the background, or tell that it is lost."""
         with self._condition:
-            self._lost = error
+            if connection is not self._socket:
+                return
+            self._broken = error
             self._condition.notify_all()
-        if not self._closing:
+            if self._mender is not None or self._closing.is_set():
+                return  # the mender looks after it
+            self._broken_at = time.monotonic()
+            if self._dial is not None and self._hello is not None:
+                self._mender = threading.Thread(target=self._mend, args=(self._dial,), name="holdfast-mend", daemon=True)
+                self._mender.start()
+                return
+            self._lost = error
+        self._on_lost(error)
+
+    def _mend(self, dial: Callable[[], Path]) -> None:
+        error: CheckpointError | None = self._broken
+        while time.monotonic() < self._broken_at + MEND_S and not self._closing.is_set():
+            _hang_up(self._socket)
+            try:
+                self.path = dial()
+                self._begin(_connect(self.path))
+                self._rejoin()
+                return
+            except (DaemonGone, DeadlineExceeded) as failure:
+                error = failure
+            except CheckpointError as refusal:
+                error = refusal
+                break
+            with self._condition:
+                self._dialled += 1
+                self._condition.notify_all()
+            self._hurry.wait(MEND_PAUSE_S)
+            self._hurry.clear()
+        assert error is not None
+        with self._condition:
+            self._lost = self._broken = error
+            self._condition.notify_all()
+        if not self._closing.is_set():
             self._on_lost(error)
+
+    def _rejoin(self) -> None:
+        """Be to this daemon what we were to the one before."""
+        limit = time.monotonic() + REPLY_TIMEOUT_S
+        assert self._hello is not None
+        hello = self._hello.model_copy(update={"id": self.next_id()})
+        welcome = _expected(hello, self._ask(hello, limit), wire.Welcome)
+        if welcome.attempt != self._attempt:
+            raise CheckpointError(f"the daemon at {self.path} takes this launch for attempt {welcome.attempt}")
+        if self._segment >= 0:
+            with self._condition:
+                awaited = tuple(sorted(self._awaited))
+            attach = wire.Attach(id=self.next_id(), open=awaited)
+            _expected(attach, self._ask(attach, limit, (self._segment,)), wire.Done)
+        while True:
+            with self._condition:
+                if self._broken is not None:
+                    raise self._broken
+                if not self._unsaid:
+                    self._mender = None
+                    self._condition.notify_all()
+                    break
+                seal = self._unsaid[0]
+            reply = self._ask(seal.model_copy(update={"id": self.next_id()}), limit)
+            with self._condition:
+                self._unsaid.remove(seal)
+            if isinstance(reply, wire.Failed):  # its outcome was told with the answer to attach
+                log.info("step %d: the next daemon had ended it already", seal.step)
+        log.info("another daemon answers at %s", self.path)
 
     def _take(self, message: Any) -> None:
         if isinstance(message, wire.Outcome):
+            with self._condition:
+                self._awaited.discard(message.step)
             self._on_outcome(message)
             return
         with self._condition:
             self._replies[message.reply_to] = message
             self._condition.notify_all()
+
+
+def _expected(message: wire.Request, reply: wire.Reply, kind: type[_Reply]) -> _Reply:
+    if isinstance(reply, wire.Failed):
+        raise from_problem(reply.problem)
+    if not isinstance(reply, kind):
+        raise DaemonGone(f"the daemon answered {type(message).__name__} with {type(reply).__name__}")
+    return reply
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):  # the other side may be gone
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def _connect(path: Path) -> socket.socket:

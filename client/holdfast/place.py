@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,9 @@ from .api import Api
 from .config import DEFAULT_ROOT, default_socket
 from .link import Link
 from .reader import CheckpointReader
+from .remote import RemoteLink
 from .sources import DirectorySource, HttpSource
+from .transport import Transport
 
 
 class Place(NamedTuple):
@@ -42,16 +45,23 @@ def place(root: str | Path | None, socket: str | Path | None, url: str | None) -
 
 def connect(
     where: Place, start: bool, on_outcome: Callable[[Outcome], None], on_lost: Callable[[CheckpointError], None]
-) -> Link:
-    """A link to the daemon of this place, started if need be and `start` allows it; `DaemonGone` when there is none."""
+) -> Transport:
+    """A link to the daemon of this place, started if need be and `start` allows it; `DaemonGone` when there is none.
+
+    Over its socket where that can be reached from here, else over HTTP: then the rank stages into memory of its own.
+    """
 
     def link(path: Path) -> Link:
-        return Link(path, on_outcome, on_lost)
+        return Link(path, on_outcome, on_lost, lambda: _next_socket(where, path))
 
     if where.socket is not None:
         return link(where.socket)
     if where.url is not None:
-        return link(_socket_of(where.url))
+        near = _socket_of(where.url)
+        try:
+            return link(near) if near is not None else RemoteLink(where.url, on_outcome, on_lost)
+        except DaemonGone:  # the socket is there, but not for us
+            return RemoteLink(where.url, on_outcome, on_lost)
     candidates = [embedded.running_socket(where.directory)] if where.directory is not None else []
     if where.root is None:
         candidates.insert(0, default_socket())
@@ -66,16 +76,27 @@ def connect(
     return link(embedded.start(where.directory))
 
 
-def _socket_of(url: str) -> Path:
+def _next_socket(where: Place, path: Path) -> Path:
+    """Where the daemon answers that follows the one at `path`. A daemon that trainers started, they start again."""
+    if where.directory is None:
+        return path
+    if embedded.is_embedded(path):
+        return embedded.start(where.directory)
+    return embedded.running_socket(where.directory) or path
+
+
+def _socket_of(url: str) -> Path | None:
+    """The socket of the daemon at `url` if it is to be seen here: the very one, not another daemon's at the same path."""
     with Api(url) as api:
         nodes = api.nodes()
-    found = next((node.socket for node in nodes if node.socket is not None), None)
-    if found is None or not Path(found).exists():
-        raise DaemonGone(
-            f"the daemon at {url} shares no memory with this process: its socket {found} is not here",
-            hint="run the trainer on the daemon's machine, or mount the socket's directory into its container",
-        )
-    return Path(found)
+    for node in nodes:
+        try:
+            at = os.stat(node.socket) if node.socket is not None else None
+        except OSError:
+            continue
+        if at is not None and node.socket_id in (None, naming.socket_id(at.st_ino, at.st_ctime_ns)):
+            return Path(str(node.socket))
+    return None
 
 
 def open_checkpoint(root: Path | None, url: str | None, run: str, step: int) -> CheckpointReader:

@@ -5,10 +5,12 @@ Works on any `Source`, with no service running and without torch.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from functools import cached_property
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -32,7 +34,7 @@ from holdfast_formats.region import Box, ByteView, byte_box, byte_span, byte_vie
 
 from .sources import Source
 
-WORKERS_MAX = 8
+WORKERS_MIN, WORKERS_MAX = 4, 8  # a disk is fast with several requests under way, also where cores are few
 
 Take = Callable[[Piece, memoryview], None]
 OnDamage = Callable[[Piece, CheckpointError], None]
@@ -62,7 +64,10 @@ class Damage(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """A want, resolved: the stored tensor, and its shape and box in `byte_view` coordinates."""
+    """A want, resolved: the stored tensor, and its shape and box in `byte_view` coordinates.
+
+    `octets` are the receiver's bytes where it takes the whole tensor in order: plain copies are enough then.
+    """
 
     want: Want
     group: str
@@ -70,6 +75,32 @@ class _Target(NamedTuple):
     entry: TensorEntry
     view: ByteView
     box: Box
+    octets: NDArray[np.uint8] | None
+
+
+class _Bytes:
+    """A file's bytes: as they stand in the page cache if they do, else read into a buffer of the thread's own."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._local = threading.local()
+
+    def take(self, file: str, start: int, size: int) -> tuple[memoryview, int]:
+        """A view that is good until the thread's next call, and how many of its bytes the file has."""
+        mapped = self._source.mapped(file)
+        view = mapped.view(start, start + size) if mapped is not None else None
+        if view is not None:
+            return view, size
+        buffer = self._buffer(size)
+        return buffer, self._source.read_into(file, start, buffer)
+
+    def _buffer(self, size: int) -> memoryview:
+        if size > EXTENT_BYTES_MAX:  # a large header or asset: the only pieces that may pass the limit
+            return memoryview(bytearray(size))
+        if not hasattr(self._local, "bytes"):
+            self._local.bytes = np.empty(EXTENT_BYTES_MAX, np.uint8).data
+        held: memoryview = self._local.bytes
+        return held[:size]
 
 
 class CheckpointReader:
@@ -80,9 +111,9 @@ class CheckpointReader:
         self.manifest = manifest
         self.manifest_bytes = manifest_bytes
         self.commit_bytes = commit_bytes
-        self.workers = min(WORKERS_MAX, os.cpu_count() or 1)
-        self._pieces = proof.pieces(manifest)
-        self._bounce = threading.local()
+        self.workers = min(WORKERS_MAX, max(WORKERS_MIN, os.cpu_count() or 1))
+        self._bytes = _Bytes(source)
+        self._resolved: tuple[list[Want], dict[Piece, list[_Target]]] = ([], {})
 
     @classmethod
     def open(cls, source: Source, *, complete: bool = True) -> CheckpointReader:
@@ -131,6 +162,10 @@ class CheckpointReader:
         """The bytes of state.json, checked."""
         return self.read_file(naming.STATE)
 
+    @cached_property
+    def _pieces(self) -> dict[str, tuple[Piece, ...]]:
+        return proof.pieces(self.manifest)
+
     def pieces(self, file: str) -> tuple[Piece, ...]:
         """A file's pieces in order; `NoSuchResource` for a file that the manifest does not list."""
         if file not in self._pieces:
@@ -161,24 +196,24 @@ class CheckpointReader:
 
         Raises `CorruptExtent` with file, tensor and byte range.
         """
-        touched = self._touched(map(self._target, wants))
-        headers = {self._pieces[piece.file][0] for piece in touched}
+        touched = self._touched(wants)
+        used = {piece.file for piece in touched}
+        headers = [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
         self.stream([*headers, *touched], _ignore)
 
     def load(self, wants: Iterable[Want]) -> None:
         """Read every extent that the wants touch once, check it, then copy its part into each want.
 
         Raises `CorruptExtent` before anything of the damaged extent is copied; `prove` first when nothing at all may be.
+        What `prove` has read is checked again: a page may have left memory since and come back from the disk as another.
         """
-        touched = self._touched(map(self._target, wants))
+        touched = self._touched(wants)
 
         def scatter(piece: Piece, data: memoryview) -> None:
             for target in touched[piece]:
-                elements = np.frombuffer(data, transfer.element_dtype(target.view.itemsize))
-                first = piece.offset // target.view.itemsize
-                transfer.move(transfer.Direction.SCATTER, elements, first, target.want.into, target.box, target.view.shape)
+                _hand_over(target, piece.offset, data)
 
-        self.stream(touched, scatter)
+        self.stream(touched, scatter, last=True)
 
     def verify(self, on_bytes: Callable[[int], None] | None = None) -> list[Damage]:
         """Check every byte of every listed file; return all damages, by file and position, instead of stopping.
@@ -218,14 +253,18 @@ class CheckpointReader:
         take: Take,
         on_damage: OnDamage | None = None,
         on_bytes: Callable[[int], None] | None = None,
+        last: bool = False,
     ) -> None:
         """Read pieces on several threads, check each one, and only then give it to `take`, whose view ends with the call.
 
         Damage is raised, unless `on_damage` takes it. `on_bytes` hears, in the calling thread, how many bytes were read.
+        `last` says that nobody will want these bytes again, so that their pages need not stay mapped.
         """
         batches = list(proof.batches(pieces))
         with ThreadPoolExecutor(max(1, min(self.workers, len(batches))), "holdfast-read") as threads:
-            running: list[Future[int]] = [threads.submit(self._read_batch, b, take, on_damage or _refuse) for b in batches]
+            running: list[Future[int]] = [
+                threads.submit(self._read_batch, b, take, on_damage or _refuse, last) for b in batches
+            ]
             try:
                 for finished in as_completed(running):
                     read = finished.result()
@@ -234,40 +273,40 @@ class CheckpointReader:
             finally:
                 threads.shutdown(wait=True, cancel_futures=True)
 
-    def _read_batch(self, batch: Sequence[Piece], take: Take, on_damage: OnDamage) -> int:
-        first, size = batch[0].start, batch[-1].stop - batch[0].start
-        buffer = self._buffer(size)
+    def _read_batch(self, batch: Sequence[Piece], take: Take, on_damage: OnDamage, last: bool) -> int:
+        file, first, size = batch[0].file, batch[0].start, batch[-1].stop - batch[0].start
         try:
-            got = self.source.read_into(batch[0].file, first, buffer)
+            data, got = self._bytes.take(file, first, size)
         except (Damaged, StorageFailed, NoSuchResource) as error:
             if len(batch) == 1:
                 on_damage(batch[0], error)
             else:  # one piece is bad: find out which, and hand over the others
                 for piece in batch:
-                    self._read_batch((piece,), take, on_damage)
+                    self._read_batch((piece,), take, on_damage, last)
             return size
         for piece in batch:
-            data = buffer[piece.start - first : max(min(piece.stop - first, got), piece.start - first)]
+            part = data[piece.start - first : max(min(piece.stop - first, got), piece.start - first)]
             try:
-                proof.check(piece, data)
-                take(piece, data)
+                proof.check(piece, part)
+                take(piece, part)
             except Damaged as error:
                 on_damage(piece, error)
+        mapped = self.source.mapped(file) if last else None
+        if mapped is not None:  # each thread unmaps what it has handed over, or all of it is unmapped at the end, by one
+            mapped.release(first, first + size)
         return size
 
-    def _buffer(self, size: int) -> memoryview:
-        if size > EXTENT_BYTES_MAX:  # a large header or asset: the only pieces that may pass the limit
-            return memoryview(bytearray(size))
-        if not hasattr(self._bounce, "bytes"):
-            self._bounce.bytes = np.empty(EXTENT_BYTES_MAX, np.uint8).data
-        held: memoryview = self._bounce.bytes
-        return held[:size]
-
-    def _touched(self, targets: Iterable[_Target]) -> dict[Piece, list[_Target]]:
+    def _touched(self, wants: Iterable[Want]) -> dict[Piece, list[_Target]]:
+        """What the wants resolve to: every piece, and who receives from it. `load` finds here what `prove` worked out."""
+        listed = list(wants)
+        known, found = self._resolved
+        if len(listed) == len(known) and all(map(operator.is_, listed, known)):
+            return found
         touched: dict[Piece, list[_Target]] = {}
-        for target in targets:
+        for target in map(self._target, listed):
             for piece in _touching(target):
                 touched.setdefault(piece, []).append(target)
+        self._resolved = (listed, touched)
         return touched
 
     def _target(self, want: Want) -> _Target:
@@ -280,7 +319,9 @@ class CheckpointReader:
                 f"tensor {want.name!r}: {want.into.dtype}{list(want.into.shape)} cannot receive "
                 f"{view.itemsize}-byte elements of shape {list(box.shape)}"
             )
-        return _Target(want, want.group, name, entry, view, box)
+        takes_all = want.box.shape == entry.shape and want.into.flags.c_contiguous
+        octets = want.into.reshape(-1).view(np.uint8) if takes_all else None
+        return _Target(want, want.group, name, entry, view, box, octets)
 
     def _resolve(self, group: str, name: str) -> tuple[str, TensorEntry]:
         stored = self.manifest.aliases.get(group, {}).get(name, name)
@@ -293,7 +334,21 @@ class CheckpointReader:
         return stored, entry
 
 
+def _hand_over(target: _Target, offset: int, data: memoryview) -> None:
+    """Copy an extent's part of the target; the extent holds the tensor's bytes from `offset` on."""
+    if target.octets is not None:
+        target.octets[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+        return
+    elements = np.frombuffer(data, transfer.element_dtype(target.view.itemsize))
+    first = offset // target.view.itemsize
+    transfer.move(transfer.Direction.SCATTER, elements, first, target.want.into, target.box, target.view.shape)
+
+
 def _touching(target: _Target) -> Iterator[Piece]:
+    if target.octets is not None:
+        for extent in target.entry.extents:
+            yield proof.tensor_piece(target.group, target.name, target.entry, extent)
+        return
     itemsize, shape = target.view.itemsize, target.view.shape
     start, stop = byte_span(target.box, shape, itemsize)
     for extent in target.entry.extents:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import mmap
 import os
+import threading
 
 from holdfast_formats import arena, wire
 from holdfast_formats.arena import SlotHeader, SlotState
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError, DaemonGone, LimitExceeded
 
-from .link import Link
+from .transport import Transport
 
+log = logging.getLogger(__name__)
+
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
+TOUCH_BYTES = 64 * 2**20
 LEASE_MARGIN_S = 30.0  # how much longer than the daemon itself we wait for its answer
 
 
@@ -19,34 +26,35 @@ class Slot:
     """A leased slot: `data` is shared memory to fill; `seal` or `abandon` ends the lease."""
 
     def __init__(self, slots: Slots, index: int, step: int, attempt: int) -> None:
-        self._slots, self._index, self._step, self._attempt = slots, index, step, attempt
+        self.slots, self.index = slots, index
+        self._step, self._attempt = step, attempt
         start = slots.geometry.data_offset(index)
         self.data = slots.memory[start : start + slots.geometry.data_bytes]
 
     def seal(self, table: bytes, data_bytes: int) -> None:
         """Declare the slot complete. When this returns the daemon has taken it over and saves it, whatever becomes of us."""
-        geometry, memory = self._slots.geometry, self._slots.memory
+        geometry, memory = self.slots.geometry, self.slots.memory
         if len(table) > geometry.table_bytes_max:
             raise LimitExceeded(f"a table of {len(table)} bytes does not fit the slot's {geometry.table_bytes_max}")
-        start = geometry.table_offset(self._index)
+        start = geometry.table_offset(self.index)
         memory[start : start + len(table)] = table
         proof = digest(table)
         header = SlotHeader(SlotState.LEASED, self._step, self._attempt, data_bytes, len(table), 0)
-        arena.seal(memory, geometry, self._index, header, proof)
-        link = self._slots.link
-        link.request(wire.Seal(id=link.next_id(), slot=self._index, step=self._step, table_digest=proof), wire.Sealed)
+        arena.seal(memory, geometry, self.index, header, proof)
+        link = self.slots.link
+        link.request(wire.Seal(id=link.next_id(), slot=self.index, step=self._step, table_digest=proof), wire.Sealed)
 
     def abandon(self, error: CheckpointError) -> None:
         """Give the lease back unsealed, so that the other ranks learn at once that this step is not saved."""
-        link = self._slots.link
-        message = wire.Abandon(id=link.next_id(), slot=self._index, step=self._step, problem=error.problem())
+        link = self.slots.link
+        message = wire.Abandon(id=link.next_id(), slot=self.index, step=self._step, problem=error.problem())
         link.request(message, wire.Done)
 
 
 class Slots:
     """The segment that the daemon made for this rank."""
 
-    def __init__(self, link: Link, count: int, data_bytes: int, table_bytes: int) -> None:
+    def __init__(self, link: Transport, count: int, data_bytes: int, table_bytes: int) -> None:
         self.link = link
         message = wire.Reserve(id=link.next_id(), slots=count, data_bytes=data_bytes, table_bytes=table_bytes)
         link.request(message, wire.Segment)
@@ -59,6 +67,20 @@ class Slots:
             os.close(fd)
         self.memory = memoryview(self._map)
         self.geometry = arena.read_superblock(self.memory)
+
+    def touch(self, stop: threading.Event) -> None:
+        """Map every page now, so that the first save costs what the others cost; ends early when `stop` is set."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        madvise = ctypes.CDLL(None, use_errno=True).madvise  # ctypes releases the GIL, mmap.madvise does not
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        madvise(address, len(self.memory), mmap.MADV_HUGEPAGE)  # a wish: kernels without it go on with small pages
+        for start in range(0, len(self.memory), TOUCH_BYTES):
+            size = min(TOUCH_BYTES, len(self.memory) - start)
+            if stop.is_set():
+                return
+            if madvise(address + start, size, MADV_POPULATE_WRITE) != 0:
+                log.info("shared memory is not touched in advance: %s", os.strerror(ctypes.get_errno()))
+                return
 
     def fits(self, data_bytes: int, table_bytes: int) -> bool:
         return data_bytes <= self.geometry.data_bytes and table_bytes <= self.geometry.table_bytes_max

@@ -6,7 +6,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -15,6 +15,9 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchResource, StorageFailed
 
 from .api import Api
+from .mapping import MappedFile
+
+READ_AHEAD_BYTES_MIN = 2**20
 
 
 class Source(Protocol):
@@ -25,6 +28,7 @@ class Source(Protocol):
     def size(self, name: str) -> int | None: ...  # None when there is no such file
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...  # bytes read; fewer only at the file's end
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes: ...
+    def mapped(self, name: str) -> MappedFile | None: ...  # None where files cannot be mapped
     def close(self) -> None: ...
 
 
@@ -44,6 +48,7 @@ class DirectorySource:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self._open: dict[str, int] = {}
+        self._mapped: dict[str, MappedFile | None] = {}
         self._lock = threading.Lock()
 
     @property
@@ -63,6 +68,9 @@ class DirectorySource:
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         descriptor = self._descriptor(name)
         done = 0
+        if len(buffer) >= READ_AHEAD_BYTES_MIN:  # the disk is asked for all of it at once
+            with suppress(OSError):
+                os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_WILLNEED)
         while done < len(buffer):
             with self._translated(name):
                 got = os.preadv(descriptor, [buffer[done:]], offset + done)
@@ -74,9 +82,20 @@ class DirectorySource:
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         return _read(self, name, offset, length)
 
+    def mapped(self, name: str) -> MappedFile | None:
+        descriptor = self._descriptor(name)
+        with self._lock:
+            if name not in self._mapped:
+                try:
+                    self._mapped[name] = MappedFile(descriptor, os.fstat(descriptor).st_size)
+                except (OSError, ValueError):
+                    self._mapped[name] = None
+            return self._mapped[name]
+
     def close(self) -> None:
         """Close every file; the source can still be used and opens them again."""
         with self._lock:
+            self._mapped.clear()
             while self._open:
                 os.close(self._open.popitem()[1])
 
@@ -139,6 +158,9 @@ class HttpSource:
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         return _read(self, name, offset, length)
+
+    def mapped(self, name: str) -> MappedFile | None:
+        return None
 
     def close(self) -> None:
         self._api.close()

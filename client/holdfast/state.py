@@ -29,7 +29,7 @@ from holdfast_formats.errors import InvalidRequest
 from . import extras, optimizers, rng
 from .extras import Stateful, Value
 from .fragments import Fragment, Storable
-from .leaves import Content, Leaf, Plan, Selection, Stored, check_groups
+from .leaves import Content, Key, Known, Leaf, Plan, Selection, Stored, check_groups
 from .modules import ModuleState, NamedTensors, module_state, parameter_names
 from .optimizers import OptimizerState
 from .restoration import Restoration, restoration
@@ -76,6 +76,7 @@ class TrainState:
             raise InvalidRequest(f"rank {rank} of a world of {world}")
         self.state = state
         self.rank = rank
+        self._known: dict[Key, Known] = {}  # what earlier snapshots found, so that later ones need not look again
         self._parts()  # refuses at once what can be seen at once
 
     def groups(self) -> tuple[str, ...]:
@@ -86,10 +87,11 @@ class TrainState:
         """The live state of these groups (all, if None); `Refused` by path for anything that could not be stored."""
         groups_now, parts = self._parts()
         wanted = check_groups(groups, groups_now)
-        content = Content()
+        content = Content(known=self._known)
         for part in parts:
             if part.groups & wanted:
                 part.collect(content)
+        self._known = {key: known for key, known in self._known.items() if key in content.leaves or key[0] not in wanted}
         values: dict[str, dict[str, str]] = {group: {} for group in groups_now if group in wanted}
         for (group, key), text in content.values.items():
             if group in wanted:

@@ -22,14 +22,19 @@ class SaveTicket:
 
     def __init__(self, run: str, step: int, attempt: int) -> None:
         self.run, self.step, self.attempt = run, step, attempt
-        self._staged = False
+        self._staged = threading.Event()
+        self._decided = threading.Event()  # staged, or ended without
         self._ended = threading.Event()
         self._error: CheckpointError | None = None
 
     @property
     def staged(self) -> bool:
-        """The daemon has this rank's part; if every rank's is staged, the step is saved whatever becomes of the trainers."""
-        return self._staged
+        """The daemon has this rank's part; if every rank's is staged, the step is saved whatever becomes of the trainers.
+
+        A rank that shares no memory with its daemon has its part in memory of its own, which dies with it, until that is
+        uploaded: there only `done` says that the step is safe.
+        """
+        return self._staged.is_set()
 
     @property
     def done(self) -> bool:
@@ -49,11 +54,18 @@ class SaveTicket:
             raise self._error
         return SaveResult(self.run, self.step, self.attempt)
 
+    def wait_staged(self, timeout: float | None = None) -> bool:
+        """Wait until this rank's part is staged, or the save has failed; whether it is staged now."""
+        self._decided.wait(timeout)
+        return self.staged
+
     def mark_staged(self) -> None:
-        self._staged = True
+        self._staged.set()
+        self._decided.set()
 
     def end(self, error: CheckpointError | None) -> None:
         self._error = error
+        self._decided.set()
         self._ended.set()
 
 
@@ -72,6 +84,11 @@ class Tickets:
     def drop(self, ticket: SaveTicket) -> None:
         with self._lock:
             self._open.pop(ticket.step, None)
+
+    def fail(self, ticket: SaveTicket, error: CheckpointError) -> None:
+        """A save ends before the daemon had it."""
+        self.drop(ticket)
+        self._end(ticket, error)
 
     def outcome(self, outcome: Outcome) -> None:
         """The daemon's word on a step."""

@@ -84,6 +84,9 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
     safetensors_name(tensor.dtype, name)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # asking torch what they wrap takes longer than all else here
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether this is plain strided memory, whatever its dtype."""
     return _obstacle(tensor) is None
@@ -92,7 +95,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def _obstacle(tensor: torch.Tensor) -> str | None:
     if torch.nn.parameter.is_lazy(tensor):
         return "a lazy parameter without a shape yet (run one forward pass first)"
-    if is_traceable_wrapper_subclass(tensor):
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         return f"a {type(tensor).__name__}, a wrapper around other tensors"
     if tensor.is_nested or tensor.layout is not torch.strided:
         return f"of layout {tensor.layout}, not strided"

@@ -14,14 +14,15 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
+from . import naming
 from .errors import InvalidRequest, LimitExceeded
 
 MAGIC = b"HOLDFAST"
-VERSION = 1
+VERSION = 2
 PAGE_BYTES = 4096
 SLOTS_MAX = 64
 SEGMENT_BYTES_MAX = 2**46
-_SUPERBLOCK = struct.Struct("<8sIIQQ")  # magic, version, slots, data_bytes, table_bytes_max
+_SUPERBLOCK = struct.Struct("<8sIIQQIIQ128s")  # magic, version, slots, data, table, rank, world, attempt, run
 _HEADER = struct.Struct("<8sIIQQQQQ")  # magic, version, state, step, attempt, data bytes used, table bytes, seal word
 _STATE_OFFSET = 12
 _SEAL_OFFSET = 48
@@ -63,6 +64,15 @@ class Geometry(NamedTuple):
         return self.data_offset(slot) + self.data_bytes
 
 
+class Owner(NamedTuple):
+    """Whose segment it is: one rank of one attempt of a run."""
+
+    run: str
+    rank: int
+    world: int
+    attempt: int
+
+
 class SlotHeader(NamedTuple):
     state: SlotState
     step: int
@@ -87,23 +97,41 @@ def geometry(slots: int, data_bytes: int, table_bytes: int) -> Geometry:
     return made
 
 
-def write_superblock(memory: memoryview, made: Geometry) -> None:
-    _SUPERBLOCK.pack_into(memory, 0, MAGIC, VERSION, made.slots, made.data_bytes, made.table_bytes_max)
+def write_superblock(memory: memoryview, made: Geometry, owner: Owner | None = None) -> None:
+    """State the segment's measures and whose it is; a segment of nobody cannot be adopted by another daemon."""
+    rank, world, attempt, run = (owner.rank, owner.world, owner.attempt, owner.run.encode()) if owner else (0, 0, 0, b"")
+    measures = (made.slots, made.data_bytes, made.table_bytes_max)
+    _SUPERBLOCK.pack_into(memory, 0, MAGIC, VERSION, *measures, rank, world, attempt, run)
 
 
 def read_superblock(memory: memoryview) -> Geometry:
     """The geometry a segment states; `InvalidRequest` or `LimitExceeded` when it is not one of ours or is cut short."""
+    made = read_measures(memory)
+    if made.segment_bytes > len(memory):
+        raise InvalidRequest(f"a segment of {len(memory)} bytes claims to hold {made.segment_bytes}")
+    return made
+
+
+def read_measures(memory: memoryview) -> Geometry:
+    """The geometry that a segment's first page states, whether or not the rest is there."""
     if len(memory) < PAGE_BYTES:
         raise InvalidRequest(f"a segment of {len(memory)} bytes is not a staging arena")
-    magic, version, slots, data_bytes, table_bytes_max = _SUPERBLOCK.unpack_from(memory, 0)
+    magic, version, slots, data_bytes, table_bytes_max, *_ = _SUPERBLOCK.unpack_from(memory, 0)
     if magic != MAGIC or version != VERSION:
         raise InvalidRequest("shared memory does not hold a staging arena of this version")
     made = geometry(slots, data_bytes, table_bytes_max)
     if (made.data_bytes, made.table_bytes_max) != (data_bytes, table_bytes_max):
         raise InvalidRequest(f"a segment with slots of {data_bytes} + {table_bytes_max} bytes, which are not whole pages")
-    if made.segment_bytes > len(memory):
-        raise InvalidRequest(f"a segment of {len(memory)} bytes claims to hold {made.segment_bytes}")
     return made
+
+
+def read_owner(memory: memoryview) -> Owner:
+    """Whose segment it is; `InvalidRequest` when it says nobody or somebody impossible. Read the superblock first."""
+    *_, rank, world, attempt, name = _SUPERBLOCK.unpack_from(memory, 0)
+    run = name.rstrip(b"\0").decode(errors="replace")
+    if not naming.is_run_name(run) or not rank < world:
+        raise InvalidRequest(f"a segment of rank {rank} of {world} of run {run!r}: nobody's")
+    return Owner(run, rank, world, attempt)
 
 
 def write_header(memory: memoryview, made: Geometry, slot: int, header: SlotHeader) -> None:

@@ -116,3 +116,8 @@ def checkpoint_path(run: str, step: int) -> str:
 def staging_path(run: str, step: int, attempt: int) -> str:
     """Where an attempt's files for a step are written before they are published, relative to the root."""
     return f"{check_run(run)}/{STAGING}/{staging_directory(step, attempt)}"
+
+
+def socket_id(inode: int, changed_ns: int) -> str:
+    """What tells a daemon's socket from another's at the same path on another machine; the same through bind mounts."""
+    return f"{inode}-{changed_ns}"

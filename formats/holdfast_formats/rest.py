@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -104,9 +104,87 @@ class Node(BaseModel):
     started: str
     arena_bytes: int
     ranks: int
+    socket_id: str | None = Field(
+        default=None, description="inode and change time of the socket: a socket of that path without them is another's"
+    )
 
 
 class Health(BaseModel):
     status: str
     version: str
     root: str
+
+
+class RankHello(BaseModel):
+    """Who a rank is that shares no memory with the daemon. Ranks with the same `launch` share an attempt."""
+
+    protocol: int
+    run: str
+    rank: int = Field(ge=0)
+    world: int = Field(ge=1)
+    launch: str = Field(min_length=1, max_length=256)
+    keep_last: int | None = Field(default=None, ge=1)
+
+
+class RankWelcome(BaseModel):
+    attempt: int
+    node: str
+    root: str
+    version: str
+    silence_max_s: float = Field(description="a rank that is not heard of for this long is taken for dead")
+    chunk_bytes_max: int = Field(description="most bytes of one chunk, before compression")
+
+
+class Room(BaseModel):
+    """What the daemon keeps for a rank: so many slots of so many bytes, within its arena."""
+
+    slots: int = Field(ge=1, le=64)
+    data_bytes: int = Field(ge=0)
+    table_bytes: int = Field(ge=0)
+
+
+class UploadRequest(BaseModel):
+    step: int = Field(ge=0)
+
+
+class Upload(BaseModel):
+    """How far the upload of one slot is. `data_bytes` and `table_bytes` are received, proven and need not be sent again."""
+
+    number: int
+    step: int
+    attempt: int
+    state: Literal["open", "sealed", "committed", "aborted"]
+    data_bytes: int
+    table_bytes: int
+    problem: dict[str, Any] | None = Field(default=None, description="why, when aborted")
+
+
+class SealRequest(BaseModel):
+    """What a complete slot holds; `table_digest` is the xxh3-64 of its table, which states everything else."""
+
+    data_bytes: int = Field(ge=0)
+    table_bytes: int = Field(ge=0)
+    table_digest: str
+
+
+class AbandonRequest(BaseModel):
+    problem: dict[str, Any]
+
+
+class Outcomes(BaseModel):
+    """Uploads that have ended, in the order in which they did; `next` is the `after` that asks for those behind them."""
+
+    items: list[Upload]
+    next: int
+
+
+class Question(BaseModel):
+    """Which step does this attempt restore? The newest with all of `groups` unless a step is named."""
+
+    step: int | None = Field(default=None, ge=0)
+    groups: tuple[str, ...] = ()
+    wait_s: float = Field(default=0.0, ge=0.0, le=20.0)
+
+
+class Answer(BaseModel):
+    step: int | None

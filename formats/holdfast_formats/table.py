@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from . import naming
+from .arena import Owner
 from .errors import InvalidRequest, LimitExceeded
 from .manifest import check_metrics
 from .tensors import Fragment
@@ -43,6 +44,11 @@ class SlotTable(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     mesh: dict[str, int] = {}
     file_bytes_max: int = 0
+
+    @property
+    def owner(self) -> Owner:
+        """Whose part it is."""
+        return Owner(self.run, self.rank, self.world, self.attempt)
 
 
 def encode(table: SlotTable) -> bytes:

@@ -1,8 +1,9 @@
 """Messages between a rank and its node's daemon, over a unix stream socket.
 
 A frame is four bytes of little-endian length and a JSON object with a `type`. A request carries `id`; its reply carries the
-same number as `reply_to`. `Outcome` comes unasked. The one file descriptor that ever travels, a memfd, rides on the first
-byte of the `Segment` frame. Bulk data never comes this way: it lies in the slot, table included.
+same number as `reply_to`. `Outcome` comes unasked. The file descriptors that travel, memfds, ride on the first byte of the
+`Segment` frame, and of the `Attach` frame when a rank brings its segment to another daemon. Bulk data
+never comes this way: it lies in the slot, table included.
 """
 
 from __future__ import annotations
@@ -67,6 +68,16 @@ class Segment(Reply):
     slots: int
     data_bytes: int
     table_bytes_max: int
+
+
+class Attach(Request):
+    """Go on with a segment that another daemon made; its memfd comes along. `open` are the steps whose end is awaited.
+
+    An outcome is told for each of them. What was leased to this rank for any other step is given back.
+    """
+
+    type: Literal["attach"] = "attach"
+    open: tuple[int, ...] = ()
 
 
 class Lease(Request):
@@ -142,7 +153,7 @@ class Outcome(Message):
 
 
 ToDaemon = Annotated[
-    Hello | Reserve | Lease | Seal | Abandon | Choose,
+    Hello | Reserve | Attach | Lease | Seal | Abandon | Choose,
     Field(discriminator="type"),
 ]
 ToRank = Annotated[

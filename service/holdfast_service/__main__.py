@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -20,10 +21,13 @@ from typing import TYPE_CHECKING
 from holdfast_formats import naming, rest
 from holdfast_formats.errors import CheckpointError, RootBusy, exit_status
 from holdfast_service import __version__
-from holdfast_service.config import Config, parse
+from holdfast_service.config import Config, fd_store, parse
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
+from holdfast_service.daemon.adoption import Adoption
 from holdfast_service.daemon.arena import Arena
+from holdfast_service.daemon.keeping import FdStore, HolderProcess, Keeper
+from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saver import Saver
 from holdfast_service.daemon.server import Daemon, Identity
 from holdfast_service.storage.posix import PosixTier, lock_root
@@ -81,13 +85,19 @@ def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket |
         catalog = Catalog.open(config.catalog_url)
         stack.callback(catalog.close)
         decisions = Decisions(tier, catalog, config.keep)
-        decisions.recover()
-        arena = Arena(config.arena_bytes_max)
+        keeper = _keeper(root, config)
+        stack.callback(keeper.close)
+        arena = Arena(config.arena_bytes_max, keeper)
         saver = Saver(tier, decisions, config.node)
-        daemon = Daemon(
-            config.socket.absolute(), Identity(config.node, str(root), __version__, url), (arena, saver, decisions)
-        )
+        adoption = Adoption(arena, saver, decisions)
+        decisions.recover(adoption.start)
+        identity = Identity(config.node, str(root), __version__, url)
+        daemon = Daemon(config.socket.absolute(), identity, (arena, saver, decisions, adoption))
         stack.callback(daemon.close)
+        remote = RemoteRanks((arena, saver, decisions), config.silence_max)
+        stack.callback(remote.close)
+        at = os.stat(daemon.path)
+        socket_id = naming.socket_id(at.st_ino, at.st_ctime_ns)
         started = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
 
         def node() -> rest.Node:
@@ -99,7 +109,8 @@ def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket |
                 socket=str(daemon.path),
                 started=started,
                 arena_bytes=arena.bytes,
-                ranks=daemon.ranks,
+                ranks=daemon.ranks + remote.count,
+                socket_id=socket_id,
             )
 
         about = {"pid": os.getpid(), "socket": str(daemon.path), "url": url}
@@ -116,9 +127,19 @@ def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket |
                 node=node,
                 remove=decisions.remove,
                 files_root=Path(root),
+                remote=remote,
             ),
             listener,
         )
+
+
+def _keeper(root: Path, config: Config) -> Keeper:
+    """Who keeps shared memory while no daemon lives. A root's holder is found by its root: the socket may change."""
+    store = fd_store()
+    if store is not None:
+        return FdStore(store.notify, store.inherited)
+    name = hashlib.sha256(bytes(root)).hexdigest()[:12]
+    return HolderProcess(config.socket.absolute().parent / f"{name}.holder")
 
 
 def _bind(address: tuple[str, int]) -> socket.socket:
@@ -185,6 +206,8 @@ def _http(listener: socket.socket, services: Services, activity: Activity, stop:
         yield
     finally:
         server.should_exit = True
+        if services.remote is not None:
+            services.remote.close()  # who waits for an outcome would keep the server from ending
         thread.join(timeout=10)
 
 

@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -19,6 +20,7 @@ ENVIRONMENT_PREFIX = "HOLDFAST_"
 ROOT = Path("holdfast-data")
 LISTEN = "127.0.0.1:8420"
 NO_LISTENER = "none"
+FIRST_INHERITED = 3  # the first descriptor that a service manager passes (sd_listen_fds)
 
 
 class Config(BaseModel):
@@ -33,6 +35,7 @@ class Config(BaseModel):
     keep: int | None = Field(default=None, ge=1)
     catalog: str | None = None
     arena_bytes_max: int = Field(ge=0)
+    silence_max: float = Field(default=60.0, gt=0)
     exit_when_idle: float | None = Field(default=None, gt=0)
     log_level: str = "info"
 
@@ -57,6 +60,25 @@ def default_socket(environment: Mapping[str, str]) -> Path:
     """A socket in the user's runtime directory, or in a directory of the user's own under /tmp."""
     runtime = environment.get("XDG_RUNTIME_DIR")
     return (Path(runtime) / "holdfast" if runtime else Path(f"/tmp/holdfast-{os.getuid()}")) / "holdfast.sock"
+
+
+class StoredDescriptors(NamedTuple):
+    """The service manager's fd store: where to talk to it, and what it kept of the last start, by name."""
+
+    notify: str
+    inherited: tuple[tuple[str, int], ...]
+
+
+def fd_store(environment: Mapping[str, str] | None = None) -> StoredDescriptors | None:
+    """The fd store if this process is a service that has one (systemd with FileDescriptorStoreMax=), else None."""
+    known = os.environ if environment is None else environment
+    notify, room = known.get("NOTIFY_SOCKET", ""), known.get("FDSTORE", "")
+    if not notify or not room.isdigit() or int(room) == 0:
+        return None
+    if known.get("LISTEN_PID") != str(os.getpid()):
+        return StoredDescriptors(notify, ())
+    names = known.get("LISTEN_FDNAMES", "").split(":")
+    return StoredDescriptors(notify, tuple((name, FIRST_INHERITED + i) for i, name in enumerate(names) if name))
 
 
 def default_node() -> str:
@@ -94,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep", metavar="N", help="keep the newest N verified checkpoints of a run (default: all)")
     parser.add_argument("--catalog", metavar="URL", help="SQLAlchemy URL of the catalog (default: SQLite under --root)")
     parser.add_argument("--arena-bytes-max", metavar="BYTES", help="limit on shared memory (default: 90%% of memory)")
+    parser.add_argument("--silence-max", metavar="SECONDS", help="give up remote ranks silent for this long (default: 60)")
     parser.add_argument("--exit-when-idle", metavar="SECONDS", help="end when nobody used the daemon for this long")
     parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default: info)")
     return parser

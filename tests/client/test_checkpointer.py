@@ -16,6 +16,7 @@ from torch import nn
 
 from holdfast import Checkpointer, Fragment, SaveWarning
 from holdfast.launch import current
+from holdfast.tickets import SaveTicket
 from holdfast_formats import naming
 from holdfast_formats.errors import (
     AlreadyCommitted,
@@ -68,7 +69,7 @@ def test_five_lines_in_a_loop(daemon: RunningDaemon, run: str) -> None:
                 state["optim"].step()
                 if step % 2 == 0:
                     ticket = checkpointer.save(step)
-                    assert ticket.staged
+                    assert ticket.wait_staged(60)
     assert ticket.done and ticket.result().step == 8
 
 
@@ -93,14 +94,21 @@ def test_everything_comes_back_bit_equal_and_in_place(daemon: RunningDaemon, run
     assert torch.equal(torch.rand(4), draws[0]) and np.array_equal(np.random.rand(4), draws[1])
 
 
-def test_a_save_during_which_training_goes_on_holds_the_state_of_the_call(daemon: RunningDaemon, run: str) -> None:
-    """What is changed right after save() returned is not in the checkpoint."""
+@pytest.mark.parametrize("wait", ["fence", "staged", "step"])
+def test_a_save_during_which_training_goes_on_holds_the_state_of_the_call(
+    daemon: RunningDaemon, run: str, wait: str
+) -> None:
+    """What an optimizer's step, or anything after a fence or a staged save, changes is not in the checkpoint."""
     state = training_state(1)
     before = {n: t.clone() for n, t in state["model"].state_dict().items()}
     with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
-        ticket = checkpointer.save(1)
-        for parameter in state["model"].parameters():
-            parameter.data.zero_()
+        ticket = checkpointer.save(1, wait="staged" if wait == "staged" else None)
+        if wait == "step":
+            state["optim"].step()
+        else:
+            checkpointer.fence()
+            for parameter in state["model"].parameters():
+                parameter.data.zero_()
         ticket.result(60)
         checkpointer.restore()
     assert all(torch.equal(t, before[n]) for n, t in state["model"].state_dict().items())
@@ -111,8 +119,9 @@ def test_without_a_daemon_an_embedded_one_is_started_and_outlives_the_trainer(tm
     state = training_state(1)
     root = tmp_path / "data"
     with Checkpointer("r", state, root=root) as checkpointer:
+        assert checkpointer.restore(groups=["model"]) == 0
+        assert not root.exists(), "restoring a part starts and creates nothing"
         assert checkpointer.restore() == 0
-        assert not root.exists(), "restoring alone starts and creates nothing"
         checkpointer.save(5, wait="durable")
         checkpointer.save(6)
     assert json.loads((root / naming.DAEMON_FILE).read_text())["url"] is None
@@ -262,27 +271,22 @@ def test_a_daemon_that_is_not_there_is_named(tmp_path: Path) -> None:
         Checkpointer("r", {"x": torch.ones(1)}, socket=tmp_path / "none.sock").save(1)
 
 
-def test_the_daemon_dies_under_an_open_save(tmp_path: Path) -> None:
+def test_the_daemon_dies_under_an_open_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on; the ticket and the next save tell of the loss."""
+    monkeypatch.setattr("holdfast.link.MEND_WAIT_S", 0.5)
     daemon = RunningDaemon(tmp_path / "root")
     checkpointer = Checkpointer("r", {"x": torch.ones(1)}, socket=daemon.socket)
     checkpointer.save(1, wait="durable")
     daemon.process.send_signal(signal.SIGSTOP)  # so the save stays open
-    errors: list[BaseException] = []
-
-    def save() -> None:
-        try:
-            checkpointer.save(2)
-        except DaemonGone as error:
-            errors.append(error)
-
-    stuck = threading.Thread(target=save)
+    tickets: list[SaveTicket] = []
+    stuck = threading.Thread(target=lambda: tickets.append(checkpointer.save(2)))
     stuck.start()
     daemon.kill()
     stuck.join(60)
-    assert not stuck.is_alive() and len(errors) == 1
+    assert not stuck.is_alive() and isinstance(tickets[0].error, DaemonGone)
     daemon = RunningDaemon(tmp_path / "root")
-    assert checkpointer.save(3, wait="durable").done, "the client connects again by itself"
+    with pytest.warns(SaveWarning, match="r@2 failed"):
+        assert checkpointer.save(3, wait="durable").done, "the client connects again by itself"
     checkpointer.close()
     assert daemon.stop() == 0
 
@@ -384,3 +388,26 @@ def test_bad_arguments_are_refused_at_construction(arguments: dict) -> None:
     settings = {"run": "r", "state": {"x": torch.ones(1)}, **arguments}
     with pytest.raises(InvalidRequest):
         Checkpointer(**settings)
+
+
+def test_the_first_save_finds_its_memory_ready(daemon: RunningDaemon, run: str) -> None:
+    """restore() reserves slots large enough for what the optimizer will add at its first step; the first save uses them."""
+    model = nn.Linear(64, 64)
+    state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+        assert checkpointer.restore() == 0
+        checkpointer._preparation.join()
+        prepared = checkpointer._slots
+        assert prepared is not None
+        model(torch.ones(1, 64)).sum().backward()
+        state["optim"].step()
+        checkpointer.save(1, wait="durable")
+        assert checkpointer._slots is prepared
+
+
+def test_a_closed_checkpointer_refuses_to_save(daemon: RunningDaemon, run: str) -> None:
+    """After close() nothing holds an optimizer's step back any more, so a save is refused by name."""
+    checkpointer = Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket)
+    checkpointer.close()
+    with pytest.raises(InvalidRequest, match="closed"):
+        checkpointer.save(1)

@@ -254,15 +254,30 @@ class TestRounds:
         catalog.forget_checkpoint("run", 5)
         assert catalog.open_round("run", 5, 1, 2, NOW) > 0
 
+    def test_a_round_that_all_had_sealed_goes_on_under_a_newer_attempt(self, catalog: Catalog) -> None:
+        """What the last daemon had taken over is resumed; what it had not, or what is committed, is refused as ever."""
+        old = catalog.declare_attempt("run", "old", 1, NOW)
+        taken, not_taken = (catalog.open_round("run", step, old, 1, NOW) for step in (1, 2))
+        catalog.update_round(taken, sealed=1)
+        assert catalog.resume_round("run", 2, old, 1, NOW) == not_taken
+        catalog.declare_attempt("run", "new", 1, NOW)
+        assert catalog.resume_round("run", 1, old, 1, NOW) == taken
+        for step in (2, 3):
+            with pytest.raises(StaleAttempt):
+                catalog.resume_round("run", step, old, 1, NOW)
+        catalog.record_checkpoint(a_row("run", 1))
+        with pytest.raises((AlreadyCommitted, StaleAttempt)):
+            catalog.resume_round("run", 1, old, 1, NOW)
+
     def test_abort_open_rounds(self, catalog: Catalog) -> None:
-        """Only rounds going on are aborted, of the run and below the attempt if these are given."""
+        """Only rounds going on are aborted, but for those to keep."""
         done = catalog.open_round("run", 1, 1, 2, NOW)
         catalog.end_round(done, "committed", NOW)
         old = catalog.open_round("run", 2, 1, 2, NOW)
         sealed = catalog.open_round("run", 3, 2, 1, NOW)
         catalog.update_round(sealed, sealed=1)
         other = catalog.open_round("other", 2, 1, 2, NOW)
-        assert catalog.abort_open_rounds(LATER, "stale-attempt", "superseded", run="run", below_attempt=2) == [old]
+        assert catalog.abort_open_rounds(LATER, "stale-attempt", "superseded", keep=[sealed, other]) == [old]
         assert catalog.abort_open_rounds(LATER, "round-aborted", "the daemon ended") == [sealed, other]
         assert catalog.abort_open_rounds(LATER, "round-aborted", "the daemon ended") == []
         assert catalog.round_counts() == {"open": 0, "sealed": 0, "committed": 1, "aborted": 3}

@@ -124,3 +124,17 @@ def test_assets_metrics_and_values_reach_the_plan() -> None:
     assert plan.metrics == {"loss": 0.5}
     assert b'"ranks"' in plan.state
     assert plan.bytes == 0
+
+
+def test_the_same_fragments_are_placed_once() -> None:
+    """A save that differs in step and values alone gets the files of the one before; any other change is a new plan."""
+    held = Fragment(spec(), (whole((4, 6)),), 0)
+    first = planner.plan([table(0, 1, (held,))])
+    again = planner.plan([table(0, 1, (held,), values={"model": {"k": "2"}})])
+    assert again.files[0] is first.files[0]
+    assert again.state != first.state
+    moved = planner.plan([table(0, 1, (Fragment(spec(), (whole((4, 6)),), 64),))])
+    assert moved.files[0].tensors[0].origins[0].slot_offset == 64
+    smaller = planner.plan([table(0, 1, (held, Fragment(spec("v"), (whole((4, 6)),), 96)), file_bytes_max=100)])
+    assert len(smaller.files) == 2
+    assert planner.plan([table(0, 1, (held,))]).files == first.files

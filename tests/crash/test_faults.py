@@ -12,7 +12,7 @@ from holdfast_formats.errors import CheckpointError, NoSpace, StorageFailed
 from holdfast_service.storage import Buffer, FileWriter, MemoryTier, Tier
 from tests.daemon.saver_world import RUN, SaverWorld
 
-ACTS = ("create", "put", "replace", "sync_directory", "publish", "read", "read_into", "size", "list", "remove_tree")
+ACTS = ("create", "put", "replace", "sync_directory", "publish", "read", "read_into", "read_stored", "size", "list", "remove_tree")
 ACTS_MAX = 200
 
 
@@ -37,6 +37,10 @@ class FaultyWriter:
 
     def __init__(self, writer: FileWriter, plan: Plan) -> None:
         self._writer, self._plan = writer, plan
+
+    @property
+    def alignment(self) -> int:
+        return self._writer.alignment
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         self._plan.act("write")

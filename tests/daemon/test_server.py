@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,27 @@ def test_a_slot_that_was_not_leased_cannot_be_sealed(daemon: RunningDaemon) -> N
     with pytest.raises(CheckpointError, match="no lease"):
         rogue.request(wire.Seal(id=rogue.next_id(), slot=0, step=1, table_digest="0" * 16), wire.Sealed)
     rogue.close()
+
+
+def test_only_ones_own_segment_can_be_attached(daemon: RunningDaemon) -> None:
+    """Without a descriptor, with one of something else, or with another rank's segment: refused by name."""
+    with_us = link(daemon)
+    hello(with_us, run="attach", world=2, launch="a")
+    with pytest.raises(InvalidRequest, match="descriptor"):
+        with_us.request(wire.Attach(id=with_us.next_id()), wire.Done)
+    Slots(with_us, 1, 100, 100)
+    other = link(daemon)
+    hello(other, run="attach", rank=1, world=2, launch="a")
+    noise = os.memfd_create("noise")
+    os.ftruncate(noise, 10_000)
+    for fd, message in ((noise, "no staging arena"), (with_us._segment, "brings a segment of")):
+        reply = other._ask(wire.Attach(id=other.next_id()), time.monotonic() + 60, (fd,))
+        assert isinstance(reply, wire.Failed) and message in reply.problem["detail"]
+    reply = with_us._ask(wire.Attach(id=with_us.next_id(), open=(3,)), time.monotonic() + 60, (with_us._segment,))
+    assert isinstance(reply, wire.Done)
+    os.close(noise)
+    other.close()
+    with_us.close()
 
 
 def test_the_socket_is_the_users_own(daemon: RunningDaemon) -> None:

@@ -109,7 +109,7 @@ def test_the_bytes_on_disk_do_not_depend_on_the_sharding(data: st.DataObject, wo
                 owned.setdefault(rank, []).append(box)
         sharded.add(spec, content, list(owned.items()) or [(0, [])])
         single.add(spec, content, [(0, [Box((0,) * len(shape), shape)])])
-    tier, reference = MemoryTier(), MemoryTier()
+    tier, reference = MemoryTier(alignment=data.draw(st.sampled_from([1, 64, 4096]))), MemoryTier()
     made = sharded.save(tier)
     single.save(reference)
     written, expected = files_of(tier), files_of(reference)
@@ -121,14 +121,15 @@ def test_the_bytes_on_disk_do_not_depend_on_the_sharding(data: st.DataObject, wo
     assert verify(tier, naming.checkpoint_path("r", 7)) == made
 
 
-def test_large_tensors_are_cut_into_extents_and_column_shards_are_put_together() -> None:
+@pytest.mark.parametrize("alignment", [1, 4096, 65536])
+def test_large_tensors_are_cut_into_extents_and_column_shards_are_put_together(alignment: int) -> None:
     """A tensor over several extents, held as two column shards, reads back through the safetensors library."""
     shape = (4100, 2048)
     content = np.random.default_rng(0).standard_normal(shape).astype("<f4")
     shards = Shards(2)
     boxes = [Box((0, 0), (4100, 1000)), Box((0, 1000), (4100, 1048))]
     shards.add(TensorSpec("model", "w", "F32", shape), content.tobytes(), [(0, [boxes[0]]), (1, [boxes[1]])])
-    tier = MemoryTier()
+    tier = MemoryTier(alignment=alignment)
     made = shards.save(tier)
     assert len(made.tensors["model"]["w"].extents) == 3
     assert np.array_equal(load(files_of(tier)["model.safetensors"])["w"], content)

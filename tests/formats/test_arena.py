@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats import arena
-from holdfast_formats.arena import PAGE_BYTES, Geometry, SlotHeader, SlotState
+from holdfast_formats.arena import PAGE_BYTES, Geometry, Owner, SlotHeader, SlotState
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
 
 SMALL = arena.geometry(2, 5000, 100)
@@ -60,13 +60,34 @@ def test_a_segment_describes_itself() -> None:
     memory = segment()
     view = memoryview(memory)
     assert arena.read_superblock(view) == SMALL
-    assert struct.unpack_from("<8sIIQQ", memory) == (b"HOLDFAST", 1, 2, 8192, 4096)
+    assert struct.unpack_from("<8sIIQQ", memory) == (b"HOLDFAST", 2, 2, 8192, 4096)
     header = SlotHeader(SlotState.LEASED, 500, 2, 4999, 77, 2**64 - 1)
     arena.write_header(view, SMALL, 1, header)
     assert arena.read_header(view, SMALL, 1) == header
     assert arena.read_header(view, SMALL, 0).state is SlotState.FREE
     at = SMALL.header_offset(1)
-    assert struct.unpack_from("<8sIIQQQQQ", memory, at) == (b"HOLDFAST", 1, 1, 500, 2, 4999, 77, 2**64 - 1)
+    assert struct.unpack_from("<8sIIQQQQQ", memory, at) == (b"HOLDFAST", 2, 1, 500, 2, 4999, 77, 2**64 - 1)
+
+
+def test_a_segment_says_whose_it_is() -> None:
+    """Run, rank, world and attempt read back; the longest name fits, and a segment of nobody says so by refusing."""
+    view = memoryview(segment())
+    for run in ("r", "R" + 127 * "x"):
+        owner = Owner(run, 3, 8, 2**40)
+        arena.write_superblock(view, SMALL, owner)
+        assert arena.read_superblock(view) == SMALL and arena.read_owner(view) == owner
+    arena.write_superblock(view, SMALL)
+    with pytest.raises(InvalidRequest, match="nobody"):
+        arena.read_owner(view)
+
+
+@pytest.mark.parametrize("owner", [(8, 8, 1, b"r"), (0, 1, 1, b"../x"), (0, 1, 1, b"\xff\xfe"), (0, 0, 0, b"r")])
+def test_an_owner_that_cannot_be_is_refused(owner: tuple[int, int, int, bytes]) -> None:
+    """A rank outside its world, a run name that is a path or no text."""
+    memory = segment()
+    struct.pack_into("<IIQ128s", memory, 32, *owner)
+    with pytest.raises(InvalidRequest, match="nobody"):
+        arena.read_owner(memoryview(memory))
 
 
 def test_a_slot_goes_from_free_to_sealed_and_back() -> None:
@@ -95,13 +116,13 @@ def test_a_slot_that_is_not_there_is_refused(slot: int) -> None:
 @pytest.mark.parametrize(
     "superblock",
     [
-        (b"HOLDFASX", 1, 2, 8192, 4096),
-        (b"HOLDFAST", 2, 2, 8192, 4096),
-        (b"HOLDFAST", 1, 0, 8192, 4096),
-        (b"HOLDFAST", 1, 3, 8192, 4096),
-        (b"HOLDFAST", 1, 2, 8191, 4096),
-        (b"HOLDFAST", 1, 2, 8192, 0),
-        (b"HOLDFAST", 1, 2, 2**63, 4096),
+        (b"HOLDFASX", 2, 2, 8192, 4096),
+        (b"HOLDFAST", 1, 2, 8192, 4096),
+        (b"HOLDFAST", 2, 0, 8192, 4096),
+        (b"HOLDFAST", 2, 3, 8192, 4096),
+        (b"HOLDFAST", 2, 2, 8191, 4096),
+        (b"HOLDFAST", 2, 2, 8192, 0),
+        (b"HOLDFAST", 2, 2, 2**63, 4096),
     ],
 )
 def test_a_superblock_that_cannot_be_true_is_refused(superblock: tuple[bytes, int, int, int, int]) -> None:
@@ -123,11 +144,11 @@ def test_a_segment_cut_short_is_refused() -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        (b"HOLDFASX", 1, 0, 0, 0, 0, 0, 0),
-        (b"HOLDFAST", 2, 0, 0, 0, 0, 0, 0),
-        (b"HOLDFAST", 1, 3, 0, 0, 0, 0, 0),
-        (b"HOLDFAST", 1, 0, 0, 0, 8193, 0, 0),
-        (b"HOLDFAST", 1, 0, 0, 0, 0, 4097, 0),
+        (b"HOLDFASX", 2, 0, 0, 0, 0, 0, 0),
+        (b"HOLDFAST", 1, 0, 0, 0, 0, 0, 0),
+        (b"HOLDFAST", 2, 3, 0, 0, 0, 0, 0),
+        (b"HOLDFAST", 2, 0, 0, 0, 8193, 0, 0),
+        (b"HOLDFAST", 2, 0, 0, 0, 0, 4097, 0),
     ],
 )
 def test_a_header_that_cannot_be_true_is_refused(header: tuple[bytes, int, int, int, int, int, int, int]) -> None:

@@ -126,14 +126,14 @@ def test_the_arena_is_as_documented() -> None:
     assert f"P is {arena.PAGE_BYTES}" in stated
     assert f"slots, 1 to {arena.SLOTS_MAX}" in stated
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in stated.splitlines() if line.startswith("|")]
-    sizes = {"8 bytes": 8, "u32": 4, "u64": 8}
+    sizes = {"8 bytes": 8, "128 bytes": 128, "u32": 4, "u64": 8}
     for column, packed in ((0, arena._SUPERBLOCK), (2, arena._HEADER)):
         cells = [row[column].split(", ") for row in rows[2:] if row[column]]
         offsets = [int(offset) for offset, _ in cells]
         assert offsets == [sum(sizes[kind] for _, kind in cells[:i]) for i in range(len(cells))]
         assert offsets[-1] + sizes[cells[-1][1]] == packed.size
         assert [sizes[kind] for _, kind in cells] == [
-            {"8s": 8, "I": 4, "Q": 8}[c] for c in re.findall(r"8s|I|Q", packed.format)
+            {"8s": 8, "128s": 128, "I": 4, "Q": 8}[c] for c in re.findall(r"128s|8s|I|Q", packed.format)
         ]
     assert next(int(row[2].split(",")[0]) for row in rows if row[3].startswith("state")) == arena._STATE_OFFSET
     assert next(int(row[2].split(",")[0]) for row in rows if row[3].startswith("seal word")) == arena._SEAL_OFFSET

@@ -147,3 +147,8 @@ def test_paths_are_made_of_checked_names() -> None:
     for made in (lambda: naming.checkpoint_path("../x", 5), lambda: naming.staging_path("../x", 5, 1)):
         with pytest.raises(InvalidRequest):
             made()
+
+
+def test_a_socket_is_told_from_another_of_the_same_path() -> None:
+    """Inode and time of change make the name; either one being different makes another."""
+    assert len({naming.socket_id(1, 2), naming.socket_id(1, 3), naming.socket_id(2, 2), naming.socket_id(12, 2)}) == 4

@@ -16,6 +16,7 @@ from holdfast_formats.wire import FrameDecoder, Message
 TO_DAEMON: list[Message] = [
     wire.Hello(id=0, run="run", rank=1, world=2, launch="launch-7", pid=42, keep_last=3),
     wire.Reserve(id=1, slots=2, data_bytes=2**40, table_bytes=100),
+    wire.Attach(id=6, open=(500, 501)),
     wire.Lease(id=2, step=500, wait_s=1.5),
     wire.Seal(id=3, slot=0, step=500, table_digest="0123456789abcdef"),
     wire.Abandon(id=4, slot=1, step=500, problem=Pinned("x", hint="y").problem()),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,38 @@ class TestPosixTierWithoutExclusiveRename(TestPosixTier):
     def old_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(posix, "_rename", failing(errno.ENOSYS))
         monkeypatch.setattr(posix, "_reserve", failing(errno.EOPNOTSUPP))
+
+
+class TestPosixTierWithoutDirectAccess(TestPosixTier):
+    """The whole exam again on a file system that opens files for direct access and then refuses every such access."""
+
+    @pytest.fixture(autouse=True)
+    def no_direct_access(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(posix, "_pwritev", refusing(os.pwritev))
+        monkeypatch.setattr(posix, "_preadv", refusing(os.preadv))
+
+
+class TestPosixTierInMemory(TestPosixTier):
+    """The whole exam again on tmpfs."""
+
+    @pytest.fixture
+    def tier(self) -> Iterator[PosixTier]:
+        shared = Path("/dev/shm")
+        if not shared.is_dir():
+            pytest.skip("there is no tmpfs")
+        with tempfile.TemporaryDirectory(dir=shared) as directory:
+            yield PosixTier(Path(directory) / "root")
+
+
+def refusing(call: Callable[..., int]) -> Callable[..., int]:
+    """The call, but it takes no descriptor that goes past the page cache."""
+
+    def checked(descriptor: int, *arguments: Any) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return call(descriptor, *arguments)
+
+    return checked
 
 
 def failing(code: int) -> Callable[..., Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import mmap
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -13,6 +15,14 @@ from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchReso
 from holdfast_service.storage import Buffer, Tier
 
 ESCAPES = ["/etc/passwd", "../outside", "a/../../outside", "a//b", "./a", "a/.", "a/", "a\0b", ".."]
+
+
+BLOCK = 2**16  # a multiple of what any tier asks for
+
+
+def aligned(size: int) -> np.ndarray:
+    """Memory that begins at a page."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 class Raw(Protocol):
@@ -75,6 +85,47 @@ class TierSuite:
             list(pool.map(lambda n: writer.write(n * 64, [bytes([n]) * 64]), range(100)))
         writer.finish()
         assert raw.read("file") == b"".join(bytes([n]) * 64 for n in range(100))
+
+    def test_aligned_blocks_and_the_rest(self, tier: Tier, raw: Raw) -> None:
+        """A large file written in aligned blocks from aligned memory, in any order, with a last block that is not whole."""
+        size = 3 * 2**20 + 1234
+        content = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+        writer = tier.create("file", size)
+        assert BLOCK % writer.alignment == 0
+        memory = aligned(2**20)
+        for offset in (2**21, 0, 2**20, 3 * 2**20):
+            part = content[offset : offset + 2**20]
+            memory[: part.size] = part
+            writer.write(offset, [memory[: part.size]])
+        writer.finish()
+        assert raw.read("file") == content.tobytes()
+
+    def test_blocks_and_small_pieces_mixed(self, tier: Tier, raw: Raw) -> None:
+        """Unaligned offsets, lengths and memory in a large file: every byte still stands where it was written."""
+        size = 2**21
+        content = np.random.default_rng(1).integers(0, 256, size, np.uint8)
+        memory = aligned(size)
+        memory[:] = content
+        writer = tier.create("file", size)
+        ends = [0, 100, BLOCK, 3 * BLOCK, 3 * BLOCK + 7, 2**20, size]
+        for start, stop in sorted(itertools.pairwise(ends), key=lambda pair: pair[0] % 3):
+            writer.write(start, [memory[start:stop]])
+        writer.finish()
+        assert raw.read("file") == content.tobytes()
+
+    def test_read_stored(self, tier: Tier, raw: Raw) -> None:
+        """What is stored reads back by aligned and by other ranges; the count is short only at the end of the file."""
+        content = np.random.default_rng(2).integers(0, 256, 5 * BLOCK + 77, np.uint8)
+        raw.write("file", content.tobytes())
+        memory = aligned(8 * BLOCK)
+        for start in (0, BLOCK, 4 * BLOCK, 5 * BLOCK, 6 * BLOCK, 13):
+            for length in (BLOCK, 2 * BLOCK, 5):
+                expected = content[start : start + length]
+                assert tier.read_stored("file", start, memory[:length]) == expected.size
+                assert np.array_equal(memory[: expected.size], expected)
+        for path in ("missing", "missing/file"):
+            with pytest.raises(NoSuchResource):
+                tier.read_stored(path, 0, memory)
 
     @pytest.mark.parametrize(("offset", "data"), [(5, b"xyz"), (-1, b"x"), (8, b"")])
     def test_write_outside_the_file_is_refused(self, tier: Tier, raw: Raw, offset: int, data: bytes) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import FastAPI
 
-from . import files, operations, pages, problems, runs
+from . import files, operations, pages, problems, runs, uploads
 from .contents import OpenedCheckpoints
 from .services import Services
 
@@ -16,6 +18,7 @@ Errors are problems (RFC 9457) with `code`, `retryable` and `hint`. Lists come i
 _TAGS = [
     {"name": "runs", "description": "Training runs and their committed checkpoints"},
     {"name": "contents", "description": "Manifest, tensors and files of a checkpoint; files take single ranges"},
+    {"name": "uploads", "description": "Saves of ranks that share no memory with the daemon: slots brought in chunks"},
     {"name": "operations", "description": "Rounds under way, nodes, health and metrics"},
 ]
 
@@ -31,7 +34,8 @@ def create_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     app.state.opened = OpenedCheckpoints(services.tier)
-    for room in (runs, files, operations, pages):
+    app.state.chunks = asyncio.Semaphore(uploads.CHUNKS_MAX)
+    for room in (runs, files, uploads, operations, pages):
         app.include_router(room.router)
     problems.install(app)
     return app

@@ -11,6 +11,7 @@ from fastapi import Depends, Query, Request
 
 from holdfast_formats import rest
 from holdfast_service.control.catalog import Catalog
+from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.storage import Tier
 
 LIMIT_MAX = 1000
@@ -18,7 +19,10 @@ LIMIT_MAX = 1000
 
 @dataclass(frozen=True)
 class Services:
-    """The rooms below. `files_root` is the tier's directory where it has one: then files are read from it directly."""
+    """The rooms below. `files_root` is the tier's directory where it has one: then files are read from it directly.
+
+    `remote` takes uploads; a service without a daemon has none.
+    """
 
     tier: Tier
     catalog: Catalog
@@ -27,6 +31,7 @@ class Services:
     node: Callable[[], rest.Node]
     remove: Callable[[str, int], None]
     files_root: Path | None = None
+    remote: RemoteRanks | None = None
 
 
 def _services(request: Request) -> Services:

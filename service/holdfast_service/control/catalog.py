@@ -137,6 +137,15 @@ class Catalog:
             session.flush()
             return made.id
 
+    def resume_round(self, run: str, step: int, attempt: int, world: int, now: str) -> int:
+        """As `open_round`, but a round that all ranks had sealed goes on though a newer attempt waits for its end (I6)."""
+        with self._read() as session:
+            same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
+            known = session.scalar(select(RoundRow.id).where(*same, RoundRow.state == "sealed"))
+            if known is not None and session.get(CheckpointRow, (run, step)) is None:
+                return known
+        return self.open_round(run, step, attempt, world, now)
+
     def update_round(self, round_id: int, *, sealed: int) -> None:
         """Note how many ranks have sealed; a round that has ended stays as it ended."""
         with self._write() as session:
@@ -159,16 +168,10 @@ class Catalog:
             if row.state in GOING_ON:
                 row.state, row.ended, row.code, row.detail = state, now, code, detail
 
-    def abort_open_rounds(
-        self, now: str, code: str, detail: str, run: str | None = None, below_attempt: int | None = None
-    ) -> list[int]:
-        """Abort every round going on, of one run and of attempts below one if these are given; return their ids."""
+    def abort_open_rounds(self, now: str, code: str, detail: str, keep: Collection[int] = ()) -> list[int]:
+        """Abort every round going on but those to keep; return their ids."""
         with self._write() as session:
-            wanted: list[ColumnElement[bool]] = [RoundRow.state.in_(GOING_ON)]
-            if run is not None:
-                wanted.append(RoundRow.run == run)
-            if below_attempt is not None:
-                wanted.append(RoundRow.attempt < below_attempt)
+            wanted: list[ColumnElement[bool]] = [RoundRow.state.in_(GOING_ON), RoundRow.id.not_in(keep)]
             rows = session.scalars(select(RoundRow).where(*wanted).order_by(RoundRow.id).with_for_update()).all()
             for row in rows:
                 row.state, row.ended, row.code, row.detail = "aborted", now, code, detail

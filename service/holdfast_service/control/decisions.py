@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timezone
 
 from holdfast_formats import naming, rest
-from holdfast_formats.errors import CheckpointError, NoSuchCheckpoint, Pinned, StorageFailed
+from holdfast_formats.errors import CheckpointError, NoSuchCheckpoint, NotFound, Pinned, StorageFailed
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.plan import Plan
 from holdfast_formats.table import SlotTable
@@ -32,13 +32,17 @@ class Decisions:
         self._catalog = catalog
         self._keep_last = keep_last
 
-    def recover(self) -> None:
-        """At start: sweep what no commit ever published, make the catalog say what the directories say, end old rounds."""
+    def recover(self, adopt: Callable[[], Collection[int]] = tuple) -> None:
+        """At start: sweep what no commit ever published, make the catalog say what the directories say, end old rounds.
+
+        Between the two, `adopt` takes up the rounds whose bytes an earlier daemon left in memory; it returns their ids.
+        """
         for path in removal.sweep(self._tier):
             log.info("swept %s", path)
-        self._catalog.abort_open_rounds(utc_now(), "round-aborted", "the daemon ended before this round was complete")
         for run, step, problem in roots.reconcile(self._tier, self._catalog):
             log.error("%s@%s is not listed: %s", run, step, problem.detail)
+        why = "the daemon ended before this round was complete"
+        self._catalog.abort_open_rounds(utc_now(), "round-aborted", why, keep=adopt())
 
     def hello(self, run: str, launch: str, world: int, keep_last: int | None) -> int:
         """The attempt number of this launch; the first rank of a launch declares it."""
@@ -53,6 +57,17 @@ class Decisions:
     def begin(self, run: str, step: int, attempt: int, world: int) -> int:
         """Open the round of this step, or find it open; `StaleAttempt` (I6) or `AlreadyCommitted` if it may not be."""
         return self._catalog.open_round(run, step, attempt, world, utc_now())
+
+    def resume(self, run: str, step: int, attempt: int, world: int) -> int:
+        """Go on with the round of an earlier daemon, or open it; refuses as `begin` does, but for I6: see the catalog."""
+        return self._catalog.resume_round(run, step, attempt, world, utc_now())
+
+    def committed(self, run: str, step: int) -> int | None:
+        """The attempt that committed this step; None when it is no checkpoint."""
+        try:
+            return self._catalog.checkpoint(run, step).attempt
+        except NotFound:
+            return None
 
     def sealed(self, round_id: int, ranks: int) -> None:
         self._catalog.update_round(round_id, sealed=ranks)

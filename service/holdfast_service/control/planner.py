@@ -1,8 +1,17 @@
-"""The plan of one save: from what every rank declares to hold, to what is written where and read from whom. Pure."""
+"""The plan of one save: from what every rank declares to hold, to what is written where and read from whom.
+
+Pure: the same tables give the same plan. What depends on the fragments alone is remembered, since most saves of a run
+differ from the one before in the step and in values only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+
+import msgspec
 
 from holdfast_formats import values
 from holdfast_formats.errors import StateMismatch
@@ -34,20 +43,8 @@ def plan(tables: Sequence[SlotTable]) -> Plan:
     """
     ordered = sorted(tables, key=lambda t: t.rank)
     _check_world(ordered)
-    held = _collect(ordered)
-    origins = _choose_origins(held.values(), len(ordered))
+    files = _placed(ordered)
     first = ordered[0]
-    layouts = pack([h.spec for h in held.values()], first.file_bytes_max or FILE_BYTES_MAX)
-    files = tuple(
-        PlannedFile(
-            layout,
-            tuple(
-                PlannedTensor(spec, start, origins[spec.group, spec.name], held[spec.group, spec.name].placement)
-                for spec, start in layout.tensors
-            ),
-        )
-        for layout in layouts
-    )
     metrics = next((t.metrics for t in ordered if t.metrics), {})
     return Plan(
         run=first.run,
@@ -56,11 +53,49 @@ def plan(tables: Sequence[SlotTable]) -> Plan:
         world=first.world,
         groups=first.groups,
         files=files,
-        aliases=_merge_aliases(ordered, held),
+        aliases=_merge_aliases(ordered, {(t.spec.group, t.spec.name) for file in files for t in file.tensors}),
         assets=_collect_assets(ordered),
         metrics=metrics,
         mesh=next((t.mesh for t in ordered if t.mesh), {}),
         state=values.merge(first.step, metrics, first.groups, {t.rank: t.values for t in ordered}),
+    )
+
+
+_REMEMBERED_MAX = 2  # all groups, and some of them; a plan of many tensors is tens of megabytes
+_remembered: OrderedDict[bytes, tuple[PlannedFile, ...]] = OrderedDict()
+_lock = threading.Lock()
+
+
+def _placed(ordered: Sequence[SlotTable]) -> tuple[PlannedFile, ...]:
+    """The files with every tensor's place and origins: worked out, or remembered from the last save of the same state."""
+    file_bytes_max = ordered[0].file_bytes_max or FILE_BYTES_MAX
+    state = hashlib.sha256(str(file_bytes_max).encode())
+    for table in ordered:
+        state.update(hashlib.sha256(msgspec.json.encode(table.fragments)).digest())
+    key = state.digest()
+    with _lock:
+        files = _remembered.pop(key, None)
+    if files is None:
+        files = _place(ordered, file_bytes_max)
+    with _lock:
+        _remembered[key] = files
+        while len(_remembered) > _REMEMBERED_MAX:
+            _remembered.popitem(last=False)
+    return files
+
+
+def _place(ordered: Sequence[SlotTable], file_bytes_max: int) -> tuple[PlannedFile, ...]:
+    held = _collect(ordered)
+    origins = _choose_origins(held.values(), len(ordered))
+    return tuple(
+        PlannedFile(
+            layout,
+            tuple(
+                PlannedTensor(spec, start, origins[spec.group, spec.name], held[spec.group, spec.name].placement)
+                for spec, start in layout.tensors
+            ),
+        )
+        for layout in pack([h.spec for h in held.values()], file_bytes_max)
     )
 
 
@@ -141,7 +176,7 @@ def _check_tiling(tensor: _Held) -> None:
         )
 
 
-def _merge_aliases(tables: Iterable[SlotTable], held: Mapping[_Key, _Held]) -> dict[str, dict[str, str]]:
+def _merge_aliases(tables: Iterable[SlotTable], held: Collection[_Key]) -> dict[str, dict[str, str]]:
     merged: dict[str, dict[str, str]] = {}
     for table in tables:
         for group, aliases in table.aliases.items():

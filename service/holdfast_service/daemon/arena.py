@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import mmap
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable
 
 from holdfast_formats import arena, table
-from holdfast_formats.arena import Geometry, SlotHeader, SlotState
+from holdfast_formats.arena import Geometry, Owner, SlotHeader, SlotState
 from holdfast_formats.digest import digest
-from holdfast_formats.errors import ArenaFull, InvalidRequest, LimitExceeded, NoSpace
+from holdfast_formats.errors import ArenaFull, CheckpointError, InvalidRequest, LimitExceeded, NoSpace, StateMismatch
 from holdfast_formats.table import SlotTable
+
+from .keeping import Keeper
+
+log = logging.getLogger(__name__)
 
 LEASE_DEADLINE_S = 600.0
 
@@ -20,21 +27,68 @@ LEASE_DEADLINE_S = 600.0
 class Segment:
     """One rank's shared memory: its slots, and which of them are free. Owns the mapping; closes it when nobody looks."""
 
-    def __init__(self, geometry: Geometry, label: str) -> None:
-        self.geometry = geometry
-        self.fd = _memfd(label, geometry.segment_bytes)
+    def __init__(self, fd: int, geometry: Geometry, owner: Owner | None, name: str) -> None:
+        self.fd, self.geometry, self.owner, self.name = fd, geometry, owner, name
+        self.user: object = None  # the conversation that uses it now
         try:
-            self._map = mmap.mmap(self.fd, geometry.segment_bytes)
+            self._map = mmap.mmap(fd, geometry.segment_bytes)
         except OSError as error:
-            os.close(self.fd)
             raise NoSpace(f"cannot map {geometry.segment_bytes} bytes: {error.strerror}", hint=_MEMORY_HINT) from error
         self.memory = memoryview(self._map)
         self._free = set(range(geometry.slots))
         self._when_idle: Callable[[], None] | None = None
         self._changed = threading.Condition()
-        arena.write_superblock(self.memory, geometry)
-        for slot in self._free:
-            arena.write_header(self.memory, geometry, slot, SlotHeader(SlotState.FREE, 0, 0, 0, 0, 0))
+
+    @classmethod
+    def make(cls, geometry: Geometry, label: str, owner: Owner | None) -> Segment:
+        """A new one, all slots free."""
+        fd = _memfd(label, geometry.segment_bytes)
+        try:
+            made = cls(fd, geometry, owner, uuid.uuid4().hex)
+        except NoSpace:
+            os.close(fd)
+            raise
+        arena.write_superblock(made.memory, geometry, owner)
+        for slot in range(geometry.slots):
+            arena.write_header(made.memory, geometry, slot, SlotHeader(SlotState.FREE, 0, 0, 0, 0, 0))
+        return made
+
+    @classmethod
+    def adopt(cls, fd: int, name: str) -> Segment:
+        """One that another daemon made: leased and sealed slots stay taken. `InvalidRequest` for what is not one of ours.
+
+        The descriptor is the segment's only if this returns.
+        """
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _MEMFD_SEALS != _MEMFD_SEALS:
+            raise InvalidRequest("shared memory whose size can change under us is not a staging arena")
+        with mmap.mmap(fd, arena.PAGE_BYTES, prot=mmap.PROT_READ) as page, memoryview(page) as seen:
+            geometry, owner = arena.read_measures(seen), arena.read_owner(seen)
+        if geometry.segment_bytes > os.fstat(fd).st_size:
+            raise InvalidRequest("a staging arena that is cut short")
+        found = cls(fd, geometry, owner, name)
+        for slot in range(geometry.slots):
+            if found.state(slot) is not SlotState.FREE:
+                found._free.remove(slot)
+        return found
+
+    def is_at(self, fd: int) -> bool:
+        """Whether a descriptor is of this very memory."""
+        mine, other = os.fstat(self.fd), os.fstat(fd)
+        return (mine.st_dev, mine.st_ino) == (other.st_dev, other.st_ino)
+
+    def state(self, slot: int) -> SlotState:
+        """What a slot's header says; a header that is not one is made a free slot's."""
+        try:
+            return arena.read_header(self.memory, self.geometry, slot).state
+        except InvalidRequest:
+            arena.write_header(self.memory, self.geometry, slot, SlotHeader(SlotState.FREE, 0, 0, 0, 0, 0))
+            return SlotState.FREE
+
+    def disown(self, slot: int) -> None:
+        """A rank declares a slot sealed that it does not hold: whatever its header says now, it is free."""
+        with self._changed:
+            if slot in self._free:
+                arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
 
     def lease(self, step: int, attempt: int, wait_s: float) -> int:
         """A free slot, now leased for `step`; waits up to `wait_s` seconds for one, then `ArenaFull`."""
@@ -60,6 +114,15 @@ class Segment:
             idle = self._when_idle if len(self._free) == self.geometry.slots else None
         if idle is not None:
             idle()
+
+    @property
+    def retired(self) -> bool:
+        return self._when_idle is not None
+
+    def revive(self) -> None:
+        """Its rank is back: the segment stays when it falls idle."""
+        with self._changed:
+            self._when_idle = None
 
     def retire(self, when_idle: Callable[[], None]) -> None:
         """Call `when_idle` as soon as no slot is leased or sealed any more: now, or at the last release."""
@@ -95,6 +158,7 @@ class SealedSlot:
     """A complete slot: its decoded table and its data. Read-only by agreement until it is released."""
 
     def __init__(self, segment: Segment, slot: int, slot_table: SlotTable, data: memoryview) -> None:
+        self.slot = slot
         self.table = slot_table
         self.data = data
         self._release: Callable[[], None] = lambda: segment.release(slot)
@@ -103,11 +167,32 @@ class SealedSlot:
         self._release()
 
 
+def check_identity(sealed: SealedSlot, owner: Owner, step: int) -> None:
+    """`StateMismatch` for a slot whose table is of another rank or save than the one that sealed it."""
+    if (sealed.table.owner, sealed.table.step) != (owner, step):
+        stated = f"{sealed.table.owner} at step {sealed.table.step}"
+        raise StateMismatch(f"the slot's table is of {stated}, the rank that sealed it is {owner} at step {step}")
+
+
+def find_sealed(segment: Segment, slot: int) -> SealedSlot | None:
+    """What a slot holds if it is sealed, whole, and its owner's; None otherwise."""
+    try:
+        header = arena.read_header(segment.memory, segment.geometry, slot)
+        sealed = segment.take_sealed(slot, header.step, f"{header.seal:016x}")
+        if segment.owner is not None:
+            check_identity(sealed, segment.owner, header.step)
+    except CheckpointError as error:
+        log.debug("slot %d of %s is not sealed: %s", slot, segment.owner, error.detail)
+        return None
+    return sealed
+
+
 class Arena:
     """All segments of a node, and the limit on their sum."""
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int, keeper: Keeper | None = None) -> None:
         self._bytes_max = bytes_max
+        self._keeper = keeper
         self._lock = threading.Lock()
         self._segments: set[Segment] = set()
 
@@ -116,8 +201,11 @@ class Arena:
         with self._lock:
             return sum(segment.geometry.segment_bytes for segment in self._segments)
 
-    def reserve(self, geometry: Geometry, label: str) -> Segment:
-        """A new segment; `LimitExceeded`, with the numbers, when it does not fit the node's budget."""
+    def reserve(self, geometry: Geometry, label: str, owner: Owner | None = None) -> Segment:
+        """A new segment; `LimitExceeded`, with the numbers, when it does not fit the node's budget.
+
+        With an owner, its descriptor is kept beyond this daemon's death.
+        """
         with self._lock:
             used = sum(segment.geometry.segment_bytes for segment in self._segments)
             if used + geometry.segment_bytes > self._bytes_max:
@@ -126,9 +214,49 @@ class Arena:
                     f"{geometry.slot_bytes}); {used} of {self._bytes_max} are taken",
                     hint="start the daemon with a larger --arena-bytes-max, or use fewer slots",
                 )
-            segment = Segment(geometry, label)
+            segment = Segment.make(geometry, label, owner)
             self._segments.add(segment)
-            return segment
+        self._keep(segment)
+        return segment
+
+    def recover(self) -> list[Segment]:
+        """The segments that an earlier daemon left with the keeper; what is not one of ours is let go."""
+        if self._keeper is None:
+            return []
+        found = []
+        try:
+            for name, fd in self._keeper.take():
+                try:
+                    found.append(Segment.adopt(fd, name))
+                except (CheckpointError, OSError, ValueError) as error:
+                    log.warning("shared memory %s is not adopted: %s", name, error)
+                    os.close(fd)
+                    self._keeper.drop(name)
+        except OSError as error:
+            log.error("shared memory of an earlier daemon may be lost: %s", error)
+        with self._lock:
+            self._segments |= set(found)
+        return found
+
+    def attach(self, fd: int, owner: Owner) -> tuple[Segment, bool]:
+        """The owner's segment at a descriptor, which stays the caller's, and whether this daemon did not know it before."""
+        with self._lock:
+            for segment in self._segments:
+                if segment.owner == owner and segment.is_at(fd):
+                    segment.revive()
+                    return segment, False
+            ours = os.dup(fd)
+            try:
+                segment = Segment.adopt(ours, uuid.uuid4().hex)
+            except (CheckpointError, OSError, ValueError) as error:
+                os.close(ours)
+                raise InvalidRequest(f"the descriptor is of no staging arena: {error}") from error
+            if segment.owner != owner:
+                segment.close()
+                raise InvalidRequest(f"{owner} brings a segment of {segment.owner}")
+            self._segments.add(segment)
+        self._keep(segment)
+        return segment, True
 
     def drop(self, segment: Segment) -> None:
         """The segment's rank is gone: give its memory back once what it sealed is saved."""
@@ -136,17 +264,36 @@ class Arena:
 
     def _remove(self, segment: Segment) -> None:
         with self._lock:
+            if segment not in self._segments or not segment.retired:
+                return
             self._segments.discard(segment)
+        if self._keeper is not None and segment.owner is not None:
+            try:
+                self._keeper.drop(segment.name)
+            except OSError as error:
+                log.warning("the holder could not be told to drop %s: %s", segment.name, error)
         segment.close()
+
+    def _keep(self, segment: Segment) -> None:
+        if self._keeper is None or segment.owner is None:
+            return
+        try:
+            self._keeper.keep(segment.name, segment.fd)
+        except OSError as error:
+            log.warning("nobody keeps shared memory while no daemon lives, but the ranks themselves: %s", error)
 
 
 _MEMORY_HINT = "free memory on this machine, or save a smaller state with fewer slots"
 
 
+_MEMFD_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a rank cannot pull the memory away from under the daemon
+
+
 def _memfd(label: str, size: int) -> int:
-    fd = os.memfd_create(f"holdfast-{label}"[:200], os.MFD_CLOEXEC)
+    fd = os.memfd_create(f"holdfast-{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _MEMFD_SEALS)
     except OSError as error:
         os.close(fd)
         raise NoSpace(f"cannot make {size} bytes of shared memory: {error.strerror}", hint=_MEMORY_HINT) from error

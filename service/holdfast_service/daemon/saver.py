@@ -10,19 +10,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Collection
+from typing import Literal, NamedTuple
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, Damaged, RoundAborted, StaleAttempt, StateMismatch
+from holdfast_formats.arena import Owner
+from holdfast_formats.errors import CheckpointError, RoundAborted, StaleAttempt, StateMismatch
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.plan import Plan
 from holdfast_formats.wire import Outcome
 from holdfast_service.storage import Tier
 
-from .arena import LEASE_DEADLINE_S, SealedSlot, Segment
+from .arena import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find_sealed
+from .checking import Checks
 from .ports import Decisions
-from .verifier import verify
 from .writer import write
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,11 @@ class Participant:
     def __init__(self, run: str, rank: int, world: int, attempt: int, notify: Callable[[Outcome], None]) -> None:
         self.run, self.rank, self.world, self.attempt = run, rank, world, attempt
         self.notify = notify
+
+    @property
+    def owner(self) -> Owner:
+        """Whose segments are this rank's."""
+        return Owner(self.run, self.rank, self.world, self.attempt)
 
 
 class _Lease(NamedTuple):
@@ -82,19 +88,14 @@ class Saver:
         self._given_up: dict[RoundKey, tuple[set[int], CheckpointError]] = {}  # ranks that know, why
         self._pending: dict[RoundKey, _Round] = {}  # complete, being saved
         self._jobs: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
-        self._checks: queue.SimpleQueue[Manifest | None] = queue.SimpleQueue()
-        self._unverified = 0
-        self._threads = [
-            threading.Thread(target=self._save_loop, name="holdfast-saver", daemon=True),
-            threading.Thread(target=self._verify_loop, name="holdfast-verifier", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._checks = Checks(tier, decisions)
+        self._thread = threading.Thread(target=self._save_loop, name="holdfast-saver", daemon=True)
+        self._thread.start()
 
     @property
     def busy(self) -> bool:
         with self._lock:
-            return bool(self._open or self._pending or self._unverified)
+            return bool(self._open or self._pending or self._checks.left)
 
     def join(self, who: Participant) -> None:
         """A rank has said hello. Incomplete rounds of older attempts of its run end (I6); what all had sealed is saved."""
@@ -130,23 +131,61 @@ class Saver:
         key = RoundKey(who.run, step, who.attempt)
         with self._lock:
             current = self._open.get(key)
+            if _has_taken(current or self._pending.get(key), who, slot):
+                return  # the answer to its first seal was lost with a connection
             lease = current.leases.get(who.rank) if current else None
             if current is None or lease is None or lease.slot != slot:
                 self._refuse_if_given_up(key, who.rank)
+                if current is None and self._decisions.committed(who.run, step) == who.attempt:
+                    return
                 raise RoundAborted(f"rank {who.rank} holds no lease on slot {slot} for step {step}")
             try:
                 sealed = lease.segment.take_sealed(slot, step, table_digest)
-                _check_identity(sealed, who, key)
+                check_identity(sealed, who.owner, step)
             except CheckpointError as error:
                 self._abort(current, error)
                 raise
             del current.leases[who.rank]
-            current.sealed[who.rank] = sealed
-            count, round_id = len(current.sealed), current.id
-            if current.complete:
-                self._pending[key] = self._open.pop(key)
-                self._jobs.put(current)
+            count = self._take(current, who.rank, sealed)
+        self._decisions.sealed(current.id, count)
+
+    def adopt(self, who: Participant, step: int, round_id: int, held: tuple[Segment, int, SealedSlot | None]) -> None:
+        """A slot that an earlier daemon had leased to `who`, and that may be sealed, is this saver's from now on."""
+        key = RoundKey(who.run, step, who.attempt)
+        segment, slot, sealed = held
+        with self._lock:
+            current = self._open.setdefault(key, _Round(key, round_id, who.world))
+            current.participants[who.rank] = who
+            if sealed is None:
+                current.leases[who.rank] = _Lease(segment, slot, current.deadline)
+                return
+            count = self._take(current, who.rank, sealed)
         self._decisions.sealed(round_id, count)
+
+    def take_over(self, who: Participant, awaited: Collection[int]) -> None:
+        """A rank is back on a new connection: it is told of the steps it awaits; its leases for others are free again."""
+        unknown = set(awaited)
+        with self._lock:
+            for current in [*self._open.values(), *self._pending.values()]:
+                step = current.key.step
+                if (current.key.run, current.key.attempt) != (who.run, who.attempt):
+                    continue
+                if who.rank not in current.participants:
+                    if step in unknown:
+                        self._abort(current, RoundAborted(f"rank {who.rank} has lost its part of step {step}"))
+                    continue
+                if who.rank in current.leases and step not in unknown:  # granted, but the rank never heard of it
+                    lease = current.leases.pop(who.rank)
+                    del current.participants[who.rank]
+                    lease.segment.release(lease.slot)
+                    continue
+                current.participants[who.rank] = who
+                unknown.discard(step)
+        for step in sorted(unknown):
+            attempt = self._decisions.committed(who.run, step)
+            lost = RoundAborted(f"step {step} was not sealed by rank {who.rank} when the daemon ended, or was given up")
+            error = None if attempt == who.attempt else lost
+            who.notify(_outcome(RoundKey(who.run, step, who.attempt), error))
 
     def give_up(self, who: Participant, step: int, error: CheckpointError) -> None:
         """A rank cannot complete its part: the round ends, for every rank."""
@@ -163,10 +202,24 @@ class Saver:
             if not present:
                 self._present.pop((who.run, who.attempt), None)
             for current in [r for k, r in self._open.items() if (k.run, k.attempt) == (who.run, who.attempt)]:
-                if not present or who.rank not in current.sealed:
+                back = any(other.rank == who.rank for other in present)
+                if current.participants.get(who.rank) is who and who.rank not in current.sealed:
+                    self._take_left_behind(current, who)
+                elif back:
+                    continue
+                if not current.complete and (not present or who.rank not in current.sealed):
                     self._abort(
                         current, RoundAborted(f"rank {who.rank} was gone before step {current.key.step} was complete")
                     )
+
+    def renew(self, who: Participant, step: int) -> None:
+        """The rank is still bringing its part, over a slow link: its lease and its round last anew."""
+        deadline = time.monotonic() + LEASE_DEADLINE_S
+        with self._lock:
+            current = self._open.get(RoundKey(who.run, step, who.attempt))
+            if current is not None and who.rank in current.leases:
+                current.leases[who.rank] = current.leases[who.rank]._replace(deadline=deadline)
+                current.deadline = deadline
 
     def expire(self) -> None:
         """End the rounds whose deadline has passed."""
@@ -181,10 +234,10 @@ class Saver:
                         RoundAborted(f"ranks {missing} did not seal step {current.key.step} in {LEASE_DEADLINE_S:.0f} s"),
                     )
 
-    def settle(self, run: str, wait_s: float) -> None:
+    def settle(self, run: str, wait_s: float) -> bool:
         """Wait until every complete round of `run` has ended, so that "the newest checkpoint" is what was really saved."""
         with self._lock:
-            self._lock.wait_for(lambda: all(key.run != run for key in self._pending), wait_s)
+            return self._lock.wait_for(lambda: all(key.run != run for key in self._pending), wait_s)
 
     def close(self) -> None:
         """Save and verify what is complete, end what is not, stop."""
@@ -192,9 +245,24 @@ class Saver:
             for current in list(self._open.values()):
                 self._abort(current, RoundAborted("the daemon is shutting down"))
         self._jobs.put(None)
-        self._threads[0].join()
-        self._checks.put(None)
-        self._threads[1].join()
+        self._thread.join()
+        self._checks.close()
+
+    def _take(self, current: _Round, rank: int, sealed: SealedSlot) -> int:
+        """How many ranks have sealed, now that this one has; the last one sets the round going."""
+        current.sealed[rank] = sealed
+        if current.complete:
+            self._pending[current.key] = self._open.pop(current.key)
+            self._jobs.put(current)
+        return len(current.sealed)
+
+    def _take_left_behind(self, current: _Round, who: Participant) -> None:
+        """A rank is gone that may have sealed its slot without living to say so."""
+        lease = current.leases.get(who.rank)
+        sealed = find_sealed(lease.segment, lease.slot) if lease else None
+        if sealed is not None and sealed.table.step == current.key.step:
+            del current.leases[who.rank]
+            self._take(current, who.rank, sealed)
 
     def _refuse_if_given_up(self, key: RoundKey, rank: int) -> None:
         """A rank that comes late to a round the others have lost is told so once; after that the step may be tried anew."""
@@ -217,26 +285,20 @@ class Saver:
             self._decisions.abort(current.id, error, staging)
         except CheckpointError as failure:  # the ranks must hear of it though the catalog cannot
             log.error("the end of %s@%s attempt %s is not recorded: %s", *current.key, failure.detail)
-        self._announce(current, "aborted", error)
+        self._announce(current, error)
 
-    def _announce(self, current: _Round, state: str, error: CheckpointError | None) -> None:
-        outcome = Outcome(
-            step=current.key.step,
-            attempt=current.key.attempt,
-            state="committed" if state == "committed" else "aborted",
-            problem=error.problem() if error else None,
-        )
-        for participant in current.participants.values():
-            participant.notify(outcome)
+    def _announce(self, current: _Round, error: CheckpointError | None) -> None:
+        with self._lock:  # who comes back after this asks for what is committed
+            if self._pending.get(current.key) is current:
+                del self._pending[current.key]
+                self._lock.notify_all()
+            participants = list(current.participants.values())
+        for participant in participants:
+            participant.notify(_outcome(current.key, error))
 
     def _save_loop(self) -> None:
         while (current := self._jobs.get()) is not None:
-            try:
-                self._save(current)
-            finally:
-                with self._lock:
-                    del self._pending[current.key]
-                    self._lock.notify_all()
+            self._save(current)
 
     def _save(self, current: _Round) -> None:
         staging = naming.staging_path(*current.key)
@@ -254,34 +316,22 @@ class Saver:
             self._end_aborted(current, wrapped, staging)
             return
         log.info("%s@%s attempt %s committed: %d bytes", *current.key, made.bytes)
-        with self._lock:
-            self._unverified += 1
-        self._announce(current, "committed", None)
-        self._checks.put(made)
+        self._checks.add(made)
+        self._announce(current, None)
 
     def _write_and_commit(self, current: _Round, plan: Plan, staging: str) -> Manifest:
         self._tier.remove_tree(staging)
         write(self._tier, plan, staging, {rank: s.data for rank, s in current.sealed.items()}, self._node)
-        current.release()
-        return self._decisions.commit(current.id, plan)
-
-    def _verify_loop(self) -> None:
-        while (made := self._checks.get()) is not None:
-            try:
-                verify(self._tier, naming.checkpoint_path(made.run, made.step))
-                self._decisions.verified(made.run, made.step)
-            except Damaged as error:
-                log.error("%s@%s is damaged right after its commit: %s", made.run, made.step, error.detail)
-            except CheckpointError as error:
-                log.warning("%s@%s could not be verified: %s", made.run, made.step, error.detail)
-            except Exception:
-                log.exception("verification of %s@%s failed", made.run, made.step)
-            finally:
-                with self._lock:
-                    self._unverified -= 1
+        made = self._decisions.commit(current.id, plan)
+        current.release()  # not before: until it is committed, the next daemon may need what is in the slots
+        return made
 
 
-def _check_identity(sealed: SealedSlot, who: Participant, key: RoundKey) -> None:
-    stated = (sealed.table.run, sealed.table.step, sealed.table.attempt, sealed.table.rank, sealed.table.world)
-    if stated != (*key, who.rank, who.world):
-        raise StateMismatch(f"the slot's table is of {stated}, the rank that sealed it is {(*key, who.rank, who.world)}")
+def _has_taken(current: _Round | None, who: Participant, slot: int) -> bool:
+    sealed = current.sealed.get(who.rank) if current else None
+    return sealed is not None and sealed.slot == slot
+
+
+def _outcome(key: RoundKey, error: CheckpointError | None) -> Outcome:
+    state: Literal["committed", "aborted"] = "committed" if error is None else "aborted"
+    return Outcome(step=key.step, attempt=key.attempt, state=state, problem=error.problem() if error else None)

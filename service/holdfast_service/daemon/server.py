@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +15,12 @@ from holdfast_formats import arena, wire
 from holdfast_formats.errors import (
     CheckpointError,
     InvalidRequest,
+    LimitExceeded,
     RootBusy,
     from_problem,
 )
 
+from .adoption import Adoption
 from .arena import LEASE_DEADLINE_S, Arena, Segment
 from .ports import Decisions
 from .saver import Participant, Saver
@@ -27,6 +30,7 @@ log = logging.getLogger(__name__)
 RECEIVE_BYTES = 65_536
 CONVERSATIONS_MAX = 1024
 REAP_INTERVAL_S = 1.0
+FDS_MAX = 16
 
 
 class Identity(NamedTuple):
@@ -41,10 +45,10 @@ class Identity(NamedTuple):
 class Daemon:
     """The data plane of a node: arena, saver, and the socket at which ranks find them."""
 
-    def __init__(self, path: Path, identity: Identity, parts: tuple[Arena, Saver, Decisions]) -> None:
+    def __init__(self, path: Path, identity: Identity, parts: tuple[Arena, Saver, Decisions, Adoption]) -> None:
         self.path = path
         self.identity = identity
-        self.arena, self.saver, self.decisions = parts
+        self.arena, self.saver, self.decisions, self.adoption = parts
         self._lock = threading.Lock()
         self._conversations: set[_Conversation] = set()
         self._closing = threading.Event()
@@ -71,6 +75,7 @@ class Daemon:
         self._closing.set()
         self._listener.close()
         self.path.unlink(missing_ok=True)
+        self.adoption.close()
         self.saver.close()
         with self._lock:
             conversations = list(self._conversations)
@@ -106,6 +111,7 @@ class Daemon:
     def _reap_loop(self) -> None:
         while not self._closing.wait(REAP_INTERVAL_S):
             self.saver.expire()
+            self.adoption.expire(time.monotonic())
 
 
 class _Conversation:
@@ -118,10 +124,12 @@ class _Conversation:
         self._decoder = wire.FrameDecoder(wire.TO_DAEMON)
         self._who: Participant | None = None
         self._segments: list[Segment] = []
+        self._fds: list[int] = []  # that came, and that no request has taken yet
         self.thread = threading.Thread(target=self._run, name="holdfast-rank", daemon=True)
         self._answers: dict[type[wire.Message], Callable[[Any], wire.Reply | None]] = {
             wire.Hello: self._hello,
             wire.Reserve: self._reserve,
+            wire.Attach: self._attach,
             wire.Lease: self._lease,
             wire.Seal: self._seal,
             wire.Abandon: self._abandon,
@@ -136,7 +144,7 @@ class _Conversation:
 
     def _run(self) -> None:
         try:
-            while data := self._connection.recv(RECEIVE_BYTES):
+            while data := self._receive():
                 for request in self._decoder.feed(data):
                     self._answer(request)
         except CheckpointError as error:
@@ -149,7 +157,19 @@ class _Conversation:
             self._daemon.forget(self)
             self._connection.close()
             for segment in self._segments:
-                self._daemon.arena.drop(segment)
+                if segment.user is self:
+                    self._daemon.arena.drop(segment)
+            for fd in self._fds:
+                os.close(fd)
+
+    def _receive(self) -> bytes:
+        data, fds, _, _ = socket.recv_fds(self._connection, RECEIVE_BYTES, 1)
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        self._fds += fds
+        if len(self._fds) > FDS_MAX:
+            raise LimitExceeded(f"{len(self._fds)} descriptors came that nobody asked for")
+        return data
 
     def _answer(self, request: wire.Request) -> None:
         try:
@@ -206,10 +226,8 @@ class _Conversation:
     def _reserve(self, request: wire.Reserve) -> None:
         who = self._known()
         geometry = arena.geometry(request.slots, request.data_bytes, request.table_bytes)
-        segment = self._daemon.arena.reserve(geometry, f"{who.run}-rank{who.rank}")
-        for outgrown in self._segments:
-            self._daemon.arena.drop(outgrown)
-        self._segments = [segment]
+        segment = self._daemon.arena.reserve(geometry, f"{who.run}-rank{who.rank}", who.owner)
+        self._use(segment)
         reply = wire.Segment(
             reply_to=request.id,
             slots=geometry.slots,
@@ -217,6 +235,29 @@ class _Conversation:
             table_bytes_max=geometry.table_bytes_max,
         )
         self._send(reply, (segment.fd,))
+
+    def _attach(self, request: wire.Attach) -> wire.Reply:
+        who, daemon = self._known(), self._daemon
+        if not self._fds:
+            raise InvalidRequest("a segment is attached by its descriptor")
+        fd = self._fds.pop(0)
+        try:
+            segment, unknown = daemon.arena.attach(fd, who.owner)
+        finally:
+            os.close(fd)
+        self._use(segment)
+        if unknown:
+            daemon.adoption.take_up(segment, who)
+        daemon.saver.take_over(who, request.open)
+        daemon.adoption.back(who, segment)
+        return wire.Done(reply_to=request.id)
+
+    def _use(self, segment: Segment) -> None:
+        segment.user = self
+        for outgrown in self._segments:
+            if outgrown is not segment:
+                self._daemon.arena.drop(outgrown)
+        self._segments = [segment]
 
     def _lease(self, request: wire.Lease) -> wire.Reply:
         who = self._known()
@@ -226,7 +267,12 @@ class _Conversation:
         return wire.Granted(reply_to=request.id, slot=slot, deadline_s=LEASE_DEADLINE_S)
 
     def _seal(self, request: wire.Seal) -> wire.Reply:
-        self._daemon.saver.seal(self._known(), request.slot, request.step, request.table_digest)
+        try:
+            self._daemon.saver.seal(self._known(), request.slot, request.step, request.table_digest)
+        except CheckpointError:
+            for segment in self._segments:
+                segment.disown(request.slot)
+            raise
         return wire.Sealed(reply_to=request.id)
 
     def _abandon(self, request: wire.Abandon) -> wire.Reply:

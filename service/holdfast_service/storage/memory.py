@@ -14,9 +14,13 @@ _Path = tuple[str, ...]
 
 
 class MemoryTier:
-    """Files and directories in two tables. `acts` lists what was made durable, in order, for tests of order (I3)."""
+    """Files and directories in two tables. `acts` lists what was made durable, in order, for tests of order (I3).
 
-    def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
+    `alignment` is what its files ask of their writers; nothing depends on it here.
+    """
+
+    def __init__(self, capacity_bytes: int = CAPACITY_BYTES, alignment: int = 1) -> None:
+        self.alignment = alignment
         self.acts: list[tuple[str, str]] = []
         self._capacity_bytes = capacity_bytes
         self._files: dict[_Path, bytearray] = {}
@@ -73,6 +77,9 @@ class MemoryTier:
         data = self.read(path, offset, view.nbytes)
         view[: len(data)] = data
         return len(data)
+
+    def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
+        return self.read_into(path, offset, buffer)
 
     def size(self, path: str) -> int | None:
         parent, leaf = split_leaf(path)
@@ -137,6 +144,10 @@ class MemoryFile:
         self._path = path
         self._data = data
         self._closed = False
+
+    @property
+    def alignment(self) -> int:
+        return self._tier.alignment
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         views = [octets(buffer) for buffer in buffers]

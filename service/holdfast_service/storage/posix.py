@@ -1,12 +1,11 @@
 """A directory of a file system as a tier. The only module that renames and fsyncs.
 
 The system calls on which durability hangs stand as `_fsync`, `_pwritev`, `_preadv` and `_rename` at the top, so that a test
-can make any one of them fail. OSErrors become named errors here and nowhere else.
+can make any one of them fail. Large files are written and proven past the page cache where the file system can do that.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
@@ -14,49 +13,28 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from holdfast_formats import naming
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, NoSpace, NoSuchResource, StorageFailed
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, NoSuchResource, StorageFailed
 
-from . import locking
+from . import libc, locking
+from .direct import ALIGNMENT, DIRECT_BYTES_MIN, REFUSED, is_aligned, open_direct
+from .directories import DIRECTORY, open_directory, remove_tree
 from .tier import Buffer, check_range, octets, split_leaf, split_path
+from .translation import translated
+from .writeback import Writeback, drop_from_cache
 
 BUFFERS_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one pwritev
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hold up its reader
 _FILE_MODE = 0o666  # less the umask
-_RENAME_NOREPLACE = 1
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _call(name: str, *arguments: object) -> None:
-    """Call a function of the C library that Python does not offer; ENOSYS where the library lacks it."""
-    function = getattr(_libc, name, None)
-    code = errno.ENOSYS
-    if function is not None:
-        if function(*arguments) == 0:
-            return
-        code = ctypes.get_errno()
-    raise OSError(code, os.strerror(code))
-
-
-def _renameat2(source_parent: int, source: str, target_parent: int, target: str) -> None:
-    _call("renameat2", source_parent, os.fsencode(source), target_parent, os.fsencode(target), _RENAME_NOREPLACE)
-
-
-def _fallocate(descriptor: int, size: int) -> None:
-    # Not os.posix_fallocate: where a file system has no fallocate, the C library writes to every block of the file instead.
-    _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size))
-
 
 _fsync = os.fsync
 _pwritev = os.pwritev
 _preadv = os.preadv
-_rename = _renameat2
-_reserve = _fallocate
+_rename = libc.renameat2
+_reserve = libc.fallocate
 
 
 class PosixTier:
@@ -71,25 +49,26 @@ class PosixTier:
         if size < 0:
             raise InvalidRequest(f"{path}: a file of {size} bytes is not possible")
         parent, leaf = split_leaf(path)
-        with _translated("create", path), self._directory(parent, make=True) as directory:
+        with translated("create", path), self._directory(parent, make=True) as directory:
             descriptor = os.open(leaf, _NEW_FILE, _FILE_MODE, dir_fd=directory)
             try:
                 _make_room(descriptor, size)
+                direct = open_direct(leaf, os.O_WRONLY, directory) if size >= DIRECT_BYTES_MIN else None
             except OSError:
                 os.close(descriptor)
                 os.unlink(leaf, dir_fd=directory)
                 raise
-        return PosixFile(path, descriptor, size)
+        return PosixFile(path, descriptor, direct, size)
 
     def put(self, path: str, data: bytes) -> None:
         parent, leaf = split_leaf(path)
-        with _translated("put", path), self._directory(parent, make=True) as directory:
+        with translated("put", path), self._directory(parent, make=True) as directory:
             _put(directory, leaf, data)
 
     def replace(self, path: str, data: bytes) -> None:
         parent, leaf = split_leaf(path)
         new = f".{leaf}.new"  # a fixed name, so that a crash leaves at most one behind, and the next replace takes it away
-        with self._replacing, _translated("replace", path), self._directory(parent, make=True) as directory:
+        with self._replacing, translated("replace", path), self._directory(parent, make=True) as directory:
             with suppress(FileNotFoundError):
                 os.unlink(new, dir_fd=directory)
             _put(directory, new, data)
@@ -98,7 +77,7 @@ class PosixTier:
 
     def sync_directory(self, path: str) -> None:
         names = split_path(path)
-        with _translated("sync", path):
+        with translated("sync", path):
             for depth in range(len(names), -1, -1):
                 with self._directory(names[:depth]) as directory:
                     _fsync(directory)
@@ -106,11 +85,11 @@ class PosixTier:
     def publish(self, source: str, target: str) -> None:
         (source_parent, source_leaf), (target_parent, target_leaf) = split_leaf(source), split_leaf(target)
         with (
-            _translated("publish", source),
+            translated("publish", source),
             self._directory(source_parent) as here,
             self._directory(target_parent, make=True) as there,
         ):
-            os.close(os.open(source_leaf, _DIRECTORY, dir_fd=here))  # it must be a directory, and no link to one
+            os.close(os.open(source_leaf, DIRECTORY, dir_fd=here))  # it must be a directory, and no link to one
             try:
                 _rename_to_free_name(here, source_leaf, there, target_leaf)
             except OSError as error:
@@ -129,19 +108,29 @@ class PosixTier:
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         _check_position(path, offset, length or 0)
-        with _translated("read", path), self._file(path) as (descriptor, size):
+        with translated("read", path), self._file(path) as (descriptor, size):
             there = max(size - offset, 0)
             data = bytearray(there if length is None else min(length, there))
             return bytes(data[: _read_all(descriptor, offset, memoryview(data))])
 
     def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
         _check_position(path, offset, 0)
-        with _translated("read", path), self._file(path) as (descriptor, _):
+        with translated("read", path), self._file(path) as (descriptor, _):
             return _read_all(descriptor, offset, octets(buffer))
+
+    def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
+        _check_position(path, offset, 0)
+        view = octets(buffer)
+        if is_aligned(offset, [view]):
+            with translated("read", path), self._file(path, direct=True) as (descriptor, _):
+                done = _read_direct(descriptor, offset, view)
+            if done is not None:
+                return done
+        return self.read_into(path, offset, view)
 
     def size(self, path: str) -> int | None:
         parent, leaf = split_leaf(path)
-        with _translated("stat", path):
+        with translated("stat", path):
             try:
                 with self._directory(parent) as directory:
                     status = os.stat(leaf, dir_fd=directory, follow_symlinks=False)
@@ -153,7 +142,7 @@ class PosixTier:
 
     def list(self, path: str) -> list[str]:
         names = split_path(path)
-        with _translated("list", path):
+        with translated("list", path):
             try:
                 with self._directory(names) as directory:
                     return sorted(os.listdir(directory))
@@ -164,16 +153,16 @@ class PosixTier:
 
     def remove_file(self, path: str) -> None:
         parent, leaf = split_leaf(path)
-        with _translated("remove", path), self._directory(parent) as directory:
+        with translated("remove", path), self._directory(parent) as directory:
             os.unlink(leaf, dir_fd=directory)
 
     def remove_tree(self, path: str) -> None:
         parent, leaf = split_leaf(path)
-        with _translated("remove", path), suppress(FileNotFoundError), self._directory(parent) as directory:
-            _remove_tree(directory, leaf)
+        with translated("remove", path), suppress(FileNotFoundError), self._directory(parent) as directory:
+            remove_tree(directory, leaf)
 
     def free_bytes(self) -> int:
-        with _translated("stat", str(self.root)):
+        with translated("stat", str(self.root)):
             status = os.statvfs(self.root)
         return status.f_bavail * status.f_frsize
 
@@ -183,7 +172,7 @@ class PosixTier:
         descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for name in names:
-                below = _open_directory(descriptor, name, make)
+                below = open_directory(descriptor, name, make)
                 os.close(descriptor)
                 descriptor = below
             yield descriptor
@@ -191,10 +180,11 @@ class PosixTier:
             os.close(descriptor)
 
     @contextmanager
-    def _file(self, path: str) -> Iterator[tuple[int, int]]:
+    def _file(self, path: str, direct: bool = False) -> Iterator[tuple[int, int]]:
         parent, leaf = split_leaf(path)
         with self._directory(parent) as directory:
-            descriptor = os.open(leaf, _OLD_FILE, dir_fd=directory)
+            found = open_direct(leaf, os.O_RDONLY, directory) if direct else None
+            descriptor = os.open(leaf, _OLD_FILE, dir_fd=directory) if found is None else found
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -205,26 +195,41 @@ class PosixTier:
 
 
 class PosixFile:
-    """A new file. Threads may be inside `write` while another discards it: the last one out closes the descriptor."""
+    """A new file. Threads may be inside `write` while another discards it: the last one out closes the descriptors.
 
-    def __init__(self, path: str, descriptor: int, size: int) -> None:
+    `direct` is a second descriptor, for the writes that go past the page cache; None where there is no such thing.
+    """
+
+    def __init__(self, path: str, descriptor: int, direct: int | None, size: int) -> None:
         self._path = path
         self._descriptor = descriptor
+        self._direct = direct
+        self._refused = direct is None
         self._size = size
+        self._writeback = Writeback()
         self._lock = threading.Lock()
         self._users = 0
         self._closed = False
 
+    @property
+    def alignment(self) -> int:
+        return 1 if self._refused else ALIGNMENT
+
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         views = [octets(buffer) for buffer in buffers]
-        check_range(self._path, offset, sum(view.nbytes for view in views), self._size)
-        with _translated("write", self._path), self._open() as descriptor:
-            _write_all(descriptor, offset, views)
+        length = sum(view.nbytes for view in views)
+        check_range(self._path, offset, length, self._size)
+        with translated("write", self._path), self._open() as descriptor:
+            if not self._write_direct(offset, views):
+                _write_all(descriptor, offset, views)
+                self._writeback.wrote(descriptor, offset, length)
 
     def finish(self) -> None:
         try:
-            with _translated("fsync", self._path), self._open() as descriptor:
-                _fsync(descriptor)
+            with translated("fsync", self._path), self._open() as descriptor:
+                _fsync(descriptor)  # of the file, so of what went through the other descriptor too
+                if self._size >= DIRECT_BYTES_MIN:
+                    drop_from_cache(descriptor)
         finally:
             self.discard()
 
@@ -233,6 +238,18 @@ class PosixFile:
             closing, self._closed = not self._closed and not self._users, True
         if closing:
             self._close()
+
+    def _write_direct(self, offset: int, views: Sequence[memoryview]) -> bool:
+        if self._refused or self._direct is None or not is_aligned(offset, views):
+            return False
+        try:
+            _write_all(self._direct, offset, views)
+        except OSError as error:
+            if error.errno not in REFUSED:
+                raise
+            self._refused = True  # also when a short write left an unaligned rest: all of it is written again, buffered
+            return False
+        return True
 
     @contextmanager
     def _open(self) -> Iterator[int]:
@@ -252,34 +269,15 @@ class PosixFile:
 
     def _close(self) -> None:
         # What close reports is no news: finish has fsynced before, and a discarded file makes no promise.
-        with suppress(OSError):
-            os.close(self._descriptor)
-
-
-@contextmanager
-def _translated(operation: str, path: str) -> Iterator[None]:
-    """Turn any OSError into the named error that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        code = error.errno or errno.EIO
-        what = f"{operation} {path or 'the root'}: {os.strerror(code)}"
-        members: dict[str, Any] = {"operation": operation, "path": path, "errno": code}
-        if code in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpace(what, hint="free space, or keep fewer checkpoints", **members) from error
-        if code == errno.ENOENT and operation in ("read", "publish", "remove", "sync"):
-            raise NoSuchResource(what, **members) from error
-        hint = "check the disk and its mount"
-        if code in (errno.ENOTDIR, errno.ELOOP):
-            hint = "below the root, nothing may be a symbolic link, and no file may stand in the place of a directory"
-        elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
-            hint = "the daemon's user must be allowed to write there"
-        raise StorageFailed(what, hint=hint, **members) from error
+        for descriptor in (self._descriptor, self._direct):
+            if descriptor is not None:
+                with suppress(OSError):
+                    os.close(descriptor)
 
 
 def make_root(root: Path) -> None:
     """Make the directory `root` and what of its parents is missing, durably."""
-    with _translated("make", str(root)):
+    with translated("make", str(root)):
         missing = [path for path in (root, *root.parents) if not path.exists()]
         root.mkdir(parents=True, exist_ok=True)
         for path in missing:
@@ -294,24 +292,13 @@ def lock_root(root: Path) -> locking.RootLock:
     """Lock `root`, which is made if it is not there; `RootBusy` names the process that holds it."""
     make_root(root)
     path = root / naming.LOCK
-    with _translated("lock", str(path)):
+    with translated("lock", str(path)):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE)
         try:
             return locking.take(root, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
-
-
-def _open_directory(parent: int, name: str, make: bool) -> int:
-    try:
-        return os.open(name, _DIRECTORY, dir_fd=parent)
-    except FileNotFoundError:
-        if not make:
-            raise
-    with suppress(FileExistsError):  # another thread may have been faster
-        os.mkdir(name, dir_fd=parent)
-    return os.open(name, _DIRECTORY, dir_fd=parent)
 
 
 def _put(directory: int, leaf: str, data: bytes) -> None:
@@ -352,6 +339,23 @@ def _write_all(descriptor: int, offset: int, views: Sequence[memoryview]) -> Non
             pending[first] = pending[first][written:]
 
 
+def _read_direct(descriptor: int, offset: int, view: memoryview) -> int | None:
+    """Bytes read, fewer only at the file's end; None where the file cannot be read directly."""
+    there = min(max(os.fstat(descriptor).st_size - offset, 0), view.nbytes)
+    done = 0
+    try:
+        while done < there:
+            count = _preadv(descriptor, [view[done:]], offset + done)
+            done += count
+            if not count or count % ALIGNMENT:
+                break
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        return None
+    return done if done == there else None
+
+
 def _read_all(descriptor: int, offset: int, view: memoryview) -> int:
     done = 0
     while done < view.nbytes:
@@ -372,23 +376,6 @@ def _rename_to_free_name(here: int, source: str, there: int, target: str) -> Non
         if target in os.listdir(there):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
         os.rename(source, target, src_dir_fd=here, dst_dir_fd=there)
-
-
-def _remove_tree(parent: int, name: str) -> None:
-    try:
-        directory = os.open(name, _DIRECTORY, dir_fd=parent)
-    except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-            raise
-        os.unlink(name, dir_fd=parent)
-        return
-    try:
-        for entry in os.listdir(directory):
-            with suppress(FileNotFoundError):
-                _remove_tree(directory, entry)
-    finally:
-        os.close(directory)
-    os.rmdir(name, dir_fd=parent)
 
 
 def _check_position(path: str, offset: int, length: int) -> None:

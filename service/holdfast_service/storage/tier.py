@@ -20,6 +20,10 @@ Buffer = bytes | bytearray | memoryview | NDArray[Any]
 class FileWriter(Protocol):
     """A new file while it is written. Writes to disjoint ranges may come from several threads at once."""
 
+    @property
+    def alignment(self) -> int:
+        """Writes whose offset, length and memory are multiples of this go past any cache; 1 where it makes no difference."""
+
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write every byte of the buffers, one behind the other from `offset` on, inside the size the file was made with."""
 
@@ -56,6 +60,9 @@ class Tier(Protocol):
 
     def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
         """Fill `buffer` from a file; the number of bytes read, fewer than it holds only at the file's end."""
+
+    def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
+        """`read_into` for whoever proves what is stored: past any cache where offset, length and memory are aligned."""
 
     def size(self, path: str) -> int | None:
         """Bytes of a file, None when there is no file at `path`."""
@@ -99,6 +106,11 @@ def octets(buffer: Buffer) -> memoryview:
         buffer = buffer.reshape(-1).view(np.uint8).data
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def address(view: memoryview) -> int:
+    """Where the buffer stands in memory; 0 for one without bytes."""
+    return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
 
 
 def check_range(path: str, offset: int, length: int, size: int) -> None:

@@ -1,0 +1,37 @@
+"""Getting ready for the first save while the model is still being set up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from holdfast_formats.errors import CheckpointError
+
+from .slots import Slots
+
+log = logging.getLogger(__name__)
+
+
+class Preparation:
+    """A background thread that reserves this rank's slots and touches their memory."""
+
+    def __init__(self, reserve: Callable[[], Slots]) -> None:
+        self._reserve = reserve
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-prepare", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End early; the memory stays reserved."""
+        self._stop.set()
+
+    def join(self) -> None:
+        """Wait until the memory is ready, or cannot be had now."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._reserve().touch(self._stop)
+        except CheckpointError as error:
+            log.info("not prepared for saves: %s", error.detail)  # the first save tries again, and says so

@@ -1,0 +1,20 @@
+"""What a checkpointer needs of its way to a daemon, be that the node's socket or HTTP."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from holdfast_formats import wire
+
+Reply = TypeVar("Reply", bound=wire.Reply)
+
+
+class Transport(Protocol):
+    """Requests of one rank and their replies. Outcomes, and the loss of the daemon, are told to whoever made it."""
+
+    @property
+    def alive(self) -> bool: ...
+    def next_id(self) -> int: ...
+    def request(self, message: wire.Request, kind: type[Reply], timeout_s: float = ...) -> Reply: ...
+    def take_fd(self) -> int: ...  # the segment's memory, after `Reserve`; the caller closes it
+    def close(self) -> None: ...

@@ -1,0 +1,212 @@
+"""Routes: ranks that share no memory with the daemon bring their slots in chunks, and hear what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+from typing import Annotated, Literal
+
+import zstandard
+from fastapi import APIRouter, Depends, Header, Path, Query, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from holdfast_formats import rest
+from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest, LimitExceeded, NoSuchResource, from_problem
+from holdfast_service.daemon.remote import Chunk, RemoteRank, RemoteRanks
+
+from . import problems
+from .services import Wired
+
+CHUNK_BYTES_MAX = 8 * 2**20  # before compression; 16 MiB is the limit of the format's extents, half of it halves our memory
+CHUNKS_MAX = 8  # held in memory at a time, compressed and not: bounds what uploads cost at 128 MiB
+BODY_WAIT_MAX_S = 60.0  # for one chunk: who sends slower than this must send smaller chunks
+WAIT_MAX_S = 20.0
+ZSTD_WINDOW_BYTES_MAX = 2**23
+
+_RANK = "/ranks/{rank_id}"
+_UPLOAD = f"{_RANK}/uploads/{{number}}"
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})")
+_DIGEST = re.compile(r"xxh3-64=([0-9a-f]{16})")
+
+router = APIRouter(prefix="/v1", tags=["uploads"], responses=problems.RESPONSES)
+
+
+def _ranks(services: Wired) -> RemoteRanks:
+    if services.remote is None:
+        raise NoSuchResource("this service takes no uploads", hint="ask one that runs with a daemon")
+    return services.remote
+
+
+Ranks = Annotated[RemoteRanks, Depends(_ranks)]
+RankId = Annotated[
+    str, Path(pattern=r"^[0-9a-f]{32}$", description="chosen by the rank at random: whoever knows it is the rank")
+]
+Number = Annotated[int, Path(ge=0, le=2**53, description="the rank's own count of its uploads")]
+
+
+def _rank(ranks: Ranks, rank_id: RankId) -> RemoteRank:
+    return ranks.find(rank_id)
+
+
+Known = Annotated[RemoteRank, Depends(_rank)]
+
+
+@router.put(_RANK, summary="A rank says hello; repeating it is harmless")
+def put_rank(services: Wired, ranks: Ranks, rank_id: RankId, hello: rest.RankHello) -> rest.RankWelcome:
+    """Ranks with the same `launch` share an attempt. A rank that begins anew under another id takes its old one's place."""
+    rank = ranks.hello(rank_id, hello)
+    return rest.RankWelcome(
+        attempt=rank.who.attempt,
+        node=services.node().name,
+        root=services.root,
+        version=services.version,
+        silence_max_s=ranks.silence_max_s,
+        chunk_bytes_max=CHUNK_BYTES_MAX,
+    )
+
+
+@router.delete(_RANK, status_code=204, summary="A rank parts; what it has sealed is saved")
+def delete_rank(ranks: Ranks, rank_id: RankId) -> None:
+    ranks.leave(rank_id)
+
+
+@router.put(
+    f"{_RANK}/segment", status_code=204, summary="Keep memory for a rank's slots; 413 when the arena has not that much"
+)
+def put_segment(rank: Known, room: rest.Room) -> None:
+    rank.reserve(room)
+
+
+@router.put(_UPLOAD, summary="Begin an upload: lease a slot for a step; 409 when the step may not be saved")
+def put_upload(rank: Known, number: Number, wanted: rest.UploadRequest) -> rest.Upload:
+    """429 `arena-full` while storage has not taken the saves before: try again. Repeating it is harmless."""
+    return rank.open(number, wanted.step)
+
+
+@router.get(_UPLOAD, summary="How far an upload is, and what became of it")
+def get_upload(rank: Known, number: Number) -> rest.Upload:
+    return rank.state(number)
+
+
+@router.put(f"{_UPLOAD}/{{part}}", summary="A chunk of a slot's data or of its table")
+async def put_chunk(
+    request: Request,
+    rank: Known,
+    number: Number,
+    part: Literal["data", "table"],
+    content_range: Annotated[str, Header(description="bytes FIRST-LAST/TOTAL, where this chunk stands in its part")],
+    x_content_digest: Annotated[str, Header(description="xxh3-64=…, of the chunk before any Content-Encoding")],
+) -> rest.Upload:
+    """Chunks come in order; each is taken as a whole, once its digest was found right, or not at all. A repeated one is
+    harmless. `Content-Encoding: zstd` is understood."""
+    offset, length = _span(content_range)
+    stated = _DIGEST.fullmatch(x_content_digest.strip())
+    if stated is None:
+        raise InvalidRequest(f"X-Content-Digest {x_content_digest!r} is not xxh3-64= and 16 hexadecimal digits")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "zstd"):
+        raise InvalidRequest(f"Content-Encoding {encoding!r} is not understood", hint="send zstd, or none")
+    rank.check_room(number, part, offset + length)
+    async with request.app.state.chunks:
+        body = await _body(request, length, exact=encoding == "identity")
+        chunk = await run_in_threadpool(_chunk, body, offset, length, (encoding, stated[1]))
+        return await run_in_threadpool(rank.write, number, part, chunk)
+
+
+@router.post(
+    f"{_UPLOAD}/seal", summary="The slot is complete: from here on the daemon saves it, whatever becomes of the rank"
+)
+def seal_upload(rank: Known, number: Number, whole: rest.SealRequest) -> rest.Upload:
+    return rank.seal(number, whole)
+
+
+@router.post(f"{_UPLOAD}/abandon", summary="Give an upload up, and with it the save of this step")
+def abandon_upload(rank: Known, number: Number, why: rest.AbandonRequest) -> rest.Upload:
+    return rank.abandon(number, from_problem(why.problem))
+
+
+@router.get(f"{_RANK}/outcomes", summary="Uploads that have ended; waits for one. Also says that the rank is alive")
+async def get_outcomes(
+    ranks: Ranks,
+    rank: Known,
+    after: Annotated[int, Query(ge=0, description="`next` of the answer before")] = 0,
+    wait_s: Annotated[float, Query(ge=0, le=WAIT_MAX_S, description="how long to wait for an end to tell of")] = 0,
+) -> rest.Outcomes:
+    loop, heard = asyncio.get_running_loop(), asyncio.Event()
+
+    def listener() -> None:
+        loop.call_soon_threadsafe(heard.set)
+
+    with rank.listening(listener):
+        found = rank.outcomes(after)
+        if not found.items and not ranks.closing:
+            try:
+                await asyncio.wait_for(heard.wait(), wait_s)
+            except asyncio.TimeoutError:
+                return found
+    if ranks.closing:
+        raise DaemonGone("the daemon is ending")
+    return rank.outcomes(after)
+
+
+@router.put(f"{_RANK}/choices/{{turn}}", summary="Which step to restore: every rank's n-th question has one answer")
+def put_choice(
+    services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], question: rest.Question
+) -> rest.Answer:
+    """504 while what was saved before is still being written: ask again."""
+    return rest.Answer(step=_ranks(services).choose(rank.who, turn, question))
+
+
+def _span(content_range: str) -> tuple[int, int]:
+    """Offset and length of a chunk; `InvalidRequest` or `LimitExceeded` when there is no such chunk."""
+    match = _CONTENT_RANGE.fullmatch(content_range.strip())
+    first, last, total = (int(number) for number in match.groups()) if match else (0, 0, 0)
+    if not first <= last < total:
+        raise InvalidRequest(f"Content-Range {content_range!r} is not bytes FIRST-LAST/TOTAL with FIRST <= LAST < TOTAL")
+    if last - first >= CHUNK_BYTES_MAX:
+        raise LimitExceeded(f"a chunk of {last - first + 1} bytes is over the limit of {CHUNK_BYTES_MAX}")
+    return first, last - first + 1
+
+
+async def _body(request: Request, length: int, exact: bool) -> bytearray:
+    """The request's body: `length` bytes if `exact`, else at most that many (what grows when packed is not sent packed)."""
+    try:
+        return await asyncio.wait_for(_read(request, length, exact), BODY_WAIT_MAX_S)
+    except asyncio.TimeoutError:
+        raise DeadlineExceeded(f"the chunk did not arrive in {BODY_WAIT_MAX_S:.0f} s", hint="send smaller chunks") from None
+    except ClientDisconnect:
+        raise InvalidRequest("the connection broke in the middle of a chunk", hint="send it again") from None
+
+
+async def _read(request: Request, length: int, exact: bool) -> bytearray:
+    body = bytearray()
+    async for part in request.stream():
+        if len(body) + len(part) > length:
+            raise LimitExceeded(f"the body has more than the {length} bytes that its Content-Range states")
+        body += part
+    if exact and len(body) != length:
+        raise InvalidRequest(f"the body has {len(body)} bytes, its Content-Range states {length}")
+    return body
+
+
+def _chunk(body: bytearray, offset: int, length: int, stated: tuple[str, str]) -> Chunk:
+    encoding, digest = stated
+    return Chunk(offset, body if encoding == "identity" else _unpack(body, length), digest)
+
+
+def _unpack(body: bytearray, length: int) -> bytearray:
+    """Exactly `length` bytes out of a zstd frame; a frame that holds more or fewer is refused, and costs no more memory."""
+    unpacked = bytearray(length)
+    with zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES_MAX).stream_reader(io.BytesIO(body)) as reader:
+        try:
+            size = 0
+            while size < length and (got := reader.readinto(memoryview(unpacked)[size:])):
+                size += got
+            more = reader.read(1)
+        except zstandard.ZstdError as error:
+            raise InvalidRequest(f"the body is not the zstd frame that it claims to be: {error}") from error
+    if size != length or more:
+        raise InvalidRequest(f"the zstd frame does not hold the {length} bytes that the Content-Range states")
+    return unpacked

@@ -1,0 +1,390 @@
+"""Ranks that share no memory with this daemon: it keeps slots for them, and they send what belongs there in chunks.
+
+To the saver such a rank is a participant like any other. It is taken for dead when it was not heard of for a while; what it
+had sealed is saved all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from holdfast_formats import arena, rest, wire
+from holdfast_formats.arena import SlotHeader, SlotState
+from holdfast_formats.digest import check_digest, digest
+from holdfast_formats.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    InvalidRequest,
+    LimitExceeded,
+    NoSuchResource,
+    RoundAborted,
+    from_problem,
+)
+
+from .arena import Arena, Segment
+from .ports import Decisions
+from .saver import Participant, Saver
+
+log = logging.getLogger(__name__)
+
+SILENCE_MAX_S = 60.0
+RANKS_MAX = 1024
+ENDED_UPLOADS_MAX = 256  # of a rank: their ends can still be asked for
+DEPARTED_MAX = 1024  # ranks that were taken for dead and would be told so
+REAP_INTERVAL_S = 1.0
+
+Part = Literal["data", "table"]
+
+
+class Chunk(NamedTuple):
+    """Bytes of one part of an upload, and the digest that their sender says they have."""
+
+    offset: int
+    data: bytes | bytearray | memoryview
+    digest: str
+
+
+class _Upload:
+    def __init__(self, number: int, step: int, segment: Segment) -> None:
+        self.number, self.step, self.segment = number, step, segment
+        self.slot = -1
+        self.received: dict[str, int] = {"data": 0, "table": 0}
+        self.sealed = False
+        self.outcome: wire.Outcome | None = None
+
+    def span(self, part: Part) -> memoryview:
+        """Where in the slot this part stands."""
+        geometry = self.segment.geometry
+        if part == "data":
+            start, length = geometry.data_offset(self.slot), geometry.data_bytes
+        else:
+            start, length = geometry.table_offset(self.slot), geometry.table_bytes_max
+        return self.segment.memory[start : start + length]
+
+
+class RemoteRank:
+    """One rank that speaks over HTTP: its segment and its uploads. What ends them comes from the saver, by any thread."""
+
+    def __init__(self, parts: tuple[Arena, Saver], hello: rest.RankHello, attempt: int) -> None:
+        self._arena, self._saver = parts
+        self.hello = hello
+        self.who = Participant(hello.run, hello.rank, hello.world, attempt, self._notify)
+        self.heard = time.monotonic()
+        self._turn = threading.Lock()  # one request of this rank at a time; never taken by the saver
+        self._lock = threading.Lock()  # guards what `_notify` touches; held for moments only
+        self._segment: Segment | None = None
+        self._uploads: dict[int, _Upload] = {}
+        self._ended: list[int] = []  # numbers of ended uploads, in order
+        self._forgotten = 0  # how many of them are not kept any more
+        self._listeners: set[Callable[[], None]] = set()
+
+    def reserve(self, room: rest.Room) -> None:
+        """Keep so much memory for this rank; `LimitExceeded`, with the numbers, when the arena has not that much."""
+        made = arena.geometry(room.slots, room.data_bytes, room.table_bytes)
+        with self._turn:
+            if self._segment is not None and self._segment.geometry == made:
+                return
+            # The superblock names no owner: the rank keeps its bytes until they are committed and brings them again.
+            segment = self._arena.reserve(made, f"{self.who.run}-rank{self.who.rank}-remote")
+            outgrown, self._segment = self._segment, segment
+        if outgrown is not None:
+            self._arena.drop(outgrown)
+
+    def open(self, number: int, step: int) -> rest.Upload:
+        """Begin the rank's `number`-th upload, or find it begun. Refuses by name a step that this rank may not save."""
+        with self._turn:
+            known = self._uploads.get(number)
+            if known is not None:
+                if known.step != step:
+                    raise InvalidRequest(f"upload {number} is of step {known.step}, not of {step}")
+                return self._describe(known)
+            if self._segment is None:
+                raise InvalidRequest("reserve a segment before the first upload", reason="not-reserved")
+            upload = _Upload(number, step, self._segment)
+            with self._lock:
+                self._uploads[number] = upload
+            try:
+                upload.slot = self._saver.lease(self.who, self._segment, step, 0.0)
+            except CheckpointError:
+                with self._lock:
+                    del self._uploads[number]
+                raise
+            return self._describe(upload)
+
+    def state(self, number: int) -> rest.Upload:
+        """How far an upload is, and how it ended."""
+        return self._describe(self._find(number))
+
+    def check_room(self, number: int, part: Part, stop: int) -> None:
+        """`LimitExceeded` for a chunk that would not fit, before a byte of it is read."""
+        upload = self._find(number)
+        if upload.outcome is None and stop > len(upload.span(part)):
+            raise LimitExceeded(
+                f"byte {stop} of the {part} lies outside the {len(upload.span(part))} bytes reserved",
+                hint="reserve a larger segment first",
+            )
+
+    def write(self, number: int, part: Part, chunk: Chunk) -> rest.Upload:
+        """Take a chunk whose digest is right and that begins where the one before ended; a repeated one changes nothing."""
+        check_digest(chunk.digest)
+        found = digest(chunk.data)
+        if found != chunk.digest:
+            raise InvalidRequest(
+                f"the chunk at {chunk.offset} has the digest {found}, not {chunk.digest}",
+                hint="it was damaged on its way: send it again",
+                reason="digest",
+            )
+        with self._turn:
+            upload = self._going_on(number)
+            stop = chunk.offset + len(chunk.data)
+            received = upload.received[part]
+            if stop <= received:
+                if digest(upload.span(part)[chunk.offset : stop]) != chunk.digest:
+                    raise InvalidRequest(f"bytes {chunk.offset} to {stop} of the {part} were received with other contents")
+            elif upload.sealed or chunk.offset != received or stop > len(upload.span(part)):
+                raise InvalidRequest(
+                    f"a chunk of bytes {chunk.offset} to {stop} where the {part} goes on at {received}",
+                    hint="send what follows `received`",
+                    received=received,
+                )
+            else:
+                target = np.frombuffer(upload.span(part)[chunk.offset : stop], np.uint8)
+                np.copyto(target, np.frombuffer(chunk.data, np.uint8))  # without the GIL, unlike a memoryview's assignment
+                upload.received[part] = stop
+            self._saver.renew(self.who, upload.step)
+            return self._describe(upload)
+
+    def seal(self, number: int, whole: rest.SealRequest) -> rest.Upload:
+        """Hand a slot that arrived completely over to the saver; doing so twice is harmless."""
+        check_digest(whole.table_digest)
+        with self._turn:
+            upload = self._find(number)
+            if upload.sealed or upload.outcome is not None:
+                return self._describe(upload)
+            stated = {"data": whole.data_bytes, "table": whole.table_bytes}
+            if upload.received != stated:
+                raise InvalidRequest(
+                    f"{upload.received} bytes were received, not {stated}", received=upload.received["data"]
+                )
+            header = SlotHeader(SlotState.LEASED, upload.step, self.who.attempt, whole.data_bytes, whole.table_bytes, 0)
+            if digest(upload.span("table")[: whole.table_bytes]) != whole.table_digest:
+                raise InvalidRequest("the table has not the digest it is sealed with")
+            geometry = upload.segment.geometry
+            arena.seal(upload.segment.memory, geometry, upload.slot, header, whole.table_digest)
+            upload.sealed = True
+            try:
+                self._saver.seal(self.who, upload.slot, upload.step, whole.table_digest)
+            except CheckpointError as error:
+                self._end(upload, "aborted", error)
+                raise
+            return self._describe(upload)
+
+    def abandon(self, number: int, error: CheckpointError) -> rest.Upload:
+        """Give an upload up, and with it the round; one that is sealed is not the rank's any more and goes on."""
+        with self._turn:
+            upload = self._find(number)
+            if not upload.sealed and upload.outcome is None:
+                self._saver.give_up(self.who, upload.step, error)
+                self._end(upload, "aborted", error)
+            return self._describe(upload)
+
+    def outcomes(self, after: int) -> rest.Outcomes:
+        """The ends of uploads from the `after`-th one on; the oldest are not kept."""
+        with self._lock:
+            numbers = self._ended[max(after - self._forgotten, 0) :]
+            ended = [self._uploads[number] for number in numbers]
+            following = self._forgotten + len(self._ended)
+        return rest.Outcomes(items=[self._describe(upload) for upload in ended], next=following)
+
+    @contextmanager
+    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call `listener`, on any thread, whenever an upload ends; and when the rank departs."""
+        with self._lock:
+            self._listeners.add(listener)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._listeners.discard(listener)
+
+    def depart(self) -> None:
+        """The rank is gone: what it had not sealed ends, and its memory goes once the rest is saved."""
+        self._saver.gone(self.who)
+        with self._turn:
+            segment, self._segment = self._segment, None
+        if segment is not None:
+            self._arena.drop(segment)
+        self.wake()
+
+    def wake(self) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+    def _notify(self, outcome: wire.Outcome) -> None:
+        with self._lock:  # the oldest of this step: a newer one can only be waiting for it to end
+            found = next((u for u in self._uploads.values() if u.step == outcome.step and u.outcome is None), None)
+        if found is not None:
+            error = from_problem(outcome.problem or {}) if outcome.state == "aborted" else None
+            self._end(found, outcome.state, error)
+
+    def _end(self, upload: _Upload, state: Literal["committed", "aborted"], error: CheckpointError | None) -> None:
+        problem = error.problem() if error is not None else None
+        with self._lock:
+            if upload.outcome is not None:
+                return
+            upload.outcome = wire.Outcome(step=upload.step, attempt=self.who.attempt, state=state, problem=problem)
+            self._ended.append(upload.number)
+            while len(self._ended) > ENDED_UPLOADS_MAX:
+                del self._uploads[self._ended.pop(0)]
+                self._forgotten += 1
+        self.wake()
+
+    def _find(self, number: int) -> _Upload:
+        with self._lock:
+            upload = self._uploads.get(number)
+        if upload is None or (upload.slot < 0 and upload.outcome is None):
+            raise InvalidRequest(f"there is no upload {number}", hint="open it first", reason="not-open")
+        return upload
+
+    def _going_on(self, number: int) -> _Upload:
+        upload = self._find(number)
+        if upload.outcome is not None and upload.outcome.problem is not None:
+            raise from_problem(upload.outcome.problem)
+        if upload.outcome is not None:
+            raise InvalidRequest(f"upload {number} is committed already")
+        return upload
+
+    def _describe(self, upload: _Upload) -> rest.Upload:
+        outcome = upload.outcome
+        return rest.Upload(
+            number=upload.number,
+            step=upload.step,
+            attempt=self.who.attempt,
+            state=outcome.state if outcome is not None else "sealed" if upload.sealed else "open",
+            data_bytes=upload.received["data"],
+            table_bytes=upload.received["table"],
+            problem=outcome.problem if outcome is not None else None,
+        )
+
+
+class RemoteRanks:
+    """All ranks that speak over HTTP, by the ids they chose. Those that fall silent are taken for dead."""
+
+    def __init__(self, parts: tuple[Arena, Saver, Decisions], silence_max_s: float = SILENCE_MAX_S) -> None:
+        self._arena, self._saver, self._decisions = parts
+        self.silence_max_s = silence_max_s
+        self._lock = threading.Lock()
+        self._ranks: dict[str, RemoteRank] = {}
+        self._departed: dict[str, CheckpointError] = {}
+        self._closing = threading.Event()
+        self._reaper = threading.Thread(target=self._reap_loop, name="holdfast-remote-reaper", daemon=True)
+        self._reaper.start()
+
+    @property
+    def count(self) -> int:
+        with self._lock:
+            return len(self._ranks)
+
+    @property
+    def closing(self) -> bool:
+        return self._closing.is_set()
+
+    def hello(self, rank_id: str, hello: rest.RankHello) -> RemoteRank:
+        """The rank of this id, new or known. One that begins anew takes the place of its predecessor."""
+        if hello.protocol != wire.PROTOCOL:
+            raise InvalidRequest(
+                f"the trainer speaks protocol {hello.protocol}, this daemon {wire.PROTOCOL}",
+                hint="use the same version of holdfast on both sides",
+            )
+        if not hello.rank < hello.world:
+            raise InvalidRequest(f"rank {hello.rank} of a world of {hello.world}")
+        known = self._known(rank_id, hello)
+        if known is not None:
+            return known
+        attempt = self._decisions.hello(hello.run, hello.launch, hello.world, hello.keep_last)
+        made = RemoteRank((self._arena, self._saver), hello, attempt)
+        place = (hello.run, attempt, hello.rank)
+        with self._lock:
+            if self._closing.is_set() or len(self._ranks) >= RANKS_MAX:
+                raise LimitExceeded(f"{len(self._ranks)} ranks speak over HTTP already")
+            if rank_id in self._departed:
+                raise self._departed[rank_id]
+            if rank_id in self._ranks:  # the same hello, sent again, was faster
+                return self._ranks[rank_id]
+            before = [i for i, r in self._ranks.items() if (r.who.run, r.who.attempt, r.who.rank) == place]
+            self._ranks[rank_id] = made
+        for replaced in before:
+            self._part(replaced, RoundAborted(f"rank {hello.rank} has begun anew"))
+        self._saver.join(made.who)
+        return made
+
+    def _known(self, rank_id: str, hello: rest.RankHello) -> RemoteRank | None:
+        with self._lock:
+            known = self._ranks.get(rank_id)
+        if known is not None:
+            if known.hello != hello:
+                raise InvalidRequest(f"{rank_id} is another rank's id")
+            known.heard = time.monotonic()
+        return known
+
+    def find(self, rank_id: str) -> RemoteRank:
+        """The rank of this id, heard of now; `RoundAborted` when it was given up, `NoSuchResource` when it said no hello."""
+        with self._lock:
+            found = self._ranks.get(rank_id)
+            departed = self._departed.get(rank_id)
+        if found is None:
+            raise departed or NoSuchResource(f"no rank has the id {rank_id}", hint="say hello first: PUT /v1/ranks/{id}")
+        found.heard = time.monotonic()
+        return found
+
+    def leave(self, rank_id: str) -> None:
+        """The rank parts; what it has sealed is saved."""
+        self._part(rank_id, RoundAborted("this rank has parted"))
+
+    def choose(self, who: Participant, turn: int, question: rest.Question) -> int | None:
+        """The step that this rank's attempt restores; `DeadlineExceeded` while what was sealed before is being written."""
+        if not self._saver.settle(who.run, question.wait_s):
+            raise DeadlineExceeded(f"saves of {who.run} are still being written", hint="ask again")
+        return self._decisions.choose(who.run, who.attempt, turn, question.step, question.groups)
+
+    def expire(self) -> None:
+        """Give up the ranks that have been silent for too long."""
+        limit = time.monotonic() - self.silence_max_s
+        with self._lock:
+            silent = [rank_id for rank_id, rank in self._ranks.items() if rank.heard < limit]
+        for rank_id in silent:
+            error = RoundAborted(f"this rank was not heard of for {self.silence_max_s:g} s and was taken for dead")
+            log.warning("%s: %s", rank_id, error.detail)
+            self._part(rank_id, error)
+
+    def close(self) -> None:
+        """Answer everybody who waits, and wait for nobody any more."""
+        self._closing.set()
+        self._reaper.join()
+        with self._lock:
+            ranks = list(self._ranks.values())
+        for rank in ranks:
+            rank.wake()
+
+    def _part(self, rank_id: str, error: CheckpointError) -> None:
+        with self._lock:
+            rank = self._ranks.pop(rank_id, None)
+            if rank is None:
+                return
+            self._departed[rank_id] = error
+            while len(self._departed) > DEPARTED_MAX:
+                del self._departed[next(iter(self._departed))]
+        rank.depart()
+
+    def _reap_loop(self) -> None:
+        while not self._closing.wait(min(REAP_INTERVAL_S, self.silence_max_s / 4)):
+            self.expire()

@@ -1,0 +1,46 @@
+"""Windows: the bounded memory through which bytes pass between slots and disk, page-aligned and used again."""
+
+from __future__ import annotations
+
+import mmap
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats.manifest import EXTENT_BYTES_MAX
+
+Bytes = NDArray[np.uint8]
+
+ALIGNMENT_MAX = 2**16  # of any tier that is written through windows
+WINDOW_BYTES = EXTENT_BYTES_MAX + 2 * ALIGNMENT_MAX  # whole extents, and what aligning both ends adds
+
+
+class Windows:
+    """A ring of `count` windows, each made when it is first needed. Whoever needs one waits until one is free."""
+
+    def __init__(self, count: int) -> None:
+        self._free: queue.LifoQueue[Bytes | None] = queue.LifoQueue()
+        for _ in range(count):
+            self._free.put(None)
+
+    @contextmanager
+    def taken(self) -> Iterator[Bytes]:
+        """A window; what stands in it is left from its last use."""
+        held = self._free.get()
+        window = _make() if held is None else held
+        try:
+            yield window
+        finally:
+            self._free.put(window)
+
+
+def _make() -> Bytes:
+    memory: Any = mmap.mmap(-1, WINDOW_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # fewer pages to make and to pin
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)

@@ -1,0 +1,34 @@
+"""Reading and writing past the page cache: which accesses can, and how such a descriptor is had."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+
+from .tier import address
+
+ALIGNMENT = max(4096, mmap.PAGESIZE)  # whole pages: none is ever written both directly and through the cache
+DIRECT_BYTES_MIN = 2**20  # a smaller file gains nothing from it
+REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # what a file system without direct access answers
+_DIRECT = getattr(os, "O_DIRECT", 0)  # not every system has it
+_FLAGS = _DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def open_direct(leaf: str, access: int, directory: int) -> int | None:
+    """A descriptor of a file that goes past the page cache; None where the file system has none."""
+    if not _DIRECT:
+        return None
+    try:
+        return os.open(leaf, access | _FLAGS, dir_fd=directory)
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        return None
+
+
+def is_aligned(offset: int, views: Sequence[memoryview]) -> bool:
+    """Whether the offset, and length and memory of every buffer, are such that they can go past the page cache."""
+    numbers = [offset, *(view.nbytes for view in views), *(address(view) for view in views)]
+    return any(view.nbytes for view in views) and all(number % ALIGNMENT == 0 for number in numbers)

@@ -1,0 +1,43 @@
+"""Calls of the C library that Python does not offer. All of them release the GIL and raise OSError."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+_RENAME_NOREPLACE = 1
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # of sync_file_range
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def renameat2(source_parent: int, source: str, target_parent: int, target: str) -> None:
+    """Rename, and fail with EEXIST when the target is there."""
+    _call("renameat2", source_parent, os.fsencode(source), target_parent, os.fsencode(target), _RENAME_NOREPLACE)
+
+
+def fallocate(descriptor: int, size: int) -> None:
+    """Reserve the file's blocks. Not os.posix_fallocate: without fallocate, the C library writes to every block instead."""
+    _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size))
+
+
+def start_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Let the kernel begin to write these dirty pages out."""
+    _call("sync_file_range", descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), _WRITE)
+
+
+def await_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Wait until these pages are written out. This is no fsync: neither metadata nor the device's cache is flushed."""
+    flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER
+    _call("sync_file_range", descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), flags)
+
+
+def _call(name: str, *arguments: object) -> None:
+    """ENOSYS where the C library lacks the function."""
+    function = getattr(_libc, name, None)
+    code = errno.ENOSYS
+    if function is not None:
+        if function(*arguments) == 0:
+            return
+        code = ctypes.get_errno()
+    raise OSError(code, os.strerror(code))

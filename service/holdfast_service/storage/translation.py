@@ -1,0 +1,32 @@
+"""OSErrors become named errors here and nowhere else."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from holdfast_formats.errors import NoSpace, NoSuchResource, StorageFailed
+
+
+@contextmanager
+def translated(operation: str, path: str) -> Iterator[None]:
+    """Turn any OSError into the named error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        code = error.errno or errno.EIO
+        what = f"{operation} {path or 'the root'}: {os.strerror(code)}"
+        members: dict[str, Any] = {"operation": operation, "path": path, "errno": code}
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(what, hint="free space, or keep fewer checkpoints", **members) from error
+        if code == errno.ENOENT and operation in ("read", "publish", "remove", "sync"):
+            raise NoSuchResource(what, **members) from error
+        hint = "check the disk and its mount"
+        if code in (errno.ENOTDIR, errno.ELOOP):
+            hint = "below the root, nothing may be a symbolic link, and no file may stand in the place of a directory"
+        elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
+            hint = "the daemon's user must be allowed to write there"
+        raise StorageFailed(what, hint=hint, **members) from error

@@ -1,0 +1,231 @@
+"""The daemon dies by SIGKILL, at any moment: what all ranks had sealed the next one commits, once; training goes on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.place import committed_steps, open_checkpoint
+from holdfast_formats import naming
+from tests.crash.rank_process import content
+from tests.daemons import RunningDaemon, wait_until
+
+SIZE = 20_000_003
+_launches = itertools.count()
+
+
+class World:
+    """Ranks that save the given steps, and every line they said so far."""
+
+    def __init__(self, daemon: RunningDaemon, steps: str, world: int = 2) -> None:
+        launch = f"launch-{next(_launches)}"
+        self.said: list[list[str]] = [[] for _ in range(world)]
+        self.ranks = []
+        self._readers = []
+        for rank in range(world):
+            arguments = [str(daemon.socket), "r", str(rank), str(world), launch, steps, str(SIZE)]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.crash.lasting_rank", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+            )
+            reader = threading.Thread(target=self._read, args=(rank, process))
+            self.ranks.append(process)
+            self._readers.append(reader)
+            reader.start()
+
+    def _read(self, rank: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.said[rank].append(line.strip())
+
+    def wait_for(self, line: str, *ranks: int) -> None:
+        """Wait until these ranks (all, unless given) have said a line."""
+        wait_until(lambda: all(line in self.said[rank] for rank in ranks or range(len(self.ranks))), 90)
+
+    def go(self) -> None:
+        """Let the ranks pass the point at which they wait."""
+        for process in self.ranks:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+
+    def kill(self) -> None:
+        for process in self.ranks:
+            process.kill()
+        self.end()
+
+    def end(self) -> None:
+        for process, reader in zip(self.ranks, self._readers, strict=True):
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
+            process.wait(60)
+            reader.join()
+            process.stdout.close()
+
+    def sealed(self) -> set[int]:
+        """The steps that every rank has sealed in shared memory."""
+        told = [{int(line.split()[1]) for line in said if line.startswith("asking")} for said in self.said]
+        return set.intersection(*told)
+
+
+def holders(directory: Path) -> list[int]:
+    """The holder processes whose sockets lie in a directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:  # it has ended meanwhile
+                continue
+            if b"holder.py" in command and bytes(directory) in command:
+                found.append(int(entry.name))
+    return found
+
+
+def check_all(daemon: RunningDaemon, steps: set[int]) -> None:
+    """These steps and no others are visible, sound, committed once, and nothing else is left of their saving."""
+    root = daemon.root
+    wait_until(lambda: steps <= set(committed_steps(root, "r")), 90)
+    assert set(committed_steps(root, "r")) == steps
+    wait_until(lambda: not any((root / "r" / naming.STAGING).iterdir()))
+    told = re.findall(r"r@(\d+) attempt \d+ committed", daemon.log.read_text())
+    assert len(told) == len(set(told)), "a step was committed twice"
+    for step in sorted(steps)[-3:]:
+        with open_checkpoint(root, None, "r", step) as reader:
+            assert reader.verify() == []
+            world = reader.manifest.world
+            assert np.array_equal(reader.read("model", "w"), content(step, 0, world * SIZE))
+
+
+@pytest.fixture
+def root(tmp_path: Path):
+    """A directory to serve; afterwards no holder process must be left."""
+    yield tmp_path / "root"
+    wait_until(lambda: holders(tmp_path) == [])
+    assert not list(tmp_path.glob("*.holder"))
+
+
+def test_daemons_killed_at_random_moments_while_ranks_save(root: Path) -> None:
+    """Six daemons die under two ranks that save all the while: every step is committed, once, and no save is refused."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    steps = range(1, 25)
+    daemon = RunningDaemon(root)
+    world = World(daemon, ",".join(map(str, steps)))
+    for death in range(6):
+        world.wait_for(f"sealed {3 * death + 1}", 0)
+        time.sleep(chance.uniform(0, 0.3))
+        daemon.kill()
+        daemon = RunningDaemon(root)
+    world.wait_for(f"committed {steps[-1]}")
+    for said in world.said:
+        assert not [line for line in said if line.split()[0] in ("aborted", "refused", "lost")], (seed, said)
+        assert sorted(int(line.split()[1]) for line in said if line.startswith("committed")) == list(steps), seed
+    check_all(daemon, set(steps))
+    world.go()
+    world.end()
+    assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["nobody-told", "all-told"])
+def test_everybody_killed_after_the_seals(root: Path, told: bool) -> None:
+    """Daemon and ranks die together; what stood sealed in memory is committed by the next daemon, from the holder."""
+    daemon = RunningDaemon(root)
+    world = World(daemon, "1,7!")
+    world.wait_for("committed 1")
+    world.wait_for("leased 7")
+    if not told:  # the seals stand in shared memory, but no daemon ever hears of them
+        daemon.process.send_signal(signal.SIGSTOP)
+    world.go()
+    world.wait_for("sealed 7" if told else "asking 7")
+    os.kill(daemon.process.pid, signal.SIGKILL)
+    world.kill()
+    daemon.process.wait()
+    assert len(holders(root.parent)) == 1
+    daemon = RunningDaemon(root)
+    check_all(daemon, {1, 7})
+    after = World(daemon, "8")
+    after.wait_for("committed 8")
+    after.go()
+    after.end()
+    assert daemon.stop() == 0
+
+
+def test_one_rank_short_of_sealed_is_no_checkpoint(root: Path) -> None:
+    """Rank 1 was never heard to seal and is dead with the daemon: a new launch starts from the step before, and saves."""
+    daemon = RunningDaemon(root)
+    world = World(daemon, "1,7!")
+    world.wait_for("committed 1")
+    world.wait_for("leased 7")
+    stdin = world.ranks[0].stdin
+    assert stdin is not None
+    stdin.write("go\n")
+    world.wait_for("sealed 7", 0)
+    daemon.kill()
+    world.kill()
+    daemon = RunningDaemon(root)
+    assert committed_steps(root, "r") == [1]
+    after = World(daemon, "7")
+    after.wait_for("committed 7")
+    check_all(daemon, {1, 7})
+    after.go()
+    after.end()
+    assert daemon.stop() == 0
+
+
+def test_without_a_holder_the_ranks_bring_their_memory(root: Path) -> None:
+    """The holder dies with the daemon: the ranks' own descriptors are enough for the next daemon to commit."""
+    daemon = RunningDaemon(root)
+    world = World(daemon, "1,7!,8")
+    world.wait_for("committed 1")
+    world.wait_for("leased 7")
+    for pid in holders(root.parent):
+        os.kill(pid, signal.SIGKILL)
+    daemon.kill()
+    world.go()
+    world.wait_for("asking 7")
+    daemon = RunningDaemon(root)
+    world.wait_for("committed 8")
+    check_all(daemon, {1, 7, 8})
+    world.go()
+    world.end()
+    assert daemon.stop() == 0
+
+
+def test_a_trainer_replaces_its_embedded_daemon(tmp_path: Path) -> None:
+    """The daemon that trainers started is killed: the open save is committed and the next ones go on, with no exception."""
+    torch = pytest.importorskip("torch")
+    from holdfast import Checkpointer
+    from holdfast.embedded import running_socket
+
+    def pid() -> int:
+        import json
+
+        return int(json.loads((tmp_path / "data" / naming.DAEMON_FILE).read_text())["pid"])
+
+    state = {"x": torch.ones(1_000_000)}
+    with Checkpointer("r", state, root=tmp_path / "data") as checkpointer:
+        checkpointer.save(1, wait="durable")
+        first = pid()
+        ticket = checkpointer.save(2)
+        os.kill(first, signal.SIGKILL)
+        assert ticket.result(60).step == 2
+        assert checkpointer.save(3, wait="durable").done
+        second = pid()
+        assert second != first and running_socket(tmp_path / "data") is not None
+        assert checkpointer.restore() == 3
+    os.kill(second, signal.SIGTERM)

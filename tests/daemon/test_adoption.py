@@ -1,0 +1,274 @@
+"""adoption: what a daemon makes of each state in which an earlier one left a segment."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from holdfast_formats import arena, naming, table
+from holdfast_formats.arena import Owner, SlotHeader, SlotState
+from holdfast_formats.digest import digest
+from holdfast_formats.region import Box
+from holdfast_formats.table import SlotTable
+from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.wire import Outcome
+from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.daemon.adoption import Adoption
+from holdfast_service.daemon.arena import Arena, Segment
+from holdfast_service.daemon.keeping import MemoryKeeper
+from holdfast_service.daemon.saver import Participant, Saver
+from holdfast_service.daemon.verifier import verify
+from holdfast_service.storage import MemoryTier
+from tests.daemon.saver_world import RUN, SIZE, content
+from tests.daemons import wait_until
+
+GEOMETRY = arena.geometry(2, SIZE, 4096)
+
+
+def fill(segment: Segment, slot: int, step: int, seal: bool = True) -> None:
+    """What a rank does to a slot that it has leased."""
+    owner = segment.owner
+    assert owner is not None
+    lease = SlotHeader(SlotState.LEASED, step, owner.attempt, 0, 0, 0)
+    arena.write_header(segment.memory, GEOMETRY, slot, lease)
+    start = GEOMETRY.data_offset(slot)
+    segment.memory[start : start + SIZE] = content(step, owner.rank).data
+    spec = TensorSpec("model", "w", "U8", (owner.world, SIZE))
+    held = (Fragment(spec, (Box((owner.rank, 0), (1, SIZE)),), 0),)
+    encoded = table.encode(SlotTable(RUN, step, owner.attempt, owner.rank, owner.world, ("model",), held, {}, {}))
+    at = GEOMETRY.table_offset(slot)
+    segment.memory[at : at + len(encoded)] = encoded
+    if seal:
+        sizes = {"data_bytes": SIZE, "table_bytes": len(encoded)}
+        arena.seal(segment.memory, GEOMETRY, slot, lease._replace(**sizes), digest(encoded))
+
+
+class Node:
+    """A root whose daemons come and go: `start` is the next one, over what the last one left."""
+
+    def __init__(self) -> None:
+        self.tier, self.keeper = MemoryTier(), MemoryKeeper()
+        self._directory = tempfile.TemporaryDirectory()
+        self.catalog = Catalog.open(f"sqlite:///{self._directory.name}/catalog.sqlite")
+        self.decisions = Decisions(self.tier, self.catalog, None)
+        self.saver: Saver | None = None
+        self._attached: list[tuple[Participant, Segment]] = []
+        self.told: list[Outcome] = []
+
+    def ranks(self, world: int, launch: str = "x") -> list[Segment]:
+        """The segments of a launch, made by a daemon that has died since."""
+        attempt = self.decisions.hello(RUN, launch, world, None)
+        before = Arena(2**30, self.keeper)
+        return [before.reserve(GEOMETRY, "test", Owner(RUN, rank, world, attempt)) for rank in range(world)]
+
+    def start(self) -> Saver:
+        """The next daemon: it has taken up what there is, and listens to nobody yet."""
+        self.arena = Arena(2**30, self.keeper)
+        self.saver = Saver(self.tier, self.decisions, "node")
+        self.adoption = Adoption(self.arena, self.saver, self.decisions)
+        self.decisions.recover(self.adoption.start)
+        return self.saver
+
+    def give_up(self) -> None:
+        """The ranks that have not come back never will."""
+        self.adoption.close()
+
+    def back(self, segment: Segment, awaited: Sequence[int]) -> Participant:
+        """A rank comes back with the segment that it had all the while."""
+        owner = segment.owner
+        assert owner is not None
+        attempt = self.decisions.hello(RUN, "x", owner.world, None)
+        who = Participant(RUN, owner.rank, owner.world, attempt, self.told.append)
+        assert self.saver is not None
+        self.saver.join(who)
+        found, unknown = self.arena.attach(segment.fd, owner)
+        if unknown:
+            self.adoption.take_up(found, who)
+        self.saver.take_over(who, awaited)
+        self.adoption.back(who, found)
+        self._attached.append((who, found))
+        return who
+
+    def committed(self) -> list[int]:
+        """The steps that are checkpoints, each verified."""
+        steps = []
+        for name in self.tier.list(f"{RUN}/{naming.CHECKPOINTS}"):
+            step = naming.parse_step_directory(name)
+            assert step is not None
+            verify(self.tier, naming.checkpoint_path(RUN, step))
+            steps.append(step)
+        return steps
+
+    def close(self) -> None:
+        if self.saver is not None:
+            self.give_up()
+            for who, segment in self._attached:
+                self.saver.gone(who)
+                self.arena.drop(segment)
+            self.saver.close()
+            wait_until(lambda: self.keeper.kept == {})
+            assert self.arena.bytes == 0
+        self.catalog.close()
+        self._directory.cleanup()
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    """A node; at its end nothing may be kept any more."""
+    node = Node()
+    yield node
+    node.close()
+
+
+def test_what_all_ranks_had_sealed_is_saved(node: Node) -> None:
+    """No rank comes back, no message was ever processed: the slots alone suffice, for several steps."""
+    segments = node.ranks(2)
+    for segment in segments:
+        fill(segment, 0, 5)
+        fill(segment, 1, 6)
+    saver = node.start()
+    saver.settle(RUN, 30)
+    assert node.committed() == [5, 6]
+    assert [segment.state(slot) for segment in segments for slot in (0, 1)] == [SlotState.FREE] * 4
+
+
+def test_a_step_that_is_committed_is_not_committed_again(node: Node) -> None:
+    """The daemon died between commit and release: the slots are released, and the rank hears that it is committed."""
+    (segment,) = node.ranks(1)
+    fill(segment, 0, 5)
+    node.start().settle(RUN, 30)
+    made = node.tier.read(f"{naming.checkpoint_path(RUN, 5)}/{naming.COMMIT}")
+    fill(segment, 0, 5)
+    node.start()
+    assert segment.state(0) is SlotState.FREE
+    node.back(segment, [5])
+    assert [(told.step, told.state) for told in node.told] == [(5, "committed")]
+    assert node.tier.read(f"{naming.checkpoint_path(RUN, 5)}/{naming.COMMIT}") == made
+
+
+@pytest.mark.parametrize("harm", ["table", "seal", "header", "attempt"])
+def test_a_torn_slot_is_freed(node: Node, harm: str) -> None:
+    """A table, seal word or header that is not what was sealed, or of another attempt: no checkpoint, and a free slot."""
+    (segment,) = node.ranks(1)
+    fill(segment, 0, 5)
+    if harm == "table":
+        segment.memory[GEOMETRY.table_offset(0)] ^= 1
+    elif harm == "attempt":
+        header = arena.read_header(segment.memory, GEOMETRY, 0)
+        arena.write_header(segment.memory, GEOMETRY, 0, header._replace(attempt=99))
+    else:
+        segment.memory[GEOMETRY.header_offset(0) + (arena._SEAL_OFFSET if harm == "seal" else 0)] ^= 1
+    node.start().settle(RUN, 30)
+    assert node.committed() == [] and segment.state(0) is SlotState.FREE
+
+
+def test_an_incomplete_round_waits_for_its_ranks(node: Node) -> None:
+    """Rank 0 had sealed, rank 1 was copying: both come back, rank 1 seals, the step is committed and both hear of it."""
+    first, second = node.ranks(2)
+    fill(first, 0, 5)
+    fill(second, 1, 5, seal=False)
+    saver = node.start()
+    assert saver.busy and node.committed() == []
+    node.back(first, [5])
+    who = node.back(second, [5])
+    fill(second, 1, 5)
+    proof = f"{arena.read_header(second.memory, GEOMETRY, 1).seal:016x}"
+    saver.seal(who, 1, 5, proof)
+    saver.seal(who, 1, 5, proof)  # the answer to the first one was lost
+    saver.settle(RUN, 30)
+    wait_until(lambda: len(node.told) == 2)
+    assert node.committed() == [5] and {told.state for told in node.told} == {"committed"}
+    saver.seal(who, 1, 5, proof)  # and so was the answer to the second
+
+
+def test_a_rank_that_sealed_and_died_unheard_counts(node: Node) -> None:
+    """Adopted as leased, sealed in shared memory after that, and its rank never came back: it was sealed."""
+    (segment,) = node.ranks(1)
+    fill(segment, 0, 5, seal=False)
+    saver = node.start()
+    fill(segment, 0, 5)
+    node.give_up()
+    saver.settle(RUN, 30)
+    assert node.committed() == [5]
+
+
+def test_ranks_that_do_not_come_back_end_their_rounds(node: Node) -> None:
+    """The one that came back hears that the step is aborted; nothing of it is visible."""
+    first, second = node.ranks(2)
+    fill(first, 0, 5)
+    fill(second, 0, 5, seal=False)
+    saver = node.start()
+    node.back(first, [5])
+    node.give_up()
+    assert [(told.step, told.state) for told in node.told] == [(5, "aborted")]
+    assert not saver.busy and node.committed() == [] and first.state(0) is SlotState.FREE
+
+
+def test_a_lease_that_the_rank_never_heard_of_is_given_back(node: Node) -> None:
+    """The daemon died between lease and answer: the rank may lease for the same step again."""
+    (segment,) = node.ranks(1)
+    fill(segment, 0, 5, seal=False)
+    saver = node.start()
+    who = node.back(segment, [])
+    assert node.told == []
+    found, unknown = node.arena.attach(segment.fd, who.owner)
+    assert not unknown and saver.lease(who, found, 5, 0) == 0
+
+
+def test_a_rank_without_its_slot_ends_the_round(node: Node) -> None:
+    """It awaits a step of which the next daemon has nothing: it is told so, and the others do not wait for it."""
+    first, second = node.ranks(2)
+    fill(second, 0, 5)
+    node.start()
+    node.back(first, [5, 6])
+    assert [(told.step, told.state) for told in node.told] == [(5, "aborted"), (6, "aborted")]
+    assert second.state(0) is SlotState.FREE
+
+
+def test_memory_of_an_older_attempt_is_saved_only_if_it_was_taken(node: Node) -> None:
+    """A round that the last daemon had taken over completely goes on; one that it had not is fenced off (I6)."""
+    taken, sealed = node.ranks(1)[0], None
+    fill(taken, 0, 5)
+    round_id = node.decisions.begin(RUN, 5, 1, 1)
+    node.decisions.sealed(round_id, 1)
+    fill(taken, 1, 6)
+    node.decisions.hello(RUN, "newer", 1, None)
+    node.start().settle(RUN, 30)
+    assert node.committed() == [5] and sealed is None
+    assert taken.state(1) is SlotState.FREE
+
+
+def test_a_rank_brings_memory_that_nobody_kept(node: Node) -> None:
+    """With no holder the rank's own descriptor is enough; a stranger's, or one that could shrink, is refused."""
+    (segment,) = node.ranks(1)
+    fill(segment, 0, 5)
+    for name in list(node.keeper.kept):
+        node.keeper.drop(name)
+    saver = node.start()
+    node.back(segment, [5])
+    saver.settle(RUN, 30)
+    wait_until(lambda: bool(node.told))
+    assert node.committed() == [5] and node.told[0].state == "committed"
+    found, _ = node.arena.attach(segment.fd, Owner(RUN, 0, 1, 1))
+    with pytest.raises(Exception, match="brings a segment of"):
+        node.arena.attach(segment.fd, Owner(RUN, 0, 1, 2))
+    loose = os.memfd_create("loose")
+    os.pwrite(loose, bytes(segment.memory), 0)
+    with pytest.raises(Exception, match="no staging arena"):
+        node.arena.attach(loose, Owner(RUN, 0, 1, 1))
+    os.close(loose)
+    node.arena.drop(found)
+
+
+def test_what_is_not_ours_is_let_go(node: Node) -> None:
+    """Noise with the keeper is dropped, and the daemon starts."""
+    noise = os.memfd_create("noise")
+    os.pwrite(noise, b"x" * 9000, 0)
+    node.keeper.keep("noise", noise)
+    os.close(noise)
+    node.start()
+    assert node.keeper.kept == {}

@@ -1,0 +1,178 @@
+"""The writer's windows: aligned, in order, bounded, used again; the same bytes whatever a tier asks for."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast_formats import naming
+from holdfast_formats.errors import StorageFailed
+from holdfast_formats.region import Box, whole
+from holdfast_formats.tensors import TensorSpec
+from holdfast_service.control import planner
+from holdfast_service.daemon import gathering, writer
+from holdfast_service.daemon.priority import NICE, give_way
+from holdfast_service.daemon.verifier import verify
+from holdfast_service.daemon.windows import WINDOW_BYTES, Windows
+from holdfast_service.storage import Buffer, FileWriter, MemoryTier, PosixTier
+from tests.daemon.test_write_path import Shards, files_of
+
+STAGING = naming.staging_path("r", 7, 1)
+
+
+def shards(sizes: Sequence[int], world: int = 1) -> Shards:
+    """Byte tensors of these sizes, each cut into columns over all ranks."""
+    made = Shards(world)
+    for number, size in enumerate(sizes):
+        spec = TensorSpec("model", f"t.{number}", "U8", (3, size))
+        content = np.random.default_rng(number).integers(0, 256, spec.nbytes, np.uint8).tobytes()
+        edges = [size * rank // world for rank in range(world + 1)]
+        boxes = [[Box((0, a), (3, b - a))] for a, b in itertools.pairwise(edges)]
+        made.add(spec, content, [(rank, held) for rank, held in enumerate(boxes) if held[0].volume])
+    return made
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("alignment", [1, 256, 4096])
+def test_small_windows_give_the_same_files(monkeypatch: pytest.MonkeyPatch, alignment: int, world: int) -> None:
+    """With windows far smaller than a file, and smaller than a block, every byte still stands in its place."""
+    sizes = [1, 700, 13, 2, 900, 5, 5, 5, 1, 333, 4000, 17]
+    reference = MemoryTier()
+    expected = shards(sizes).save(reference)
+    monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 1000)
+    tier = MemoryTier(alignment=alignment)
+    made = shards(sizes, world).save(tier)
+    names = [file.name for file in expected.files if file.header_bytes]
+    assert {name: files_of(tier)[name] for name in names} == {name: files_of(reference)[name] for name in names}
+    assert max(e.length for t in made.tensors["model"].values() for e in t.extents) == 1000
+    assert verify(tier, naming.checkpoint_path("r", 7)) == made
+
+
+def test_wide_elements_across_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that begins inside an element of a strided tensor gets the rest of that element from all its holders."""
+    monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 1016)
+    content = np.random.default_rng(0).integers(0, 256, 8 * 101 * 7, np.uint8).tobytes()
+    made = Shards(2)
+    spec = TensorSpec("model", "w", "F64", (101, 7))
+    made.add(spec, content, [(0, [Box((0, 0), (101, 3))]), (1, [Box((0, 3), (101, 4))])])
+    made.add(TensorSpec("model", "a", "U8", (5,)), b"abcde", [(0, [whole((5,))])])
+    tier = MemoryTier(alignment=100)  # divides no element
+    saved = made.save(tier)
+    for name, entry in saved.tensors["model"].items():
+        assert files_of(tier)[entry.file][entry.start : entry.start + entry.nbytes] == made.bytes[name]
+
+
+def test_blocks_are_written_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write begins and ends at a block from memory that is aligned, but for the file's end; none overlaps another."""
+    monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 10_000)
+    written: list[tuple[int, int, int]] = []
+
+    class Watched(MemoryTier):
+        def create(self, path: str, size: int) -> Any:
+            made = super().create(path, size)
+            plain = made.write
+
+            def write(offset: int, buffers: Sequence[Buffer]) -> None:
+                (data,) = buffers
+                assert isinstance(data, np.ndarray)
+                written.append((offset, data.nbytes, data.ctypes.data))
+                plain(offset, buffers)
+
+            made.write = write  # type: ignore[method-assign]
+            return made
+
+    content = shards([20_000, 77, 5_000, 1])
+    plan = planner.plan(content.tables())
+    content_slots = {rank: memoryview(bytes(data)) for rank, data in enumerate(content.data)}
+    writer.write(Watched(alignment=4096), plan, STAGING, content_slots, "node")
+    whole_blocks = [entry for entry in written if entry[1] % 4096 == 0]
+    assert all(offset % 4096 == 0 for offset, _, _ in written)
+    assert all(memory % 4096 == 0 for _, _, memory in whole_blocks)
+    assert len(written) - len(whole_blocks) <= len(plan.files)
+    assert sum(length for _, length, _ in written) == sum(file.layout.bytes for file in plan.files)
+
+
+def test_a_save_through_a_file_system(tmp_path: Path) -> None:
+    """Files larger than a window, over a real directory: the bytes are the slots', and the checkpoint verifies."""
+    content = shards([2**21, 3, 2**22 + 5, 1000, 2**20 - 1], world=2)
+    tables = [table.__class__(**{**_members(table), "file_bytes_max": 2**40}) for table in content.tables()]
+    tier = PosixTier(tmp_path)
+    plan = planner.plan(tables)
+    writer.write(tier, plan, STAGING, {r: memoryview(bytes(d)) for r, d in enumerate(content.data)}, "node")
+    (file,) = plan.files
+    stored = tier.read(f"{STAGING}/{file.layout.name}")
+    assert stored[: len(file.layout.header)] == file.layout.header
+    for tensor in file.tensors:
+        assert stored[tensor.start : tensor.start + tensor.spec.nbytes] == content.bytes[tensor.spec.name]
+
+
+def _members(table: Any) -> dict[str, Any]:
+    return {name: getattr(table, name) for name in table.__struct_fields__}
+
+
+def test_a_failing_write_ends_the_save_and_closes_every_file() -> None:
+    """The error of one window is raised, files that were under way are closed, and the next save has all its windows."""
+    closed: list[str] = []
+
+    class Failing(MemoryTier):
+        def create(self, path: str, size: int) -> Any:
+            made: FileWriter = super().create(path, size)
+            discard = made.discard
+
+            def write(offset: int, buffers: Sequence[Buffer]) -> None:
+                raise StorageFailed("the disk is gone")
+
+            def note() -> None:
+                closed.append(path)
+                discard()
+
+            made.write, made.discard = write, note  # type: ignore[method-assign]
+            return made
+
+    for _ in range(writer.WORKERS + 1):
+        closed.clear()
+        content = shards([300, 300, 300])
+        slots = {rank: memoryview(bytes(data)) for rank, data in enumerate(content.data)}
+        with pytest.raises(StorageFailed, match="disk is gone"):
+            writer.write(Failing(), planner.plan(content.tables()), STAGING, slots, "node")
+        assert closed
+    tier = MemoryTier()
+    shards([300]).save(tier)
+    verify(tier, naming.checkpoint_path("r", 7))
+
+
+def test_windows_are_bounded_and_used_again() -> None:
+    """No more windows exist than the ring has; the one given back is the one that is taken next."""
+    ring = Windows(1)
+    with ring.taken() as first:
+        assert first.nbytes == WINDOW_BYTES
+        assert first.ctypes.data % 4096 == 0
+        waiting = threading.Thread(target=lambda: ring.taken().__enter__())
+        waiting.start()
+        waiting.join(0.05)
+        assert waiting.is_alive()
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_threads_give_way_alone() -> None:
+    """Only the thread that asks gives way; the rest of the process stays as it was."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    seen: list[int] = []
+
+    def background() -> None:
+        give_way()
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    thread.join()
+    assert seen == [max(NICE, before)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
