@@ -21,7 +21,10 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,  # they could show secrets
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (serve.serve, ls.ls, show.show, verify.verify, restore.restore, rm.rm, doctor.doctor, demo.demo):
+# serve hands its flags on as they are: the daemon's own parser is the one place that knows them.
+_AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command("serve", add_help_option=False, context_settings=_AS_GIVEN)(serve.serve)
+for _command in (ls.ls, show.show, verify.verify, restore.restore, rm.rm, doctor.doctor, demo.demo):
     app.command(epilog=EXIT_STATUSES)(_command)
 
 

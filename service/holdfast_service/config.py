@@ -21,6 +21,11 @@ ROOT = Path("holdfast-data")
 LISTEN = "127.0.0.1:8420"
 NO_LISTENER = "none"
 FIRST_INHERITED = 3  # the first descriptor that a service manager passes (sd_listen_fds)
+_DESCRIPTION = "Run the checkpoint daemon of this machine, until it is interrupted."
+_EPILOG = (
+    "Every flag can be set in the environment instead: HOLDFAST_ROOT, HOLDFAST_LISTEN, and so on. "
+    "Exit status: 0 done, 1 failed, 2 a flag is wrong, 4 root, socket or address is taken, 6 storage cannot be used."
+)
 
 
 class Config(BaseModel):
@@ -108,7 +113,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="holdfast serve", description="Run the checkpoint daemon of this machine.")
+    parser = argparse.ArgumentParser(prog="holdfast serve", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--root", metavar="DIR", help=f"where checkpoints rest (default: ./{ROOT})")
     parser.add_argument("--listen", metavar="HOST:PORT", help=f"REST address, or 'none' (default: {LISTEN})")
     parser.add_argument("--socket", metavar="PATH", help="unix socket for ranks (default: in the user's runtime directory)")

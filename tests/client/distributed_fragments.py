@@ -184,6 +184,9 @@ def main() -> None:
     for kind in KINDS:
         check_state(kind)
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads abort now and then while an interpreter unwinds (torch 2.13)
 
 
 if __name__ == "__main__":

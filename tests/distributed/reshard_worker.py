@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -136,6 +137,9 @@ def main() -> None:
             Path(f"{output}.{mesh}.json").write_text(json.dumps(found))
         dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads abort now and then while an interpreter unwinds (torch 2.13)
 
 
 if __name__ == "__main__":

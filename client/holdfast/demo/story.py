@@ -97,7 +97,7 @@ def prepare(directory: Path, console: Console) -> Path:
     earlier = {int(match[1]): path for path in directory.iterdir() if (match := _OUTPUT_DIRECTORY.fullmatch(path.name))}
     for path in earlier.values():
         if stop_earlier_daemon(path / "data"):
-            console.print(f"Stopped the daemon that the earlier demo left in {path}")
+            console.print(f"Stopped the daemon that the earlier demo left in {path}", soft_wrap=True)
         shutil.rmtree(path)
     place = directory / f"demo-{max(earlier, default=0) + 1:03d}"
     for run in (UNINTERRUPTED, RESUMED):
