@@ -23,6 +23,7 @@ from tests.daemons import RunningDaemon, wait_until
 
 SIZE = 20_000_003
 _launches = itertools.count()
+_started: list[subprocess.Popen[str]] = []
 
 
 class World:
@@ -44,6 +45,7 @@ class World:
             )
             reader = threading.Thread(target=self._read, args=(rank, process))
             self.ranks.append(process)
+            _started.append(process)
             self._readers.append(reader)
             reader.start()
 
@@ -81,8 +83,8 @@ class World:
         return set.intersection(*told)
 
 
-def holders(directory: Path) -> list[int]:
-    """The holder processes whose sockets lie in a directory."""
+def processes(directory: Path, what: bytes) -> list[int]:
+    """The processes whose command names something and a path in a directory."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -90,9 +92,14 @@ def holders(directory: Path) -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:  # it has ended meanwhile
                 continue
-            if b"holder.py" in command and bytes(directory) in command:
+            if what in command and bytes(directory) in command:
                 found.append(int(entry.name))
     return found
+
+
+def holders(directory: Path) -> list[int]:
+    """The holder processes whose sockets lie in a directory."""
+    return processes(directory, b"holder.py")
 
 
 def check_all(daemon: RunningDaemon, steps: set[int]) -> None:
@@ -112,12 +119,18 @@ def check_all(daemon: RunningDaemon, steps: set[int]) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path):
-    """A directory to serve; afterwards no holder process must be left."""
+    """A directory to serve; afterwards no holder process must be left, nor anything that a failed test started."""
     yield tmp_path / "root"
+    for process in _started:
+        process.kill()
+    _started.clear()
+    for pid in processes(tmp_path, b"\0holdfast_service\0"):
+        os.kill(pid, signal.SIGKILL)
     wait_until(lambda: holders(tmp_path) == [])
     assert not list(tmp_path.glob("*.holder"))
 
 
+@pytest.mark.crash_slow
 def test_daemons_killed_at_random_moments_while_ranks_save(root: Path) -> None:
     """Six daemons die under two ranks that save all the while: every step is committed, once, and no save is refused."""
     seed = random.randrange(2**32)

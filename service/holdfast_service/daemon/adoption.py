@@ -58,10 +58,9 @@ class Adoption:
     def take_up(self, segment: Segment, who: Participant) -> set[int]:
         """The saver goes on with what stands in this segment; returns the ids of its rounds."""
         going_on: set[int] = set()
-        for slot in range(segment.geometry.slots):
-            if segment.state(slot) is SlotState.FREE:
-                continue
-            header = formats.read_header(segment.memory, segment.geometry, slot)
+        taken = [slot for slot in range(segment.geometry.slots) if segment.state(slot) is not SlotState.FREE]
+        headers = [(formats.read_header(segment.memory, segment.geometry, slot), slot) for slot in taken]
+        for header, slot in sorted(headers, key=lambda found: found[0].step):  # older steps are saved before newer ones
             sealed = find_sealed(segment, slot)
             try:
                 if header.attempt != who.attempt or (header.state is SlotState.SEALED and sealed is None):
