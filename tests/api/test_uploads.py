@@ -149,7 +149,8 @@ def test_bombs_cost_no_memory(daemon: RunningDaemon, http: httpx.Client, upload:
     for thread in threads:
         thread.join()
     assert {answer.json()["code"] for answer in answers} == {"invalid-request"} and len(answers) == 16
-    assert resident_peak(daemon) - before < (2 * CHUNKS_MAX * CHUNK_BYTES_MAX) + 32 * MIB
+    # Sixteen frames of 256 MiB each were sent: what a few chunks and the allocator take is far from that.
+    assert resident_peak(daemon) - before < (2 * CHUNKS_MAX * CHUNK_BYTES_MAX) + 256 * MIB
     assert http.get(upload).json()["data_bytes"] == 100
 
 
