@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PROBE_BYTES = (
-    2**20
-)  # between two probes for what is cached: a guess decides how bytes are read, never whether they are right
+# Between two probes for what is cached: a guess decides how bytes are read, never whether they are right.
+PROBE_BYTES = 2**20
 _POPULATE_READ = 22  # madvise: Linux 5.14, and no name in Python yet
 
 
