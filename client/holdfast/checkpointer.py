@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 import warnings
@@ -13,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-from holdfast_formats import naming, values, wire
-from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest, NoSuchCheckpoint
+from holdfast_formats import naming, values
+from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_formats.layout import FILE_BYTES_MAX
 from holdfast_formats.manifest import Manifest
 
@@ -22,21 +21,18 @@ from . import assets as asset_files
 from . import launch as launches
 from . import settled, staging
 from .handover import Handover, Routes, Sealable
-from .place import committed_steps, connect, open_checkpoint, place
+from .place import open_checkpoint, place
 from .preparation import Preparation
 from .reader import CheckpointReader
+from .session import Session, Who
 from .slots import Slots
 from .state import Restoration, Snapshot, Stored, TrainState
 from .tickets import SaveTicket, Tickets
-from .transport import Transport
 
 log = logging.getLogger(__name__)
 
 SLOTS = 2
 SLOT_WAIT_S = 3600.0
-SETTLE_WAIT_S = 3600.0
-TABLE_HEADROOM = 4  # a table may grow by this factor (JSON state, metrics) before the segment is made anew
-TABLE_BYTES_MIN = 2**16
 TABLE_BYTES_A_TENSOR = 256
 
 Wait = Literal["staged", "durable"]
@@ -86,15 +82,12 @@ class Checkpointer:
             raise InvalidRequest("slots, file_bytes_max and keep_last must be at least 1")
         self._launch = launches.current(run, launch)
         self._state = TrainState(state, self._launch.rank, self._launch.world)
-        self._place = place(root, socket, url)
         self._assets = asset_files.collect(assets) if self._launch.rank == 0 else {}
-        self._keep_last, self._slot_count, self._file_bytes_max = keep_last, slots, file_bytes_max
+        self._file_bytes_max = file_bytes_max
         self._lock = threading.RLock()
-        self._link: Transport | None = None
-        self._welcome: wire.Welcome | None = None
-        self._slots: Slots | None = None
         self._tickets = Tickets()
-        self._turn = 0
+        who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
+        self._session = Session(who, place(root, socket, url), self._tickets, slots)
         self._handover: Handover | None = None
         self._preparation: Preparation | None = None
         self._closed = False
@@ -142,7 +135,7 @@ class Checkpointer:
             layout = staging.lay_out(snapshot, self._assets, settled.judge(self._state.state), self._layout)
             self._layout = layout
             try:
-                ticket = SaveTicket(self.run, step, self._connected(start=True).attempt)
+                ticket = SaveTicket(self.run, step, self._session.connected(start=True).attempt)
                 handover = self._hand_over(ticket, snapshot, layout, kept)
             except DaemonGone as gone:
                 return self._missed(step, gone, wait)
@@ -180,7 +173,7 @@ class Checkpointer:
         with self._lock:
             self.fence()
             wanted = tuple(groups) if groups is not None else self._state.groups()
-            chosen, root, url = self._choose(step, wanted)
+            chosen, root, url = self._session.choose(step, wanted)
             if chosen is None:
                 self._prepare_after(groups)
                 return 0
@@ -224,9 +217,7 @@ class Checkpointer:
             if wait:
                 for ticket in self._tickets.open():
                     _settled(ticket)
-            if self._link is not None:
-                self._link.close()
-                self._link = self._slots = None
+            self._session.close()
             failed = self._tickets.take_failure()
         if wait and failed is not None and failed.error is not None:
             raise failed.error
@@ -241,8 +232,8 @@ class Checkpointer:
     def _reserved(self, data_bytes: int, table_bytes: int) -> Slots:
         with self._lock:
             self._refuse_if_closed()
-            self._connected(start=True)
-            return self._room_for(data_bytes, table_bytes)
+            self._session.connected(start=True)
+            return self._session.room_for(data_bytes, table_bytes)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -257,9 +248,10 @@ class Checkpointer:
 
         Where there never was a daemon it is raised: then something is set up wrongly.
         """
-        if self._welcome is None or wait == "durable":
+        attempt = self._session.attempt
+        if attempt is None or wait == "durable":
             raise gone
-        ticket = SaveTicket(self.run, step, self._welcome.attempt)
+        ticket = SaveTicket(self.run, step, attempt)
         self._tickets.fail(ticket, gone)
         return ticket
 
@@ -268,54 +260,9 @@ class Checkpointer:
     ) -> Handover:
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
         table = staging.encode_table(who, snapshot, layout, metrics, self._file_bytes_max)
-        slot = self._room_for(layout.data_bytes, len(table)).lease(ticket.step, ticket.attempt, SLOT_WAIT_S)
+        slot = self._session.room_for(layout.data_bytes, len(table)).lease(ticket.step, ticket.attempt, SLOT_WAIT_S)
         self._tickets.add(ticket)
         return Handover(ticket, Sealable(slot, layout, table), self._tickets, self._routes)
-
-    def _room_for(self, data_bytes: int, table_bytes: int) -> Slots:
-        assert self._link is not None
-        if self._slots is None or self._slots.link is not self._link or not self._slots.fits(data_bytes, table_bytes):
-            room = max(TABLE_HEADROOM * table_bytes, TABLE_BYTES_MIN)
-            self._slots = Slots(self._link, self._slot_count, data_bytes, room)
-        return self._slots
-
-    def _connected(self, start: bool) -> wire.Welcome:
-        """The daemon's welcome; connects, or connects again, where need be."""
-        if self._link is not None and self._welcome is not None and self._link.alive:
-            return self._welcome
-        if self._link is not None:
-            self._link.close()
-        link = connect(self._place, start, self._tickets.outcome, self._tickets.lost)
-        hello = wire.Hello(
-            id=link.next_id(),
-            run=self.run,
-            rank=self._launch.rank,
-            world=self._launch.world,
-            launch=self._launch.name,
-            pid=os.getpid(),
-            keep_last=self._keep_last,
-        )
-        try:
-            welcome = link.request(hello, wire.Welcome)
-        except CheckpointError:
-            link.close()
-            raise
-        self._link, self._welcome, self._slots = link, welcome, None
-        return welcome
-
-    def _choose(self, step: int | None, groups: tuple[str, ...]) -> tuple[int | None, Path | None, str | None]:
-        """The step to restore, and where it can be read: from the daemon if one is there, else from the directory."""
-        try:
-            welcome = self._connected(start=False)
-        except DaemonGone:
-            if self._place.directory is None:
-                raise
-            return _newest(self._place.directory, self.run, step, groups), self._place.directory, None
-        assert self._link is not None
-        question = wire.Choose(id=self._link.next_id(), turn=self._turn, step=step, groups=groups, wait_s=SETTLE_WAIT_S)
-        chosen = self._link.request(question, wire.Chosen, SETTLE_WAIT_S)
-        self._turn += 1
-        return chosen.step, Path(welcome.root) if welcome.root else None, welcome.url
 
     def _load(
         self, reader: CheckpointReader, groups: Collection[str] | None, ignore: Sequence[str], strict: bool
@@ -348,19 +295,6 @@ def _stored(manifest: Manifest, held: values.Values) -> Stored:
 def _report(step: int, restoration: Restoration, remapped: Collection[str], size: int) -> RestoreReport:
     notes = [*restoration.notes, *(f"{name}: taken from another rank of the saved world" for name in remapped)]
     return RestoreReport(step, tuple(restoration.missing), tuple(restoration.unexpected), tuple(notes), size, 0.0)
-
-
-def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...]) -> int | None:
-    steps = committed_steps(root, run)
-    if step is not None:
-        if step not in steps:
-            raise NoSuchCheckpoint(f"{root} has no checkpoint {run}@{step}", hint=f"there are {steps[:10]}")
-        return step
-    for candidate in steps:
-        with open_checkpoint(root, None, run, candidate) as reader:
-            if set(groups) <= set(reader.manifest.groups):
-                return candidate
-    return None
 
 
 def _settled(ticket: SaveTicket) -> None:
