@@ -20,10 +20,11 @@ from holdfast_formats.manifest import Manifest
 from . import assets as asset_files
 from . import launch as launches
 from . import settled, staging
-from .handover import Handover, Routes, Sealable
+from .handover import Handover, Sealable
 from .place import open_checkpoint, place
 from .preparation import Preparation
 from .reader import CheckpointReader
+from .routes import Routes
 from .session import Session, Who
 from .slots import Slots
 from .state import Restoration, Snapshot, Stored, TrainState
@@ -59,7 +60,8 @@ class Checkpointer:
     `state` maps names to modules, optimizers, schedulers, EMA copies, stateful objects, tensors, mappings of tensors and
     JSON values; it is read anew at every save. Every rank constructs one, with the same run and in the same order. The
     daemon is found by `root` (its directory; one is started there if none serves it), `socket` or `url`; with none of
-    them, the user's daemon is used, else one is started on ./holdfast-data.
+    them, the user's daemon is used, else one is started on ./holdfast-data. `fenced` is the caller's promise to call
+    `fence()` before changing any tensor of the state, except in the step of an optimizer that is part of it.
     """
 
     def __init__(  # noqa: PLR0913 - the public entry: two required arguments, the rest named and optional
@@ -74,6 +76,7 @@ class Checkpointer:
         keep_last: int | None = None,
         launch: str | None = None,
         slots: int = SLOTS,
+        fenced: bool = False,
         file_bytes_max: int = FILE_BYTES_MAX,
     ) -> None:
         """Nothing is contacted yet. Raises `InvalidRequest` for names, assets or options that are not allowed."""
@@ -83,7 +86,7 @@ class Checkpointer:
         self._launch = launches.current(run, launch)
         self._state = TrainState(state, self._launch.rank, self._launch.world)
         self._assets = asset_files.collect(assets) if self._launch.rank == 0 else {}
-        self._file_bytes_max = file_bytes_max
+        self._fenced, self._file_bytes_max = fenced, file_bytes_max
         self._lock = threading.RLock()
         self._tickets = Tickets()
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
@@ -132,14 +135,13 @@ class Checkpointer:
             self.fence()
             self._tell_failure()
             snapshot = self._state.snapshot(groups)
-            layout = staging.lay_out(snapshot, self._assets, settled.judge(self._state.state), self._layout)
-            self._layout = layout
+            layout = self._lay_out(snapshot)
             try:
                 ticket = SaveTicket(self.run, step, self._session.connected(start=True).attempt)
                 handover = self._hand_over(ticket, snapshot, layout, kept)
             except DaemonGone as gone:
                 return self._missed(step, gone, wait)
-            if wait is None and not all(copy.restless for copy in layout.copies):
+            if wait is None:
                 handover.begin()
                 self._handover = handover
             else:
@@ -175,30 +177,33 @@ class Checkpointer:
             wanted = tuple(groups) if groups is not None else self._state.groups()
             chosen, root, url = self._session.choose(step, wanted)
             if chosen is None:
-                self._prepare_after(groups)
+                self._prepare_after(step, groups)
                 return 0
             with open_checkpoint(root, url, self.run, chosen) as reader:
                 restored = self._load(reader, groups, ignore, strict)
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
             for note in restored.notes:
                 log.info("restore of %s@%s: %s", self.run, chosen, note)
-            self._prepare_after(groups)
+            self._prepare_after(step, groups)
             return chosen
 
-    def prepare(self) -> None:
+    def prepare(self, wait: bool = False) -> None:
         """Get shared memory for the state and touch it, in the background, so that the first save costs what others cost.
 
-        `restore()` of the whole state does it unasked; call it before the first step where nothing is restored. What an
-        optimizer will add at its first step is estimated. Failures show at the first save.
+        `restore()` of the newest checkpoint does it unasked; call it before the first step where nothing is restored. What
+        an optimizer will add at its first step is estimated. Failures show at the first save. With `wait`, return when the
+        memory is ready, or cannot be had now.
         """
         with self._lock:
             snapshot = self._state.snapshot()
-            layout = staging.lay_out(snapshot, self._assets, settled.judge(self._state.state))
+            layout = self._lay_out(snapshot)
             who = staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world)
             table = staging.encode_table(who, snapshot, layout, {}, self._file_bytes_max)
             growth = settled.expected_growth(self._state.state)
         room = (layout.data_bytes + growth.bytes, len(table) + growth.tensors * TABLE_BYTES_A_TENSOR)
         self._preparation = Preparation(lambda: self._reserved(*room))
+        if wait:
+            self._preparation.join()
 
     def close(self, wait: bool = True) -> None:
         """Part from the daemon, which goes on with what is staged. With `wait`, first see every save through.
@@ -222,8 +227,9 @@ class Checkpointer:
         if wait and failed is not None and failed.error is not None:
             raise failed.error
 
-    def _prepare_after(self, groups: Collection[str] | None) -> None:
-        if groups is None and self._preparation is None:
+    def _prepare_after(self, step: int | None, groups: Collection[str] | None) -> None:
+        """Training goes on from here, unless a certain step or a part of the state was asked for."""
+        if step is None and groups is None and self._preparation is None:
             try:
                 self.prepare()
             except CheckpointError as error:
@@ -233,7 +239,9 @@ class Checkpointer:
         with self._lock:
             self._refuse_if_closed()
             self._session.connected(start=True)
-            return self._session.room_for(data_bytes, table_bytes)
+            slots = self._session.room_for(data_bytes, table_bytes)
+            self._routes.lay_ahead(slots, self._layout)
+            return slots
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -254,6 +262,11 @@ class Checkpointer:
         ticket = SaveTicket(self.run, step, attempt)
         self._tickets.fail(ticket, gone)
         return ticket
+
+    def _lay_out(self, snapshot: Snapshot) -> staging.Layout:
+        judge = settled.Judge(self._state.state, self._fenced)
+        self._layout = staging.lay_out(snapshot, self._assets, judge, self._layout)
+        return self._layout
 
     def _hand_over(
         self, ticket: SaveTicket, snapshot: Snapshot, layout: staging.Layout, metrics: Mapping[str, float]

@@ -10,28 +10,34 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from holdfast_formats.errors import CheckpointError, TornSnapshot
 
-BATCH_BYTES = 16 * 2**20
+BATCH_BYTES = 8 * 2**20  # small enough that two threads end at about the same time
 BATCH_MOVES_MAX = 512
-SAMPLES_A_DIMENSION = {1: 16, 2: 4, 3: 3}  # else 2: some sixteen elements of each tensor
+SAMPLE_WORDS = 16  # of each move: eight bytes wide where its memory is contiguous
+SAMPLES_A_DIMENSION = {1: 16, 2: 4, 3: 3}  # else 2, where it is not: some sixteen elements
 _HINT = "change tensors in optimizer.step(), or call fence() before changing them, or save with wait='staged'"
 
-
-Samples = dict[torch.dtype, torch.Tensor]
+Words = NDArray[np.int64]
 
 
 class Move(NamedTuple):
-    """One tensor on its way: live memory and its place in the slot, of one shape and unsigned dtype, both on the CPU."""
+    """Memory on its way: a live tensor's, or a stretch of it, and its place in the slot; of one shape and integer dtype."""
 
     name: str
     source: torch.Tensor
     target: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.numel() * self.source.element_size()
 
 
 class Track:
@@ -39,8 +45,10 @@ class Track:
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self.moves = moves
-        self.sources = [_sample(move.source) for move in moves]
-        self.targets = [_sample(move.target) for move in moves]
+        self.arrays = [(move.target.numpy(), move.source.numpy()) for move in moves]
+        plain = [all(array.flags.c_contiguous for array in pair) for pair in self.arrays]
+        self.targets = [_sample(pair[0], alike) for pair, alike in zip(self.arrays, plain, strict=True)]
+        self.sources = [_sample(pair[1], alike) for pair, alike in zip(self.arrays, plain, strict=True)]
 
 
 class _Batch:
@@ -52,54 +60,48 @@ class _Batch:
         self._before = _gather(track.sources)
 
     def copy_on_one_core(self) -> None:
-        for move in self._moves:
-            np.copyto(move.target.numpy(), move.source.numpy())
+        for target, source in self._track.arrays:
+            np.copyto(target, source)
 
     def copy_on_all_cores(self) -> None:
         torch._foreach_copy_([m.target for m in self._moves], [m.source for m in self._moves])
 
     def check(self) -> None:
         """`TornSnapshot`, naming the tensor, when what was copied is not what was there when the save was called."""
-        copied = _gather(self._track.targets)
+        copied, now = _gather(self._track.targets), _gather(self._track.sources)
         same = [move.source._version for move in self._moves] == self._versions
-        if same and _equal(self._before, _gather(self._track.sources)) and _equal(self._before, copied):
+        if same and np.array_equal(self._before, now) and np.array_equal(self._before, copied):
             return
-        changed = self._changed(copied)
+        changed = self._changed(now, copied)
         raise TornSnapshot(f"{', '.join(changed[:5])} changed while the save was copying", hint=_HINT, tensors=changed)
 
-    def _changed(self, copied: Samples) -> list[str]:
+    def _changed(self, now: Words, copied: Words) -> list[str]:
         """The names of what moved, by version or by sample, now that some did."""
-        changed, now = [], _gather(self._track.sources)
-        at = dict.fromkeys(self._before, 0)
+        changed: dict[str, None] = {}
+        at = 0
         for move, version, sample in zip(self._moves, self._versions, self._track.sources, strict=True):
-            kind, part = sample.dtype, slice(at[sample.dtype], at[sample.dtype] + sample.numel())
-            at[kind] = part.stop
-            before = self._before[kind][part]
-            if move.source._version != version or any(not _same(before, x[kind][part]) for x in (now, copied)):
-                changed.append(move.name)
-        return changed
+            part = slice(at, at + sample.size)
+            at = part.stop
+            same = all(np.array_equal(self._before[part], other[part]) for other in (now, copied))
+            if move.source._version != version or not same:
+                changed[move.name] = None
+        return list(changed)
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A few elements of every dimension, as a view of whatever strides."""
-    count = SAMPLES_A_DIMENSION.get(tensor.dim(), 2)
-    return tensor[tuple(slice(0, None, max(-(-size // count), 1)) for size in tensor.shape)]
+def _sample(array: NDArray[Any], contiguous: bool) -> NDArray[Any]:
+    """A few words of contiguous memory, a few elements of any other, as a view of whatever strides."""
+    if contiguous:
+        words = array.size * array.itemsize // 8
+        octets = array.reshape(-1).view(np.uint8)
+        return octets if words < SAMPLE_WORDS else octets[: words * 8].view(np.int64)[:: words // SAMPLE_WORDS]
+    count = SAMPLES_A_DIMENSION.get(array.ndim, 2)
+    return array[tuple(slice(0, None, max(-(-size // count), 1)) for size in array.shape)]
 
 
-def _gather(samples: Sequence[torch.Tensor]) -> Samples:
-    """The samples' values now, one tensor a width, in order."""
-    parts: dict[torch.dtype, list[torch.Tensor]] = {}
-    for sample in samples:
-        parts.setdefault(sample.dtype, []).append(sample.reshape(-1))
-    return {width: torch.cat(listed) for width, listed in parts.items()}
-
-
-def _equal(a: Samples, b: Samples) -> bool:
-    return all(_same(values, b[width]) for width, values in a.items())
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return np.array_equal(a.numpy(), b.numpy())
+def _gather(samples: Sequence[NDArray[Any]]) -> Words:
+    """The samples' values now, in order."""
+    flat = [sample if sample.ndim == 1 else sample.reshape(-1) for sample in samples]
+    return np.concatenate(flat, dtype=np.int64, casting="unsafe")
 
 
 class BackgroundCopy:
@@ -162,14 +164,23 @@ class BackgroundCopy:
 
 
 def lay_tracks(moves: Sequence[Move]) -> list[Track]:
-    """Cut moves into tracks of some 16 MiB, or many small tensors, in order."""
+    """Cut moves into tracks of some 8 MiB, or many small tensors, in order; what is larger is cut as well."""
     cut: list[list[Move]] = []
     room = 0
-    for move in moves:
-        size = move.source.numel() * move.source.element_size()
+    for move in chain.from_iterable(map(_parts, moves)):
+        size = move.nbytes
         if not cut or size > room or len(cut[-1]) == BATCH_MOVES_MAX:
             cut.append([])
             room = BATCH_BYTES
         cut[-1].append(move)
         room -= size
     return [Track(part) for part in cut]
+
+
+def _parts(move: Move) -> list[Move]:
+    """A large stretch of contiguous memory as several, so that it can be shared out."""
+    if move.nbytes <= BATCH_BYTES or move.source.dim() != 1:
+        return [move]
+    step = BATCH_BYTES // move.source.element_size()
+    starts = range(0, move.source.numel(), step)
+    return [Move(move.name, move.source[at : at + step], move.target[at : at + step]) for at in starts]

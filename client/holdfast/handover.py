@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from holdfast_formats.errors import CheckpointError
 
-from . import staging
-from .copier import BackgroundCopy, Track, lay_tracks
-from .slots import Slot, Slots
-from .staging import Copy, Layout
+from .copier import BackgroundCopy
+from .routes import Routes, Ways
+from .slots import Slot
+from .staging import Layout
 from .tickets import SaveTicket, Tickets
 
 log = logging.getLogger(__name__)
@@ -25,28 +24,6 @@ class Sealable(NamedTuple):
     table: bytes
 
 
-class Routes:
-    """The ways from live tensors into each slot, kept from save to save while tensors and slots stay the same.
-
-    They hold on to the memory of the tensors they lead from until a later save finds others.
-    """
-
-    def __init__(self) -> None:
-        self._slots: Slots | None = None
-        self._laid: dict[int, tuple[Sequence[Copy], list[Track]]] = {}
-
-    def into(self, slot: Slot, copies: Sequence[Copy]) -> list[Track]:
-        """The tracks of these copies into this slot."""
-        if slot.slots is not self._slots:
-            self._slots = slot.slots
-            self._laid.clear()
-        before, tracks = self._laid.get(slot.index, ((), []))
-        if len(before) != len(copies) or any(a is not b for a, b in zip(before, copies, strict=True)):
-            tracks = lay_tracks(staging.place(copies, slot.data))
-            self._laid[slot.index] = copies, tracks
-        return tracks
-
-
 class Handover:
     """Brings a rank's part of one save into its slot and seals it; whatever fails ends ticket and round by name."""
 
@@ -57,7 +34,7 @@ class Handover:
     def complete(self) -> None:
         """Copy all, seal, return. Raises what went wrong, after the round was given up."""
         try:
-            staging.copy_in(self._part.layout, self._part.slot.data)
+            self._ways().copy_all()
             self._part.slot.seal(self._part.table, self._part.layout.data_bytes)
         except BaseException as error:
             self._give_up(error if isinstance(error, CheckpointError) else CheckpointError(f"staging failed: {error!r}"))
@@ -67,11 +44,10 @@ class Handover:
 
     def begin(self) -> None:
         """Copy what may change at any time, and leave the rest to a background thread, which seals when it is done."""
-        layout, data = self._part.layout, self._part.slot.data
         try:
-            staging.copy_now(layout, data, [copy for copy in layout.copies if copy.restless])
-            tracks = self._routes.into(self._part.slot, [copy for copy in layout.copies if not copy.restless])
-            self._copy = BackgroundCopy(tracks, self._end)
+            ways = self._ways()
+            ways.copy_at_once()
+            self._copy = BackgroundCopy(ways.tracks, self._end)
             self._copy.start()
         except BaseException as error:
             self._give_up(error if isinstance(error, CheckpointError) else CheckpointError(f"staging failed: {error!r}"))
@@ -87,6 +63,13 @@ class Handover:
         """Return when the slot is sealed, or the save has failed."""
         if self._copy is not None:
             self._copy.join()
+
+    def _ways(self) -> Ways:
+        """The way into the slot, in which the assets, which are no live memory, stand already."""
+        layout, data = self._part.layout, self._part.slot.data
+        for blob, content in layout.blobs:
+            data[blob.slot_offset : blob.slot_offset + blob.length] = content
+        return self._routes.into(self._part.slot, layout)
 
     def _end(self, error: CheckpointError | None) -> None:
         if error is None:

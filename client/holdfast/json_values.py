@@ -118,8 +118,11 @@ class _Writer:
 
     def items(self, values: Iterable[Any], trail: Trail) -> list[Any]:
         values = list(values)
-        if set(map(type, values)) <= _PLAIN or _all_small_integers(values):
+        kinds = set(map(type, values))
+        if kinds <= _PLAIN or _all_small_integers(values):
             return values  # a sampler's permutation may have millions
+        if kinds == {str} and "".join(values).isascii():
+            return values  # the names of all parameters
         return [self.encode(value, (*trail, f"[{position}]")) for position, value in enumerate(values)]
 
     def members(self, values: Iterable[Any], trail: Trail) -> list[Any]:

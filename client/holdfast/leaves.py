@@ -90,11 +90,12 @@ class Content:
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=dict)
     known: dict[Key, Known] = field(default_factory=dict)
+    taken: Collection[Key] = ()  # names of leaves that were collected elsewhere
 
     def add(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
         """Take in a tensor; `local` replaces its memory, piece for piece. Refuses a second tensor of this name."""
         leaf, mesh = self._describe(group, name, value, local)
-        if leaf.key in self.leaves:
+        if leaf.key in self.leaves or leaf.key in self.taken:
             raise InvalidRequest(
                 f"two tensors of the state have the name {leaf.path!r}", hint="give them different names or keys"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -130,6 +130,10 @@ class NamedTensors(NamedTuple):
     @property
     def groups(self) -> frozenset[str]:
         return frozenset({self.group})
+
+    def tensors(self) -> Iterator[Storable]:
+        """The live tensors."""
+        return iter(self.state.tensors.values())
 
     def collect(self, content: Content) -> None:
         """Add the live tensors, each memory once, and the modules' own values."""

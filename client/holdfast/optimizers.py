@@ -50,6 +50,8 @@ MASTER_KEYS = frozenset(
 # How a step is computed, not what has been trained: the live optimizer's choice stays.
 _IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
+_SCALARS = frozenset({bool, int, float, str, type(None)})  # `repr` tells them apart, and they never change
+
 LOCAL, PLAIN, MESH = "local", "plain", "mesh"
 
 
@@ -90,11 +92,20 @@ class OptimizerState(NamedTuple):
         held = (self.optimizer.state.get(parameter.tensor, {}) for parameter in self.parameters())
         return any(not MASTER_KEYS.isdisjoint(state) for state in held)
 
+    def tensors(self) -> Iterator[Storable]:
+        """The live tensors of its state."""
+        for kept in self.optimizer.state.values():
+            yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
+
     def collect(self, content: Content) -> None:
         """Add every state tensor under its parameter's name, and the document with all that is not a tensor."""
+        self.collect_tensors(content).collect(content)
+
+    def collect_tensors(self, content: Content) -> OptimizerDocument:
+        """Add every state tensor; what the document says of them, until there are others, comes back."""
         parameters = list(self.parameters())
         shards = self._shard_keys()
-        document: dict[str, Any] = {"groups": self._hyper(), "state": {}, "masters": {}, "kinds": {}}
+        document: dict[str, Any] = {"state": {}, "masters": {}, "kinds": {}}
         for parameter in parameters:
             for key, value in self._state_of(parameter).items():
                 if not isinstance(value, torch.Tensor):
@@ -107,10 +118,7 @@ class OptimizerState(NamedTuple):
                     document["masters"].setdefault(key, []).append(parameter.name)
                 if not _holds(content, (group, name), value):  # the mapping `master` may hold this very tensor
                     content.add(group, name, *_placed(parameter, value, key in shards))
-        tree = trees.grow(document, self.key, self.key)
-        content.add_value(GROUP, self.key, tree.text)
-        for name, tensor in tree.tensors.items():
-            content.add(GROUP, name, tensor)
+        return OptimizerDocument(self, document)
 
     def plan(self, stored: Stored, selection: Selection) -> Plan:
         """Want the live state and what a fresh optimizer lacks of the stored one, to be installed once filled.
@@ -168,6 +176,33 @@ class OptimizerState(NamedTuple):
             kept = {k: v for k, v in group.items() if k not in _IMPLEMENTATION}
             groups[names[0] if names else f"#{position}"] = {"params": names, **kept}
         return groups
+
+
+class OptimizerDocument:
+    """All of one optimizer that is not a tensor of its state, as JSON: hyper-parameters may change from save to save."""
+
+    def __init__(self, state: OptimizerState, known: Mapping[str, Any]) -> None:
+        self._state, self._known = state, known
+        kept = [value for values in known["state"].values() for value in values.values()]
+        self._constant = all(type(value) in _SCALARS for value in kept)
+        self._written: tuple[str, trees.Tree] | None = None
+
+    def collect(self, content: Content) -> None:
+        """Add the document, written anew where anything in it may be another."""
+        hyper = [{k: v for k, v in group.items() if k != "params"} for group in self._state.optimizer.param_groups]
+        plain = self._constant and all(_is_scalar(value) for group in hyper for value in group.values())
+        seen = repr(hyper) if plain else ""
+        if self._written is None or not plain or self._written[0] != seen:
+            document = {"groups": self._state._hyper(), **self._known}
+            self._written = seen, trees.grow(document, self._state.key, self._state.key)
+        tree = self._written[1]
+        content.add_value(GROUP, self._state.key, tree.text)
+        for name, tensor in tree.tensors.items():
+            content.add(GROUP, name, tensor)
+
+
+def _is_scalar(value: object) -> bool:
+    return all(type(item) in _SCALARS for item in (value if type(value) is tuple else (value,)))
 
 
 class _Resumption:

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from .fragments import Piece, local_tensor
-from .leaves import Leaf
+from .leaves import RANK_PREFIX, Leaf
 from .state import EXTRA
 
 
-def judge(state: Mapping[str, Any]) -> Callable[[Leaf, Piece], bool]:
-    """A judge of this state's pieces.
+class Judge:
+    """A judge of this state's pieces, for one save.
 
     Settled are parameters, masters, optimizer state and EMA copies, if the state has an optimizer whose step can be waited
-    for. Restless are buffers (a forward changes them), device memory, and whatever the user may change at any time.
+    for; and any tensor but buffers, if the caller has promised to fence (`fenced`). Restless are buffers (a forward changes
+    them), device memory, and whatever the user may change at any time.
     """
-    if not optimizers(state):
-        return lambda leaf, piece: False
-    buffers = {
-        local_tensor(buffer).data_ptr()
-        for module in state.values()
-        if isinstance(module, nn.Module)
-        for buffer in module.buffers()
-    }
 
-    def settled(leaf: Leaf, piece: Piece) -> bool:
-        tensor = piece.tensor
-        return leaf.group != EXTRA and tensor.device.type == "cpu" and tensor.data_ptr() not in buffers
+    def __init__(self, state: Mapping[str, Any], fenced: bool) -> None:
+        self._state, self._fenced = state, fenced
+        self._any = fenced or bool(optimizers(state))
 
-    return settled
+    def __call__(self, leaf: Leaf, piece: Piece) -> bool:
+        if not self._any or piece.tensor.device.type != "cpu" or leaf.name.startswith(RANK_PREFIX):
+            return False
+        return (leaf.group != EXTRA or self._fenced) and piece.tensor.data_ptr() not in self._buffers
+
+    @cached_property
+    def _buffers(self) -> frozenset[int]:
+        modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
+        return frozenset(local_tensor(buffer).data_ptr() for module in modules for buffer in module.buffers())
 
 
 def optimizers(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:

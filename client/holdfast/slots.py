@@ -28,8 +28,7 @@ class Slot:
     def __init__(self, slots: Slots, index: int, step: int, attempt: int) -> None:
         self.slots, self.index = slots, index
         self._step, self._attempt = step, attempt
-        start = slots.geometry.data_offset(index)
-        self.data = slots.memory[start : start + slots.geometry.data_bytes]
+        self.data = slots.data(index)
 
     def seal(self, table: bytes, data_bytes: int) -> None:
         """Declare the slot complete. When this returns the daemon has taken it over and saves it, whatever becomes of us."""
@@ -81,6 +80,11 @@ class Slots:
             if madvise(address + start, size, MADV_POPULATE_WRITE) != 0:
                 log.info("shared memory is not touched in advance: %s", os.strerror(ctypes.get_errno()))
                 return
+
+    def data(self, index: int) -> memoryview:
+        """A slot's room for tensors."""
+        start = self.geometry.data_offset(index)
+        return self.memory[start : start + self.geometry.data_bytes]
 
     def fits(self, data_bytes: int, table_bytes: int) -> bool:
         return data_bytes <= self.geometry.data_bytes and table_bytes <= self.geometry.table_bytes_max

@@ -20,6 +20,7 @@ from .state import Leaf, Snapshot
 
 ALIGNMENT_BYTES = 64  # a cache line: where each fragment begins in its slot
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # torch copies these in vectors, the others not
 
 
 class Copy(NamedTuple):
@@ -44,12 +45,14 @@ class Layout(NamedTuple):
     leaves: tuple[Leaf, ...]
     marks: tuple[Mark, ...]  # one a leaf
     fragments: tuple[StagedFragment, ...]  # one a leaf
+    encoded: tuple[bytes, ...]  # each fragment as it stands in the table
     copies: tuple[Copy, ...]
     blobs: tuple[tuple[Blob, bytes], ...]
     data_bytes: int
+    steady: int  # how many of the first copies are likely to be the same at the next save
 
 
-NOTHING = Layout((), (), (), (), (), 0)
+NOTHING = Layout((), (), (), (), (), (), 0, 0)
 
 
 class SaveIdentity(NamedTuple):
@@ -73,6 +76,7 @@ def lay_out(
     kept = _common(before.leaves, snapshot.leaves)
     marks = list(before.marks[:kept])
     fragments = list(before.fragments[:kept])
+    encoded = list(before.encoded[:kept])
     copies = list(before.copies[: marks[-1].copies if marks else 0])
     end = marks[-1].end if marks else 0
     for leaf in snapshot.leaves[kept:]:
@@ -81,6 +85,7 @@ def lay_out(
         end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         boxes = tuple(piece.box for piece in leaf.pieces)
         fragments.append(StagedFragment(spec, boxes, end, leaf.placement))
+        encoded.append(table.encode_fragment(fragments[-1]))
         for piece in leaf.pieces:
             copies.append(Copy(leaf.path, piece.tensor, end, not settled(leaf, piece)))
             end += piece.tensor.numel() * piece.tensor.element_size()
@@ -89,7 +94,9 @@ def lay_out(
     for name, content in assets.items():
         blobs.append((Blob(name, end, len(content)), content))
         end += len(content)
-    return Layout(snapshot.leaves, tuple(marks), tuple(fragments), tuple(copies), tuple(blobs), end)
+    steady = marks[snapshot.steady - 1].copies if snapshot.steady else 0
+    parts = (tuple(marks), tuple(fragments), tuple(encoded), tuple(copies), tuple(blobs))
+    return Layout(snapshot.leaves, *parts, end, steady)
 
 
 def _common(before: Sequence[Leaf], now: Sequence[Leaf]) -> int:
@@ -108,38 +115,20 @@ def encode_table(
         SlotTable(
             *who,
             groups=snapshot.groups,
-            fragments=layout.fragments,
+            fragments=(),
             values=snapshot.values,
             aliases=snapshot.aliases,
             blobs=tuple(blob for blob, _ in layout.blobs),
             metrics=dict(metrics),
             mesh=snapshot.mesh,
             file_bytes_max=file_bytes_max,
-        )
+        ),
+        layout.encoded,
     )
 
 
-def copy_in(layout: Layout, data: memoryview) -> None:
-    """Copy everything into the slot; when this returns the slot holds the state as it was during the call."""
-    copy_now(layout, data, layout.copies)
-
-
-def copy_now(layout: Layout, data: memoryview, copies: Sequence[Copy]) -> None:
-    """Copy these tensors and all assets into the slot, with every core, before returning."""
-    if layout.data_bytes == 0:
-        return
-    moves = place(copies, data)
-    with torch.no_grad():
-        for move in moves:
-            move.target.copy_(move.source, non_blocking=move.source.is_cuda)
-    for device in {move.source.device for move in moves if move.source.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
-    for blob, content in layout.blobs:
-        data[blob.slot_offset : blob.slot_offset + blob.length] = content
-
-
-def place(copies: Sequence[Copy], data: memoryview) -> list[Move]:
-    """Live memory and its place in the slot, as unsigned views of one shape; empty tensors are left out."""
+def place(copies: Sequence[Copy], data: memoryview) -> list[tuple[Copy, Move]]:
+    """Live memory and its place in the slot, as integers of one shape, bytes where it is contiguous; no empty tensors."""
     if not copies or len(data) == 0:
         return []
     slot = torch.frombuffer(data, dtype=torch.uint8)
@@ -147,9 +136,11 @@ def place(copies: Sequence[Copy], data: memoryview) -> list[Move]:
     for copy in copies:
         size = copy.tensor.numel() * copy.tensor.element_size()
         if size:
-            raw = _as_unsigned(copy.tensor)
+            raw = _as_integers(copy.tensor, _SIGNED)
+            if raw.is_contiguous():
+                raw = raw.view(-1).view(torch.uint8)
             target = slot[copy.slot_offset : copy.slot_offset + size].view(raw.dtype).view(raw.shape)
-            moves.append(Move(copy.name, raw, target))
+            moves.append((copy, Move(copy.name, raw, target)))
     return moves
 
 
@@ -166,7 +157,7 @@ def land(leaves: Sequence[Leaf]) -> list[Landing]:
     landings = []
     for leaf in leaves:
         for piece in leaf.pieces:
-            raw = _as_unsigned(piece.tensor)
+            raw = _as_integers(piece.tensor, _UNSIGNED)
             bounce = None if raw.device.type == "cpu" else torch.empty(raw.shape, dtype=raw.dtype)
             array = (raw if bounce is None else bounce).numpy()
             landings.append(Landing(Want(leaf.group, leaf.name, piece.box, array), piece, bounce))
@@ -178,14 +169,14 @@ def finish(landings: Sequence[Landing]) -> None:
     with torch.no_grad():
         for landing in landings:
             if landing.bounce is not None:
-                _as_unsigned(landing.piece.tensor).copy_(landing.bounce)
+                _as_integers(landing.piece.tensor, _UNSIGNED).copy_(landing.bounce)
 
 
-def _as_unsigned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as unsigned integers as wide as the elements: copies exactly, NaN payloads included."""
+def _as_integers(tensor: torch.Tensor, kinds: Mapping[int, torch.dtype]) -> torch.Tensor:
+    """The same memory as integers as wide as the elements: copies exactly, NaN payloads included."""
     if tensor.is_conj() or tensor.is_neg():
         raise InvalidRequest("a lazily conjugated or negated tensor cannot be staged", hint="call resolve_conj() on it")
-    wide = _UNSIGNED.get(tensor.element_size())
+    wide = kinds.get(tensor.element_size())
     if wide is None:
         raise InvalidRequest(f"{tensor.dtype} cannot be staged: its elements have {tensor.element_size()} bytes")
     return tensor.detach().view(wide)

@@ -17,6 +17,7 @@ The groups follow the state's entries and exist without tensors too; `extra` alw
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,9 +32,10 @@ from .extras import Stateful, Value
 from .fragments import Fragment, Storable
 from .leaves import Content, Key, Known, Leaf, Plan, Selection, Stored, check_groups
 from .modules import ModuleState, NamedTensors, module_state, parameter_names
-from .optimizers import OptimizerState
+from .optimizers import OptimizerDocument, OptimizerState
 from .restoration import Restoration, restoration
 from .rng import RandomState
+from .watch import Watch
 
 __all__ = ["Leaf", "Restoration", "Snapshot", "Stored", "TrainState"]
 
@@ -43,13 +45,17 @@ _RESERVED_KEYS = frozenset({rng.KEY, "ranks"})  # names of the group `extra` tha
 
 
 class Snapshot(NamedTuple):
-    """What this rank would save: leaves are views of live memory, everything else was copied when it was taken."""
+    """What this rank would save: leaves are views of live memory, everything else was copied when it was taken.
+
+    The first `steady` leaves are likely to be the same at the next save.
+    """
 
     groups: tuple[str, ...]
     leaves: tuple[Leaf, ...]
     values: dict[str, dict[str, str]]
     aliases: dict[str, dict[str, str]]
     mesh: dict[str, int]
+    steady: int
 
 
 class Part(Protocol):
@@ -62,8 +68,26 @@ class Part(Protocol):
 
 
 class Parts(NamedTuple):
+    """The state's entries, by how they are looked at: tensors by name, optimizers, and what is asked anew at every save."""
+
     groups: tuple[str, ...]
-    parts: tuple[Part, ...]
+    named: tuple[NamedTensors, ...]
+    optimizers: tuple[OptimizerState, ...]
+    others: tuple[Part, ...]
+
+    @property
+    def all(self) -> tuple[Part, ...]:
+        return (*self.named, *self.optimizers, *self.others)
+
+
+class _Walk(NamedTuple):
+    """What a walk through the whole state found, as long as `watch` and `entries` say that another would find the same."""
+
+    parts: Parts
+    content: Content  # of named tensors and optimizers
+    documents: tuple[OptimizerDocument, ...]
+    watch: Watch
+    entries: Mapping[str, Any]
 
 
 class TrainState:
@@ -77,6 +101,7 @@ class TrainState:
         self.state = state
         self.rank = rank
         self._known: dict[Key, Known] = {}  # what earlier snapshots found, so that later ones need not look again
+        self._walk: _Walk | None = None
         self._parts()  # refuses at once what can be seen at once
 
     def groups(self) -> tuple[str, ...]:
@@ -85,23 +110,64 @@ class TrainState:
 
     def snapshot(self, groups: Collection[str] | None = None) -> Snapshot:
         """The live state of these groups (all, if None); `Refused` by path for anything that could not be stored."""
-        groups_now, parts = self._parts()
-        wanted = check_groups(groups, groups_now)
+        if groups is not None:
+            return self._part_of(groups)
+        walk = self._walk = self._walk if self._walk is not None and self._holds(self._walk) else self._walked()
+        content = Content(known=self._known, taken=walk.content.leaves)
+        for document in walk.documents:
+            document.collect(content)
+        for part in walk.parts.others:
+            part.collect(content)
+        leaves = (*walk.content.leaves.values(), *content.leaves.values())
+        aliases = {group: dict(names) for group, names in walk.content.aliases.items()}
+        values = _by_group(walk.parts.groups, {**walk.content.values, **content.values})
+        mesh = {**walk.content.mesh, **content.mesh}
+        return Snapshot(walk.parts.groups, leaves, values, aliases, mesh, len(walk.content.leaves))
+
+    def _part_of(self, groups: Collection[str]) -> Snapshot:
+        parts = self._parts()
+        wanted = check_groups(groups, parts.groups)
         content = Content(known=self._known)
-        for part in parts:
+        for part in parts.all:
             if part.groups & wanted:
                 part.collect(content)
-        self._known = {key: known for key, known in self._known.items() if key in content.leaves or key[0] not in wanted}
-        values: dict[str, dict[str, str]] = {group: {} for group in groups_now if group in wanted}
-        for (group, key), text in content.values.items():
-            if group in wanted:
-                values[group][key] = text
+        kept = tuple(group for group in parts.groups if group in wanted)
         return Snapshot(
-            tuple(group for group in groups_now if group in wanted),
+            kept,
             tuple(leaf for leaf in content.leaves.values() if leaf.group in wanted),
-            values,
+            _by_group(kept, content.values),
             {group: aliases for group, aliases in content.aliases.items() if group in wanted},
             content.mesh,
+            0,
+        )
+
+    def _walked(self) -> _Walk:
+        """Look at everything, and note what shows whether that must be done again."""
+        parts = self._parts()
+        content, watch = Content(known=self._known), Watch()
+        for part in parts.named:
+            part.collect(content)
+        documents = tuple(optimizer.collect_tensors(content) for optimizer in parts.optimizers)
+        self._known = {key: known for key, known in self._known.items() if key in content.leaves or key[0] == EXTRA}
+        for key, value in self.state.items():
+            if isinstance(value, nn.Module):
+                watch.see_module(value)
+            elif isinstance(value, torch.optim.Optimizer):
+                watch.see_optimizer(value)
+            elif not _is_loose(key, value) and isinstance(value, Mapping):
+                watch.see(value)
+        if watch.possible:
+            tensors = [part.tensors() for part in parts.named] + [part.tensors() for part in parts.optimizers]
+            watch.see_memory(chain.from_iterable(tensors))
+        return _Walk(parts, content, documents, watch, dict(self.state))
+
+    def _holds(self, walk: _Walk) -> bool:
+        """Whether the state's entries are what the walk met; what is asked anew anyway may be another of its kind."""
+        return (
+            list(self.state) == list(walk.entries)
+            and all(now is walk.entries[key] or _is_loose(key, now) for key, now in self.state.items())
+            and all(now is walk.entries[key] or _is_loose(key, walk.entries[key]) for key, now in self.state.items())
+            and walk.watch.unchanged()
         )
 
     def prepare(
@@ -116,9 +182,9 @@ class TrainState:
             raise InvalidRequest(
                 f"ignore must be a sequence of patterns, not the text {ignore!r}", hint=f"ignore=({ignore!r},)"
             )
-        groups_now, parts = self._parts(stored)
-        selection = Selection(check_groups(groups, groups_now), tuple(ignore))
-        return restoration([part.plan(stored, selection) for part in parts], stored, selection, strict)
+        parts = self._parts(stored)
+        selection = Selection(check_groups(groups, parts.groups), tuple(ignore))
+        return restoration([part.plan(stored, selection) for part in parts.all], stored, selection, strict)
 
     def _parts(self, stored: Stored | None = None) -> Parts:
         """The state's entries as they are now: modules and tensors, then optimizers, then what is loaded, then RNG."""
@@ -137,7 +203,15 @@ class TrainState:
         if (stores_masters and optimizers_now) or any(optimizer.has_masters() for optimizer in optimizers_now):
             groups.add(MASTER)
         ordered = sorted(groups, key=lambda group: (_ORDER.index(group) if group in _ORDER else 0, group))
-        return Parts(tuple(ordered), (*tensors, *optimizers_now, *others, RandomState(self.rank)))
+        return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, RandomState(self.rank)))
+
+
+def _by_group(groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {group: {} for group in groups}
+    for (group, key), text in values.items():
+        if group in found:
+            found[group][key] = text
+    return found
 
 
 def _check_key(key: object) -> None:

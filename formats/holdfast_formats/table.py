@@ -5,6 +5,8 @@ So a slot describes itself: whoever finds it sealed, and the table's digest righ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from . import naming
@@ -51,18 +53,39 @@ class SlotTable(msgspec.Struct, frozen=True):
         return Owner(self.run, self.rank, self.world, self.attempt)
 
 
-def encode(table: SlotTable) -> bytes:
-    """The table's bytes; `LimitExceeded` when they would not fit a slot, `InvalidRequest` for what JSON cannot state."""
+class _Encoded(SlotTable, frozen=True):
+    """The same table with fragments that were encoded before."""
+
+    fragments: msgspec.Raw  # type: ignore[assignment]
+
+
+def encode_fragment(fragment: Fragment) -> bytes:
+    """One fragment as it stands in a table; `InvalidRequest` for what JSON cannot state."""
+    return _json(fragment)
+
+
+def encode(table: SlotTable, fragments: Sequence[bytes] | None = None) -> bytes:
+    """The table's bytes; `LimitExceeded` when they would not fit a slot, `InvalidRequest` for what JSON cannot state.
+
+    `fragments` stand for the table's own where they are encoded already: most are the same from save to save.
+    """
     check_metrics(table.metrics)
+    count = len(table.fragments)
+    if fragments is not None:
+        fields = {field: getattr(table, field) for field in table.__struct_fields__}
+        count = len(fragments)
+        table = _Encoded(**{**fields, "fragments": msgspec.Raw(b"[" + b",".join(fragments) + b"]")})
+    encoded = _json(table)
+    if len(encoded) > TABLE_BYTES_MAX:
+        raise LimitExceeded(f"the state's table of {count} fragments takes {len(encoded)} bytes, over {TABLE_BYTES_MAX}")
+    return encoded
+
+
+def _json(value: msgspec.Struct) -> bytes:
     try:
-        encoded = msgspec.json.encode(table)
+        return msgspec.json.encode(value)
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"the state holds a name or value that is not valid Unicode: {error}") from error
-    if len(encoded) > TABLE_BYTES_MAX:
-        raise LimitExceeded(
-            f"the state's table of {len(table.fragments)} fragments takes {len(encoded)} bytes, over {TABLE_BYTES_MAX}"
-        )
-    return encoded
 
 
 def decode(encoded: bytes | memoryview, data_bytes: int) -> SlotTable:

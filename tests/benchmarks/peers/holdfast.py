@@ -32,7 +32,9 @@ class Holdfast:
     def __init__(self, place: Place, state: State, variant: str) -> None:
         self.place = place
         self._staged = variant == "staged"
-        self.checkpointer = Checkpointer(RUN, entries(state), root=place.directory)
+        # Trainers do this while they set up their model; here nothing else takes that time.
+        self.checkpointer = Checkpointer(RUN, entries(state), root=place.directory, fenced=True)
+        self.checkpointer.prepare(wait=True)
         self._ticket: Any = None
 
     def save(self, step: int) -> None:

@@ -1,0 +1,119 @@
+"""The ways from live tensors into each slot, laid once and used at every save while tensors and slots stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from . import staging
+from .copier import Move, Track, lay_tracks
+from .slots import Slot, Slots
+from .staging import ALIGNMENT_BYTES, Copy, Layout
+
+PARCEL_BYTES_MAX = 4096  # a tensor up to here costs less to copy at the call than to watch
+_GAP = np.zeros(ALIGNMENT_BYTES, np.uint8)
+
+
+class Parcel(NamedTuple):
+    """Small tensors that follow each other in the slot, with what lies between them: one call copies all."""
+
+    sources: list[NDArray[Any]]
+    target: NDArray[Any]
+
+    def copy(self) -> None:
+        np.concatenate(self.sources, out=self.target)
+
+
+class Ways(NamedTuple):
+    """How one layout gets into one slot: what is copied when the save is called, and what may be copied behind its back."""
+
+    parcels: tuple[Parcel, ...]
+    at_once: tuple[Move, ...]
+    tracks: tuple[Track, ...]
+
+    def copy_at_once(self) -> None:
+        """Copy what training may change at any time, and what is small, before returning."""
+        for parcel in self.parcels:
+            parcel.copy()
+        _copy(self.at_once)
+
+    def copy_all(self) -> None:
+        """Copy everything, with every core; when this returns the slot holds the state as it was during the call."""
+        self.copy_at_once()
+        _copy([move for track in self.tracks for move in track.moves])
+
+
+NO_WAYS = Ways((), (), ())
+
+
+def _copy(moves: Sequence[Move]) -> None:
+    with torch.no_grad():
+        for move in moves:
+            move.target.copy_(move.source, non_blocking=move.source.is_cuda)
+    for device in {move.source.device for move in moves if move.source.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+class Routes:
+    """They hold on to the memory of the tensors they lead from until a later save finds others."""
+
+    def __init__(self) -> None:
+        self._slots: Slots | None = None
+        self._laid: dict[int, tuple[Sequence[Copy], Ways]] = {}
+
+    def into(self, slot: Slot, layout: Layout) -> Ways:
+        """The ways of this layout into this slot."""
+        return self._into(slot.slots, slot.index, slot.data, layout)
+
+    def lay_ahead(self, slots: Slots, layout: Layout) -> None:
+        """Lay the ways into every slot now, so that the first saves find them."""
+        for index in range(slots.geometry.slots):
+            self._into(slots, index, slots.data(index), layout)
+
+    def _into(self, slots: Slots, index: int, data: memoryview, layout: Layout) -> Ways:
+        if slots is not self._slots:
+            self._slots = slots
+            self._laid.clear()
+        steady, rest = layout.copies[: layout.steady], layout.copies[layout.steady :]
+        before, ways = self._laid.get(index, ((), NO_WAYS))
+        if len(before) != len(steady) or not all(map(is_, before, steady)):
+            ways = _lay(steady, data)
+            self._laid[index] = steady, ways
+        more = _lay(rest, data)
+        return Ways(ways.parcels + more.parcels, ways.at_once + more.at_once, ways.tracks + more.tracks)
+
+
+def _lay(copies: Sequence[Copy], data: memoryview) -> Ways:
+    watched: list[Move] = []
+    at_once: list[Move] = []
+    small: list[tuple[int, Move]] = []
+    for copy, move in staging.place(copies, data):
+        if move.source.device.type == "cpu" and move.source.dim() == 1 and move.nbytes <= PARCEL_BYTES_MAX:
+            small.append((copy.slot_offset, move))
+        else:
+            (at_once if copy.restless else watched).append(move)
+    return Ways(tuple(_pack(small, data)), tuple(at_once), tuple(lay_tracks(watched)))
+
+
+def _pack(small: Sequence[tuple[int, Move]], data: memoryview) -> Iterator[Parcel]:
+    """Parcels of neighbours, in the order of the slot: what alignment leaves between two is filled with zeros."""
+    slot = np.frombuffer(data, np.uint8)
+    sources: list[NDArray[Any]] = []
+    first = end = 0
+    for offset, move in small:
+        if sources and not 0 <= offset - end < ALIGNMENT_BYTES:
+            yield Parcel(sources, slot[first:end])
+            sources = []
+        if not sources:
+            first = end = offset
+        if offset > end:
+            sources.append(_GAP[: offset - end])
+        sources.append(move.source.numpy())
+        end = offset + move.nbytes
+    if sources:
+        yield Parcel(sources, slot[first:end])
