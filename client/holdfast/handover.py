@@ -30,17 +30,16 @@ class Handover:
     def __init__(self, ticket: SaveTicket, part: Sealable, tickets: Tickets, routes: Routes) -> None:
         self._ticket, self._part, self._tickets, self._routes = ticket, part, tickets, routes
         self._copy: BackgroundCopy | None = None
+        self._waited = False
+        self._failed: CheckpointError | None = None
 
     def complete(self) -> None:
-        """Copy all, seal, return. Raises what went wrong, after the round was given up."""
-        try:
-            self._ways().copy_all()
-            self._part.slot.seal(self._part.table, self._part.layout.data_bytes)
-        except BaseException as error:
-            self._give_up(error if isinstance(error, CheckpointError) else CheckpointError(f"staging failed: {error!r}"))
-            self._tickets.drop(self._ticket)
-            raise
-        self._ticket.mark_staged()
+        """Copy all with this thread and another, seal, return. Raises what went wrong, after the round was given up."""
+        self._waited = True
+        self.begin()
+        self.join()
+        if self._failed is not None:
+            raise self._failed
 
     def begin(self) -> None:
         """Copy what may change at any time, and leave the rest to a background thread, which seals when it is done."""
@@ -72,16 +71,19 @@ class Handover:
         return self._routes.into(self._part.slot, layout)
 
     def _end(self, error: CheckpointError | None) -> None:
-        if error is None:
-            try:
-                self._part.slot.seal(self._part.table, self._part.layout.data_bytes)
-            except CheckpointError as refused:
-                self._tickets.fail(self._ticket, refused)
-                return
+        try:
+            if error is not None:
+                raise error
+            self._part.slot.seal(self._part.table, self._part.layout.data_bytes)
+        except CheckpointError as failure:
+            self._failed = failure
+            if self._waited:  # it is raised where it is waited for
+                self._tickets.drop(self._ticket)
+            else:
+                self._tickets.fail(self._ticket, failure)
+            self._give_up(failure)
+        else:
             self._ticket.mark_staged()
-            return
-        self._tickets.fail(self._ticket, error)
-        self._give_up(error)
 
     def _give_up(self, error: CheckpointError) -> None:
         try:

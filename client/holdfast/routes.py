@@ -42,11 +42,6 @@ class Ways(NamedTuple):
             parcel.copy()
         _copy(self.at_once)
 
-    def copy_all(self) -> None:
-        """Copy everything, with every core; when this returns the slot holds the state as it was during the call."""
-        self.copy_at_once()
-        _copy([move for track in self.tracks for move in track.moves])
-
 
 NO_WAYS = Ways((), (), ())
 
