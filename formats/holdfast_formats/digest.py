@@ -16,6 +16,11 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+def running() -> xxhash.xxh3_64:
+    """The digest of a buffer that comes in parts: `update(part)`, and `hexdigest()` at the end."""
+    return xxhash.xxh3_64()
+
+
 def check_digest(text: str) -> None:
     """Refuse text that is not a digest, so that a manifest with an empty one can never pass as proven."""
     if len(text) != DIGITS or not set(text) <= set("0123456789abcdef"):
