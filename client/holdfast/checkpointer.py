@@ -20,6 +20,7 @@ from holdfast_formats.manifest import Manifest
 from . import assets as asset_files
 from . import launch as launches
 from . import settled, staging
+from .growth import Need
 from .handover import Handover, Sealable
 from .place import open_checkpoint, place
 from .preparation import Preparation
@@ -104,6 +105,11 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(wait=error is None)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What to know of the memory for saves: fewer slots than wanted, staging through a disk, a state that grew."""
+        return tuple(self._session.notices)
 
     def save(
         self,
@@ -199,9 +205,10 @@ class Checkpointer:
             layout = self._lay_out(snapshot)
             who = staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world)
             table = staging.encode_table(who, snapshot, layout, {}, self._file_bytes_max)
-            growth = settled.expected_growth(self._state.state)
-        room = (layout.data_bytes + growth.bytes, len(table) + growth.tensors * TABLE_BYTES_A_TENSOR)
-        self._preparation = Preparation(lambda: self._reserved(*room))
+            more = settled.expected_growth(self._state.state)
+        table_bytes = len(table) + more.tensors * TABLE_BYTES_A_TENSOR
+        need = Need(layout.data_bytes + more.bytes, table_bytes, layout.leaves)
+        self._preparation = Preparation(lambda: self._reserved(need))
         if wait:
             self._preparation.join()
 
@@ -235,11 +242,11 @@ class Checkpointer:
             except CheckpointError as error:
                 log.info("not prepared for saves: %s", error.detail)  # the first save says so, where it matters
 
-    def _reserved(self, data_bytes: int, table_bytes: int) -> Slots:
+    def _reserved(self, need: Need) -> Slots:
         with self._lock:
             self._refuse_if_closed()
             self._session.connected(start=True)
-            slots = self._session.room_for(data_bytes, table_bytes)
+            slots = self._session.room_for(need)
             self._routes.lay_ahead(slots, self._layout)
             return slots
 
@@ -273,7 +280,8 @@ class Checkpointer:
     ) -> Handover:
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
         table = staging.encode_table(who, snapshot, layout, metrics, self._file_bytes_max)
-        slot = self._session.room_for(layout.data_bytes, len(table)).lease(ticket.step, ticket.attempt, SLOT_WAIT_S)
+        slots = self._session.room_for(Need(layout.data_bytes, len(table), layout.leaves), self._handover)
+        slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S)
         self._tickets.add(ticket)
         return Handover(ticket, Sealable(slot, layout, table), self._tickets, self._routes)
 

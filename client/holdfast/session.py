@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -9,10 +10,16 @@ from typing import NamedTuple
 from holdfast_formats import wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, NoSuchCheckpoint
 
+from . import growth
+from .handover import Handover
+from .leaves import Leaf
 from .place import Place, committed_steps, connect, open_checkpoint
+from .preparation import Preparation
 from .slots import Slots
 from .tickets import Tickets
 from .transport import Transport
+
+log = logging.getLogger(__name__)
 
 SETTLE_WAIT_S = 3600.0
 TABLE_HEADROOM = 4  # a table may grow by this factor (JSON state, metrics) before the segment is made anew
@@ -38,7 +45,10 @@ class Choice(NamedTuple):
 
 
 class Session:
-    """Not safe for threads: its owner's lock guards it. Outcomes of saves go to `tickets`, from the link's own thread."""
+    """Not safe for threads: its owner's lock guards it. Outcomes of saves go to `tickets`, from the link's own thread.
+
+    `notices` are what the user should know of the memory in which saves are staged.
+    """
 
     def __init__(self, who: Who, place: Place, tickets: Tickets, slots: int) -> None:
         """Nothing is contacted yet; `slots` are asked for when the first room is."""
@@ -46,7 +56,10 @@ class Session:
         self._link: Transport | None = None
         self._welcome: wire.Welcome | None = None
         self._slots: Slots | None = None
+        self._leaves: tuple[Leaf, ...] = ()  # what room was last asked for
+        self._touching: Preparation | None = None
         self._turn = 0
+        self.notices: list[str] = []
 
     @property
     def attempt(self) -> int | None:
@@ -69,13 +82,34 @@ class Session:
         self._link, self._welcome, self._slots = link, welcome, None
         return welcome
 
-    def room_for(self, data_bytes: int, table_bytes: int) -> Slots:
-        """This rank's slots, made anew when they are too small. Call `connected` first."""
+    @property
+    def slots(self) -> Slots | None:
+        """This rank's slots, if it has any at its present daemon."""
+        return self._slots if self._slots is not None and self._slots.link is self._link else None
+
+    def room_for(self, need: growth.Need, last: Handover | None = None) -> Slots:
+        """This rank's slots; larger ones, and a notice, where the state has outgrown them. Call `connected` first.
+
+        `last` is the save that may be on its way into the old ones still.
+        """
         assert self._link is not None
-        if self._slots is None or self._slots.link is not self._link or not self._slots.fits(data_bytes, table_bytes):
-            room = max(TABLE_HEADROOM * table_bytes, TABLE_BYTES_MIN)
-            self._slots = Slots(self._link, self._slot_count, data_bytes, room)
-        return self._slots
+        known = self.slots
+        change, self._leaves = growth.compare(self._leaves, need.leaves), need.leaves
+        if known is not None and known.fits(need.data_bytes, need.table_bytes):
+            if any(change):
+                log.info("this save is of other tensors than the last one, and fits its slots (%s)", change)
+            return known
+        if known is not None and last is not None:
+            last.join()  # once it is sealed the daemon can save it, and has the old memory back
+        self._slots = None  # the old ones are given back, whether or not there is room for new ones
+        room = max(TABLE_HEADROOM * need.table_bytes, TABLE_BYTES_MIN)
+        made = self._slots = Slots(self._link, self._slot_count, need.data_bytes, room)
+        if known is not None:
+            self._say(growth.outgrown(change, known.geometry.slot_bytes, made.geometry.slot_bytes))
+        if made.notice:
+            self._say(made.notice)
+        self._touching = Preparation(lambda: made)
+        return made
 
     def choose(self, step: int | None, groups: tuple[str, ...]) -> Choice:
         """Which step to restore: from the daemon if one is there, else the newest in the directory that has the groups."""
@@ -92,8 +126,14 @@ class Session:
         self._turn += 1
         return Choice(chosen.step, Path(welcome.root) if welcome.root else None, welcome.url)
 
+    def _say(self, notice: str) -> None:
+        log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)
+        self.notices.append(notice)
+
     def close(self) -> None:
         """Part from the daemon."""
+        if self._touching is not None:
+            self._touching.stop()
         if self._link is not None:
             self._link.close()
             self._link = self._slots = None

@@ -51,12 +51,14 @@ class Slot:
 
 
 class Slots:
-    """The segment that the daemon made for this rank."""
+    """The segment that the daemon made for this rank. `notice` says why it is less than was asked for, if it is."""
 
     def __init__(self, link: Transport, count: int, data_bytes: int, table_bytes: int) -> None:
         self.link = link
         message = wire.Reserve(id=link.next_id(), slots=count, data_bytes=data_bytes, table_bytes=table_bytes)
-        link.request(message, wire.Segment)
+        given = link.request(message, wire.Segment)
+        self.notice, self._spilled = given.notice, given.spilled
+        self._touching, self._touched = threading.Lock(), False
         fd = link.take_fd()
         try:
             self._map = mmap.mmap(fd, os.fstat(fd).st_size)
@@ -69,6 +71,11 @@ class Slots:
 
     def touch(self, stop: threading.Event) -> None:
         """Map every page now, so that the first save costs what the others cost; ends early when `stop` is set."""
+        with self._touching:  # who comes second finds it done
+            if not self._touched and not self._spilled:  # a spilled one would be written to the disk by it
+                self._touched = self._touch(stop)
+
+    def _touch(self, stop: threading.Event) -> bool:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         madvise = ctypes.CDLL(None, use_errno=True).madvise  # ctypes releases the GIL, mmap.madvise does not
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -76,10 +83,11 @@ class Slots:
         for start in range(0, len(self.memory), TOUCH_BYTES):
             size = min(TOUCH_BYTES, len(self.memory) - start)
             if stop.is_set():
-                return
+                return False
             if madvise(address + start, size, MADV_POPULATE_WRITE) != 0:
                 log.info("shared memory is not touched in advance: %s", os.strerror(ctypes.get_errno()))
-                return
+                break
+        return True
 
     def data(self, index: int) -> memoryview:
         """A slot's room for tensors."""

@@ -55,7 +55,7 @@ class Welcome(Reply):
 
 
 class Reserve(Request):
-    """Ask for a segment of `slots` slots; the reply is `Segment` and carries its memfd."""
+    """Ask for a segment of up to `slots` slots; the reply is `Segment` and carries its descriptor."""
 
     type: Literal["reserve"] = "reserve"
     slots: int = Field(ge=1, le=64)
@@ -64,10 +64,14 @@ class Reserve(Request):
 
 
 class Segment(Reply):
+    """What is given: at least one slot; a spilled segment is a file on disk. `notice` says why it is less than was asked."""
+
     type: Literal["segment"] = "segment"
     slots: int
     data_bytes: int
     table_bytes_max: int
+    spilled: bool = False
+    notice: str = ""
 
 
 class Attach(Request):

@@ -26,10 +26,12 @@ from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.adoption import Adoption
 from holdfast_service.daemon.arena import Arena
+from holdfast_service.daemon.budget import Budget
 from holdfast_service.daemon.keeping import FdStore, HolderProcess, Keeper
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saver import Saver
 from holdfast_service.daemon.server import Daemon, Identity
+from holdfast_service.daemon.spill import Spill
 from holdfast_service.storage.posix import PosixTier, lock_root
 from holdfast_service.telemetry import start_logging
 
@@ -75,6 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket | None]]:
     from holdfast_service.api.app import Services
 
+    budget = Budget(config.arena_bytes_max)
     root = config.root.resolve()
     root.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -87,7 +90,7 @@ def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket |
         decisions = Decisions(tier, catalog, config.keep)
         keeper = _keeper(root, config)
         stack.callback(keeper.close)
-        arena = Arena(config.arena_bytes_max, keeper)
+        arena = Arena(budget, keeper, Spill(root) if config.spill == "auto" else None)
         saver = Saver(tier, decisions, config.node)
         adoption = Adoption(arena, saver, decisions)
         decisions.recover(adoption.start)
@@ -116,6 +119,7 @@ def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket |
         about = {"pid": os.getpid(), "socket": str(daemon.path), "url": url}
         tier.replace(naming.DAEMON_FILE, json.dumps(about).encode() + b"\n")
         stack.callback(tier.remove_file, naming.DAEMON_FILE)
+        log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
         log.info("serving %s at %s%s", root, daemon.path, f" and {url}" if url else "")
         yield (
             daemon,

@@ -10,7 +10,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -39,7 +39,8 @@ class Config(BaseModel):
     node: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     keep: int | None = Field(default=None, ge=1)
     catalog: str | None = None
-    arena_bytes_max: int = Field(ge=0)
+    arena_bytes_max: int | None = Field(default=None, ge=0)
+    spill: Literal["auto", "never"] = "auto"
     silence_max: float = Field(default=60.0, gt=0)
     exit_when_idle: float | None = Field(default=None, gt=0)
     log_level: str = "info"
@@ -98,7 +99,6 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None
     settings: dict[str, object] = {
         "socket": default_socket(known),
         "node": default_node(),
-        "arena_bytes_max": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 9 // 10,
     }
     for flag, value in given.items():
         chosen = value if value is not None else known.get(ENVIRONMENT_PREFIX + flag.upper())
@@ -120,7 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--node", metavar="NAME", help="this machine's name in receipts (default: the host name)")
     parser.add_argument("--keep", metavar="N", help="keep the newest N verified checkpoints of a run (default: all)")
     parser.add_argument("--catalog", metavar="URL", help="SQLAlchemy URL of the catalog (default: SQLite under --root)")
-    parser.add_argument("--arena-bytes-max", metavar="BYTES", help="limit on shared memory (default: 90%% of memory)")
+    parser.add_argument(
+        "--arena-bytes-max", metavar="BYTES", help="limit on shared memory (default: 90%% of what machine and cgroup have)"
+    )
+    parser.add_argument(
+        "--spill", metavar="auto|never", help="stage on the root's disk what memory has no room for (default: auto)"
+    )
     parser.add_argument("--silence-max", metavar="SECONDS", help="give up remote ranks silent for this long (default: 60)")
     parser.add_argument("--exit-when-idle", metavar="SECONDS", help="end when nobody used the daemon for this long")
     parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default: info)")

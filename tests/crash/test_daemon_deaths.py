@@ -155,12 +155,14 @@ def test_daemons_killed_at_random_moments_while_ranks_save(root: Path) -> None:
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["nobody-told", "all-told"])
-def test_everybody_killed_after_the_seals(root: Path, told: bool) -> None:
-    """Daemon and ranks die together; what stood sealed in memory is committed by the next daemon, from the holder."""
-    daemon = RunningDaemon(root)
+@pytest.mark.parametrize("flags", [(), ("--arena-bytes-max", "1000000")], ids=["memory", "spilled"])
+def test_everybody_killed_after_the_seals(root: Path, told: bool, flags: tuple[str, ...]) -> None:
+    """Daemon and ranks die together; what stood sealed is committed by the next daemon, from the holder."""
+    daemon = RunningDaemon(root, *flags)
     world = World(daemon, "1,7!")
     world.wait_for("committed 1")
     world.wait_for("leased 7")
+    assert ("staging goes through" in daemon.log.read_text()) == bool(flags)
     if not told:  # the seals stand in shared memory, but no daemon ever hears of them
         daemon.process.send_signal(signal.SIGSTOP)
     world.go()
@@ -169,7 +171,7 @@ def test_everybody_killed_after_the_seals(root: Path, told: bool) -> None:
     world.kill()
     daemon.process.wait()
     assert len(holders(root.parent)) == 1
-    daemon = RunningDaemon(root)
+    daemon = RunningDaemon(root, *flags)
     check_all(daemon, {1, 7})
     after = World(daemon, "8")
     after.wait_for("committed 8")

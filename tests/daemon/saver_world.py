@@ -20,6 +20,7 @@ from holdfast_formats.wire import Outcome
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena import Arena, Segment
+from holdfast_service.daemon.budget import Budget
 from holdfast_service.daemon.saver import Participant, Saver
 from holdfast_service.daemon.verifier import verify
 from holdfast_service.storage import MemoryTier, Tier
@@ -89,7 +90,7 @@ class SaverWorld:
         self._directory = tempfile.TemporaryDirectory()
         self.catalog = Catalog.open(f"sqlite:///{self._directory.name}/catalog.sqlite")
         self.decisions = Decisions(tier, self.catalog, keep_last)
-        self.arena = Arena(2**30)
+        self.arena = Arena(Budget(2**30))
         self.saver = Saver(tier, self.decisions, "node")
         self._launches = 0
 

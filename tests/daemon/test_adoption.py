@@ -19,6 +19,7 @@ from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.adoption import Adoption
 from holdfast_service.daemon.arena import Arena, Segment
+from holdfast_service.daemon.budget import Budget
 from holdfast_service.daemon.keeping import MemoryKeeper
 from holdfast_service.daemon.saver import Participant, Saver
 from holdfast_service.daemon.verifier import verify
@@ -62,12 +63,12 @@ class Node:
     def ranks(self, world: int, launch: str = "x") -> list[Segment]:
         """The segments of a launch, made by a daemon that has died since."""
         attempt = self.decisions.hello(RUN, launch, world, None)
-        before = Arena(2**30, self.keeper)
+        before = Arena(Budget(2**30), self.keeper)
         return [before.reserve(GEOMETRY, "test", Owner(RUN, rank, world, attempt)) for rank in range(world)]
 
     def start(self) -> Saver:
         """The next daemon: it has taken up what there is, and listens to nobody yet."""
-        self.arena = Arena(2**30, self.keeper)
+        self.arena = Arena(Budget(2**30), self.keeper)
         self.saver = Saver(self.tier, self.decisions, "node")
         self.adoption = Adoption(self.arena, self.saver, self.decisions)
         self.decisions.recover(self.adoption.start)

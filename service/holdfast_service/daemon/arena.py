@@ -14,21 +14,30 @@ from collections.abc import Callable
 from holdfast_formats import arena, table
 from holdfast_formats.arena import Geometry, Owner, SlotHeader, SlotState
 from holdfast_formats.digest import digest
-from holdfast_formats.errors import ArenaFull, CheckpointError, InvalidRequest, LimitExceeded, NoSpace, StateMismatch
+from holdfast_formats.errors import ArenaFull, CheckpointError, InvalidRequest, NoSpace, StateMismatch
 from holdfast_formats.table import SlotTable
+from holdfast_service.storage import scratch
 
+from .budget import Budget, Room, fitting
 from .keeping import Keeper
+from .spill import Spill, emptier, fewer_notice, refusal
 
 log = logging.getLogger(__name__)
 
 LEASE_DEADLINE_S = 600.0
+OUTGROWN_WAIT_S = 30.0  # how long a rank's new segment waits for its old one, where memory has no room for both
 
 
 class Segment:
-    """One rank's shared memory: its slots, and which of them are free. Owns the mapping; closes it when nobody looks."""
+    """One rank's shared memory: its slots, and which of them are free. Owns the mapping; closes it when nobody looks.
 
-    def __init__(self, fd: int, geometry: Geometry, owner: Owner | None, name: str) -> None:
+    A spilled one is a file on the storage's disk. `notice` is what its rank should know of how it was made.
+    """
+
+    def __init__(self, fd: int, geometry: Geometry, owner: Owner | None, name: str, spilled: bool = False) -> None:
         self.fd, self.geometry, self.owner, self.name = fd, geometry, owner, name
+        self.spilled, self.notice = spilled, ""
+        self._empty: Callable[[int], None] = emptier(fd, geometry) if spilled else lambda slot: None
         self.user: object = None  # the conversation that uses it now
         try:
             self._map = mmap.mmap(fd, geometry.segment_bytes)
@@ -40,11 +49,10 @@ class Segment:
         self._changed = threading.Condition()
 
     @classmethod
-    def make(cls, geometry: Geometry, label: str, owner: Owner | None) -> Segment:
-        """A new one, all slots free."""
-        fd = _memfd(label, geometry.segment_bytes)
+    def make(cls, fd: int, geometry: Geometry, owner: Owner | None, spilled: bool = False) -> Segment:
+        """A new one in what `fd` is of, all slots free. The descriptor is the segment's, also if this raises."""
         try:
-            made = cls(fd, geometry, owner, uuid.uuid4().hex)
+            made = cls(fd, geometry, owner, uuid.uuid4().hex, spilled)
         except NoSpace:
             os.close(fd)
             raise
@@ -59,13 +67,12 @@ class Segment:
 
         The descriptor is the segment's only if this returns.
         """
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _MEMFD_SEALS != _MEMFD_SEALS:
-            raise InvalidRequest("shared memory whose size can change under us is not a staging arena")
+        spilled = _is_spilled(fd)
         with mmap.mmap(fd, arena.PAGE_BYTES, prot=mmap.PROT_READ) as page, memoryview(page) as seen:
             geometry, owner = arena.read_measures(seen), arena.read_owner(seen)
         if geometry.segment_bytes > os.fstat(fd).st_size:
             raise InvalidRequest("a staging arena that is cut short")
-        found = cls(fd, geometry, owner, name)
+        found = cls(fd, geometry, owner, name, spilled)
         for slot in range(geometry.slots):
             if found.state(slot) is not SlotState.FREE:
                 found._free.remove(slot)
@@ -109,11 +116,18 @@ class Segment:
         """Give a slot back; doing so twice is harmless."""
         arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
         with self._changed:
+            if slot not in self._free:
+                self._empty(slot)
             self._free.add(slot)
             self._changed.notify_all()
             idle = self._when_idle if len(self._free) == self.geometry.slots else None
         if idle is not None:
             idle()
+
+    @property
+    def touched_bytes(self) -> int:
+        """How much of it is in memory, or on the disk, by now."""
+        return min(os.fstat(self.fd).st_blocks * 512, self.geometry.segment_bytes)
 
     @property
     def retired(self) -> bool:
@@ -146,6 +160,14 @@ class Segment:
         data_start = self.geometry.data_offset(slot)
         data = self.memory[data_start : data_start + header.data_bytes]
         return SealedSlot(self, slot, table.decode(encoded, header.data_bytes), data)
+
+    def give_back(self) -> None:
+        """Empty all slots, so that memory is free though others map it. Superblock and headers stay as they are."""
+        if self.spilled:
+            return  # its blocks stay reserved: a late write into it must not want for one
+        for slot in range(self.geometry.slots):
+            size = self.geometry.slot_bytes - arena.PAGE_BYTES
+            self._map.madvise(mmap.MADV_REMOVE, self.geometry.data_offset(slot), size)
 
     def close(self) -> None:
         """Give the memory back to the machine, once the last view of it is gone."""
@@ -188,34 +210,32 @@ def find_sealed(segment: Segment, slot: int) -> SealedSlot | None:
 
 
 class Arena:
-    """All segments of a node, and the limit on their sum."""
+    """All segments of a node, within its budget. With a `spill`, what memory has no room for is staged on disk."""
 
-    def __init__(self, bytes_max: int, keeper: Keeper | None = None) -> None:
-        self._bytes_max = bytes_max
-        self._keeper = keeper
-        self._lock = threading.Lock()
+    def __init__(self, budget: Budget, keeper: Keeper | None = None, spill: Spill | None = None) -> None:
+        self._budget, self._keeper, self._spill = budget, keeper, spill
+        self._lock = threading.Condition()
         self._segments: set[Segment] = set()
 
     @property
     def bytes(self) -> int:
+        """Memory that segments take; those on disk take none."""
         with self._lock:
-            return sum(segment.geometry.segment_bytes for segment in self._segments)
+            return self._taken()
 
-    def reserve(self, geometry: Geometry, label: str, owner: Owner | None = None) -> Segment:
-        """A new segment; `LimitExceeded`, with the numbers, when it does not fit the node's budget.
+    def reserve(self, asked: Geometry, label: str, owner: Owner | None = None) -> Segment:
+        """A new segment of as many of the slots as memory has room for, or of one on disk; `notice` says if it is not all.
 
-        With an owner, its descriptor is kept beyond this daemon's death.
+        Where the owner's outgrown segment is in the way, it is waited for. `LimitExceeded`, with the numbers, when neither
+        memory nor disk has room for one slot. With an owner, its descriptor is kept beyond this daemon's death.
         """
         with self._lock:
-            used = sum(segment.geometry.segment_bytes for segment in self._segments)
-            if used + geometry.segment_bytes > self._bytes_max:
-                raise LimitExceeded(
-                    f"{label} needs {geometry.segment_bytes} bytes of shared memory ({geometry.slots} slots of "
-                    f"{geometry.slot_bytes}); {used} of {self._bytes_max} are taken",
-                    hint="start the daemon with a larger --arena-bytes-max, or use fewer slots",
-                )
-            segment = Segment.make(geometry, label, owner)
+            if self._fitting(asked) < asked.slots:
+                self._lock.wait_for(lambda: self._fitting(asked) == asked.slots or not self._leaving(owner), OUTGROWN_WAIT_S)
+            segment = self._make(asked, label, owner)
             self._segments.add(segment)
+        if segment.notice:
+            log.warning("%s: %s", label, segment.notice)
         self._keep(segment)
         return segment
 
@@ -258,21 +278,58 @@ class Arena:
         self._keep(segment)
         return segment, True
 
-    def drop(self, segment: Segment) -> None:
-        """The segment's rank is gone: give its memory back once what it sealed is saved."""
-        segment.retire(lambda: self._remove(segment))
+    def drop(self, segment: Segment, outgrown: bool = False) -> None:
+        """Nobody needs the segment any more: give its memory back once what it holds is saved.
 
-    def _remove(self, segment: Segment) -> None:
+        A rank that has outgrown it may map it still: then its pages are given back all the same.
+        """
+        segment.retire(lambda: self._remove(segment, outgrown))
+
+    def _remove(self, segment: Segment, outgrown: bool) -> None:
         with self._lock:
             if segment not in self._segments or not segment.retired:
                 return
             self._segments.discard(segment)
+            if outgrown:
+                segment.give_back()
+            self._lock.notify_all()
         if self._keeper is not None and segment.owner is not None:
             try:
                 self._keeper.drop(segment.name)
             except OSError as error:
                 log.warning("the holder could not be told to drop %s: %s", segment.name, error)
         segment.close()
+
+    def _make(self, asked: Geometry, label: str, owner: Owner | None) -> Segment:
+        room = self._room()
+        slots = fitting(asked, room)
+        if slots:
+            given = asked._replace(slots=slots)
+            segment = Segment.make(_memfd(label, given.segment_bytes), given, owner)
+            segment.notice = fewer_notice(asked, slots, room) if slots < asked.slots else ""
+            return segment
+        if self._spill is None:
+            raise refusal(label, asked, self._taken(), room, "")
+        try:
+            fd, given, notice = self._spill.make(asked, room)
+        except CheckpointError as error:
+            raise refusal(label, asked, self._taken(), room, f"; nor can it be staged on disk: {error.detail}") from error
+        segment = Segment.make(fd, given, owner, spilled=True)
+        segment.notice = notice
+        return segment
+
+    def _taken(self) -> int:
+        return sum(segment.geometry.segment_bytes for segment in self._segments if not segment.spilled)
+
+    def _room(self) -> Room:
+        touched = sum(segment.touched_bytes for segment in self._segments if not segment.spilled)
+        return self._budget.room(self._taken(), touched)
+
+    def _fitting(self, asked: Geometry) -> int:
+        return fitting(asked, self._room())
+
+    def _leaving(self, owner: Owner | None) -> bool:
+        return owner is not None and any(s.owner == owner and s.retired for s in self._segments)
 
     def _keep(self, segment: Segment) -> None:
         if self._keeper is None or segment.owner is None:
@@ -287,6 +344,21 @@ _MEMORY_HINT = "free memory on this machine, or save a smaller state with fewer 
 
 
 _MEMFD_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a rank cannot pull the memory away from under the daemon
+
+
+def _is_spilled(fd: int) -> bool:
+    """Whether a segment is a file on disk, or memory whose size nobody can change; `InvalidRequest` for what is neither.
+
+    Files have no seals. That ranks do not truncate theirs is trusted: they are the same user's as the daemon.
+    """
+    try:
+        fixed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _MEMFD_SEALS == _MEMFD_SEALS
+        spilled = False
+    except OSError:
+        fixed = spilled = scratch.is_scratch(fd)
+    if not fixed:
+        raise InvalidRequest("shared memory whose size can change under us is not a staging arena")
+    return spilled
 
 
 def _memfd(label: str, size: int) -> int:

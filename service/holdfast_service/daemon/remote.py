@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from holdfast_formats import arena, rest, wire
-from holdfast_formats.arena import SlotHeader, SlotState
+from holdfast_formats.arena import Geometry, SlotHeader, SlotState
 from holdfast_formats.digest import check_digest, digest
 from holdfast_formats.errors import (
     CheckpointError,
@@ -80,6 +80,7 @@ class RemoteRank:
         self._turn = threading.Lock()  # one request of this rank at a time; never taken by the saver
         self._lock = threading.Lock()  # guards what `_notify` touches; held for moments only
         self._segment: Segment | None = None
+        self._asked: Geometry | None = None  # it may have fewer slots than that
         self._uploads: dict[int, _Upload] = {}
         self._ended: list[int] = []  # numbers of ended uploads, in order
         self._forgotten = 0  # how many of them are not kept any more
@@ -89,11 +90,11 @@ class RemoteRank:
         """Keep so much memory for this rank; `LimitExceeded`, with the numbers, when the arena has not that much."""
         made = arena.geometry(room.slots, room.data_bytes, room.table_bytes)
         with self._turn:
-            if self._segment is not None and self._segment.geometry == made:
+            if self._segment is not None and self._asked == made:
                 return
             # The superblock names no owner: the rank keeps its bytes until they are committed and brings them again.
             segment = self._arena.reserve(made, f"{self.who.run}-rank{self.who.rank}-remote")
-            outgrown, self._segment = self._segment, segment
+            outgrown, self._segment, self._asked = self._segment, segment, made
         if outgrown is not None:
             self._arena.drop(outgrown)
 

@@ -225,14 +225,17 @@ class _Conversation:
 
     def _reserve(self, request: wire.Reserve) -> None:
         who = self._known()
-        geometry = arena.geometry(request.slots, request.data_bytes, request.table_bytes)
-        segment = self._daemon.arena.reserve(geometry, f"{who.run}-rank{who.rank}", who.owner)
+        asked = arena.geometry(request.slots, request.data_bytes, request.table_bytes)
+        self._part_with_segments()  # first, so that there is room where memory has none for both
+        segment = self._daemon.arena.reserve(asked, f"{who.run}-rank{who.rank}", who.owner)
         self._use(segment)
         reply = wire.Segment(
             reply_to=request.id,
-            slots=geometry.slots,
-            data_bytes=geometry.data_bytes,
-            table_bytes_max=geometry.table_bytes_max,
+            slots=segment.geometry.slots,
+            data_bytes=segment.geometry.data_bytes,
+            table_bytes_max=segment.geometry.table_bytes_max,
+            spilled=segment.spilled,
+            notice=segment.notice,
         )
         self._send(reply, (segment.fd,))
 
@@ -254,10 +257,15 @@ class _Conversation:
 
     def _use(self, segment: Segment) -> None:
         segment.user = self
-        for outgrown in self._segments:
-            if outgrown is not segment:
-                self._daemon.arena.drop(outgrown)
+        self._part_with_segments(but=segment)
         self._segments = [segment]
+
+    def _part_with_segments(self, but: Segment | None = None) -> None:
+        """Give outgrown segments back, as soon as what they hold is saved."""
+        outgrown, self._segments = self._segments, []
+        for segment in outgrown:
+            if segment is not but:
+                self._daemon.arena.drop(segment, outgrown=True)
 
     def _lease(self, request: wire.Lease) -> wire.Reply:
         who = self._known()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from pathlib import Path
 
 _RENAME_NOREPLACE = 1
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # of sync_file_range
+_ZERO_RANGE_KEEP_SIZE = 0x10 | 0x01  # of fallocate
+_STATFS_BYTES_MAX = 256  # more than struct statfs has anywhere
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -19,6 +22,18 @@ def renameat2(source_parent: int, source: str, target_parent: int, target: str) 
 def fallocate(descriptor: int, size: int) -> None:
     """Reserve the file's blocks. Not os.posix_fallocate: without fallocate, the C library writes to every block instead."""
     _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size))
+
+
+def zero_range(descriptor: int, offset: int, length: int) -> None:
+    """Make a range read as zeros without writing it; its blocks stay reserved."""
+    _call("fallocate", descriptor, _ZERO_RANGE_KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(length))
+
+
+def file_system(path: Path) -> int:
+    """The number of the kind of file system at `path` (f_type)."""
+    found = ctypes.create_string_buffer(_STATFS_BYTES_MAX)
+    _call("statfs", os.fsencode(path), found)
+    return int(ctypes.cast(found, ctypes.POINTER(ctypes.c_long))[0])  # the first field, a word, on the machines we support
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:

@@ -1,0 +1,87 @@
+"""Files without a name on the storage's disk: room that is reserved whole, and that is gone with its last descriptor."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast_formats.errors import NoSpace, StorageFailed
+
+from . import libc
+from .translation import translated
+
+PROBE_BYTES = 64 * 2**20
+_PROBE_PIECE_BYTES = 4 * 2**20
+_NAME = (
+    ".scratch"  # one fixed name where files cannot be born without one: a crash leaves at most one, the next one takes it
+)
+_IN_MEMORY = (0x01021994, 0x858458F6)  # f_type of tmpfs and ramfs
+
+
+def open_scratch(root: Path, size: int, beside: int) -> int:
+    """A descriptor of a new file of `size` bytes below `root`, every block of it reserved.
+
+    `NoSpace`, with the numbers, where the disk has not room for it and for `beside` bytes more; `StorageFailed` where the
+    file system keeps its files in memory, or cannot reserve: then a write into mapped memory could fail for want of a block.
+    """
+    with translated("make scratch in", str(root)):
+        if libc.file_system(root) in _IN_MEMORY:
+            raise StorageFailed(f"{root} is itself in memory", hint="spilling helps only where the root is on a disk")
+        status = os.statvfs(root)
+        free = status.f_bavail * status.f_frsize
+        if free < size + beside:
+            raise NoSpace(
+                f"{root} has {free} bytes free; staging needs {size} there, and the checkpoint {beside} beside it",
+                hint="free space on the disk, or memory on the machine",
+            )
+        descriptor = _nameless(root)
+        try:
+            libc.fallocate(descriptor, size)
+        except OSError:
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
+def is_scratch(descriptor: int) -> bool:
+    """Whether this is a file without a name and without a hole: nobody else finds it, and no write to it wants a block."""
+    status = os.fstat(descriptor)
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 0 and status.st_blocks * 512 >= status.st_size > 0
+
+
+def write_speed(descriptor: int, size: int) -> float:
+    """Bytes a second that the disk takes, from a short write that is waited for; what was written is given up again."""
+    length = min(size, PROBE_BYTES)
+    piece = os.urandom(min(length, _PROBE_PIECE_BYTES))  # not zeros, which some disks do not write at all
+    with translated("probe", "scratch"):
+        began = time.monotonic()
+        for offset in range(0, length, len(piece)):
+            os.pwrite(descriptor, piece[: length - offset], offset)
+            libc.start_writeback(descriptor, offset, len(piece))
+        libc.await_writeback(descriptor, 0, length)
+        took = time.monotonic() - began
+    empty(descriptor, 0, length)
+    return length / max(took, 1e-6)
+
+
+def empty(descriptor: int, offset: int, length: int) -> None:
+    """Give up what stands there and keep the blocks: the next write need not read what it writes over.
+
+    Where the file system cannot, the bytes stay, and the next write costs more.
+    """
+    with suppress(OSError):
+        libc.zero_range(descriptor, offset, length)
+
+
+def _nameless(root: Path) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC
+    with suppress(OSError):
+        return os.open(root, os.O_TMPFILE | flags, 0o600)
+    path = root / _NAME
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    path.unlink()
+    return descriptor

@@ -1,0 +1,192 @@
+"""Segments within a budget: fewer slots, the disk instead, or a refusal; and what becomes of outgrown ones."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast_formats import arena
+from holdfast_formats.arena import Owner
+from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast_service.daemon import arena as segments
+from holdfast_service.daemon.arena import Arena, Segment
+from holdfast_service.daemon.budget import Bound, Budget
+from holdfast_service.daemon.spill import Spill
+
+ASKED = arena.geometry(2, 2**20, 4096)
+ONE = ASKED._replace(slots=1)
+OWNER = Owner("r", 0, 1, 1)
+
+
+def memory_of(size: int) -> Budget:
+    return Budget(size, lambda: [Bound("machine", 2**40, 2**40)])
+
+
+def test_all_slots_where_they_fit() -> None:
+    """No notice, and the memory is counted."""
+    node = Arena(memory_of(ASKED.segment_bytes))
+    segment = node.reserve(ASKED, "r")
+    assert segment.geometry == ASKED and segment.notice == "" and node.bytes == ASKED.segment_bytes
+    node.drop(segment)
+    assert node.bytes == 0
+
+
+def test_fewer_slots_where_all_do_not_fit() -> None:
+    """As many as there is room for, and a notice with what limits them and how much more would be needed."""
+    node = Arena(memory_of(ASKED.segment_bytes - 1))
+    segment = node.reserve(ASKED, "r")
+    assert segment.geometry == ONE and not segment.spilled
+    assert "1 slot instead of 2" in segment.notice and "--arena-bytes-max" in segment.notice
+    node.drop(segment)
+
+
+def test_a_refusal_has_the_numbers() -> None:
+    """What one slot needs, what all need, what is taken, what is left, and of which limit."""
+    node = Arena(memory_of(ONE.segment_bytes + 100))
+    held = node.reserve(ONE, "held")
+    numbers = f"needs {ONE.segment_bytes} .*, {ASKED.segment_bytes} for 2; {ONE.segment_bytes} are taken, and 100 are left"
+    with pytest.raises(LimitExceeded, match=numbers) as refused:
+        node.reserve(ASKED, "r")
+    assert refused.value.members == {"needed": ONE.segment_bytes, "taken": ONE.segment_bytes, "left": 100}
+    node.drop(held)
+    node.drop(node.reserve(ONE, "r"))
+
+
+def test_memory_promised_to_others_is_not_promised_twice() -> None:
+    """What another segment has not touched yet is spoken for, though the machine still says that it is free."""
+    free = ASKED.segment_bytes + ONE.segment_bytes + 4096
+    node = Arena(Budget(None, lambda: [Bound("machine", 2 * free, free + 2 * free * 5 // 100)]))
+    first, second = node.reserve(ASKED, "first"), node.reserve(ASKED, "second")
+    assert first.geometry.slots == 2 and second.geometry.slots == 1 and "(machine," in second.notice
+    node.drop(first)
+    node.drop(second)
+
+
+class TestSpill:
+    """Where memory has no room for one slot, the storage's disk has."""
+
+    def test_one_slot_on_the_disk(self, tmp_path: Path) -> None:
+        """It takes no memory of the budget, leaves no name, works as memory does, and says what it costs."""
+        node = Arena(memory_of(ONE.segment_bytes - 1), None, Spill(tmp_path))
+        segment = node.reserve(ASKED, "r")
+        assert segment.spilled and segment.geometry == ONE and node.bytes == 0 and list(tmp_path.iterdir()) == []
+        for word in (str(tmp_path), "MiB/s", " s a save", "twice", "more memory"):
+            assert word in segment.notice
+        slot = segment.lease(5, 1, 0)
+        at = ONE.data_offset(slot)
+        segment.memory[at : at + 5] = b"hello"
+        assert os.pread(segment.fd, 5, at) == b"hello"
+        segment.release(slot)
+        assert os.pread(segment.fd, 5, at) == bytes(5)  # so that the next save need not read it in
+        assert segment.lease(6, 1, 0) == slot
+        node.drop(segment)
+
+    def test_a_full_disk_is_refused_with_both_numbers(self, tmp_path: Path) -> None:
+        """Neither memory nor disk: the refusal says what was missing in each."""
+        node = Arena(memory_of(4096), None, Spill(tmp_path))
+        huge = arena.geometry(1, 2**45, 4096)
+        with pytest.raises(LimitExceeded, match=rf"needs {huge.segment_bytes} .* 4096 are left of .* staging needs"):
+            node.reserve(huge, "r")
+        assert node.bytes == 0
+
+    def test_it_is_adopted(self, tmp_path: Path) -> None:
+        """The next daemon goes on with it, and knows that it takes no memory."""
+        before = Arena(memory_of(0), None, Spill(tmp_path))
+        segment = before.reserve(ASKED, "r", OWNER)
+        slot = segment.lease(5, 1, 0)
+        node = Arena(memory_of(0))
+        found, unknown = node.attach(segment.fd, OWNER)
+        assert unknown and found.spilled and node.bytes == 0
+        with pytest.raises(segments.ArenaFull):
+            found.lease(6, 1, 0)  # what was leased stays so
+        found.release(slot)
+        node.drop(found)
+        segment.release(slot)
+        before.drop(segment)
+
+    def test_a_file_that_may_want_for_blocks_is_not_adopted(self, tmp_path: Path) -> None:
+        """A write into mapped memory must not fail: a file with holes, or that others find by name, is refused."""
+        before = Arena(memory_of(0), None, Spill(tmp_path))
+        segment = before.reserve(ASKED, "r", OWNER)
+        with open(tmp_path / "copy", "w+b") as copy:
+            copy.write(bytes(segment.memory[:4096]))
+            copy.truncate(ONE.segment_bytes)
+            for gone in (False, True):
+                if gone:
+                    os.unlink(tmp_path / "copy")
+                with pytest.raises(InvalidRequest, match="no staging arena"):
+                    Arena(memory_of(0)).attach(copy.fileno(), OWNER)
+        before.drop(segment)
+
+
+class TestOutgrown:
+    """A rank whose state has grown gets a larger segment; the old one goes when what it holds is saved."""
+
+    LARGER = arena.geometry(2, 3 * 2**19, 4096)
+
+    def outgrown(self, node: Arena) -> tuple[Segment, int]:
+        """A segment with a slot in use, that its rank does not want any more."""
+        segment = node.reserve(ASKED, "r", OWNER)
+        slot = segment.lease(5, 1, 0)
+        node.drop(segment, outgrown=True)
+        return segment, slot
+
+    def test_it_is_waited_for_where_both_do_not_fit(self) -> None:
+        """The new one has all its slots as soon as the old one's save has ended."""
+        node = Arena(memory_of(self.LARGER.segment_bytes))
+        old, slot = self.outgrown(node)
+        made: list[Segment] = []
+        asking = threading.Thread(target=lambda: made.append(node.reserve(self.LARGER, "r", OWNER)))
+        asking.start()
+        asking.join(0.2)
+        assert not made and node.bytes == ASKED.segment_bytes
+        old.release(slot)
+        asking.join(30)
+        assert made[0].geometry == self.LARGER and node.bytes == self.LARGER.segment_bytes
+        node.drop(made[0])
+
+    def test_it_is_not_waited_for_where_both_fit(self) -> None:
+        """Both exist until the old one's save has ended."""
+        node = Arena(memory_of(2 * self.LARGER.segment_bytes))
+        old, slot = self.outgrown(node)
+        new = node.reserve(self.LARGER, "r", OWNER)
+        assert node.bytes == ASKED.segment_bytes + self.LARGER.segment_bytes
+        old.release(slot)
+        assert node.bytes == self.LARGER.segment_bytes
+        node.drop(new)
+
+    def test_others_are_not_waited_for(self) -> None:
+        """Where it is somebody else's memory that is missing, the answer comes at once."""
+        node = Arena(memory_of(ASKED.segment_bytes + self.LARGER.segment_bytes - 1))
+        old, slot = self.outgrown(node)
+        new = node.reserve(self.LARGER, "other", OWNER._replace(rank=1, world=2))
+        assert new.geometry.slots == 1
+        old.release(slot)
+        node.drop(new)
+
+    def test_a_save_that_does_not_end_costs_slots_in_the_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The wait has an end: then there are fewer slots, never more bytes than the budget has."""
+        monkeypatch.setattr(segments, "OUTGROWN_WAIT_S", 0.05)
+        node = Arena(memory_of(ASKED.segment_bytes + self.LARGER.segment_bytes - 1))
+        old, slot = self.outgrown(node)
+        new = node.reserve(self.LARGER, "r", OWNER)
+        assert new.geometry.slots == 1 and "1 slot instead of 2" in new.notice
+        old.release(slot)
+        node.drop(new)
+
+    def test_its_memory_is_free_though_others_map_it(self) -> None:
+        """The rank's mapping does not keep the pages; superblock and headers stay readable."""
+        node = Arena(memory_of(ASKED.segment_bytes))
+        old, slot = self.outgrown(node)
+        ranks = os.dup(old.fd)
+        for each in range(ASKED.slots):
+            at = ASKED.data_offset(each)
+            old.memory[at : at + ASKED.data_bytes] = b"x" * ASKED.data_bytes
+        assert os.fstat(ranks).st_blocks * 512 > 2**20
+        old.release(slot)
+        assert os.fstat(ranks).st_blocks * 512 <= 4 * 4096
+        assert arena.read_measures(memoryview(os.pread(ranks, 4096, 0))) == ASKED
+        os.close(ranks)
