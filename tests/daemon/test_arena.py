@@ -80,8 +80,8 @@ class TestSpill:
         segment.memory[at : at + 5] = b"hello"
         assert os.pread(segment.fd, 5, at) == b"hello"
         segment.release(slot)
-        assert os.pread(segment.fd, 5, at) == bytes(5)  # so that the next save need not read it in
         assert segment.lease(6, 1, 0) == slot
+        assert os.pread(segment.fd, 5, at) == bytes(5)  # so that the next save need not read it in
         node.drop(segment)
 
     def test_a_full_disk_is_refused_with_both_numbers(self, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class Segment:
                     )
             slot = min(self._free)
             self._free.remove(slot)
+        self._empty(slot)
         arena.write_header(self.memory, self.geometry, slot, SlotHeader(SlotState.LEASED, step, attempt, 0, 0, 0))
         return slot
 
@@ -116,8 +117,6 @@ class Segment:
         """Give a slot back; doing so twice is harmless."""
         arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
         with self._changed:
-            if slot not in self._free:
-                self._empty(slot)
             self._free.add(slot)
             self._changed.notify_all()
             idle = self._when_idle if len(self._free) == self.geometry.slots else None
@@ -329,7 +328,9 @@ class Arena:
         return fitting(asked, self._room())
 
     def _leaving(self, owner: Owner | None) -> bool:
-        return owner is not None and any(s.owner == owner and s.retired for s in self._segments)
+        """Whether a segment of this rank's, be it of an earlier attempt, goes as soon as what it holds is saved."""
+        who = owner and owner._replace(attempt=0)
+        return any(s.retired and s.owner is not None and s.owner._replace(attempt=0) == who for s in self._segments)
 
     def _keep(self, segment: Segment) -> None:
         if self._keeper is None or segment.owner is None:

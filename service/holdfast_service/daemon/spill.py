@@ -82,5 +82,5 @@ def _amount(size: int) -> str:
 
 
 def emptier(fd: int, geometry: Geometry) -> Callable[[int], None]:
-    """Gives up what a slot of a spilled segment held, so that the next save does not have to read it in first."""
+    """Gives up what a slot of a spilled segment held: a page of a mapped file is read in before it can be written over."""
     return lambda slot: scratch.empty(fd, geometry.data_offset(slot), geometry.data_bytes)
