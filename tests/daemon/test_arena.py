@@ -134,12 +134,14 @@ class TestOutgrown:
         node.drop(segment, outgrown=True)
         return segment, slot
 
-    def test_it_is_waited_for_where_both_do_not_fit(self) -> None:
-        """The new one has all its slots as soon as the old one's save has ended."""
+    @pytest.mark.parametrize("attempt", [1, 2], ids=["same-launch", "next-launch"])
+    def test_it_is_waited_for_where_both_do_not_fit(self, attempt: int) -> None:
+        """The new one has all its slots as soon as the old one's save has ended; so has that of the rank's next launch."""
         node = Arena(memory_of(self.LARGER.segment_bytes))
         old, slot = self.outgrown(node)
         made: list[Segment] = []
-        asking = threading.Thread(target=lambda: made.append(node.reserve(self.LARGER, "r", OWNER)))
+        owner = OWNER._replace(attempt=attempt)
+        asking = threading.Thread(target=lambda: made.append(node.reserve(self.LARGER, "r", owner)))
         asking.start()
         asking.join(0.2)
         assert not made and node.bytes == ASKED.segment_bytes
