@@ -79,7 +79,7 @@ class _Target(NamedTuple):
 
 
 class _Bytes:
-    """A file's bytes: as they stand in the page cache if they do, else read into a buffer of the thread's own."""
+    """A file's bytes: where the source has them in memory, else read into a buffer of the thread's own."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -87,8 +87,7 @@ class _Bytes:
 
     def take(self, file: str, start: int, size: int) -> tuple[memoryview, int]:
         """A view that is good until the thread's next call, and how many of its bytes the file has."""
-        mapped = self._source.mapped(file)
-        view = mapped.view(start, start + size) if mapped is not None else None
+        view = self._source.view(file, start, start + size)
         if view is not None:
             return view, size
         buffer = self._buffer(size)
@@ -213,7 +212,7 @@ class CheckpointReader:
             for target in touched[piece]:
                 _hand_over(target, piece.offset, data)
 
-        self.stream(touched, scatter, last=True)
+        self.stream(touched, scatter, proven=self.source.steady)
 
     def verify(self, on_bytes: Callable[[int], None] | None = None) -> list[Damage]:
         """Check every byte of every listed file; return all damages, by file and position, instead of stopping.
@@ -253,17 +252,17 @@ class CheckpointReader:
         take: Take,
         on_damage: OnDamage | None = None,
         on_bytes: Callable[[int], None] | None = None,
-        last: bool = False,
+        proven: bool = False,
     ) -> None:
         """Read pieces on several threads, check each one, and only then give it to `take`, whose view ends with the call.
 
         Damage is raised, unless `on_damage` takes it. `on_bytes` hears, in the calling thread, how many bytes were read.
-        `last` says that nobody will want these bytes again, so that their pages need not stay mapped.
+        `proven` says that they were checked before and cannot have changed since.
         """
         batches = list(proof.batches(pieces))
         with ThreadPoolExecutor(max(1, min(self.workers, len(batches))), "holdfast-read") as threads:
             running: list[Future[int]] = [
-                threads.submit(self._read_batch, b, take, on_damage or _refuse, last) for b in batches
+                threads.submit(self._read_batch, b, take, on_damage or _refuse, proven) for b in batches
             ]
             try:
                 for finished in as_completed(running):
@@ -273,7 +272,7 @@ class CheckpointReader:
             finally:
                 threads.shutdown(wait=True, cancel_futures=True)
 
-    def _read_batch(self, batch: Sequence[Piece], take: Take, on_damage: OnDamage, last: bool) -> int:
+    def _read_batch(self, batch: Sequence[Piece], take: Take, on_damage: OnDamage, proven: bool) -> int:
         file, first, size = batch[0].file, batch[0].start, batch[-1].stop - batch[0].start
         try:
             data, got = self._bytes.take(file, first, size)
@@ -282,18 +281,16 @@ class CheckpointReader:
                 on_damage(batch[0], error)
             else:  # one piece is bad: find out which, and hand over the others
                 for piece in batch:
-                    self._read_batch((piece,), take, on_damage, last)
+                    self._read_batch((piece,), take, on_damage, proven)
             return size
         for piece in batch:
             part = data[piece.start - first : max(min(piece.stop - first, got), piece.start - first)]
             try:
-                proof.check(piece, part)
+                if not proven:
+                    proof.check(piece, part)
                 take(piece, part)
             except Damaged as error:
                 on_damage(piece, error)
-        mapped = self.source.mapped(file) if last else None
-        if mapped is not None:  # each thread unmaps what it has handed over, or all of it is unmapped at the end, by one
-            mapped.release(first, first + size)
         return size
 
     def _touched(self, wants: Iterable[Want]) -> dict[Piece, list[_Target]]:

@@ -15,20 +15,24 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchResource, StorageFailed
 
 from .api import Api
-from .mapping import MappedFile
 
 READ_AHEAD_BYTES_MIN = 2**20
 
 
 class Source(Protocol):
-    """The files of one checkpoint, by plain name. Safe for threads; `label` says to people where they are."""
+    """The files of one checkpoint, by plain name. Safe for threads; `label` says to people where they are.
+
+    A source that is `steady` holds bytes that nobody can change any more: what was proven once stays proven.
+    """
 
     @property
     def label(self) -> str: ...
+    @property
+    def steady(self) -> bool: ...
     def size(self, name: str) -> int | None: ...  # None when there is no such file
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...  # bytes read; fewer only at the file's end
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes: ...
-    def mapped(self, name: str) -> MappedFile | None: ...  # None where files cannot be mapped
+    def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # bytes in memory; None: they must be read
     def close(self) -> None: ...
 
 
@@ -45,10 +49,11 @@ def _read(source: Source, name: str, offset: int, length: int | None) -> bytes:
 class DirectorySource:
     """The files of a checkpoint's directory, read with no service running. Follows no link out of the directory."""
 
+    steady = False  # a page may leave memory and come back from the disk as another
+
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self._open: dict[str, int] = {}
-        self._mapped: dict[str, MappedFile | None] = {}
         self._lock = threading.Lock()
 
     @property
@@ -82,20 +87,12 @@ class DirectorySource:
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         return _read(self, name, offset, length)
 
-    def mapped(self, name: str) -> MappedFile | None:
-        descriptor = self._descriptor(name)
-        with self._lock:
-            if name not in self._mapped:
-                try:
-                    self._mapped[name] = MappedFile(descriptor, os.fstat(descriptor).st_size)
-                except (OSError, ValueError):
-                    self._mapped[name] = None
-            return self._mapped[name]
+    def view(self, name: str, start: int, stop: int) -> memoryview | None:
+        return None  # the page cache is read: mapping it costs a fault for every few pages
 
     def close(self) -> None:
         """Close every file; the source can still be used and opens them again."""
         with self._lock:
-            self._mapped.clear()
             while self._open:
                 os.close(self._open.popitem()[1])
 
@@ -136,6 +133,8 @@ class DirectorySource:
 class HttpSource:
     """The files of a checkpoint as the service hands them over, by Range requests. Closing it closes the `Api`."""
 
+    steady = False
+
     def __init__(self, api: Api, run: str, step: int) -> None:
         self._api = api
         self._run = run
@@ -159,7 +158,7 @@ class HttpSource:
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         return _read(self, name, offset, length)
 
-    def mapped(self, name: str) -> MappedFile | None:
+    def view(self, name: str, start: int, stop: int) -> memoryview | None:
         return None
 
     def close(self) -> None:

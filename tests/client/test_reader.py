@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from holdfast.mapping import MappedFile
 from holdfast.reader import CheckpointReader, Want
 from holdfast.sources import DirectorySource
 from holdfast_formats import manifest, naming, transfer
@@ -95,9 +94,6 @@ def test_extents_are_read_once(shared: Built) -> None:
         def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
             self.count += len(buffer)
             return super().read_into(name, offset, buffer)
-
-        def mapped(self, name: str) -> None:
-            return None
 
     source = Counting(shared.path)
     array = shared.arrays["model"]["embed.weight"]
@@ -331,38 +327,28 @@ def test_a_file_changed_after_its_proof_is_checked_again(built: Built) -> None:
         assert not wanted.into.reshape(-1)[500:1000].any()
 
 
-def test_cached_and_uncached_files_give_the_same(shared: Built) -> None:
-    """Whether bytes are viewed in the page cache or read, wants are served alike, and damage is found in both."""
+def test_a_source_with_its_bytes_in_memory_is_viewed(built: Built) -> None:
+    """Bytes that a source has in memory are not read; they are proven all the same, once if nobody can change them."""
 
-    class Reading(DirectorySource):
-        def mapped(self, name: str) -> None:
-            return None
+    class Held(DirectorySource):
+        steady = True
 
-    array = shared.arrays["optim"]["layers.0.q.weight/exp_avg"]
+        def view(self, name: str, start: int, stop: int) -> memoryview:
+            return memoryview((self.path / name).read_bytes())[start:stop]
+
+        def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+            assert not name.endswith(".safetensors")
+            return super().read_into(name, offset, buffer)
+
+    tensor = built.manifest.tensors["optim"]["layers.0.q.weight/exp_avg"]
+    array = built.arrays["optim"]["layers.0.q.weight/exp_avg"]
     box = Box((1, 0), (array.shape[0] - 1, array.shape[1]))
-    for source in (DirectorySource(shared.path), Reading(shared.path)):
-        wanted = [want("optim", "layers.0.q.weight/exp_avg", b, 8) for b in (whole(array.shape), box)]
-        with CheckpointReader.open(source) as reader:
-            reader.prove(wanted)
-            reader.load(wanted)
+    wanted = [want("optim", "layers.0.q.weight/exp_avg", b, 8) for b in (whole(array.shape), box)]
+    with CheckpointReader.open(Held(built.path)) as reader:
+        reader.prove(wanted)
+        reader.load(wanted)
         for got in wanted:
             np.testing.assert_array_equal(got.into, array[got.box.slices].view("<u8"))
-
-
-def test_bytes_in_the_page_cache_are_viewed_in_place(tmp_path: Path) -> None:
-    """A mapped file shows its bytes without reading them; outside the file there is nothing to view."""
-    data = np.random.default_rng(0).integers(0, 256, 3 * 2**20 + 5, np.uint8).tobytes()
-    path = tmp_path / "file"
-    path.write_bytes(data)
-    with path.open("rb") as file:
-        mapped = MappedFile(file.fileno(), len(data))
-        for start, stop in ((0, 10), (4097, 2**21 + 3), (len(data) - 5, len(data))):
-            view = mapped.view(start, stop)
-            assert view is None or bytes(view) == data[start:stop]  # None: the page was evicted, or cannot be viewed here
-            mapped.release(start, stop)
-        assert mapped.view(0, len(data) + 1) is None
-        assert mapped.view(5, 5) is None
-    empty = tmp_path / "empty"
-    empty.touch()
-    with empty.open("rb") as file:
-        assert MappedFile(file.fileno(), 0).view(0, 1) is None
+        flip(built.path / tensor.file, tensor.start + 1500, 6)
+        with pytest.raises(CorruptExtent):
+            reader.prove(wanted)
