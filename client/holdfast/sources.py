@@ -13,22 +13,32 @@ from typing import Protocol
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchResource, StorageFailed
+from holdfast_formats.manifest import EXTENT_BYTES_MAX
 
 from .api import Api
 
 READ_AHEAD_BYTES_MIN = 2**20
+# Of a file: what stays in a core's cache until it is digested, and enough requests under way to keep a disk busy. The kernel
+# reads ahead of each. Of a service: a request for each extent.
+FILE_CHUNK_BYTES, FILE_READERS = 2**19, 8
+HTTP_CHUNK_BYTES, HTTP_READERS = EXTENT_BYTES_MAX, 4
 
 
 class Source(Protocol):
     """The files of one checkpoint, by plain name. Safe for threads; `label` says to people where they are.
 
-    A source that is `steady` holds bytes that nobody can change any more: what was proven once stays proven.
+    A source that is `steady` holds bytes that nobody can change any more: what was proven once stays proven. It is read best
+    by so many `readers` at once, `chunk_bytes` at a time.
     """
 
     @property
     def label(self) -> str: ...
     @property
     def steady(self) -> bool: ...
+    @property
+    def readers(self) -> int: ...
+    @property
+    def chunk_bytes(self) -> int: ...
     def size(self, name: str) -> int | None: ...  # None when there is no such file
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...  # bytes read; fewer only at the file's end
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes: ...
@@ -50,6 +60,7 @@ class DirectorySource:
     """The files of a checkpoint's directory, read with no service running. Follows no link out of the directory."""
 
     steady = False  # a page may leave memory and come back from the disk as another
+    readers, chunk_bytes = FILE_READERS, FILE_CHUNK_BYTES
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -71,14 +82,18 @@ class DirectorySource:
         return found.st_size
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        descriptor = self._descriptor(name)
+        descriptor = self._open.get(name)
+        if descriptor is None:
+            descriptor = self._descriptor(name)
         done = 0
         if len(buffer) >= READ_AHEAD_BYTES_MIN:  # the disk is asked for all of it at once
             with suppress(OSError):
                 os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_WILLNEED)
         while done < len(buffer):
-            with self._translated(name):
-                got = os.preadv(descriptor, [buffer[done:]], offset + done)
+            try:
+                got = os.preadv(descriptor, (buffer[done:] if done else buffer,), offset + done)
+            except OSError as error:
+                raise self._failed(name, error) from error
             if got == 0:
                 break
             done += got
@@ -122,18 +137,22 @@ class DirectorySource:
         except FileNotFoundError:
             raise NoSuchResource(f"{self.label} has no file {name!r}", file=name) from None
         except OSError as error:
-            raise StorageFailed(
-                f"{self.label}: {name} cannot be read: {error.strerror}",
-                hint="check the permissions of the directory and the health of its disk",
-                file=name,
-                errno=error.errno,
-            ) from error
+            raise self._failed(name, error) from error
+
+    def _failed(self, name: str, error: OSError) -> StorageFailed:
+        return StorageFailed(
+            f"{self.label}: {name} cannot be read: {error.strerror}",
+            hint="check the permissions of the directory and the health of its disk",
+            file=name,
+            errno=error.errno,
+        )
 
 
 class HttpSource:
     """The files of a checkpoint as the service hands them over, by Range requests. Closing it closes the `Api`."""
 
     steady = False
+    readers, chunk_bytes = HTTP_READERS, HTTP_CHUNK_BYTES
 
     def __init__(self, api: Api, run: str, step: int) -> None:
         self._api = api

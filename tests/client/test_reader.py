@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from holdfast.reader import CheckpointReader, Want
+from holdfast.reader import CheckpointReader
 from holdfast.sources import DirectorySource
+from holdfast.wants import Want
 from holdfast_formats import manifest, naming, transfer
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import (
