@@ -18,8 +18,8 @@ from holdfast_formats.layout import FILE_BYTES_MAX
 from holdfast_formats.manifest import Manifest
 
 from . import assets as asset_files
+from . import collecting, settled, staging
 from . import launch as launches
-from . import settled, staging
 from .growth import Need
 from .handover import Handover, Sealable
 from .place import open_checkpoint, place
@@ -185,7 +185,7 @@ class Checkpointer:
             if chosen is None:
                 self._prepare_after(step, groups)
                 return 0
-            with open_checkpoint(root, url, self.run, chosen) as reader:
+            with collecting.paused(), open_checkpoint(root, url, self.run, chosen) as reader:
                 restored = self._load(reader, groups, ignore, strict)
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
             for note in restored.notes:

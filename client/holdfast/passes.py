@@ -8,6 +8,7 @@ that it proves to be the piece's, so that the second need not read the rest agai
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,17 @@ from holdfast_formats.proof import Piece
 from .sources import Source
 from .wants import Touched
 
+# Who waits for a disk or a network keeps several requests under way. From memory, more threads than cores, and the one that
+# hands them work, only push each other's chunks out of the cache.
+READERS_WAITING, READERS_SPARE = 8, 1
+PROBES = 64  # pieces looked at to tell which it is
+
 Batch = Sequence[Touched]
 
 
 def prove(source: Source, touched: Sequence[Touched]) -> None:
     """Read and check all of it; nothing is handed over. Raises `CorruptExtent` with file, tensor and byte range."""
-    _on_threads(source.readers, _batches(touched, source.chunk_bytes), lambda: _Prover(source).take)
+    _on_threads(source, touched, lambda: _Prover(source).take)
 
 
 def hand_over(source: Source, touched: Sequence[Touched], proven: bool) -> None:
@@ -36,7 +42,14 @@ def hand_over(source: Source, touched: Sequence[Touched], proven: bool) -> None:
     bytes as they lie in the file, those bytes are overwritten then.
     """
     trusted = proven and source.steady
-    _on_threads(source.readers, _batches(touched, source.chunk_bytes), lambda: _Giver(source, trusted).take)
+    _on_threads(source, touched, lambda: _Giver(source, trusted).take)
+
+
+def _readers(source: Source, touched: Sequence[Touched]) -> int:
+    """How many threads read these pieces fastest."""
+    probed = [item.piece for item in touched[:: max(len(touched) // PROBES, 1)]]
+    waits = any(source.view(p.file, p.start, p.stop) is None and source.waits(p.file, p.start) for p in probed)
+    return max(READERS_WAITING if waits else 1, (os.cpu_count() or 1) + READERS_SPARE)
 
 
 def _batches(touched: Sequence[Touched], bytes_max: int) -> deque[Batch]:
@@ -56,8 +69,9 @@ def _batches(touched: Sequence[Touched], bytes_max: int) -> deque[Batch]:
     return found
 
 
-def _on_threads(count: int, jobs: deque[Batch], worker: Callable[[], Callable[[Batch], None]]) -> None:
-    """Do all jobs, each thread with a worker of its own; the first error ends it and is raised."""
+def _on_threads(source: Source, touched: Sequence[Touched], worker: Callable[[], Callable[[Batch], None]]) -> None:
+    """Take all batches, each thread with a worker of its own; the first error ends it and is raised."""
+    jobs = _batches(touched, source.chunk_bytes)
 
     def drain() -> None:
         act = worker()
@@ -75,8 +89,9 @@ def _on_threads(count: int, jobs: deque[Batch], worker: Callable[[], Callable[[B
     if len(jobs) <= 1:
         drain()
         return
-    with ThreadPoolExecutor(min(count, len(jobs)), "holdfast-read") as threads:
-        running = [threads.submit(drain) for _ in range(min(count, len(jobs)))]
+    count = min(_readers(source, touched), len(jobs))
+    with ThreadPoolExecutor(count, "holdfast-read") as threads:
+        running = [threads.submit(drain) for _ in range(count)]
         try:
             for finished in running:
                 finished.result()

@@ -239,7 +239,7 @@ class CheckpointReader:
         Damage is raised, unless `on_damage` takes it. `on_bytes` hears, in the calling thread, how many bytes were read.
         """
         batches = list(proof.batches(pieces))
-        with ThreadPoolExecutor(max(1, min(self.source.readers, len(batches))), "holdfast-read") as threads:
+        with ThreadPoolExecutor(max(1, min(passes.READERS_WAITING, len(batches))), "holdfast-read") as threads:
             running: list[Future[int]] = [threads.submit(self._read_batch, b, take, on_damage or _refuse) for b in batches]
             try:
                 for finished in as_completed(running):

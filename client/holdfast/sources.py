@@ -18,17 +18,15 @@ from holdfast_formats.manifest import EXTENT_BYTES_MAX
 from .api import Api
 
 READ_AHEAD_BYTES_MIN = 2**20
-# Of a file: what stays in a core's cache until it is digested, and enough requests under way to keep a disk busy. The kernel
-# reads ahead of each. Of a service: a request for each extent.
-FILE_CHUNK_BYTES, FILE_READERS = 2**19, 8
-HTTP_CHUNK_BYTES, HTTP_READERS = EXTENT_BYTES_MAX, 4
+FILE_CHUNK_BYTES = 2**19  # stays in a core's cache until it is digested
+HTTP_CHUNK_BYTES = EXTENT_BYTES_MAX  # a request for each extent
 
 
 class Source(Protocol):
     """The files of one checkpoint, by plain name. Safe for threads; `label` says to people where they are.
 
     A source that is `steady` holds bytes that nobody can change any more: what was proven once stays proven. It is read best
-    by so many `readers` at once, `chunk_bytes` at a time.
+    `chunk_bytes` at a time.
     """
 
     @property
@@ -36,13 +34,12 @@ class Source(Protocol):
     @property
     def steady(self) -> bool: ...
     @property
-    def readers(self) -> int: ...
-    @property
     def chunk_bytes(self) -> int: ...
     def size(self, name: str) -> int | None: ...  # None when there is no such file
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...  # bytes read; fewer only at the file's end
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes: ...
     def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # bytes in memory; None: they must be read
+    def waits(self, name: str, offset: int) -> bool: ...  # whether reading there would wait for a disk or a network; a guess
     def close(self) -> None: ...
 
 
@@ -60,7 +57,7 @@ class DirectorySource:
     """The files of a checkpoint's directory, read with no service running. Follows no link out of the directory."""
 
     steady = False  # a page may leave memory and come back from the disk as another
-    readers, chunk_bytes = FILE_READERS, FILE_CHUNK_BYTES
+    chunk_bytes = FILE_CHUNK_BYTES
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -104,6 +101,12 @@ class DirectorySource:
 
     def view(self, name: str, start: int, stop: int) -> memoryview | None:
         return None  # the page cache is read: mapping it costs a fault for every few pages
+
+    def waits(self, name: str, offset: int) -> bool:
+        try:
+            return os.preadv(self._descriptor(name), (bytearray(1),), offset, os.RWF_NOWAIT) != 1
+        except (OSError, AttributeError):  # it would, or the system cannot tell
+            return True
 
     def close(self) -> None:
         """Close every file; the source can still be used and opens them again."""
@@ -152,7 +155,7 @@ class HttpSource:
     """The files of a checkpoint as the service hands them over, by Range requests. Closing it closes the `Api`."""
 
     steady = False
-    readers, chunk_bytes = HTTP_READERS, HTTP_CHUNK_BYTES
+    chunk_bytes = HTTP_CHUNK_BYTES
 
     def __init__(self, api: Api, run: str, step: int) -> None:
         self._api = api
@@ -179,6 +182,9 @@ class HttpSource:
 
     def view(self, name: str, start: int, stop: int) -> memoryview | None:
         return None
+
+    def waits(self, name: str, offset: int) -> bool:
+        return True
 
     def close(self) -> None:
         self._api.close()
