@@ -62,7 +62,7 @@ def open_peer(place: Place, state: State, variant: str) -> Holdfast:
 
 
 def load(place: Place, state: State, step: int) -> None:
-    """With no daemon running: from the directory, digests checked. Groups are named, as for all of them `restore()` would
+    """With no daemon running: from the directory, digests checked. Groups are named, because `restore()` of everything would
     start a daemon behind the next load and touch memory for saves."""
     Checkpointer(RUN, entries(state), root=place.directory).restore(step, groups=GROUPS)
 
