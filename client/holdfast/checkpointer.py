@@ -28,8 +28,10 @@ from .reader import CheckpointReader
 from .routes import Routes
 from .session import Session, Who
 from .slots import Slots
+from .sources import HttpSource
 from .state import Restoration, Snapshot, Stored, TrainState
 from .tickets import SaveTicket, Tickets
+from .warm import fill
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class RestoreReport(NamedTuple):
     notes: tuple[str, ...]  # what was mapped by a rule rather than restored as it was
     bytes: int
     seconds: float
+    source: Literal["slot", "directory", "http"] = "directory"  # "slot": out of the memory that it was saved from
 
 
 class Checkpointer:
@@ -230,7 +233,7 @@ class Checkpointer:
             if wait:
                 for ticket in self._tickets.open():
                     _settled(ticket)
-            self._session.close()
+            self._session.close(ended=wait)
             failed = self._tickets.take_failure()
         if wait and failed is not None and failed.error is not None:
             raise failed.error
@@ -294,11 +297,12 @@ class Checkpointer:
         restoration = self._state.prepare(stored, groups, ignore, strict)
         landings = staging.land(restoration.leaves)
         wants = [landing.want for landing in landings]
-        reader.prove(wants)
-        reader.load(wants)
+        warm, notes = fill(reader, wants, self._session.held, self._launch.rank)
         staging.finish(landings)
         restoration.apply()
-        return _report(reader.manifest.step, restoration, held.remapped, sum(w.into.nbytes for w in wants))
+        report = _report(reader.manifest.step, restoration, held.remapped, sum(w.into.nbytes for w in wants))
+        source: Literal["slot", "directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
+        return report._replace(notes=(*report.notes, *notes), source="slot" if warm else source)
 
     def _tell_failure(self) -> None:
         failed = self._tickets.take_failure()

@@ -106,11 +106,23 @@ class Link:
             self._segment = os.dup(fd)
             return fd
 
-    def close(self) -> None:
+    def take_fds(self, count: int) -> list[int]:
+        """The descriptors that came with the last reply, which are the caller's; `DaemonGone` when they are gone with it."""
+        with self._condition:
+            if len(self._fds) < count:
+                raise DaemonGone("the daemon sent no shared memory")
+            taken, self._fds = self._fds[:count], self._fds[count:]
+            return taken
+
+    def close(self, ended: bool = False) -> None:
+        """Part from the daemon; `ended` tells it that nobody will go on from here, so that it need not hold anything."""
         self._closing.set()
         self._hurry.set()
         with self._condition:
             self._condition.notify_all()
+            if ended and self._hello is not None:
+                with suppress(OSError):
+                    self._socket.sendall(wire.encode_frame(wire.Farewell(id=self.next_id())))
         with suppress(OSError):  # the daemon may have hung up first
             self._socket.shutdown(socket.SHUT_RDWR)
         for thread in (self._mender, self._thread):
@@ -187,7 +199,7 @@ class Link:
         error = DaemonGone(f"the daemon at {self.path} closed the connection", hint=_HINT)
         try:
             while True:
-                data, fds, _, _ = socket.recv_fds(connection, RECEIVE_BYTES, 4)
+                data, fds, _, _ = socket.recv_fds(connection, RECEIVE_BYTES, wire.HELD_RANKS_MAX)
                 with self._condition:
                     for fd in fds:
                         os.set_inheritable(fd, False)

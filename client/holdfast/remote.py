@@ -44,6 +44,7 @@ class RemoteLink:
             wire.Seal: self._seal,
             wire.Abandon: self._abandon,
             wire.Choose: self._choose,
+            wire.Held: lambda message: wire.HeldSlots(reply_to=message.id),  # memory that we share with nobody
         }
 
     @property
@@ -70,7 +71,10 @@ class RemoteLink:
                 raise DaemonGone("no segment was reserved")
             return self._fds.pop(0)
 
-    def close(self) -> None:
+    def take_fds(self, count: int) -> list[int]:
+        raise DaemonGone("a rank without shared memory is sent none")
+
+    def close(self, ended: bool = False) -> None:
         """Part from the daemon: it saves what has been uploaded, and gives up what has not."""
         self._closed = True
         if self._courier is not None:

@@ -18,6 +18,7 @@ from .preparation import Preparation
 from .slots import Slots
 from .tickets import Tickets
 from .transport import Transport
+from .warm import HeldSlot, take_held
 
 log = logging.getLogger(__name__)
 
@@ -126,16 +127,20 @@ class Session:
         self._turn += 1
         return Choice(chosen.step, Path(welcome.root) if welcome.root else None, welcome.url)
 
+    def held(self, step: int) -> list[HeldSlot]:
+        """The slots from which a step was committed, where the daemon still holds them; the caller closes them."""
+        return [] if self._link is None else take_held(self._link, step)
+
     def _say(self, notice: str) -> None:
         log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)
         self.notices.append(notice)
 
-    def close(self) -> None:
-        """Part from the daemon."""
+    def close(self, ended: bool = False) -> None:
+        """Part from the daemon; `ended` says that it was as planned, so that nothing is held for a restart."""
         if self._touching is not None:
             self._touching.stop()
         if self._link is not None:
-            self._link.close()
+            self._link.close(ended)
             self._link = self._slots = None
 
 

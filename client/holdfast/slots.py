@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import mmap
 import os
 import threading
 
@@ -13,12 +10,9 @@ from holdfast_formats.arena import SlotHeader, SlotState
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError, DaemonGone, LimitExceeded
 
+from .mapping import Mapping
 from .transport import Transport
 
-log = logging.getLogger(__name__)
-
-MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
-TOUCH_BYTES = 64 * 2**20
 LEASE_MARGIN_S = 30.0  # how much longer than the daemon itself we wait for its answer
 
 
@@ -61,33 +55,19 @@ class Slots:
         self._touching, self._touched = threading.Lock(), False
         fd = link.take_fd()
         try:
-            self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+            self._mapping = Mapping(fd, write=True)
         except OSError as error:
             raise DaemonGone(f"the daemon's shared memory cannot be mapped: {error}") from error
         finally:
             os.close(fd)
-        self.memory = memoryview(self._map)
+        self.memory = self._mapping.memory
         self.geometry = arena.read_superblock(self.memory)
 
     def touch(self, stop: threading.Event) -> None:
         """Map every page now, so that the first save costs what the others cost; ends early when `stop` is set."""
         with self._touching:  # who comes second finds it done
             if not self._touched and not self._spilled:  # a spilled one would be written to the disk by it
-                self._touched = self._touch(stop)
-
-    def _touch(self, stop: threading.Event) -> bool:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        madvise = ctypes.CDLL(None, use_errno=True).madvise  # ctypes releases the GIL, mmap.madvise does not
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        madvise(address, len(self.memory), mmap.MADV_HUGEPAGE)  # a wish: kernels without it go on with small pages
-        for start in range(0, len(self.memory), TOUCH_BYTES):
-            size = min(TOUCH_BYTES, len(self.memory) - start)
-            if stop.is_set():
-                return False
-            if madvise(address + start, size, MADV_POPULATE_WRITE) != 0:
-                log.info("shared memory is not touched in advance: %s", os.strerror(ctypes.get_errno()))
-                break
-        return True
+                self._touched = self._mapping.touch(stop)
 
     def data(self, index: int) -> memoryview:
         """A slot's room for tensors."""

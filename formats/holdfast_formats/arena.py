@@ -24,6 +24,7 @@ SLOTS_MAX = 64
 SEGMENT_BYTES_MAX = 2**46
 _SUPERBLOCK = struct.Struct("<8sIIQQIIQ128s")  # magic, version, slots, data, table, rank, world, attempt, run
 _HEADER = struct.Struct("<8sIIQQQQQ")  # magic, version, state, step, attempt, data bytes used, table bytes, seal word
+_LOCK = struct.Struct("@hhqqi4x")  # the kernel's struct flock: kind, whence, start, length, pid
 _STATE_OFFSET = 12
 _SEAL_OFFSET = 48
 
@@ -166,6 +167,15 @@ def seal(memory: memoryview, made: Geometry, slot: int, header: SlotHeader, tabl
     at = made.header_offset(slot)
     struct.pack_into("<Q", memory, at + _SEAL_OFFSET, int(table_digest, 16))
     struct.pack_into("<I", memory, at + _STATE_OFFSET, SlotState.SEALED)
+
+
+def slot_lock(made: Geometry, slot: int, kind: int) -> bytes:
+    """What `F_OFD_SETLK` takes to lock a slot: its header's first byte, shared by who reads it, alone by who leases it out.
+
+    Such a lock belongs to an open file description, so a reader opens the segment anew, and it ends with its holder. A lock
+    of the kernel's outlives the daemon: no other daemon leases out what is being read.
+    """
+    return _LOCK.pack(kind, 0, made.header_offset(slot), 1, 0)
 
 
 def set_state(memory: memoryview, made: Geometry, slot: int, state: SlotState) -> None:

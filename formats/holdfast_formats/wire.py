@@ -2,8 +2,8 @@
 
 A frame is four bytes of little-endian length and a JSON object with a `type`. A request carries `id`; its reply carries the
 same number as `reply_to`. `Outcome` comes unasked. The file descriptors that travel, memfds, ride on the first byte of the
-`Segment` frame, and of the `Attach` frame when a rank brings its segment to another daemon. Bulk data
-never comes this way: it lies in the slot, table included.
+`Segment` frame, of the `HeldSlots` frame, and of the `Attach` frame when a rank brings its segment to another daemon. Bulk
+data never comes this way: it lies in the slot, table included.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from pydantic_core import PydanticSerializationError
 
 from .errors import InvalidRequest, LimitExceeded
 
-PROTOCOL = 1
+PROTOCOL = 2
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
+HELD_RANKS_MAX = 64  # descriptors that one message may bring
 
 
 class Message(BaseModel):
@@ -137,6 +138,37 @@ class Chosen(Reply):
     step: int | None
 
 
+class Held(Request):
+    """Does the daemon still hold the slots from which this step was committed?"""
+
+    type: Literal["held"] = "held"
+    step: int = Field(ge=0)
+
+
+class HeldPart(Message):
+    """What one rank put into that save: its slot, and the digest of the slot's table."""
+
+    rank: int
+    slot: int
+    table_digest: str
+
+
+class HeldSlots(Reply):
+    """One part for each rank of the world that saved, and with it its memfd, in this order; none when nothing is held.
+
+    A slot may be leased again at any time, unless the reader locks it first: FORMAT.md § 11.
+    """
+
+    type: Literal["held-slots"] = "held-slots"
+    parts: tuple[HeldPart, ...] = Field(default=(), max_length=HELD_RANKS_MAX)
+
+
+class Farewell(Request):
+    """The last message of a rank that ends as planned: nothing need be held for a restart. There is no reply."""
+
+    type: Literal["farewell"] = "farewell"
+
+
 class Done(Reply):
     type: Literal["done"] = "done"
 
@@ -157,11 +189,11 @@ class Outcome(Message):
 
 
 ToDaemon = Annotated[
-    Hello | Reserve | Attach | Lease | Seal | Abandon | Choose,
+    Hello | Reserve | Attach | Lease | Seal | Abandon | Choose | Held | Farewell,
     Field(discriminator="type"),
 ]
 ToRank = Annotated[
-    Welcome | Segment | Granted | Sealed | Chosen | Done | Failed | Outcome,
+    Welcome | Segment | Granted | Sealed | Chosen | HeldSlots | Done | Failed | Outcome,
     Field(discriminator="type"),
 ]
 TO_DAEMON: TypeAdapter[Any] = TypeAdapter(ToDaemon)

@@ -90,8 +90,9 @@ def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket |
         decisions = Decisions(tier, catalog, config.keep)
         keeper = _keeper(root, config)
         stack.callback(keeper.close)
-        arena = Arena(budget, keeper, Spill(root) if config.spill == "auto" else None)
         saver = Saver(tier, decisions, config.node)
+        spill = Spill(root) if config.spill == "auto" else None
+        arena = Arena(budget, keeper, spill, saver.holds.make_room)
         adoption = Adoption(arena, saver, decisions)
         decisions.recover(adoption.start)
         identity = Identity(config.node, str(root), __version__, url)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -42,7 +44,7 @@ class Rank:
         self.outcomes: dict[int, Outcome] = {}
         self._heard = threading.Condition()
         self.who = Participant(RUN, rank, launch_world, attempt, self._notify)
-        self.segment: Segment = world.arena.reserve(arena.geometry(2, SIZE, 4096), f"rank{rank}")
+        self.segment: Segment = world.arena.reserve(arena.geometry(2, SIZE, 4096), f"rank{rank}", self.who.owner)
         world.saver.join(self.who)
 
     def _notify(self, outcome: Outcome) -> None:
@@ -90,8 +92,8 @@ class SaverWorld:
         self._directory = tempfile.TemporaryDirectory()
         self.catalog = Catalog.open(f"sqlite:///{self._directory.name}/catalog.sqlite")
         self.decisions = Decisions(tier, self.catalog, keep_last)
-        self.arena = Arena(Budget(2**30))
         self.saver = Saver(tier, self.decisions, "node")
+        self.arena = Arena(Budget(2**30), make_room=self.saver.holds.make_room)
         self._launches = 0
 
     def launch(self, world: int) -> list[Rank]:
@@ -99,6 +101,18 @@ class SaverWorld:
         self._launches += 1
         attempt = self.decisions.hello(RUN, f"launch-{self._launches}", world, None)
         return [Rank(self, rank, attempt, world) for rank in range(world)]
+
+    def held(self, step: int) -> dict[int, tuple[int, bytes]]:
+        """By rank: the slot in which its part of a held step stands, and the bytes there; nothing when it is not held."""
+        parts, fds = self.saver.holds.lend(RUN, step)
+        found = {}
+        for part, fd in zip(parts, fds, strict=True):
+            with mmap.mmap(fd, os.fstat(fd).st_size) as memory, memoryview(memory) as seen:
+                made = arena.read_superblock(seen)
+                start = made.data_offset(part.slot)
+                found[part.rank] = part.slot, bytes(seen[start : start + SIZE])
+            os.close(fd)
+        return found
 
     def committed(self) -> list[int]:
         """The steps whose directories are sound, each verified byte by byte; fails on one that is visible but not sound."""

@@ -19,7 +19,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_service.daemon import saver as saver_module
 from holdfast_service.storage import MemoryTier
-from tests.daemon.saver_world import RUN, Rank, SaverWorld, saver_world
+from tests.daemon.saver_world import RUN, Rank, SaverWorld, content, saver_world
 
 WORLD = 2
 
@@ -134,10 +134,14 @@ class Rounds(RuleBasedStateMachine):
         self.aborted: set[int] = set()
         self.expected: set[int] = set()
         self.gone: set[int] = set()
+        self.slots: dict[int, dict[int, int]] = {}  # step -> rank -> slot, of this attempt
+        self.held: tuple[int, dict[int, int] | None] = (0, None)  # what must be held: step, and its slots if they are ours
         self.begin()
 
     def begin(self) -> None:
         self.ranks = self.world.launch(WORLD)
+        self.held = self.held[0], None
+        self.slots.clear()
         self.leases.clear()
         self.sealed.clear()
         self.aborted.clear()
@@ -158,6 +162,10 @@ class Rounds(RuleBasedStateMachine):
         else:
             assert step not in self.expected and held < 2
             self.leases[rank, step] = slot
+            self.slots.setdefault(step, {})[rank] = slot
+            if self.held[1] is not None and self.held[1][rank] == slot:
+                assert held == 1, "a held slot was leased before a free one"
+                self.held = 0, None
             self.sealed.setdefault(step, set())
 
     @precondition(lambda self: self.leases)
@@ -171,6 +179,7 @@ class Rounds(RuleBasedStateMachine):
             self.expected.add(step)
             del self.sealed[step]
             assert self.ranks[rank].wait(step).state == "committed"
+            self.held = step, self.slots[step]
 
     @precondition(lambda self: not self.gone)
     @rule(rank=st.integers(0, WORLD - 1))
@@ -200,6 +209,14 @@ class Rounds(RuleBasedStateMachine):
         """What every rank sealed is committed and sound byte for byte; nothing else is visible."""
         self.world.saver.settle(RUN, 30)
         assert set(self.world.committed()) == self.expected
+
+    @invariant()
+    def the_newest_commit_is_held_until_its_slots_are_needed(self) -> None:
+        """Its bytes stand in the slots they came from, of every rank; once one of these is leased, nothing is held."""
+        self.world.saver.settle(RUN, 30)
+        step, _ = self.held
+        found = {rank: data for rank, (_, data) in self.world.held(step).items()}
+        assert found == ({rank: content(step, rank).tobytes() for rank in range(WORLD)} if step else {})
 
     def teardown(self) -> None:
         self.world.close()

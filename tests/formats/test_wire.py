@@ -21,6 +21,8 @@ TO_DAEMON: list[Message] = [
     wire.Seal(id=3, slot=0, step=500, table_digest="0123456789abcdef"),
     wire.Abandon(id=4, slot=1, step=500, problem=Pinned("x", hint="y").problem()),
     wire.Choose(id=5, turn=0, step=None, groups=("model", "optim")),
+    wire.Held(id=7, step=500),
+    wire.Farewell(id=8),
 ]
 TO_RANK: list[Message] = [
     wire.Welcome(reply_to=0, attempt=2, node="n", root="/r", version="0.1.0"),
@@ -28,6 +30,7 @@ TO_RANK: list[Message] = [
     wire.Granted(reply_to=2, slot=1, deadline_s=60.0),
     wire.Sealed(reply_to=3),
     wire.Chosen(reply_to=5, step=500),
+    wire.HeldSlots(reply_to=7, parts=(wire.HeldPart(rank=0, slot=1, table_digest="0123456789abcdef"),)),
     wire.Done(reply_to=4),
     wire.Failed(reply_to=2, problem=Pinned("x").problem()),
     wire.Outcome(step=500, attempt=2, state="aborted", problem={"code": "no-space", "检": 1}),

@@ -43,7 +43,8 @@ class Adoption:
     def start(self) -> Collection[int]:
         """Take up all segments of an earlier daemon; returns the ids of the rounds that go on."""
         going_on: set[int] = set()
-        for segment in self._arena.recover():
+        recovered = self._arena.recover()
+        for segment in recovered:
             assert segment.owner is not None
             deadline = time.monotonic() + RETURN_S
             absent = self._absent.setdefault(segment.owner, _Absent(_participant(segment.owner), [], deadline))
@@ -53,6 +54,7 @@ class Adoption:
         for absent in self._absent.values():
             for segment in absent.segments:
                 going_on |= self.take_up(segment, absent.who)
+        self._saver.holds.find(recovered)
         return going_on
 
     def take_up(self, segment: Segment, who: Participant) -> set[int]:

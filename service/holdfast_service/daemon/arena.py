@@ -20,12 +20,15 @@ from holdfast_service.storage import scratch
 
 from .budget import Budget, Room, fitting
 from .keeping import Keeper
+from .peer import Peer
 from .spill import Spill, emptier, fewer_notice, refusal
 
 log = logging.getLogger(__name__)
 
 LEASE_DEADLINE_S = 600.0
 OUTGROWN_WAIT_S = 30.0  # how long a rank's new segment waits for its old one, where memory has no room for both
+READ_POLL_S = 0.05  # the kernel does not tell when a reader unlocks a slot
+SPARE_FACTOR_MAX = 2  # a segment is not taken over by who needs less than half of it
 
 
 class Segment:
@@ -39,12 +42,14 @@ class Segment:
         self.spilled, self.notice = spilled, ""
         self._empty: Callable[[int], None] = emptier(fd, geometry) if spilled else lambda slot: None
         self.user: object = None  # the conversation that uses it now
+        self._peer: Peer | None = None  # the process that last did
         try:
             self._map = mmap.mmap(fd, geometry.segment_bytes)
         except OSError as error:
             raise NoSpace(f"cannot map {geometry.segment_bytes} bytes: {error.strerror}", hint=_MEMORY_HINT) from error
         self.memory = memoryview(self._map)
         self._free = set(range(geometry.slots))
+        self._kept: dict[int, Callable[[], None]] = {}  # of the free ones; what to do when such a slot is leased after all
         self._when_idle: Callable[[], None] | None = None
         self._changed = threading.Condition()
 
@@ -98,20 +103,49 @@ class Segment:
                 arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
 
     def lease(self, step: int, attempt: int, wait_s: float) -> int:
-        """A free slot, now leased for `step`; waits up to `wait_s` seconds for one, then `ArenaFull`."""
+        """A free slot, now leased for `step`; waits up to `wait_s` seconds, then `ArenaFull`. Kept ones come last."""
         limit = time.monotonic() + wait_s
         with self._changed:
-            while not self._free:
-                if not self._changed.wait(max(limit - time.monotonic(), 0)) and time.monotonic() >= limit:
+            while (slot := self._claim(SlotHeader(SlotState.LEASED, step, attempt, 0, 0, 0))) is None:
+                left = limit - time.monotonic()
+                if left <= 0:
                     raise ArenaFull(
                         f"all {self.geometry.slots} slots hold saves that storage has not taken yet",
                         hint="save less often, or give the arena more slots",
                     )
-            slot = min(self._free)
-            self._free.remove(slot)
-        self._empty(slot)
-        arena.write_header(self.memory, self.geometry, slot, SlotHeader(SlotState.LEASED, step, attempt, 0, 0, 0))
+                self._changed.wait(min(left, READ_POLL_S) if self._free else left)
+            when_leased = self._kept.pop(slot, None)
+        if when_leased is not None:
+            when_leased()
         return slot
+
+    def _claim(self, header: SlotHeader) -> int | None:
+        """Take a slot that is free, and that nobody is reading, and write its header."""
+        for slot in sorted(self._free, key=lambda slot: (slot in self._kept, slot)):
+            if _lock(self.fd, self.geometry, slot, fcntl.F_WRLCK):
+                self._empty(slot)
+                arena.write_header(self.memory, self.geometry, slot, header)
+                _lock(self.fd, self.geometry, slot, fcntl.F_UNLCK)
+                self._free.remove(slot)
+                return slot
+        return None
+
+    def keep(self, slot: int, when_leased: Callable[[], None]) -> None:
+        """What stands in this slot may be wanted once more: lease it last, and do not retire before `unkeep`."""
+        with self._changed:
+            self._kept[slot] = when_leased
+
+    def unkeep(self, slot: int) -> None:
+        """Nobody wants what stands in this slot any more."""
+        with self._changed:
+            self._kept.pop(slot, None)
+            idle = self._when_idle if self._idle else None
+        if idle is not None:
+            idle()
+
+    @property
+    def _idle(self) -> bool:
+        return len(self._free) == self.geometry.slots and not self._kept
 
     def release(self, slot: int) -> None:
         """Give a slot back; doing so twice is harmless."""
@@ -119,7 +153,7 @@ class Segment:
         with self._changed:
             self._free.add(slot)
             self._changed.notify_all()
-            idle = self._when_idle if len(self._free) == self.geometry.slots else None
+            idle = self._when_idle if self._idle else None
         if idle is not None:
             idle()
 
@@ -138,12 +172,33 @@ class Segment:
             self._when_idle = None
 
     def retire(self, when_idle: Callable[[], None]) -> None:
-        """Call `when_idle` as soon as no slot is leased or sealed any more: now, or at the last release."""
+        """Call `when_idle` as soon as no slot is leased, sealed or kept any more: now, or at the last release."""
         with self._changed:
             self._when_idle = when_idle
-            idle = len(self._free) == self.geometry.slots
+            idle = self._idle
         if idle:
             when_idle()
+
+    def used_by(self, user: object, peer: Peer) -> None:
+        """A conversation uses the segment from here on, and the process at its other end."""
+        if self._peer is not None:
+            self._peer.close()
+        self.user, self._peer = user, peer
+
+    def pass_on(self, owner: Owner, geometry: Geometry) -> bool:
+        """Become `owner`'s, if this was the same rank's in an earlier attempt, has the room, and its process is gone."""
+        mine = self.owner
+        if mine is None or self.spilled or (mine.run, mine.rank, mine.world) != (owner.run, owner.rank, owner.world):
+            return False
+        with self._changed:
+            fits = all(have >= need for have, need in zip(self.geometry, geometry, strict=True))
+            fits = fits and self.geometry.segment_bytes <= SPARE_FACTOR_MAX * geometry.segment_bytes
+            left = mine.attempt < owner.attempt and len(self._free) == self.geometry.slots and self._when_idle is not None
+            if not fits or not left or self._peer is None or not self._peer.gone:
+                return False
+            arena.write_superblock(self.memory, self.geometry, owner)
+            self.owner, self._when_idle = owner, None
+            return True
 
     def take_sealed(self, slot: int, step: int, table_digest: str) -> SealedSlot:
         """What a sealed slot holds, proven by its header, its seal word and its table's digest; `InvalidRequest` if not."""
@@ -165,11 +220,15 @@ class Segment:
         if self.spilled:
             return  # its blocks stay reserved: a late write into it must not want for one
         for slot in range(self.geometry.slots):
-            size = self.geometry.slot_bytes - arena.PAGE_BYTES
-            self._map.madvise(mmap.MADV_REMOVE, self.geometry.data_offset(slot), size)
+            if _lock(self.fd, self.geometry, slot, fcntl.F_WRLCK):  # never to be read again; a slot that is read stays
+                size = self.geometry.slot_bytes - arena.PAGE_BYTES
+                self._map.madvise(mmap.MADV_REMOVE, self.geometry.data_offset(slot), size)
 
     def close(self) -> None:
         """Give the memory back to the machine, once the last view of it is gone."""
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -179,13 +238,12 @@ class SealedSlot:
     """A complete slot: its decoded table and its data. Read-only by agreement until it is released."""
 
     def __init__(self, segment: Segment, slot: int, slot_table: SlotTable, data: memoryview) -> None:
-        self.slot = slot
+        self.segment, self.slot = segment, slot
         self.table = slot_table
         self.data = data
-        self._release: Callable[[], None] = lambda: segment.release(slot)
 
     def release(self) -> None:
-        self._release()
+        self.segment.release(self.slot)
 
 
 def check_identity(sealed: SealedSlot, owner: Owner, step: int) -> None:
@@ -209,10 +267,19 @@ def find_sealed(segment: Segment, slot: int) -> SealedSlot | None:
 
 
 class Arena:
-    """All segments of a node, within its budget. With a `spill`, what memory has no room for is staged on disk."""
+    """All segments of a node, within its budget. With a `spill`, what memory has no room for is staged on disk.
 
-    def __init__(self, budget: Budget, keeper: Keeper | None = None, spill: Spill | None = None) -> None:
-        self._budget, self._keeper, self._spill = budget, keeper, spill
+    `make_room` is called before anybody gets less memory than asked for.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        keeper: Keeper | None = None,
+        spill: Spill | None = None,
+        make_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._budget, self._keeper, self._spill, self._make_room = budget, keeper, spill, make_room
         self._lock = threading.Condition()
         self._segments: set[Segment] = set()
 
@@ -229,6 +296,10 @@ class Arena:
         memory nor disk has room for one slot. With an owner, its descriptor is kept beyond this daemon's death.
         """
         with self._lock:
+            short = self._fitting(asked) < asked.slots
+        if short:
+            self._make_room()
+        with self._lock:
             if self._fitting(asked) < asked.slots:
                 self._lock.wait_for(lambda: self._fitting(asked) == asked.slots or not self._leaving(owner), OUTGROWN_WAIT_S)
             segment = self._make(asked, label, owner)
@@ -237,6 +308,14 @@ class Arena:
             log.warning("%s: %s", label, segment.notice)
         self._keep(segment)
         return segment
+
+    def take_over(self, geometry: Geometry, owner: Owner) -> Segment | None:
+        """The segment that this rank had in an earlier attempt, if it fits and its process is gone; else None.
+
+        It is the owner's from here on, with every page in place and with what is held in it.
+        """
+        with self._lock:
+            return next((segment for segment in self._segments if segment.pass_on(owner, geometry)), None)
 
     def recover(self) -> list[Segment]:
         """The segments that an earlier daemon left with the keeper; what is not one of ours is let go."""
@@ -339,6 +418,17 @@ class Arena:
             self._keeper.keep(segment.name, segment.fd)
         except OSError as error:
             log.warning("nobody keeps shared memory while no daemon lives, but the ranks themselves: %s", error)
+
+
+def _lock(fd: int, geometry: Geometry, slot: int, kind: int) -> bool:
+    """Lock or unlock a slot against readers; False while one reads it. Where no file can be locked nobody reads a slot."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, arena.slot_lock(geometry, slot, kind))
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        log.debug("slots cannot be locked: %s", error)
+    return True
 
 
 _MEMORY_HINT = "free memory on this machine, or save a smaller state with fewer slots"

@@ -8,40 +8,29 @@ Windows depend on nothing but the slots: threads take them in any order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdfast_formats.digest import digest, running
+from holdfast_formats.holdings import Bytes, Holding, gather, hold, hold_all
 from holdfast_formats.manifest import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.plan import Origin, PlannedFile, PlannedTensor
-from holdfast_formats.region import Box, byte_box, byte_span, byte_view
-from holdfast_formats.transfer import Direction, element_dtype, move
-
-from .windows import Bytes
 
 CACHED_BYTES = 2**19  # what a core's own cache holds besides what it comes from
 
 Slots = Mapping[int, memoryview]  # rank -> the data of its sealed slot
 
 
-class Held(NamedTuple):
-    """The bytes of an origin in its slot, and the bytes [start, stop) of the tensor that they are: None if strided."""
-
-    flat: Bytes
-    span: tuple[int, int] | None
-    box: Box  # in byte-view coordinates
-
-
 class Cut(NamedTuple):
-    """An extent: `length` bytes of a tensor from `offset` on, at `start` in the file. A part of the header has no tensor."""
+    """An extent: `length` bytes of a tensor from `offset` on, at `start` in the file. A part of the header is `raw`."""
 
     start: int
     length: int
     offset: int
     tensor: PlannedTensor | None
-    held: Sequence[Held]
+    held: Sequence[Holding]
+    raw: Bytes | None = None
 
     @property
     def stop(self) -> int:
@@ -113,35 +102,24 @@ class FileBytes:
 def _header_cuts(header: Bytes) -> Iterator[Cut]:
     for start in range(0, header.nbytes, EXTENT_BYTES_MAX):
         length = min(EXTENT_BYTES_MAX, header.nbytes - start)
-        yield Cut(start, length, start, None, (Held(header, (0, header.nbytes), Box((), ())),))
+        yield Cut(start, length, start, None, (), header)
 
 
-def _hold(tensor: PlannedTensor, origin: Origin, flat: Mapping[int, Bytes]) -> Held:
-    spec = tensor.spec
+def _hold(tensor: PlannedTensor, origin: Origin, flat: Mapping[int, Bytes]) -> Holding:
+    data = flat[origin.rank][origin.slot_offset :]
     if len(tensor.origins) == 1:  # it tiles the tensor alone
-        size = spec.nbytes
-        return Held(flat[origin.rank][origin.slot_offset : origin.slot_offset + size], (0, size), origin.box)
-    view = byte_view(spec.dtype, spec.shape, spec.name)
-    box = byte_box(spec.dtype, origin.box, spec.shape, spec.name)
-    length = box.volume * view.itemsize
-    span = byte_span(box, view.shape, view.itemsize)
-    data = flat[origin.rank][origin.slot_offset : origin.slot_offset + length]
-    return Held(data, span if span[1] - span[0] == length else None, box)
+        return hold_all(tensor.spec, data)
+    return hold(tensor.spec, origin.box, data)
 
 
 def _gather(cut: Cut, offset: int, target: Bytes) -> None:
     """The bytes of a cut's tensor from `offset` on, as many as `target` takes."""
-    stop = offset + target.nbytes
-    copied = 0
-    for held in cut.held:
-        if held.span is None:
-            _gather_strided(cut, offset, target)
-            return
-        low, high = max(held.span[0], offset), min(held.span[1], stop)
-        if low < high:
-            target[low - offset : high - offset] = held.flat[low - held.span[0] : high - held.span[0]]
-            copied += high - low
-    assert copied == target.nbytes, f"{copied} of {target.nbytes} bytes gathered"
+    if cut.tensor is None:
+        assert cut.raw is not None
+        target[:] = cut.raw[offset : offset + target.nbytes]
+        return
+    copied = gather(cut.tensor.spec, cut.held, offset, target)
+    assert copied == target.nbytes, f"{cut.tensor.spec.name}: {copied} of {target.nbytes} bytes gathered"
 
 
 def _gather_digested(cut: Cut, target: Bytes) -> str:
@@ -153,21 +131,5 @@ def _gather_digested(cut: Cut, target: Bytes) -> str:
     for at in range(0, cut.length, CACHED_BYTES):
         part = target[at : at + CACHED_BYTES]
         _gather(cut, cut.offset + at, part)
-        found.update(part)
+        found.update(part.data)
     return found.hexdigest()
-
-
-def _gather_strided(cut: Cut, offset: int, target: Bytes) -> None:
-    assert cut.tensor is not None
-    spec = cut.tensor.spec
-    view = byte_view(spec.dtype, spec.shape, spec.name)
-    into = offset % view.itemsize  # an end of an extent may begin inside an element
-    whole: Bytes = np.empty(into + target.nbytes, np.uint8) if into else target
-    extent: NDArray[Any] = whole.view(element_dtype(view.itemsize))
-    moved = 0
-    for held in cut.held:
-        elements = held.flat.view(element_dtype(view.itemsize)).reshape(held.box.shape)
-        moved += move(Direction.GATHER, extent, offset // view.itemsize, elements, held.box, view.shape)
-    assert moved == extent.size, f"{spec.name}: {moved} of {extent.size} elements gathered"
-    if into:
-        target[:] = whole[into:]

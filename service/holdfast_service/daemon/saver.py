@@ -23,6 +23,7 @@ from holdfast_service.storage import Tier
 
 from .arena import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find_sealed
 from .checking import Checks
+from .holds import Holds
 from .ports import Decisions
 from .writer import write
 
@@ -89,13 +90,14 @@ class Saver:
         self._pending: dict[RoundKey, _Round] = {}  # complete, being saved
         self._jobs: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
         self._checks = Checks(tier, decisions)
+        self.holds = Holds(decisions.committed)
         self._thread = threading.Thread(target=self._save_loop, name="holdfast-saver", daemon=True)
         self._thread.start()
 
     @property
     def busy(self) -> bool:
         with self._lock:
-            return bool(self._open or self._pending or self._checks.left)
+            return bool(self._open or self._pending or self._checks.left or self.holds.awaiting)
 
     def join(self, who: Participant) -> None:
         """A rank has said hello. Incomplete rounds of older attempts of its run end (I6); what all had sealed is saved."""
@@ -222,8 +224,9 @@ class Saver:
                 current.deadline = deadline
 
     def expire(self) -> None:
-        """End the rounds whose deadline has passed."""
+        """End the rounds and the holds whose deadline has passed."""
         now = time.monotonic()
+        self.holds.expire(now)
         with self._lock:
             for current in list(self._open.values()):
                 late = sorted(rank for rank, lease in current.leases.items() if lease.deadline < now)
@@ -247,6 +250,7 @@ class Saver:
         self._jobs.put(None)
         self._thread.join()
         self._checks.close()
+        self.holds.close()
 
     def _take(self, current: _Round, rank: int, sealed: SealedSlot) -> int:
         """How many ranks have sealed, now that this one has; the last one sets the round going."""
@@ -323,6 +327,7 @@ class Saver:
         self._tier.remove_tree(staging)
         write(self._tier, plan, staging, {rank: s.data for rank, s in current.sealed.items()}, self._node)
         made = self._decisions.commit(current.id, plan)
+        self.holds.keep(*current.key, current.sealed)
         current.release()  # not before: until it is committed, the next daemon may need what is in the slots
         return made
 

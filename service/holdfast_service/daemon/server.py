@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast_formats import arena, wire
+from holdfast_formats import arena as formats
+from holdfast_formats import wire
 from holdfast_formats.errors import (
     CheckpointError,
     InvalidRequest,
@@ -22,6 +23,7 @@ from holdfast_formats.errors import (
 
 from .adoption import Adoption
 from .arena import LEASE_DEADLINE_S, Arena, Segment
+from .peer import Peer
 from .ports import Decisions
 from .saver import Participant, Saver
 
@@ -134,6 +136,8 @@ class _Conversation:
             wire.Seal: self._seal,
             wire.Abandon: self._abandon,
             wire.Choose: self._choose,
+            wire.Held: self._held,
+            wire.Farewell: self._farewell,
         }
 
     def hang_up(self) -> None:
@@ -225,10 +229,12 @@ class _Conversation:
 
     def _reserve(self, request: wire.Reserve) -> None:
         who = self._known()
-        asked = arena.geometry(request.slots, request.data_bytes, request.table_bytes)
+        asked = formats.geometry(request.slots, request.data_bytes, request.table_bytes)
         self._part_with_segments()  # first, so that there is room where memory has none for both
-        segment = self._daemon.arena.reserve(asked, f"{who.run}-rank{who.rank}", who.owner)
+        arena, holds = self._daemon.arena, self._daemon.saver.holds
+        segment = arena.take_over(asked, who.owner) or arena.reserve(asked, f"{who.run}-rank{who.rank}", who.owner)
         self._use(segment)
+        holds.succeeded(who.owner)
         reply = wire.Segment(
             reply_to=request.id,
             slots=segment.geometry.slots,
@@ -256,7 +262,7 @@ class _Conversation:
         return wire.Done(reply_to=request.id)
 
     def _use(self, segment: Segment) -> None:
-        segment.user = self
+        segment.used_by(self, Peer(self._connection))
         self._part_with_segments(but=segment)
         self._segments = [segment]
 
@@ -265,6 +271,7 @@ class _Conversation:
         outgrown, self._segments = self._segments, []
         for segment in outgrown:
             if segment is not but:
+                self._daemon.saver.holds.end(self._known().run)  # memory must not double
                 self._daemon.arena.drop(segment, outgrown=True)
 
     def _lease(self, request: wire.Lease) -> wire.Reply:
@@ -292,6 +299,17 @@ class _Conversation:
         self._daemon.saver.settle(who.run, request.wait_s)
         step = self._daemon.decisions.choose(who.run, who.attempt, request.turn, request.step, request.groups)
         return wire.Chosen(reply_to=request.id, step=step)
+
+    def _held(self, request: wire.Held) -> None:
+        parts, fds = self._daemon.saver.holds.lend(self._known().run, request.step)
+        try:
+            self._send(wire.HeldSlots(reply_to=request.id, parts=parts), fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _farewell(self, request: wire.Farewell) -> None:
+        self._daemon.saver.holds.end(self._known().run)
 
 
 def _listen(path: Path) -> socket.socket:

@@ -9,11 +9,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from holdfast_formats.holdings import Bytes
 from holdfast_formats.manifest import EXTENT_BYTES_MAX
-
-Bytes = NDArray[np.uint8]
 
 ALIGNMENT_MAX = 2**16  # of any tier that is written through windows
 WINDOW_BYTES = EXTENT_BYTES_MAX + 2 * ALIGNMENT_MAX  # whole extents, and what aligning both ends adds

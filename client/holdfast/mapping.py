@@ -1,0 +1,69 @@
+"""Shared memory, mapped where the kernel can use large pages for it, and its pages put in place."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+LARGE_BYTES = 2 * 2**20  # a large page, on the machines we support
+TOUCH_BYTES = 64 * 2**20
+_POPULATE_WRITE, _COLLAPSE = 23, 25  # madvise: Linux 5.14 and 6.1, and no names in Python yet
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+
+
+class Mapping:
+    """All of an open memfd, in memory: `memory` shows it. Unmapped when the last view of it is gone."""
+
+    def __init__(self, fd: int, *, write: bool) -> None:
+        """Raises `OSError` when it cannot be mapped."""
+        size = os.fstat(fd).st_size
+        # Python maps where the kernel likes; a large page needs an aligned place. So room is taken first, and mapped over.
+        room = mmap.mmap(-1, size + LARGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+        skipped = -start % LARGE_BYTES
+        self._address, self._size = start + skipped, size
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+        if _libc().mmap(self._address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != self._address:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        shown = memoryview(room)[skipped : skipped + size]
+        self.memory = shown if write else shown.toreadonly()
+
+    def touch(self, stop: threading.Event) -> bool:
+        """Put every page in place, large ones as long as there are any; False when `stop` was set before the end."""
+        large = True
+        for start in range(0, self._size, TOUCH_BYTES):
+            size = min(TOUCH_BYTES, self._size - start)
+            if stop.is_set():
+                return False
+            large = large and self._put_large(start, size)
+            if not self._advise(start, size, _POPULATE_WRITE):
+                log.info("shared memory is not touched in advance: %s", os.strerror(ctypes.get_errno()))
+                break
+        return True
+
+    def _put_large(self, start: int, size: int) -> bool:
+        """Make large pages of these bytes; False where there are none to be had."""
+        for page in range(start, start + size - LARGE_BYTES + 1, LARGE_BYTES):
+            if not self._advise(page, mmap.PAGESIZE, _POPULATE_WRITE) or not self._advise(page, LARGE_BYTES, _COLLAPSE):
+                log.debug("no large pages for shared memory: %s", os.strerror(ctypes.get_errno()))
+                return False
+        return True
+
+    def _advise(self, start: int, size: int, advice: int) -> bool:
+        return bool(_libc().madvise(self._address + start, size, advice) == 0)
+
+
+def _libc() -> Any:
+    """ctypes releases the GIL, `mmap.madvise` does not."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library

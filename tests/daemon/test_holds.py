@@ -1,0 +1,187 @@
+"""Holds: the newest commit stays in memory as long as that costs nobody anything, and no longer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from holdfast.warm import HeldSlot
+from holdfast_formats import arena as formats
+from holdfast_formats.arena import Owner
+from holdfast_formats.errors import ArenaFull, DaemonGone
+from holdfast_formats.wire import HeldPart
+from holdfast_service.daemon.arena import Arena, Segment
+from holdfast_service.daemon.holds import HELD_S
+from holdfast_service.daemon.peer import Peer
+from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, content, saver_world
+
+GEOMETRY = formats.geometry(2, SIZE, 4096)
+WORLD = 2
+
+
+@contextmanager
+def after_a_commit(steps: tuple[int, ...] = (1,)) -> Iterator[tuple[SaverWorld, list[Rank]]]:
+    """Two ranks have saved some steps, and all of them are committed and verified."""
+    with saver_world() as world:
+        ranks = world.launch(WORLD)
+        for step in steps:
+            for rank in ranks:
+                rank.save(step)
+            assert {rank.wait(step).state for rank in ranks} == {"committed"}
+        yield world, ranks
+
+
+def reading(world: SaverWorld, step: int) -> list[HeldSlot]:
+    """What a restoring rank has: the held slots, locked."""
+    parts, fds = world.saver.holds.lend(RUN, step)
+    slots = [HeldSlot(fd, part, step) for fd, part in zip(fds, parts, strict=True)]
+    for fd in fds:
+        os.close(fd)
+    return slots
+
+
+def test_a_newer_commit_takes_the_place_of_an_older_one() -> None:
+    """Only the newest step is held, with the bytes of every rank."""
+    with after_a_commit((1, 2, 3)) as (world, _):
+        assert world.held(1) == world.held(2) == {}
+        assert {rank: data for rank, (_, data) in world.held(3).items()} == {
+            rank: content(3, rank).tobytes() for rank in range(WORLD)
+        }
+
+
+def test_a_slot_that_is_read_is_not_leased() -> None:
+    """With one slot held and locked and the other leased, a third save must wait, until the reader is done."""
+    with after_a_commit() as (world, (first, _)):
+        held, slots = world.held(1), reading(world, 1)
+        assert [bytes(slot.data) for slot in slots] == [content(1, rank).tobytes() for rank in range(WORLD)]
+        first.lease(2)
+        with pytest.raises(ArenaFull):
+            first.lease(3)
+        slots[1].close()
+        with pytest.raises(ArenaFull):
+            first.lease(3)
+        slots[0].close()
+        assert first.lease(3) == held[0][0]
+        assert world.held(1) == {}, "with a slot of one rank, the hold of all ranks has ended"
+
+
+def test_a_slot_that_was_leased_meanwhile_is_not_read() -> None:
+    """A reader that comes too late with what it was told is refused, and does not keep the slot from anybody."""
+    with after_a_commit() as (world, (first, _)):
+        parts, fds = world.saver.holds.lend(RUN, 1)
+        first.save(2)
+        slot = first.lease(3)
+        assert slot == parts[0].slot
+        for part, fd in zip(parts, fds, strict=True):
+            if part.rank == 0:
+                with pytest.raises(DaemonGone, match="something else"):
+                    HeldSlot(fd, part, 1)
+            os.close(fd)
+        world.saver.gone(first.who)
+        assert first.segment.lease(9, 1, 0) == slot
+
+
+def test_a_part_that_is_not_what_was_promised_is_refused() -> None:
+    """Another step, or another table than the daemon named: not read."""
+    with after_a_commit() as (world, _):
+        parts, fds = world.saver.holds.lend(RUN, 1)
+        for step, part in ((2, parts[0]), (1, HeldPart(rank=0, slot=parts[0].slot, table_digest="0" * 16))):
+            with pytest.raises(DaemonGone):
+                HeldSlot(fds[0], part, step)
+        for fd in fds:
+            os.close(fd)
+
+
+def test_memory_of_ranks_that_are_gone_is_kept_for_a_while_only() -> None:
+    """Ranks leave: their segments stay, the daemon has a reason to; after HELD_S they are given back."""
+    with after_a_commit() as (world, ranks):
+        assert not world.saver.holds.awaiting
+        world.saver.holds.expire(0)
+        for rank in ranks:
+            rank.leave()
+        assert world.saver.holds.awaiting and world.arena.bytes == WORLD * GEOMETRY.segment_bytes
+        world.saver.holds.expire(1.0)
+        world.saver.holds.expire(1.0 + HELD_S)
+        assert world.held(1) != {}
+        world.saver.holds.expire(1.1 + HELD_S)
+        assert world.held(1) == {} and world.arena.bytes == 0 and not world.saver.holds.awaiting
+
+
+def test_what_is_kept_gives_way() -> None:
+    """To a removal of the checkpoint, to others' need of memory, and to a later attempt that has memory of its own."""
+    for reason in ("removed", "needed", "succeeded"):
+        with after_a_commit() as (world, ranks):
+            for rank in ranks:
+                rank.leave()
+            if reason == "removed":
+                world.decisions.remove(RUN, 1)
+                world.saver.holds.expire(1.0)
+            elif reason == "needed":
+                rest = 2**30 - world.arena.bytes
+                world.arena.reserve(formats.geometry(1, rest, 4096), "another")
+            else:
+                new = world.launch(WORLD)
+                world.saver.holds.succeeded(new[0].who.owner)
+                assert world.held(1) != {}, "the other rank may still want to read"
+                world.saver.holds.succeeded(new[1].who.owner)
+            assert world.held(1) == {}, reason
+            assert all(rank.segment.fd < 0 for rank in ranks), reason
+
+
+def left_behind(arena: Arena) -> tuple[Segment, subprocess.Popen[bytes]]:
+    """A segment of attempt 1 whose conversation is over, and the process that had it, which may live on."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind("")  # a name of the kernel's choice
+    listener.listen(1)
+    code = f"import socket,time; s=socket.socket(socket.AF_UNIX); s.connect({listener.getsockname()!r}); time.sleep(3600)"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    connection, _ = listener.accept()
+    segment = arena.reserve(GEOMETRY, "test", Owner(RUN, 0, 1, 1))
+    segment.used_by(connection, Peer(connection))
+    segment.keep(0, lambda: None)
+    arena.drop(segment)
+    connection.close()
+    listener.close()
+    return segment, process
+
+
+def test_a_later_attempt_takes_over_the_memory_of_a_process_that_is_gone() -> None:
+    """The very segment, once nobody can write to it any more; not by another rank, world or size, nor twice."""
+    arena = Arena(2**30)
+    segment, process = left_behind(arena)
+    heir = Owner(RUN, 0, 1, 2)
+    assert arena.take_over(GEOMETRY, heir) is None, "its process lives and may write"
+    process.kill()
+    process.wait()
+    for geometry, owner in (
+        (GEOMETRY, heir._replace(rank=1, world=2)),
+        (GEOMETRY, heir._replace(run="other")),
+        (GEOMETRY, heir._replace(attempt=1)),
+        (formats.geometry(2, 10 * GEOMETRY.data_bytes, 4096), heir),
+        (formats.geometry(1, 0, 0), heir),
+    ):
+        assert arena.take_over(geometry, owner) is None
+    assert arena.take_over(GEOMETRY, heir) is segment
+    assert segment.owner == heir == formats.read_owner(segment.memory) and not segment.retired
+    assert segment.lease(7, 2, 0) == 1, "what is kept in it is still leased last"
+    assert arena.take_over(GEOMETRY, heir._replace(attempt=3)) is None
+    segment.close()
+
+
+def test_memory_in_use_is_not_taken_over() -> None:
+    """A slot that is still leased or sealed belongs to its save."""
+    arena = Arena(2**30)
+    segment, process = left_behind(arena)
+    process.kill()
+    process.wait()
+    slot = segment.lease(5, 1, 0)
+    assert arena.take_over(GEOMETRY, Owner(RUN, 0, 1, 2)) is None
+    segment.release(slot)
+    assert arena.take_over(GEOMETRY, Owner(RUN, 0, 1, 2)) is segment
+    segment.close()
