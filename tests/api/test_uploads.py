@@ -17,6 +17,7 @@ import httpx
 import pytest
 import zstandard
 
+from holdfast_formats import wire
 from holdfast_formats.digest import digest
 from holdfast_service.api.uploads import CHUNK_BYTES_MAX, CHUNKS_MAX
 from tests.checkpoints import build_root
@@ -44,7 +45,7 @@ def join(http: httpx.Client) -> str:
     """The path of a rank, of a run of its own, that has reserved a slot."""
     path = f"/v1/ranks/{uuid.uuid4().hex}"
     run = f"run-{next(_numbers)}"
-    welcome = http.put(path, json={"protocol": 1, "run": run, "rank": 0, "world": 1, "launch": "x"})
+    welcome = http.put(path, json={"protocol": wire.PROTOCOL, "run": run, "rank": 0, "world": 1, "launch": "x"})
     assert (welcome.status_code, welcome.json()["chunk_bytes_max"]) == (200, CHUNK_BYTES_MAX)
     assert http.put(f"{path}/segment", json={"slots": 1, "data_bytes": ROOM, "table_bytes": 4096}).status_code == 204
     return path

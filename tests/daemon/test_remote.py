@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast_formats import rest, table
+from holdfast_formats import rest, table, wire
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import (
     AlreadyCommitted,
@@ -45,7 +45,9 @@ def ranks(world: SaverWorld) -> Iterator[RemoteRanks]:
 
 
 def hello(rank: int = 0, world: int = 1, launch: str = "launch-r", **changes: object) -> rest.RankHello:
-    return rest.RankHello(**{"protocol": 1, "run": RUN, "rank": rank, "world": world, "launch": launch, **changes})
+    return rest.RankHello(
+        **{"protocol": wire.PROTOCOL, "run": RUN, "rank": rank, "world": world, "launch": launch, **changes}
+    )
 
 
 def join(ranks: RemoteRanks, *who: object) -> RemoteRank:
