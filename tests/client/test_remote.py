@@ -70,6 +70,7 @@ def check_saved(url: str, run: str, step: int, expected: dict[str, torch.Tensor]
     live = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     with Checkpointer(run, live, url=url) as checkpointer:
         assert checkpointer.restore() == step
+        assert checkpointer.last_restore.source == "http"
     for name, tensor in expected.items():
         assert torch.equal(live[name], tensor), name
 
