@@ -21,9 +21,10 @@ from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_formats.wire import Outcome
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.daemon.arena import Arena, Segment
+from holdfast_service.daemon.arena import Arena
 from holdfast_service.daemon.budget import Budget
 from holdfast_service.daemon.saver import Participant, Saver
+from holdfast_service.daemon.segment import Segment
 from holdfast_service.daemon.verifier import verify
 from holdfast_service.storage import MemoryTier, Tier
 

@@ -18,10 +18,11 @@ from holdfast_formats.wire import Outcome
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.adoption import Adoption
-from holdfast_service.daemon.arena import Arena, Segment
+from holdfast_service.daemon.arena import Arena
 from holdfast_service.daemon.budget import Budget
 from holdfast_service.daemon.keeping import MemoryKeeper
 from holdfast_service.daemon.saver import Participant, Saver
+from holdfast_service.daemon.segment import Segment
 from holdfast_service.daemon.verifier import verify
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import RUN, SIZE, content

@@ -11,9 +11,10 @@ import pytest
 from holdfast_formats import arena
 from holdfast_formats.arena import Owner
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
-from holdfast_service.daemon import arena as segments
-from holdfast_service.daemon.arena import Arena, Segment
+from holdfast_service.daemon import segment as segments
+from holdfast_service.daemon.arena import Arena
 from holdfast_service.daemon.budget import Bound, Budget
+from holdfast_service.daemon.segment import Segment
 from holdfast_service.daemon.spill import Spill
 
 ASKED = arena.geometry(2, 2**20, 4096)

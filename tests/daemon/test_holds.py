@@ -16,9 +16,11 @@ from holdfast_formats import arena as formats
 from holdfast_formats.arena import Owner
 from holdfast_formats.errors import ArenaFull, DaemonGone
 from holdfast_formats.wire import HeldPart
-from holdfast_service.daemon.arena import Arena, Segment
+from holdfast_service.daemon.arena import Arena
+from holdfast_service.daemon.budget import Budget
 from holdfast_service.daemon.holds import HELD_S
 from holdfast_service.daemon.peer import Peer
+from holdfast_service.daemon.segment import Segment
 from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, content, saver_world
 
 GEOMETRY = formats.geometry(2, SIZE, 4096)
@@ -153,7 +155,7 @@ def left_behind(arena: Arena) -> tuple[Segment, subprocess.Popen[bytes]]:
 
 def test_a_later_attempt_takes_over_the_memory_of_a_process_that_is_gone() -> None:
     """The very segment, once nobody can write to it any more; not by another rank, world or size, nor twice."""
-    arena = Arena(2**30)
+    arena = Arena(Budget(2**30))
     segment, process = left_behind(arena)
     heir = Owner(RUN, 0, 1, 2)
     assert arena.take_over(GEOMETRY, heir) is None, "its process lives and may write"
@@ -176,7 +178,7 @@ def test_a_later_attempt_takes_over_the_memory_of_a_process_that_is_gone() -> No
 
 def test_memory_in_use_is_not_taken_over() -> None:
     """A slot that is still leased or sealed belongs to its save."""
-    arena = Arena(2**30)
+    arena = Arena(Budget(2**30))
     segment, process = left_behind(arena)
     process.kill()
     process.wait()

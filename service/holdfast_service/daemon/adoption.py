@@ -16,9 +16,10 @@ from holdfast_formats.arena import Owner, SlotState
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.wire import Outcome
 
-from .arena import Arena, Segment, find_sealed
+from .arena import Arena
 from .ports import Decisions
 from .saver import Participant, Saver
+from .segment import Segment, find_sealed
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.wire import HELD_RANKS_MAX, HeldPart
 
-from .arena import SealedSlot, Segment
+from .segment import SealedSlot, Segment
 
 log = logging.getLogger(__name__)
 

@@ -28,9 +28,10 @@ from holdfast_formats.errors import (
     from_problem,
 )
 
-from .arena import Arena, Segment
+from .arena import Arena
 from .ports import Decisions
 from .saver import Participant, Saver
+from .segment import Segment
 
 log = logging.getLogger(__name__)
 

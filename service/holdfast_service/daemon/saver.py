@@ -21,10 +21,10 @@ from holdfast_formats.plan import Plan
 from holdfast_formats.wire import Outcome
 from holdfast_service.storage import Tier
 
-from .arena import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find_sealed
 from .checking import Checks
 from .holds import Holds
 from .ports import Decisions
+from .segment import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find_sealed
 from .writer import write
 
 log = logging.getLogger(__name__)

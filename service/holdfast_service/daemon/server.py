@@ -22,10 +22,11 @@ from holdfast_formats.errors import (
 )
 
 from .adoption import Adoption
-from .arena import LEASE_DEADLINE_S, Arena, Segment
+from .arena import Arena
 from .peer import Peer
 from .ports import Decisions
 from .saver import Participant, Saver
+from .segment import LEASE_DEADLINE_S, Segment
 
 log = logging.getLogger(__name__)
 
