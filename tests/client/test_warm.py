@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -93,9 +93,12 @@ def arena_bytes(daemon: RunningDaemon) -> int:
 
 def shared_memory(daemon: RunningDaemon) -> list[str]:
     """The segments that the daemon has open, as paths that can be opened."""
-    folder = Path(f"/proc/{daemon.process.pid}/fd")
-    named = {entry: os.readlink(entry) for entry in folder.iterdir()}
-    return [str(entry) for entry, target in named.items() if target.startswith("/memfd:holdfast-r-rank")]
+    found = []
+    for entry in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(entry).startswith("/memfd:holdfast-r-rank"):
+                found.append(str(entry))
+    return found
 
 
 def test_a_killed_trainer_restores_from_the_slots(daemon: RunningDaemon) -> None:

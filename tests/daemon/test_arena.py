@@ -11,6 +11,7 @@ import pytest
 from holdfast_formats import arena
 from holdfast_formats.arena import Owner
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast_service.daemon import arena as arena_module
 from holdfast_service.daemon import segment as segments
 from holdfast_service.daemon.arena import Arena
 from holdfast_service.daemon.budget import Bound, Budget
@@ -172,7 +173,7 @@ class TestOutgrown:
 
     def test_a_save_that_does_not_end_costs_slots_in_the_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The wait has an end: then there are fewer slots, never more bytes than the budget has."""
-        monkeypatch.setattr(segments, "OUTGROWN_WAIT_S", 0.05)
+        monkeypatch.setattr(arena_module, "OUTGROWN_WAIT_S", 0.05)
         node = Arena(memory_of(ASKED.segment_bytes + self.LARGER.segment_bytes - 1))
         old, slot = self.outgrown(node)
         new = node.reserve(self.LARGER, "r", OWNER)
