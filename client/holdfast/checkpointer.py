@@ -183,22 +183,22 @@ class Checkpointer:
             wanted = tuple(groups) if groups is not None else self._state.groups()
             chosen, root, url = self._session.choose(step, wanted)
             if chosen is None:
-                self._prepare_after(step, groups)
+                self._prepare_unasked(step, groups)
                 return 0
             with open_checkpoint(root, url, self.run, chosen) as reader:
                 restored = self._load(reader, groups, ignore, strict)
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
             for note in restored.notes:
                 log.info("restore of %s@%s: %s", self.run, chosen, note)
-            self._prepare_after(step, groups)
+            self._prepare_unasked(step, groups)
             return chosen
 
     def prepare(self, wait: bool = False) -> None:
         """Get shared memory for the state and touch it, in the background, so that the first save costs what others cost.
 
-        `restore()` of the newest checkpoint does it unasked; call it before the first step where nothing is restored. What
-        an optimizer will add at its first step is estimated. Failures show at the first save. With `wait`, return when the
-        memory is ready, or cannot be had now.
+        `restore()` of the newest checkpoint does it unasked, else the first step of an optimizer in the state. What an
+        optimizer will add at its first step is estimated. Failures show at the first save. With `wait`, return when the memory
+        is ready, or cannot be had now.
         """
         with self._lock:
             snapshot = self._state.snapshot()
@@ -234,7 +234,7 @@ class Checkpointer:
         if wait and failed is not None and failed.error is not None:
             raise failed.error
 
-    def _prepare_after(self, step: int | None, groups: Collection[str] | None) -> None:
+    def _prepare_unasked(self, step: int | None = None, groups: Collection[str] | None = None) -> None:
         """Training goes on from here, unless a certain step or a part of the state was asked for."""
         if step is None and groups is None and self._preparation is None:
             try:
@@ -255,8 +255,9 @@ class Checkpointer:
             raise InvalidRequest("the checkpointer is closed", hint="construct a new one")
 
     def _before_step(self, *_: Any) -> None:
-        """An optimizer is about to change what the last save may still be copying."""
+        """An optimizer is about to change what the last save may still be copying. At its first step the state stands."""
         self.fence()
+        self._prepare_unasked()
 
     def _missed(self, step: int, gone: DaemonGone, wait: Wait | None) -> SaveTicket:
         """The daemon died and none has come for it yet: the save has failed, training goes on.

@@ -153,7 +153,7 @@ def _gather_digested(cut: Cut, target: Bytes) -> str:
     for at in range(0, cut.length, CACHED_BYTES):
         part = target[at : at + CACHED_BYTES]
         _gather(cut, cut.offset + at, part)
-        found.update(part)
+        found.update(part.data)
     return found.hexdigest()
 
 
