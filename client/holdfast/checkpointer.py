@@ -18,8 +18,8 @@ from holdfast_formats.layout import FILE_BYTES_MAX
 from holdfast_formats.manifest import Manifest
 
 from . import assets as asset_files
+from . import collecting, settled, staging
 from . import launch as launches
-from . import settled, staging
 from .growth import Need
 from .handover import Handover, Sealable
 from .place import open_checkpoint, place
@@ -175,7 +175,8 @@ class Checkpointer:
         With no `step`, the newest one that has the wanted groups: every rank of a launch gets the same answer. `ignore`
         takes patterns over `group/name`. With `strict`, missing and unexpected names raise `StateMismatch`; without it they
         are in `last_restore`. Shapes and dtypes that differ are always refused, before anything is touched. Every byte is
-        proven before the first one is handed over: `CorruptExtent` names file, tensor and range.
+        proven before the first one is handed over, and again in place: `CorruptExtent` names file, tensor and range, and its
+        hint says so where live tensors are overwritten already.
         """
         began = time.monotonic()
         with self._lock:
@@ -185,7 +186,7 @@ class Checkpointer:
             if chosen is None:
                 self._prepare_unasked(step, groups)
                 return 0
-            with open_checkpoint(root, url, self.run, chosen) as reader:
+            with collecting.paused(), open_checkpoint(root, url, self.run, chosen) as reader:
                 restored = self._load(reader, groups, ignore, strict)
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
             for note in restored.notes:

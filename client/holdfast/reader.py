@@ -6,9 +6,8 @@ Works on any `Source`, with no service running and without torch.
 from __future__ import annotations
 
 import operator
-import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import cached_property
 from types import TracebackType
@@ -25,32 +24,20 @@ from holdfast_formats.errors import (
     Damaged,
     NoSuchResource,
     NotCommitted,
-    StateMismatch,
     StorageFailed,
 )
 from holdfast_formats.manifest import EXTENT_BYTES_MAX, Manifest, TensorEntry
 from holdfast_formats.proof import Piece
-from holdfast_formats.region import Box, ByteView, byte_box, byte_span, byte_view, check_box, flat_boxes, intersect, whole
+from holdfast_formats.region import Box, check_box, whole
 
+from . import passes
 from .sources import Source
+from .wants import Touched, Want, resolve, touched
 
-WORKERS_MIN, WORKERS_MAX = 4, 8  # a disk is fast with several requests under way, also where cores are few
+_OVERWRITTEN = "live tensors have been partly overwritten and must not be trained on: restore another step, or end"
 
 Take = Callable[[Piece, memoryview], None]
 OnDamage = Callable[[Piece, CheckpointError], None]
-
-
-class Want(NamedTuple):
-    """A box of a tensor, in elements, and the array that receives it.
-
-    `into` is writable, may be strided, and has the shape of the box in `region.byte_view` coordinates and the unsigned
-    dtype `transfer.element_dtype(itemsize)`.
-    """
-
-    group: str
-    name: str
-    box: Box
-    into: NDArray[Any]
 
 
 class Damage(NamedTuple):
@@ -63,23 +50,8 @@ class Damage(NamedTuple):
     what: str
 
 
-class _Target(NamedTuple):
-    """A want, resolved: the stored tensor, and its shape and box in `byte_view` coordinates.
-
-    `octets` are the receiver's bytes where it takes the whole tensor in order: plain copies are enough then.
-    """
-
-    want: Want
-    group: str
-    name: str
-    entry: TensorEntry
-    view: ByteView
-    box: Box
-    octets: NDArray[np.uint8] | None
-
-
 class _Bytes:
-    """A file's bytes: as they stand in the page cache if they do, else read into a buffer of the thread's own."""
+    """A file's bytes: where the source has them in memory, else read into a buffer of the thread's own."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -87,8 +59,7 @@ class _Bytes:
 
     def take(self, file: str, start: int, size: int) -> tuple[memoryview, int]:
         """A view that is good until the thread's next call, and how many of its bytes the file has."""
-        mapped = self._source.mapped(file)
-        view = mapped.view(start, start + size) if mapped is not None else None
+        view = self._source.view(file, start, start + size)
         if view is not None:
             return view, size
         buffer = self._buffer(size)
@@ -103,6 +74,15 @@ class _Bytes:
         return held[:size]
 
 
+class _Found:
+    """Wants, the pieces that they touch, and whether those were proven."""
+
+    def __init__(self, wants: list[Want], pieces: list[Touched]) -> None:
+        self.wants = wants
+        self.pieces = pieces
+        self.proven = False
+
+
 class CheckpointReader:
     """One committed checkpoint. Threads read and check; memory stays at a buffer of 16 MiB for each of them."""
 
@@ -111,9 +91,8 @@ class CheckpointReader:
         self.manifest = manifest
         self.manifest_bytes = manifest_bytes
         self.commit_bytes = commit_bytes
-        self.workers = min(WORKERS_MAX, max(WORKERS_MIN, os.cpu_count() or 1))
         self._bytes = _Bytes(source)
-        self._resolved: tuple[list[Want], dict[Piece, list[_Target]]] = ([], {})
+        self._found = _Found([], [])
 
     @classmethod
     def open(cls, source: Source, *, complete: bool = True) -> CheckpointReader:
@@ -180,7 +159,7 @@ class CheckpointReader:
 
     def entry(self, group: str, name: str) -> TensorEntry:
         """A tensor's manifest entry, aliases followed; `StateMismatch` naming a tensor that is not there."""
-        return self._resolve(group, name)[1]
+        return resolve(self.manifest, group, name, self.source.label)[1]
 
     def read(self, group: str, name: str, box: Box | None = None) -> NDArray[Any]:
         """A tensor, or a box of it, as a numpy array of its own dtype; `InvalidRequest` for sub-byte dtypes."""
@@ -196,24 +175,25 @@ class CheckpointReader:
 
         Raises `CorruptExtent` with file, tensor and byte range.
         """
-        touched = self._touched(wants)
-        used = {piece.file for piece in touched}
-        headers = [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
-        self.stream([*headers, *touched], _ignore)
+        found = self._touched(list(wants))
+        used = {item.piece.file for item in found.pieces}
+        headers = [Touched(Piece(f.name, 0, f.header_bytes, f.digest)) for f in self.manifest.files if f.name in used]
+        passes.prove(self.source, [*headers, *found.pieces])
+        found.proven = True
 
     def load(self, wants: Iterable[Want]) -> None:
-        """Read every extent that the wants touch once, check it, then copy its part into each want.
+        """Read what the wants touch into them; `prove` first when nothing may change if anything is damaged.
 
-        Raises `CorruptExtent` before anything of the damaged extent is copied; `prove` first when nothing at all may be.
-        What `prove` has read is checked again: a page may have left memory since and come back from the disk as another.
+        Raises `CorruptExtent`, also for what was proven and has become another since: a page may have left memory and come
+        back from the disk. Wants may have been overwritten then, which the error says.
         """
-        touched = self._touched(wants)
-
-        def scatter(piece: Piece, data: memoryview) -> None:
-            for target in touched[piece]:
-                _hand_over(target, piece.offset, data)
-
-        self.stream(touched, scatter, last=True)
+        found = self._touched(list(wants))
+        try:
+            passes.hand_over(self.source, found.pieces, found.proven)
+        except CheckpointError as error:
+            if found.proven:
+                error.hint = _OVERWRITTEN
+            raise
 
     def verify(self, on_bytes: Callable[[int], None] | None = None) -> list[Damage]:
         """Check every byte of every listed file; return all damages, by file and position, instead of stopping.
@@ -253,18 +233,14 @@ class CheckpointReader:
         take: Take,
         on_damage: OnDamage | None = None,
         on_bytes: Callable[[int], None] | None = None,
-        last: bool = False,
     ) -> None:
         """Read pieces on several threads, check each one, and only then give it to `take`, whose view ends with the call.
 
         Damage is raised, unless `on_damage` takes it. `on_bytes` hears, in the calling thread, how many bytes were read.
-        `last` says that nobody will want these bytes again, so that their pages need not stay mapped.
         """
         batches = list(proof.batches(pieces))
-        with ThreadPoolExecutor(max(1, min(self.workers, len(batches))), "holdfast-read") as threads:
-            running: list[Future[int]] = [
-                threads.submit(self._read_batch, b, take, on_damage or _refuse, last) for b in batches
-            ]
+        with ThreadPoolExecutor(max(1, min(passes.READERS_WAITING, len(batches))), "holdfast-read") as threads:
+            running: list[Future[int]] = [threads.submit(self._read_batch, b, take, on_damage or _refuse) for b in batches]
             try:
                 for finished in as_completed(running):
                     read = finished.result()
@@ -273,7 +249,7 @@ class CheckpointReader:
             finally:
                 threads.shutdown(wait=True, cancel_futures=True)
 
-    def _read_batch(self, batch: Sequence[Piece], take: Take, on_damage: OnDamage, last: bool) -> int:
+    def _read_batch(self, batch: Sequence[Piece], take: Take, on_damage: OnDamage) -> int:
         file, first, size = batch[0].file, batch[0].start, batch[-1].stop - batch[0].start
         try:
             data, got = self._bytes.take(file, first, size)
@@ -282,7 +258,7 @@ class CheckpointReader:
                 on_damage(batch[0], error)
             else:  # one piece is bad: find out which, and hand over the others
                 for piece in batch:
-                    self._read_batch((piece,), take, on_damage, last)
+                    self._read_batch((piece,), take, on_damage)
             return size
         for piece in batch:
             part = data[piece.start - first : max(min(piece.stop - first, got), piece.start - first)]
@@ -291,76 +267,14 @@ class CheckpointReader:
                 take(piece, part)
             except Damaged as error:
                 on_damage(piece, error)
-        mapped = self.source.mapped(file) if last else None
-        if mapped is not None:  # each thread unmaps what it has handed over, or all of it is unmapped at the end, by one
-            mapped.release(first, first + size)
         return size
 
-    def _touched(self, wants: Iterable[Want]) -> dict[Piece, list[_Target]]:
-        """What the wants resolve to: every piece, and who receives from it. `load` finds here what `prove` worked out."""
-        listed = list(wants)
-        known, found = self._resolved
-        if len(listed) == len(known) and all(map(operator.is_, listed, known)):
-            return found
-        touched: dict[Piece, list[_Target]] = {}
-        for target in map(self._target, listed):
-            for piece in _touching(target):
-                touched.setdefault(piece, []).append(target)
-        self._resolved = (listed, touched)
-        return touched
-
-    def _target(self, want: Want) -> _Target:
-        name, entry = self._resolve(want.group, want.name)
-        check_box(want.box, entry.shape, want.name)
-        view = byte_view(entry.dtype, entry.shape, want.name)
-        box = byte_box(entry.dtype, want.box, entry.shape, want.name)
-        if want.into.shape != box.shape or want.into.dtype != transfer.element_dtype(view.itemsize):
-            raise StateMismatch(
-                f"tensor {want.name!r}: {want.into.dtype}{list(want.into.shape)} cannot receive "
-                f"{view.itemsize}-byte elements of shape {list(box.shape)}"
-            )
-        takes_all = want.box.shape == entry.shape and want.into.flags.c_contiguous
-        octets = want.into.reshape(-1).view(np.uint8) if takes_all else None
-        return _Target(want, want.group, name, entry, view, box, octets)
-
-    def _resolve(self, group: str, name: str) -> tuple[str, TensorEntry]:
-        stored = self.manifest.aliases.get(group, {}).get(name, name)
-        entry = self.manifest.tensors.get(group, {}).get(stored)
-        if entry is None:
-            raise StateMismatch(
-                f"{self.source.label} has no tensor {name!r} in group {group!r}",
-                hint=f"groups: {', '.join(self.manifest.groups) or 'none'}",
-            )
-        return stored, entry
-
-
-def _hand_over(target: _Target, offset: int, data: memoryview) -> None:
-    """Copy an extent's part of the target; the extent holds the tensor's bytes from `offset` on."""
-    if target.octets is not None:
-        target.octets[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
-        return
-    elements = np.frombuffer(data, transfer.element_dtype(target.view.itemsize))
-    first = offset // target.view.itemsize
-    transfer.move(transfer.Direction.SCATTER, elements, first, target.want.into, target.box, target.view.shape)
-
-
-def _touching(target: _Target) -> Iterator[Piece]:
-    if target.octets is not None:
-        for extent in target.entry.extents:
-            yield proof.tensor_piece(target.group, target.name, target.entry, extent)
-        return
-    itemsize, shape = target.view.itemsize, target.view.shape
-    start, stop = byte_span(target.box, shape, itemsize)
-    for extent in target.entry.extents:
-        if extent.offset >= stop or extent.offset + extent.length <= start:
-            continue
-        parts = flat_boxes(extent.offset // itemsize, (extent.offset + extent.length) // itemsize, shape)
-        if any(intersect(part, target.box) is not None for part in parts):
-            yield proof.tensor_piece(target.group, target.name, target.entry, extent)
-
-
-def _ignore(piece: Piece, data: memoryview) -> None:
-    """Reading and checking was all that was wanted."""
+    def _touched(self, wants: list[Want]) -> _Found:
+        """The pieces that the wants touch. `load` finds here what `prove` worked out for the very same wants."""
+        known = self._found
+        if len(wants) != len(known.wants) or not all(map(operator.is_, wants, known.wants)):
+            self._found = _Found(wants, touched(self.manifest, wants, self.source.label))
+        return self._found
 
 
 def _refuse(piece: Piece, error: CheckpointError) -> None:

@@ -13,22 +13,33 @@ from typing import Protocol
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchResource, StorageFailed
+from holdfast_formats.manifest import EXTENT_BYTES_MAX
 
 from .api import Api
-from .mapping import MappedFile
 
 READ_AHEAD_BYTES_MIN = 2**20
+FILE_CHUNK_BYTES = 2**19  # stays in a core's cache until it is digested
+HTTP_CHUNK_BYTES = EXTENT_BYTES_MAX  # a request for each extent
 
 
 class Source(Protocol):
-    """The files of one checkpoint, by plain name. Safe for threads; `label` says to people where they are."""
+    """The files of one checkpoint, by plain name. Safe for threads; `label` says to people where they are.
+
+    A source that is `steady` holds bytes that nobody can change any more: what was proven once stays proven. It is read best
+    `chunk_bytes` at a time.
+    """
 
     @property
     def label(self) -> str: ...
+    @property
+    def steady(self) -> bool: ...
+    @property
+    def chunk_bytes(self) -> int: ...
     def size(self, name: str) -> int | None: ...  # None when there is no such file
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...  # bytes read; fewer only at the file's end
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes: ...
-    def mapped(self, name: str) -> MappedFile | None: ...  # None where files cannot be mapped
+    def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # bytes in memory; None: they must be read
+    def waits(self, name: str, offset: int) -> bool: ...  # whether reading there would wait for a disk or a network; a guess
     def close(self) -> None: ...
 
 
@@ -45,10 +56,12 @@ def _read(source: Source, name: str, offset: int, length: int | None) -> bytes:
 class DirectorySource:
     """The files of a checkpoint's directory, read with no service running. Follows no link out of the directory."""
 
+    steady = False  # a page may leave memory and come back from the disk as another
+    chunk_bytes = FILE_CHUNK_BYTES
+
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self._open: dict[str, int] = {}
-        self._mapped: dict[str, MappedFile | None] = {}
         self._lock = threading.Lock()
 
     @property
@@ -66,14 +79,18 @@ class DirectorySource:
         return found.st_size
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        descriptor = self._descriptor(name)
+        descriptor = self._open.get(name)
+        if descriptor is None:
+            descriptor = self._descriptor(name)
         done = 0
         if len(buffer) >= READ_AHEAD_BYTES_MIN:  # the disk is asked for all of it at once
             with suppress(OSError):
                 os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_WILLNEED)
         while done < len(buffer):
-            with self._translated(name):
-                got = os.preadv(descriptor, [buffer[done:]], offset + done)
+            try:
+                got = os.preadv(descriptor, (buffer[done:] if done else buffer,), offset + done)
+            except OSError as error:
+                raise self._failed(name, error) from error
             if got == 0:
                 break
             done += got
@@ -82,20 +99,18 @@ class DirectorySource:
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         return _read(self, name, offset, length)
 
-    def mapped(self, name: str) -> MappedFile | None:
-        descriptor = self._descriptor(name)
-        with self._lock:
-            if name not in self._mapped:
-                try:
-                    self._mapped[name] = MappedFile(descriptor, os.fstat(descriptor).st_size)
-                except (OSError, ValueError):
-                    self._mapped[name] = None
-            return self._mapped[name]
+    def view(self, name: str, start: int, stop: int) -> memoryview | None:
+        return None  # the page cache is read: mapping it costs a fault for every few pages
+
+    def waits(self, name: str, offset: int) -> bool:
+        try:
+            return os.preadv(self._descriptor(name), (bytearray(1),), offset, os.RWF_NOWAIT) != 1
+        except (OSError, AttributeError):  # it would, or the system cannot tell
+            return True
 
     def close(self) -> None:
         """Close every file; the source can still be used and opens them again."""
         with self._lock:
-            self._mapped.clear()
             while self._open:
                 os.close(self._open.popitem()[1])
 
@@ -125,16 +140,22 @@ class DirectorySource:
         except FileNotFoundError:
             raise NoSuchResource(f"{self.label} has no file {name!r}", file=name) from None
         except OSError as error:
-            raise StorageFailed(
-                f"{self.label}: {name} cannot be read: {error.strerror}",
-                hint="check the permissions of the directory and the health of its disk",
-                file=name,
-                errno=error.errno,
-            ) from error
+            raise self._failed(name, error) from error
+
+    def _failed(self, name: str, error: OSError) -> StorageFailed:
+        return StorageFailed(
+            f"{self.label}: {name} cannot be read: {error.strerror}",
+            hint="check the permissions of the directory and the health of its disk",
+            file=name,
+            errno=error.errno,
+        )
 
 
 class HttpSource:
     """The files of a checkpoint as the service hands them over, by Range requests. Closing it closes the `Api`."""
+
+    steady = False
+    chunk_bytes = HTTP_CHUNK_BYTES
 
     def __init__(self, api: Api, run: str, step: int) -> None:
         self._api = api
@@ -159,8 +180,11 @@ class HttpSource:
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         return _read(self, name, offset, length)
 
-    def mapped(self, name: str) -> MappedFile | None:
+    def view(self, name: str, start: int, stop: int) -> memoryview | None:
         return None
+
+    def waits(self, name: str, offset: int) -> bool:
+        return True
 
     def close(self) -> None:
         self._api.close()

@@ -15,8 +15,8 @@ from holdfast_formats.tensors import TensorSpec
 
 from .copier import Move
 from .fragments import Piece
-from .reader import Want
 from .state import Leaf, Snapshot
+from .wants import Want
 
 ALIGNMENT_BYTES = 64  # a cache line: where each fragment begins in its slot
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}

@@ -18,7 +18,7 @@ EXTENT_BYTES_MAX = 16 * 2**20
 _REPAIR = "this checkpoint cannot be proven any more; restore another step"
 
 
-class Extent(msgspec.Struct, frozen=True, array_like=True):
+class Extent(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Contiguous bytes of one tensor, counted from the tensor's first byte, and their xxh3-64 digest."""
 
     offset: int
@@ -26,7 +26,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
     digest: str
 
 
-class FileEntry(msgspec.Struct, frozen=True):
+class FileEntry(msgspec.Struct, frozen=True, gc=False):
     """A file of the checkpoint. `digest` proves its first `header_bytes` bytes, or all of it when that is 0."""
 
     name: str
@@ -35,7 +35,7 @@ class FileEntry(msgspec.Struct, frozen=True):
     digest: str
 
 
-class TensorEntry(msgspec.Struct, frozen=True):
+class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     """A tensor: shape in elements, the file that holds it, its first byte in that file, its extents in order."""
 
     dtype: str

@@ -51,8 +51,15 @@ def pieces(manifest: Manifest) -> dict[str, tuple[Piece, ...]]:
 
 def check(piece: Piece, data: Any) -> None:
     """Raise `CorruptExtent`, naming file, tensor and byte range, unless `data` is what was written there (I7)."""
-    held = memoryview(data).nbytes
-    if held == piece.length and digest(data) == piece.digest:
+    check_found(piece, memoryview(data).nbytes, digest(data))
+
+
+def check_found(piece: Piece, held: int, found: str, expected: str | None = None) -> None:
+    """`check` for bytes that came in parts: how many there are, and their digest.
+
+    Where only a part of the piece was read, `expected` is that part's digest, taken when the whole piece was proven.
+    """
+    if held == piece.length and found == (expected or piece.digest):
         return
     what = f"tensor {piece.tensor!r} of group {piece.group!r}, " if piece.tensor is not None else ""
     how = "are not what was written" if held == piece.length else f"are cut off after {held}"

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.api import Api
-from holdfast.reader import CheckpointReader, Want
+from holdfast.reader import CheckpointReader
 from holdfast.sources import DirectorySource, HttpSource, Source
+from holdfast.wants import Want
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptExtent, DaemonGone, InvalidRequest, NoSuchResource, StorageFailed
 from holdfast_formats.region import whole
@@ -77,6 +78,25 @@ def test_every_damage_is_found_over_any_source(source: Source, built: Built) -> 
     with pytest.raises(CorruptExtent) as caught:
         reader.read("optim", name)
     assert (caught.value.members["file"], caught.value.members["tensor"]) == (tensor.file, name)
+
+
+def test_a_source_knows_what_it_waits_for(built: Built, tmp_path: Path) -> None:
+    """A network is always waited for; a file is not when its bytes were just read, and is where there are none."""
+    with DirectorySource(built.path) as directory, served(tmp_path) as running, Api(running.url) as api:
+        if _tells_what_is_cached(built.path / "config.json"):
+            directory.read("config.json")
+            assert not directory.waits("config.json", 0)
+        assert directory.waits("empty.txt", 0)
+        assert HttpSource(api, "tiny", 5).waits("config.json", 0)
+
+
+def _tells_what_is_cached(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.read()
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+        except OSError:  # an overlay, for one
+            return False
 
 
 def test_plain_names_only(built: Built) -> None:

@@ -16,6 +16,7 @@ from .shards import as_global
 
 RUN = "bench"
 IN_EXTRA = ("exp_avg", "exp_avg_sq")  # mappings that have no group of their own
+GROUPS = ("model", "master", "extra")  # all of them
 VERIFY_WAIT_S, POLL_S = 120.0, 0.02
 
 
@@ -61,8 +62,9 @@ def open_peer(place: Place, state: State, variant: str) -> Holdfast:
 
 
 def load(place: Place, state: State, step: int) -> None:
-    """With no daemon running: from the directory, digests checked."""
-    Checkpointer(RUN, entries(state), root=place.directory).restore(step)
+    """With no daemon running: from the directory, digests checked. Groups are named, because `restore()` of everything would
+    start a daemon behind the next load and touch memory for saves."""
+    Checkpointer(RUN, entries(state), root=place.directory).restore(step, groups=GROUPS)
 
 
 def load_held(peer: Peer, state: State) -> None:

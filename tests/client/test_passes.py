@@ -1,0 +1,194 @@
+"""Loads in two passes: what is read into whom, at any chunk size, and what is found when a file changes in between."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.reader import CheckpointReader
+from holdfast.sources import DirectorySource
+from holdfast.wants import Want
+from holdfast_formats.errors import CorruptExtent
+from holdfast_formats.region import Box, whole
+from tests.checkpoints import Built, build, flip
+
+from .test_reader import Counting, opened, want
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A checkpoint that tests only read."""
+    return build(tmp_path_factory.mktemp("read") / "step-00000005")
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Built:
+    """A checkpoint of the test's own."""
+    return build(tmp_path / "step-00000005")
+
+
+def chunked(built: Built, chunk_bytes: int) -> DirectorySource:
+    """A source whose chunks are so small that small extents are large pieces."""
+    source = DirectorySource(built.path)
+    source.chunk_bytes = chunk_bytes
+    return source
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 333, 2**19])
+def test_a_file_changed_after_its_proof_is_checked_again(built: Built, chunk_bytes: int) -> None:
+    """Damage done between the proof and the load is found, named, and said to have reached live tensors."""
+    tensor = built.manifest.tensors["model"]["embed.weight"]
+    array = built.arrays["model"]["embed.weight"]
+    rows = Box((10, 0), (41, 24))  # a part of three extents: bytes 480 to 2448
+    for wanted in (want("model", "embed.weight", box, 2) for box in (whole(array.shape), rows)):
+        with CheckpointReader.open(chunked(built, chunk_bytes)) as reader:
+            reader.prove([wanted])
+            reader.load([wanted])
+            np.testing.assert_array_equal(wanted.into, array[wanted.box.slices].view("<u2"))
+            status = (built.path / tensor.file).stat()
+            flip(built.path / tensor.file, tensor.start + 1500, 6)
+            os.utime(built.path / tensor.file, ns=(status.st_atime_ns, status.st_mtime_ns))
+            wanted.into[:] = 0
+            with pytest.raises(CorruptExtent) as caught:
+                reader.load([wanted])
+        assert caught.value.members == {
+            "file": tensor.file,
+            "tensor": "embed.weight",
+            "offset": tensor.start + 1000,
+            "length": 1000,
+        }
+        assert "must not be trained on" in caught.value.hint
+        flip(built.path / tensor.file, tensor.start + 1500, 6)
+
+
+def test_damage_before_the_load_changes_nothing(built: Built) -> None:
+    """One damaged byte anywhere in what is wanted, and prove refuses while no receiver has changed."""
+    tensor = built.manifest.tensors["optim"]["layers.0.q.weight/exp_avg"]
+    wants = [
+        want(group, name, whole(array.shape), array.itemsize)
+        for group, named in built.arrays.items()
+        for name, array in named.items()
+    ]
+    flip(built.path / tensor.file, tensor.start + 7000)
+    for chunk_bytes in (100, 2**19):
+        with CheckpointReader.open(chunked(built, chunk_bytes)) as reader, pytest.raises(CorruptExtent, match="exp_avg"):
+            reader.prove(wants)
+    assert not any(wanted.into.any() for wanted in wants)
+
+
+@pytest.mark.parametrize("chunk_bytes", [7, 999, 1000, 4096])
+def test_any_receiver_at_any_chunk_size(shared: Built, chunk_bytes: int) -> None:
+    """Whole tensors, rows, columns and strided receivers get what slicing gives, whether pieces are large or small."""
+    array = shared.arrays["optim"]["layers.0.q.weight/exp_avg"]
+    boxes = [whole(array.shape), Box((3, 0), (9, 40)), Box((5, 7), (1, 20)), Box((0, 30), (24, 10)), Box((4, 4), (0, 3))]
+    for proven in (True, False):
+        for box in boxes:
+            backing = np.zeros((box.shape[1], box.shape[0]), "<u8")
+            for into in (np.zeros(box.shape, "<u8"), backing.T):
+                wanted = [Want("optim", "layers.0.q.weight/exp_avg", box, into)]
+                with CheckpointReader.open(chunked(shared, chunk_bytes)) as reader:
+                    if proven:
+                        reader.prove(wanted)
+                    reader.load(wanted)
+                np.testing.assert_array_equal(into, array[box.slices].view("<u8"))
+
+
+def test_only_what_is_wanted_is_read_again(shared: Built) -> None:
+    """Rows that end inside an extent cost the second pass their own bytes, and the first the whole extents."""
+    source = Counting(shared.path)
+    source.chunk_bytes = 100
+    rows = want("model", "embed.weight", Box((30, 0), (20, 24)), 2)  # bytes 1440 to 2400: of two extents of 1000
+    with CheckpointReader.open(source) as reader:
+        source.lengths.clear()
+        reader.prove([rows])
+        header = sum(f.header_bytes for f in reader.manifest.files if f.name == reader.entry("model", "embed.weight").file)
+        assert sum(source.lengths) == header + 2000
+        source.lengths.clear()
+        reader.load([rows])
+        assert sum(source.lengths) == rows.into.nbytes
+
+
+def test_many_small_tensors(tmp_path: Path) -> None:
+    """Thousands of tensors smaller than a chunk come back, and one damaged byte among them names its tensor."""
+    rng = np.random.default_rng(3)
+    arrays = {f"experts.{n}.scale": rng.integers(0, 256, n % 37, np.uint8) for n in range(3000)}
+    built = build(tmp_path / "c", {"model": arrays}, file_bytes_max=20_000)
+    wants = [want("model", name, whole(array.shape), 1) for name, array in arrays.items()]
+    with opened(built) as reader:
+        reader.prove(wants)
+        reader.load(wants)
+        for wanted in wants:
+            np.testing.assert_array_equal(wanted.into, arrays[wanted.name])
+        tensor = built.manifest.tensors["model"]["experts.2000.scale"]
+        flip(built.path / tensor.file, tensor.start)
+        with pytest.raises(CorruptExtent, match=r"experts\.2000\.scale"):
+            reader.prove(wants)
+
+
+def test_reads_that_return_little_at_a_time(shared: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that hands over fewer bytes than asked is asked again."""
+    real = os.preadv
+
+    def stingy(descriptor: int, buffers: tuple[memoryview, ...], offset: int, flags: int = 0) -> int:
+        return real(descriptor, [memoryview(buffers[0])[:11]], offset, flags)
+
+    array = shared.arrays["model"]["layers.0.q.weight"]
+    wanted = want("model", "layers.0.q.weight", whole(array.shape), 4)
+    with CheckpointReader.open(chunked(shared, 300)) as reader:
+        monkeypatch.setattr(os, "preadv", stingy)
+        reader.prove([wanted])
+        reader.load([wanted])
+    np.testing.assert_array_equal(wanted.into, array.view("<u4"))
+
+
+@pytest.mark.parametrize("chunk_bytes", [300, 2**19])
+def test_a_file_cut_off_under_the_reader(built: Built, chunk_bytes: int) -> None:
+    """A file that becomes shorter before or after its proof is damage, with the piece that lost bytes."""
+    tensor = built.manifest.tensors["optim"]["layers.0.q.weight/exp_avg"]
+    array = built.arrays["optim"]["layers.0.q.weight/exp_avg"]
+    for box in (whole(array.shape), Box((2, 0), (20, 40))):  # the second: bytes 640 to 7040
+        wanted = [want("optim", "layers.0.q.weight/exp_avg", box, 8)]
+        content = (built.path / tensor.file).read_bytes()
+        with CheckpointReader.open(chunked(built, chunk_bytes)) as reader:
+            reader.prove(wanted)
+            os.truncate(built.path / tensor.file, tensor.start + 5500)
+            for act in (reader.load, reader.prove):
+                with pytest.raises(CorruptExtent, match="cut off") as caught:
+                    act(wanted)
+                assert caught.value.members["offset"] >= tensor.start + 5000
+            (built.path / tensor.file).write_bytes(content)
+
+
+@pytest.mark.parametrize("chunk_bytes", [300, 2**19])
+@pytest.mark.parametrize("is_steady", [True, False])
+def test_a_source_with_its_bytes_in_memory_is_viewed(built: Built, is_steady: bool, chunk_bytes: int) -> None:
+    """Bytes that a source has in memory are not read; they are proven all the same, once if nobody can change them."""
+
+    class Held(DirectorySource):
+        steady = is_steady
+
+        def view(self, name: str, start: int, stop: int) -> memoryview:
+            return memoryview((self.path / name).read_bytes())[start:stop]
+
+        def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+            assert not name.endswith(".safetensors")
+            return super().read_into(name, offset, buffer)
+
+    tensor = built.manifest.tensors["optim"]["layers.0.q.weight/exp_avg"]
+    array = built.arrays["optim"]["layers.0.q.weight/exp_avg"]
+    box = Box((1, 0), (array.shape[0] - 1, array.shape[1]))
+    wanted = [want("optim", "layers.0.q.weight/exp_avg", b, 8) for b in (whole(array.shape), box)]
+    source = Held(built.path)
+    source.chunk_bytes = chunk_bytes
+    with CheckpointReader.open(source) as reader:
+        reader.prove(wanted)
+        reader.load(wanted)
+        reader.load([wanted[0]])
+        for got in wanted:
+            np.testing.assert_array_equal(got.into, array[got.box.slices].view("<u8"))
+        flip(built.path / tensor.file, tensor.start + 1500, 6)
+        with pytest.raises(CorruptExtent):
+            (reader.prove if is_steady else reader.load)(wanted[:1])
