@@ -94,6 +94,7 @@ class Checkpointer:
         self._session = Session(who, place(root, socket, url), self._tickets, slots)
         self._handover: Handover | None = None
         self._preparation: Preparation | None = None
+        self._asked_to_prepare = False
         self._closed = False
         self._layout = staging.NOTHING  # of the last save: what has not changed since is not looked at again
         self._routes = Routes()
@@ -198,9 +199,10 @@ class Checkpointer:
         """Get shared memory for the state and touch it, in the background, so that the first save costs what others cost.
 
         `restore()` of the newest checkpoint does it unasked, else the first step of an optimizer in the state. What an
-        optimizer will add at its first step is estimated. Failures show at the first save. With `wait`, return when the memory
-        is ready, or cannot be had now.
+        optimizer will add at its first step is estimated. Failures show at the first save. With `wait`, return when the
+        memory is ready, or cannot be had now.
         """
+        self._asked_to_prepare = True
         with self._lock:
             snapshot = self._state.snapshot()
             layout = self._lay_out(snapshot)
@@ -237,7 +239,8 @@ class Checkpointer:
 
     def _prepare_unasked(self, step: int | None = None, groups: Collection[str] | None = None) -> None:
         """Training goes on from here, unless a certain step or a part of the state was asked for."""
-        if step is None and groups is None and self._preparation is None:
+        if step is None and groups is None and not self._asked_to_prepare:
+            self._asked_to_prepare = True
             try:
                 self.prepare()
             except CheckpointError as error:
