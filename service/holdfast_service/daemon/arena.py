@@ -179,13 +179,13 @@ class SealedSlot:
     """A complete slot: its decoded table and its data. Read-only by agreement until it is released."""
 
     def __init__(self, segment: Segment, slot: int, slot_table: SlotTable, data: memoryview) -> None:
+        self.segment = segment
         self.slot = slot
         self.table = slot_table
         self.data = data
-        self._release: Callable[[], None] = lambda: segment.release(slot)
 
     def release(self) -> None:
-        self._release()
+        self.segment.release(self.slot)
 
 
 def check_identity(sealed: SealedSlot, owner: Owner, step: int) -> None:

@@ -23,7 +23,8 @@ from holdfast_formats.errors import (
 from .adoption import Adoption
 from .arena import LEASE_DEADLINE_S, Arena, Segment
 from .ports import Decisions
-from .saver import Participant, Saver
+from .rounds import Participant
+from .saver import Saver
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +272,7 @@ class _Conversation:
         who = self._known()
         if not self._segments:
             raise InvalidRequest("reserve a segment before leasing a slot")
-        slot = self._daemon.saver.lease(who, self._segments[-1], request.step, request.wait_s)
+        slot = self._daemon.saver.lease(who, self._segments[-1], request.step, request.wait_s, request.policy)
         return wire.Granted(reply_to=request.id, slot=slot, deadline_s=LEASE_DEADLINE_S)
 
     def _seal(self, request: wire.Seal) -> wire.Reply:
