@@ -134,9 +134,11 @@ class Api:
         with self._translated():
             self._checked(self._http.put(f"{_rank_path(rank_id)}/segment", json=room.model_dump()))
 
-    def open_upload(self, rank_id: str, number: int, step: int, timeout_s: float | None = None) -> rest.Upload:
+    def open_upload(
+        self, rank_id: str, number: int, wanted: rest.UploadRequest, timeout_s: float | None = None
+    ) -> rest.Upload:
         """Begin the rank's `number`-th upload; refuses by name a step that may not be saved."""
-        return self._send("PUT", _upload_path(rank_id, number), rest.UploadRequest(step=step), rest.Upload, timeout_s)
+        return self._send("PUT", _upload_path(rank_id, number), wanted, rest.Upload, timeout_s)
 
     def upload(self, rank_id: str, number: int) -> rest.Upload:
         """How far an upload is."""
@@ -160,9 +162,11 @@ class Api:
         """Hand a complete slot over; from then on the daemon saves it, whatever becomes of the rank."""
         return self._send("POST", f"{_upload_path(rank_id, number)}/seal", whole, rest.Upload)
 
-    def abandon_upload(self, rank_id: str, number: int, why: rest.AbandonRequest) -> rest.Upload:
+    def abandon_upload(
+        self, rank_id: str, number: int, why: rest.AbandonRequest, timeout_s: float | None = None
+    ) -> rest.Upload:
         """Give an upload up, and the save of its step with it."""
-        return self._send("POST", f"{_upload_path(rank_id, number)}/abandon", why, rest.Upload)
+        return self._send("POST", f"{_upload_path(rank_id, number)}/abandon", why, rest.Upload, timeout_s)
 
     def outcomes(self, rank_id: str, after: int, wait_s: float) -> rest.Outcomes:
         """Uploads that have ended, waiting for one; asking also says that the rank is alive."""

@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
-from holdfast_formats import naming, values
-from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
+from holdfast_formats import naming, values, wire
+from holdfast_formats.errors import CheckpointError, DaemonGone, GenerationDropped, InvalidRequest
 from holdfast_formats.layout import FILE_BYTES_MAX
 from holdfast_formats.manifest import Manifest
 
@@ -43,7 +43,7 @@ Wait = Literal["staged", "durable"]
 
 
 class SaveWarning(UserWarning):
-    """An earlier save failed in the background; the checkpoints before it are untouched."""
+    """An earlier save failed in the background, or was dropped; the checkpoints before it are untouched."""
 
 
 class RestoreReport(NamedTuple):
@@ -80,6 +80,7 @@ class Checkpointer:
         keep_last: int | None = None,
         launch: str | None = None,
         slots: int = SLOTS,
+        policy: wire.Policy = "newest-wins",
         fenced: bool = False,
         file_bytes_max: int = FILE_BYTES_MAX,
     ) -> None:
@@ -87,16 +88,19 @@ class Checkpointer:
         self.run = naming.check_run(run)
         if slots < 1 or file_bytes_max < 1 or (keep_last is not None and keep_last < 1):
             raise InvalidRequest("slots, file_bytes_max and keep_last must be at least 1")
+        if policy not in get_args(wire.Policy):
+            raise InvalidRequest(f"policy must be one of {', '.join(get_args(wire.Policy))}, not {policy!r}")
         self._launch = launches.current(run, launch)
         self._state = TrainState(state, self._launch.rank, self._launch.world)
         self._assets = asset_files.collect(assets) if self._launch.rank == 0 else {}
-        self._fenced, self._file_bytes_max = fenced, file_bytes_max
+        self._fenced, self._file_bytes_max, self._policy = fenced, file_bytes_max, policy
         self._lock = threading.RLock()
         self._tickets = Tickets()
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
         self._session = Session(who, place(root, socket, url), self._tickets, slots)
         self._handover: Handover | None = None
         self._preparation: Preparation | None = None
+        self._asked_to_prepare = False
         self._closed = False
         self._layout = staging.NOTHING  # of the last save: what has not changed since is not looked at again
         self._routes = Routes()
@@ -129,6 +133,11 @@ class Checkpointer:
         or EMA otherwise calls `fence()` first; a tensor that changes under the copy fails the save as `TornSnapshot`.
         `wait="staged"` copies everything before it returns.
 
+        Where storage is slower than the saves and no slot is free, the policy decides which save is dropped, for all ranks
+        alike: `newest-wins` drops an older one that is not being written yet, `oldest-durable` drops this one, `wait` waits
+        and drops none. The ticket of a dropped save says `dropped`; this raises `GenerationDropped` only with
+        `wait="staged"`, for what could not be staged. `wait="durable"` waits for a slot under every policy.
+
         Every rank calls it with the same step and groups (default: all). `metrics` are remembered with the checkpoint.
         Raises `InvalidRequest` or `StateMismatch`, before anything is staged, for state that cannot be stored;
         `AlreadyCommitted` for a step that exists; `StaleAttempt` when a newer launch of the run has begun. What fails later,
@@ -141,21 +150,27 @@ class Checkpointer:
             raise InvalidRequest(f"wait must be 'staged' or 'durable', not {wait!r}")
         with self._lock:
             self._refuse_if_closed()
-            self.fence()
-            self._tell_failure()
+            if self._handover is not None:  # a slot that was given back may be leased anew: nothing still writes into it
+                self._handover.join()
+            self._tell_failures()
             snapshot = self._state.snapshot(groups)
             layout = self._lay_out(snapshot)
             try:
                 ticket = SaveTicket(self.run, step, self._session.connected(start=True).attempt)
-                handover = self._hand_over(ticket, snapshot, layout, kept)
+                handover = self._hand_over(ticket, snapshot, layout, kept, wait)
             except DaemonGone as gone:
                 return self._missed(step, gone, wait)
+            except GenerationDropped as dropped:
+                if wait is not None:
+                    raise
+                self._tickets.fail(ticket, dropped)
+                return ticket
             if wait is None:
                 handover.begin()
                 self._handover = handover
             else:
                 handover.complete()
-        if wait == "durable":
+        if wait == "durable" or (wait == "staged" and ticket.dropped):
             ticket.result()
         return ticket
 
@@ -187,23 +202,24 @@ class Checkpointer:
             wanted = tuple(groups) if groups is not None else self._state.groups()
             chosen, root, url = self._session.choose(step, wanted)
             if chosen is None:
-                self._prepare_after(step, groups)
+                self._prepare_unasked(step, groups)
                 return 0
             with collecting.paused(), open_checkpoint(root, url, self.run, chosen) as reader:
                 restored = self._load(reader, groups, ignore, strict)
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
             for note in restored.notes:
                 log.info("restore of %s@%s: %s", self.run, chosen, note)
-            self._prepare_after(step, groups)
+            self._prepare_unasked(step, groups)
             return chosen
 
     def prepare(self, wait: bool = False) -> None:
         """Get shared memory for the state and touch it, in the background, so that the first save costs what others cost.
 
-        `restore()` of the newest checkpoint does it unasked; call it before the first step where nothing is restored. What
-        an optimizer will add at its first step is estimated. Failures show at the first save. With `wait`, return when the
+        `restore()` of the newest checkpoint does it unasked, else the first step of an optimizer in the state. What an
+        optimizer will add at its first step is estimated. Failures show at the first save. With `wait`, return when the
         memory is ready, or cannot be had now.
         """
+        self._asked_to_prepare = True
         with self._lock:
             snapshot = self._state.snapshot()
             layout = self._lay_out(snapshot)
@@ -219,7 +235,7 @@ class Checkpointer:
     def close(self, wait: bool = True) -> None:
         """Part from the daemon, which goes on with what is staged. With `wait`, first see every save through.
 
-        Raises the error of a save that failed and that nobody was told of.
+        Raises the error of a save that failed and that nobody was told of; one that was dropped is no failure.
         """
         with self._lock:
             self._closed = True
@@ -238,9 +254,10 @@ class Checkpointer:
         if wait and failed is not None and failed.error is not None:
             raise failed.error
 
-    def _prepare_after(self, step: int | None, groups: Collection[str] | None) -> None:
+    def _prepare_unasked(self, step: int | None = None, groups: Collection[str] | None = None) -> None:
         """Training goes on from here, unless a certain step or a part of the state was asked for."""
-        if step is None and groups is None and self._preparation is None:
+        if step is None and groups is None and not self._asked_to_prepare:
+            self._asked_to_prepare = True
             try:
                 self.prepare()
             except CheckpointError as error:
@@ -259,8 +276,9 @@ class Checkpointer:
             raise InvalidRequest("the checkpointer is closed", hint="construct a new one")
 
     def _before_step(self, *_: Any) -> None:
-        """An optimizer is about to change what the last save may still be copying."""
+        """An optimizer is about to change what the last save may still be copying. At its first step the state stands."""
         self.fence()
+        self._prepare_unasked()
 
     def _missed(self, step: int, gone: DaemonGone, wait: Wait | None) -> SaveTicket:
         """The daemon died and none has come for it yet: the save has failed, training goes on.
@@ -280,13 +298,19 @@ class Checkpointer:
         return self._layout
 
     def _hand_over(
-        self, ticket: SaveTicket, snapshot: Snapshot, layout: staging.Layout, metrics: Mapping[str, float]
+        self,
+        ticket: SaveTicket,
+        snapshot: Snapshot,
+        layout: staging.Layout,
+        metrics: Mapping[str, float],
+        wait: Wait | None,
     ) -> Handover:
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
         table = staging.encode_table(who, snapshot, layout, metrics, self._file_bytes_max)
         slots = self._session.room_for(Need(layout.data_bytes, len(table), layout.leaves), self._handover)
-        slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S)
-        self._tickets.add(ticket)
+        policy: wire.Policy = "wait" if wait == "durable" else self._policy
+        with self._tickets.beginning(ticket):
+            slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy)
         return Handover(ticket, Sealable(slot, layout, table), self._tickets, self._routes)
 
     def _load(
@@ -304,10 +328,13 @@ class Checkpointer:
         source: Literal["slot", "directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
         return report._replace(notes=(*report.notes, *notes), source="slot" if warm else source)
 
-    def _tell_failure(self) -> None:
-        failed = self._tickets.take_failure()
+    def _tell_failures(self) -> None:
+        failed, dropped = self._tickets.take_failure(), self._tickets.take_drop()
         if failed is not None:
             warnings.warn(f"the save of {self.run}@{failed.step} failed: {failed.error}", SaveWarning, stacklevel=3)
+        if dropped is not None:
+            text = f"the save of {self.run}@{dropped.step} was dropped, and others may be, which only the log tells"
+            warnings.warn(f"{text}: {dropped.error}", SaveWarning, stacklevel=3)
 
 
 def _stored(manifest: Manifest, held: values.Values) -> Stored:
@@ -328,7 +355,8 @@ def _settled(ticket: SaveTicket) -> None:
     try:
         ticket.result()
     except CheckpointError as error:
-        log.warning("the save of %s@%s failed: %s", ticket.run, ticket.step, error.detail)
+        how = "was dropped" if ticket.dropped else "failed"
+        log.warning("the save of %s@%s %s: %s", ticket.run, ticket.step, how, error.detail)
 
 
 def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -20,15 +20,16 @@ from holdfast_formats.errors import (
     CheckpointError,
     DaemonGone,
     DeadlineExceeded,
+    GenerationDropped,
     InvalidRequest,
     NoSuchResource,
     StaleAttempt,
-    StateMismatch,
     StorageFailed,
+    from_problem,
 )
 
 from .api import Api
-from .own_slots import OwnSave, OwnSegment
+from .own_slots import OwnSave, OwnSaves, OwnSegment
 from .upload import Sender
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Courier:
         self._generation = 0  # how many daemons this rank has outlived
         self._room: rest.Room | None = None
         self._segment: OwnSegment | None = None
-        self._saves: dict[int, OwnSave] = {}  # by step: those whose end is not known, or whose slot is still being filled
+        self.saves = OwnSaves()
         self._sealed: queue.SimpleQueue[OwnSave | None] = queue.SimpleQueue()
         self._heard = time.monotonic()
         self._closing = threading.Event()
@@ -95,41 +96,50 @@ class Courier:
             raise
         self._segment = segment
 
-    def find(self, step: int) -> OwnSave | None:
-        with self._lock:
-            return self._saves.get(step)
-
-    def begin(self, save: OwnSave) -> None:
+    def begin(self, save: OwnSave, policy: wire.Policy) -> None:
         """Ask whether the step may be saved; raises what refuses it. A link that is slow to answer stops no save."""
-        with self._lock:
-            if self._saves.setdefault(save.step, save) is not save:
-                raise StateMismatch(f"step {save.step} is being saved already", hint="wait for its ticket first")
+        self.saves.add(save)
         try:
-            self._api.open_upload(self._rank_id, save.number, save.step, OPEN_TIMEOUT_S)
-        except (*_PASSING, NoSuchResource) as error:
-            log.info("step %d is staged though the daemon does not take it yet: %s", save.step, error.detail)
-        except CheckpointError as error:
-            if _may_go_on(error):
-                return  # a daemon that was started anew does not know us quite yet
-            with self._lock:
-                del self._saves[save.step]
+            self.ask(save.number, save.step, policy)
+        except CheckpointError:
+            self.saves.forget(save)
             raise
+
+    def ask(self, number: int, step: int, policy: wire.Policy) -> bool:
+        """Begin an upload at the daemon, where the policy decides if no slot is free; whether it could be asked by now."""
+        wanted = rest.UploadRequest(step=step, policy=policy)
+        try:
+            self._api.open_upload(self._rank_id, number, wanted, OPEN_TIMEOUT_S)
+        except CheckpointError as error:
+            # A daemon that was started anew may not know us quite yet.
+            if not (isinstance(error, (*_PASSING, NoSuchResource)) or _may_go_on(error)):
+                raise
+            log.info("the daemon does not take step %d yet: %s", step, error.detail)
+            return False
+        return True
+
+    def take_back(self, step: int, policy: wire.Policy) -> bool:
+        """Drop, for `step`, the oldest save whose upload has not begun, for all ranks; False when there is none."""
+
+        save = self.saves.take_back(lambda save: GenerationDropped.of(save.step, step, policy).problem())
+        if save is None:
+            return False
+        self._on_outcome(self._outcome(save))
+        self.give_up(save.number, save.step, from_problem(save.problem or {}), OPEN_TIMEOUT_S)
+        return True
 
     def deliver(self, save: OwnSave) -> bool:
         """The slot is sealed: upload it in the background. False when the save has ended already; then its slot is free."""
-        with self._lock:
-            save.staging = False
-            told = save.told
-        if told:
-            self._free(save)
+        if self.saves.staged(save):
+            self.saves.free(save)
             return False
         self._sealed.put(save)
         return True
 
     def abandon(self, save: OwnSave, error: CheckpointError) -> None:
         """The slot was not filled after all: free it, and let the other ranks know."""
-        self._free(save)
-        self._give_up(save, error)
+        self.saves.free(save)
+        self.give_up(save.number, save.step, error)
 
     def choose(self, turn: int, question: rest.Question, wait_s: float) -> rest.Answer:
         """Which step to restore; waits up to `wait_s` seconds for saves that the daemon is writing."""
@@ -148,25 +158,14 @@ class Courier:
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
 
-    def _free(self, save: OwnSave) -> None:
-        with self._lock:
-            known = self._saves.get(save.step) is save
-            if known:
-                del self._saves[save.step]
-        if known:
-            save.segment.release(save.slot)
-
     def _tell(self, save: OwnSave, problem: dict[str, Any] | None) -> None:
         """Say once what became of a save, and free its slot unless it is still being filled."""
-        with self._lock:
-            if save.told:
-                return
-            save.told, save.problem = True, problem
-            staging = save.staging
-        if not staging:
-            self._free(save)
-        state: Literal["committed", "aborted"] = "committed" if problem is None else "aborted"
-        self._on_outcome(wire.Outcome(step=save.step, attempt=self.welcome.attempt, state=state, problem=problem))
+        if self.saves.end(save, problem):
+            self._on_outcome(self._outcome(save))
+
+    def _outcome(self, save: OwnSave) -> wire.Outcome:
+        state: Literal["committed", "aborted"] = "committed" if save.problem is None else "aborted"
+        return wire.Outcome(step=save.step, attempt=self.welcome.attempt, state=state, problem=save.problem)
 
     def _guard(self, loop: Callable[[], None]) -> None:
         """Run a thread; what ends it early ends everything that is under way, by name."""
@@ -185,8 +184,7 @@ class Courier:
                 return
             self._closing.set()
             self.lost = error
-            for save in self._saves.values():
-                save.told = True
+        self.saves.lose()
         self._sealed.put(None)
         log.warning("the daemon at %s is lost: %s", self._api.url, error.detail)
         if self._segment is not None:
@@ -231,10 +229,7 @@ class Courier:
             if self._room is not None:
                 self._api.reserve(self._rank_id, self._room)
             self._generation += 1
-            with self._lock:
-                again = [save for save in self._saves.values() if save.delivered and not save.told]
-            for save in again:
-                save.delivered = False
+            for save in self.saves.bring_again():
                 self._sealed.put(save)
 
     def _listen_loop(self) -> None:
@@ -251,7 +246,7 @@ class Courier:
                 continue
             self._heard, patience = time.monotonic(), _Patience()
             for ended in found.items:
-                save = self.find(ended.step)
+                save = self.saves.find(ended.step)
                 if save is not None and save.number == ended.number:
                     self._tell(save, _problem_of(ended))
             after = found.next if self._generation == seen else 0  # another daemon counts anew
@@ -267,21 +262,21 @@ class Courier:
                         return
                     log.warning("step %d could not be uploaded: %s", save.step, error.detail)
                     self._tell(save, error.problem())
-                    self._give_up(save, error)
+                    self.give_up(save.number, save.step, error)
         finally:
             sender.close()
 
-    def _give_up(self, save: OwnSave, error: CheckpointError) -> None:
+    def give_up(self, number: int, step: int, error: CheckpointError, timeout_s: float | None = None) -> None:
         """The other ranks of the world are to hear at once that this step is not saved."""
         try:
-            self._api.abandon_upload(self._rank_id, save.number, rest.AbandonRequest(problem=error.problem()))
+            self._api.abandon_upload(self._rank_id, number, rest.AbandonRequest(problem=error.problem()), timeout_s)
         except CheckpointError as unheard:
-            log.info("%s was not told that step %d is given up: %s", self._api.url, save.step, unheard.detail)
+            log.info("%s was not told that step %d is given up: %s", self._api.url, step, unheard.detail)
 
     def _bring(self, sender: Sender, save: OwnSave) -> None:
         """Bring a sealed slot to the daemon; what breaks is taken up where it broke."""
         patience, resumes = _Patience(), 0
-        while not save.told:
+        while self.saves.begin_upload(save):
             seen = self._generation
             try:
                 reached = sender.bring(save)
@@ -301,10 +296,8 @@ class Courier:
             except CheckpointError as error:
                 self._recover(error, seen, patience)
             else:
-                with self._lock:  # a daemon that was started anew in this very moment has nothing of it
-                    save.delivered = self._generation == seen
-                if not save.delivered:
-                    continue
+                if not self.saves.delivered(save, lambda seen=seen: self._generation == seen):  # type: ignore[misc]
+                    continue  # a daemon that was started anew in this very moment has nothing of it
                 if reached.state in ("committed", "aborted"):
                     self._tell(save, _problem_of(reached))
                 return

@@ -5,11 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from holdfast_formats import arena, rest
 from holdfast_formats.arena import Geometry, SlotHeader, SlotState
-from holdfast_formats.errors import ArenaFull, CheckpointError, NoSpace
+from holdfast_formats.errors import ArenaFull, CheckpointError, NoSpace, StateMismatch
 
 
 class OwnSegment:
@@ -67,6 +68,7 @@ class OwnSave:
     def __init__(self, number: int, step: int, segment: OwnSegment, slot: int) -> None:
         self.number, self.step, self.segment, self.slot = number, step, segment, slot
         self.staging = True
+        self.begun = False  # its upload, which nothing here takes back any more
         self.delivered = False  # a daemon has all of it
         self.told = False
         self.problem: dict[str, Any] | None = None
@@ -85,3 +87,88 @@ class OwnSave:
         memory, geometry = self.segment.memory, self.segment.geometry
         data, table = geometry.data_offset(self.slot), geometry.table_offset(self.slot)
         return memory[data : data + self.whole.data_bytes], memory[table : table + self.whole.table_bytes]
+
+
+class OwnSaves:
+    """The saves, by step, whose end is not known or whose slot is still being filled; in the order in which they began."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._saves: dict[int, OwnSave] = {}
+
+    def add(self, save: OwnSave) -> None:
+        """`StateMismatch` while another save of the step is under way."""
+        with self._lock:
+            if self._saves.setdefault(save.step, save) is not save:
+                raise StateMismatch(f"step {save.step} is being saved already", hint="wait for its ticket first")
+
+    def find(self, step: int) -> OwnSave | None:
+        with self._lock:
+            return self._saves.get(step)
+
+    def forget(self, save: OwnSave) -> bool:
+        """Whether it was known until now."""
+        with self._lock:
+            known = self._saves.get(save.step) is save
+            if known:
+                del self._saves[save.step]
+            return known
+
+    def free(self, save: OwnSave) -> None:
+        """Nobody needs its slot any more."""
+        if self.forget(save):
+            save.segment.release(save.slot)
+
+    def staged(self, save: OwnSave) -> bool:
+        """Nobody fills its slot any more; whether its end is known by now."""
+        with self._lock:
+            save.staging = False
+            return save.told
+
+    def end(self, save: OwnSave, problem: dict[str, Any] | None) -> bool:
+        """Note what became of it, and free its slot unless it is still being filled; False when that was known."""
+        with self._lock:
+            if save.told:
+                return False
+            save.told, save.problem = True, problem
+            staging = save.staging
+        if not staging:
+            self.free(save)
+        return True
+
+    def begin_upload(self, save: OwnSave) -> bool:
+        """From here on the save cannot be taken back; False when it has ended already."""
+        with self._lock:
+            save.begun = save.begun or not save.told
+            return not save.told
+
+    def take_back(self, problem: Callable[[OwnSave], dict[str, Any]]) -> OwnSave | None:
+        """End the oldest save that is sealed and whose upload has not begun, and free its slot; None if there is none."""
+        with self._lock:
+            waiting = (save for save in self._saves.values() if not (save.staging or save.begun or save.told))
+            save = next(waiting, None)
+            if save is None:
+                return None
+            save.told, save.problem = True, problem(save)
+        self.free(save)
+        return save
+
+    def delivered(self, save: OwnSave, still: Callable[[], bool]) -> bool:
+        """Note that a daemon has all of it, if it is `still` the daemon that we speak to."""
+        with self._lock:
+            save.delivered = still()
+            return save.delivered
+
+    def bring_again(self) -> list[OwnSave]:
+        """Those that a daemon had completely, and that its successor knows nothing of."""
+        with self._lock:
+            again = [save for save in self._saves.values() if save.delivered and not save.told]
+            for save in again:
+                save.delivered = False
+            return again
+
+    def lose(self) -> None:
+        """The end of none of them will be told."""
+        with self._lock:
+            for save in self._saves.values():
+                save.told = True

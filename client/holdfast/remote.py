@@ -13,10 +13,18 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from holdfast_formats import arena, rest, wire
-from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest, RoundAborted, from_problem
+from holdfast_formats.errors import (
+    ArenaFull,
+    CheckpointError,
+    DaemonGone,
+    GenerationDropped,
+    InvalidRequest,
+    RoundAborted,
+    from_problem,
+)
 
 from .api import Api
-from .courier import Courier
+from .courier import OPEN_TIMEOUT_S, Courier
 from .own_slots import OwnSave, OwnSegment
 
 REQUEST_TIMEOUT_S = 30.0
@@ -119,10 +127,11 @@ class RemoteLink:
         courier, segment = self._known(), self._segment
         if segment is None:
             raise InvalidRequest("reserve a segment before leasing a slot")
-        slot = segment.lease(message.step, courier.welcome.attempt, message.wait_s)
-        save = OwnSave(next(self._numbers), message.step, segment, slot)
+        number = next(self._numbers)
+        slot = _make_room(courier, segment, number, message)
+        save = OwnSave(number, message.step, segment, slot)
         try:
-            courier.begin(save)
+            courier.begin(save, message.policy)
         except CheckpointError:
             segment.release(slot)
             raise
@@ -130,7 +139,7 @@ class RemoteLink:
 
     def _seal(self, message: wire.Seal) -> wire.Sealed:
         courier = self._known()
-        save = courier.find(message.step)
+        save = courier.saves.find(message.step)
         if save is None or not save.staging or save.slot != message.slot:
             raise RoundAborted(f"slot {message.slot} is not leased for step {message.step}")
         save.seal(message.table_digest)
@@ -140,7 +149,7 @@ class RemoteLink:
 
     def _abandon(self, message: wire.Abandon) -> wire.Done:
         courier = self._known()
-        save = courier.find(message.step)
+        save = courier.saves.find(message.step)
         if save is not None and save.staging:  # else the save had ended before
             courier.abandon(save, from_problem(message.problem))
         return wire.Done(reply_to=message.id)
@@ -154,3 +163,23 @@ class RemoteLink:
         if self._courier is None:
             raise InvalidRequest("the first request must be hello")
         return self._courier
+
+
+def _make_room(courier: Courier, segment: OwnSegment, number: int, wanted: wire.Lease) -> int:
+    """An own slot. Where none is free the policy decides: here of what is not being uploaded, else at the daemon."""
+    attempt, policy = courier.welcome.attempt, wanted.policy
+    try:
+        return segment.lease(wanted.step, attempt, wanted.wait_s if policy == "wait" else 0.0)
+    except ArenaFull:
+        if policy == "wait":
+            raise
+    if policy == "newest-wins" and courier.take_back(wanted.step, policy):
+        return segment.lease(wanted.step, attempt, 0.0)
+    error = GenerationDropped.of(wanted.step, None, policy)
+    if not courier.ask(number, wanted.step, policy):
+        raise error
+    try:  # what the daemon let go of, or had committed, we are about to hear of
+        return segment.lease(wanted.step, attempt, OPEN_TIMEOUT_S)
+    except ArenaFull:
+        courier.give_up(number, wanted.step, error)
+        raise error from None

@@ -77,8 +77,8 @@ class Slots:
     def fits(self, data_bytes: int, table_bytes: int) -> bool:
         return data_bytes <= self.geometry.data_bytes and table_bytes <= self.geometry.table_bytes_max
 
-    def lease(self, step: int, attempt: int, wait_s: float) -> Slot:
-        """A slot for this rank's part of `step`, waiting up to `wait_s` seconds for one to become free."""
-        message = wire.Lease(id=self.link.next_id(), step=step, wait_s=wait_s)
+    def lease(self, step: int, attempt: int, wait_s: float, policy: wire.Policy = "wait") -> Slot:
+        """A slot for this rank's part of `step`; where none is free the policy decides, see `wire.Lease`."""
+        message = wire.Lease(id=self.link.next_id(), step=step, wait_s=wait_s, policy=policy)
         granted = self.link.request(message, wire.Granted, wait_s + LEASE_MARGIN_S)
         return Slot(self, granted.slot, step, attempt)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from holdfast_formats.errors import CheckpointError, DeadlineExceeded, from_problem
+from holdfast_formats.errors import CheckpointError, DeadlineExceeded, GenerationDropped, StateMismatch, from_problem
 from holdfast_formats.wire import Outcome
+
+log = logging.getLogger(__name__)
 
 
 class SaveResult(NamedTuple):
@@ -29,7 +34,8 @@ class SaveTicket:
 
     @property
     def staged(self) -> bool:
-        """The daemon has this rank's part; if every rank's is staged, the step is saved whatever becomes of the trainers.
+        """The daemon has this rank's part; if every rank's is staged, the step is saved whatever becomes of the trainers,
+        unless it is `dropped` for a newer one.
 
         A rank that shares no memory with its daemon has its part in memory of its own, which dies with it, until that is
         uploaded: there only `done` says that the step is safe.
@@ -38,8 +44,13 @@ class SaveTicket:
 
     @property
     def done(self) -> bool:
-        """Committed or failed: `result()` returns or raises at once."""
+        """Committed, failed or dropped: `result()` returns or raises at once."""
         return self._ended.is_set()
+
+    @property
+    def dropped(self) -> bool:
+        """Storage was slower than the saves, and the policy let this one go for another."""
+        return isinstance(self._error, GenerationDropped)
 
     @property
     def error(self) -> CheckpointError | None:
@@ -70,20 +81,35 @@ class SaveTicket:
 
 
 class Tickets:
-    """The tickets whose end is awaited, by step, and the first failure that nobody has been told of."""
+    """The tickets whose end is awaited, by step; the first failure that nobody was told of, and the first drop."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[int, SaveTicket] = {}
         self._untold: SaveTicket | None = None
+        self._untold_drop: SaveTicket | None = None
+        self._drops = 0
 
-    def add(self, ticket: SaveTicket) -> None:
+    @contextmanager
+    def beginning(self, ticket: SaveTicket) -> Iterator[None]:
+        """Await the end of this save from now on, unless the block that begins it fails.
+
+        Its end may come before its beginning has returned: another rank may drop it. `StateMismatch` while an earlier save
+        of the step is awaited.
+        """
         with self._lock:
-            self._open[ticket.step] = ticket
+            if self._open.setdefault(ticket.step, ticket) is not ticket:
+                raise StateMismatch(f"step {ticket.step} is being saved already", hint="wait for its ticket first")
+        try:
+            yield
+        except BaseException:
+            self.drop(ticket)
+            raise
 
     def drop(self, ticket: SaveTicket) -> None:
         with self._lock:
-            self._open.pop(ticket.step, None)
+            if self._open.get(ticket.step) is ticket:
+                del self._open[ticket.step]
 
     def fail(self, ticket: SaveTicket, error: CheckpointError) -> None:
         """A save ends before the daemon had it."""
@@ -111,12 +137,25 @@ class Tickets:
             ticket, self._untold = self._untold, None
             return ticket
 
+    def take_drop(self) -> SaveTicket | None:
+        """The first save that was dropped, once; those after it are logged alone, as there may be one a step."""
+        with self._lock:
+            ticket, self._untold_drop = self._untold_drop, None
+            return ticket
+
     def open(self) -> list[SaveTicket]:
         with self._lock:
             return list(self._open.values())
 
     def _end(self, ticket: SaveTicket, error: CheckpointError | None) -> None:
-        if error is not None:
-            with self._lock:
+        """The first end stands: of a drop, the daemon's word and a refused seal may both tell."""
+        with self._lock:
+            if ticket.done:
+                return
+            ticket.end(error)
+            if isinstance(error, GenerationDropped):
+                self._drops += 1
+                self._untold_drop = ticket if self._drops == 1 else self._untold_drop
+                log.info("the save of %s@%s was dropped: %s", ticket.run, ticket.step, error.detail)
+            elif error is not None:
                 self._untold = self._untold or ticket
-        ticket.end(error)

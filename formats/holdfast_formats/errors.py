@@ -25,6 +25,7 @@
         ├── NoSpace                  no-space 507
         ├── DeadlineExceeded         deadline-exceeded 504
         ├── RoundAborted             round-aborted
+        ├── GenerationDropped        generation-dropped
         └── ArenaFull                arena-full 429
 
 A branch says what to do, a leaf says why. `problem()` is the RFC 9457 body; `from_problem()` rebuilds the same class.
@@ -176,6 +177,22 @@ class RoundAborted(Unavailable):
     code = "round-aborted"
 
 
+class GenerationDropped(Unavailable):
+    """Storage was slower than the saves, and the policy let this step go for another; `policy` says which one it was."""
+
+    code = "generation-dropped"
+
+    @classmethod
+    def of(cls, step: int, kept: int | None, policy: str) -> GenerationDropped:
+        """The save of `step` gave way to that of `kept`; None: to those before it, which are still under way."""
+        return cls(
+            f"step {step} gave way to {'those before it' if kept is None else f'step {kept}'} ({policy}): storage is slower "
+            "than the saves",
+            hint="save less often, give the checkpointer more slots, or have faster storage",
+            policy=policy,
+        )
+
+
 class ArenaFull(Unavailable):
     code, status = "arena-full", 429
 
@@ -200,6 +217,7 @@ LEAVES: tuple[type[CheckpointError], ...] = (
     NoSpace,
     DeadlineExceeded,
     RoundAborted,
+    GenerationDropped,
     ArenaFull,
 )
 _BY_CODE = {leaf.code: leaf for leaf in LEAVES}

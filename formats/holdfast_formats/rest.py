@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from .manifest import Manifest
+from .wire import Policy
 
 Item = TypeVar("Item")
 
@@ -87,11 +88,11 @@ class Round(BaseModel):
     step: int
     attempt: int
     world: int
-    state: str = Field(description="open, sealed, committed or aborted")
+    state: str = Field(description="open, sealed, committed, aborted or dropped")
     sealed: int = Field(description="ranks that have sealed their slot")
     opened: str
     ended: str | None
-    code: str | None = Field(description="error code, when aborted")
+    code: str | None = Field(description="error code, when aborted or dropped")
     detail: str | None
 
 
@@ -145,6 +146,7 @@ class Room(BaseModel):
 
 class UploadRequest(BaseModel):
     step: int = Field(ge=0)
+    policy: Policy = Field(default="wait", description="what gives way where no slot is free; `wait`: ask again")
 
 
 class Upload(BaseModel):

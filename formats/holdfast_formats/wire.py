@@ -20,6 +20,8 @@ FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
 HELD_RANKS_MAX = 64  # descriptors that one message may bring
 
+Policy = Literal["newest-wins", "oldest-durable", "wait"]  # what gives way where storage is slower than the saves
+
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -86,11 +88,16 @@ class Attach(Request):
 
 
 class Lease(Request):
-    """Ask for a slot for `step`, waiting at most `wait_s` for one to become free."""
+    """Ask for a slot for `step`. Where none is free, `policy` decides; only under `wait` does `wait_s` count.
+
+    `newest-wins`: an older save that is not being written yet is dropped for it, or else this one. `oldest-durable`: this
+    one is. `wait`: one is awaited, for at most `wait_s` seconds.
+    """
 
     type: Literal["lease"] = "lease"
     step: int = Field(ge=0)
     wait_s: float = Field(default=0.0, ge=0.0, le=86_400.0)
+    policy: Policy = "wait"
 
 
 class Granted(Reply):
@@ -179,7 +186,7 @@ class Failed(Reply):
 
 
 class Outcome(Message):
-    """What became of a save: committed, or aborted with the reason."""
+    """What became of a save: committed, or aborted with the reason; one that was dropped says `generation-dropped`."""
 
     type: Literal["outcome"] = "outcome"
     step: int

@@ -32,6 +32,7 @@ from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saver import Saver
 from holdfast_service.daemon.server import Daemon, Identity
 from holdfast_service.daemon.spill import Spill
+from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier, lock_root
 from holdfast_service.telemetry import start_logging
 
@@ -84,7 +85,7 @@ def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket |
         stack.callback(lock_root(root).release)
         listener = stack.enter_context(_bind(config.listen)) if config.listen else None
         url = "http://{}:{}".format(*listener.getsockname()[:2]) if listener else None
-        tier = PosixTier(root)
+        tier = PosixTier(root, Pace(config.write_bytes_per_second) if config.write_bytes_per_second else None)
         catalog = Catalog.open(config.catalog_url)
         stack.callback(catalog.close)
         decisions = Decisions(tier, catalog, config.keep)

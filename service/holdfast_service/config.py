@@ -41,6 +41,7 @@ class Config(BaseModel):
     catalog: str | None = None
     arena_bytes_max: int | None = Field(default=None, ge=0)
     spill: Literal["auto", "never"] = "auto"
+    write_bytes_per_second: int | None = Field(default=None, ge=1)
     silence_max: float = Field(default=60.0, gt=0)
     exit_when_idle: float | None = Field(default=None, gt=0)
     log_level: str = "info"
@@ -126,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--spill", metavar="auto|never", help="stage on the root's disk what memory has no room for (default: auto)"
     )
+    parser.add_argument("--write-bytes-per-second", metavar="BYTES", help="write no faster than this (default: no limit)")
     parser.add_argument("--silence-max", metavar="SECONDS", help="give up remote ranks silent for this long (default: 60)")
     parser.add_argument("--exit-when-idle", metavar="SECONDS", help="end when nobody used the daemon for this long")
     parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default: info)")

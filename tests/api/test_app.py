@@ -125,7 +125,9 @@ def test_metrics(http: httpx.Client) -> None:
     families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
     assert families["holdfast_rounds_open"].samples[0].value == 1
     assert families["holdfast_arena_bytes"].samples[0].value == 4096
-    assert {sample.labels["state"] for sample in families["holdfast_rounds"].samples} == {"committed", "aborted"}
+    assert {sample.labels["state"] for sample in families["holdfast_rounds"].samples} == {
+        *("committed", "aborted", "dropped")
+    }
     assert families["holdfast_storage_free_bytes"].samples[0].value > 0
 
 

@@ -280,7 +280,7 @@ class TestRounds:
         assert catalog.abort_open_rounds(LATER, "stale-attempt", "superseded", keep=[sealed, other]) == [old]
         assert catalog.abort_open_rounds(LATER, "round-aborted", "the daemon ended") == [sealed, other]
         assert catalog.abort_open_rounds(LATER, "round-aborted", "the daemon ended") == []
-        assert catalog.round_counts() == {"open": 0, "sealed": 0, "committed": 1, "aborted": 3}
+        assert catalog.round_counts() == {"open": 0, "sealed": 0, "committed": 1, "aborted": 3, "dropped": 0}
         codes = {made.id: made.code for made in catalog.rounds().items}
         assert codes == {done: None, old: "stale-attempt", sealed: "round-aborted", other: "round-aborted"}
 

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +19,13 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
-from holdfast_formats.wire import Outcome
+from holdfast_formats.wire import Outcome, Policy
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena import Arena
 from holdfast_service.daemon.budget import Budget
-from holdfast_service.daemon.saver import Participant, Saver
+from holdfast_service.daemon.rounds import Participant
+from holdfast_service.daemon.saver import Saver
 from holdfast_service.daemon.segment import Segment
 from holdfast_service.daemon.verifier import verify
 from holdfast_service.storage import MemoryTier, Tier
@@ -37,15 +39,60 @@ def content(step: int, rank: int) -> np.ndarray:
     return np.full(SIZE, (step * 7 + rank) % 251, np.uint8)
 
 
+class Gate:
+    """While it is shut, storage takes no file; `at` is the path of the one that waits before it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.shut = False
+        self.at = ""
+
+    def swing(self, shut: bool) -> None:
+        with self._changed:
+            self.shut = shut
+            self._changed.notify_all()
+
+    def wait_for(self, step: int) -> None:
+        """Return when a file of this step waits before the gate."""
+        directory = naming.step_directory(step)
+        with self._changed:
+            assert self._changed.wait_for(lambda: directory in self.at, 30), f"step {step} is not being written: {self.at}"
+
+    def enter(self, path: str) -> None:
+        with self._changed:
+            self.at = path
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: not self.shut, 60), "the gate was never opened"
+            self.at = ""
+
+
+class GatedTier:
+    """A tier, files of which are made only while its gate is open."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier, self.gate = tier, Gate()
+
+    def __getattr__(self, name: str) -> Any:
+        act = getattr(self._tier, name)
+        if name != "create":
+            return act
+
+        def create(path: str, size: int) -> Any:
+            self.gate.enter(path)
+            return act(path, size)
+
+        return create
+
+
 class Rank:
     """One rank of an attempt: leases, fills and seals, and collects the outcomes it is told."""
 
-    def __init__(self, world: SaverWorld, rank: int, attempt: int, launch_world: int) -> None:
+    def __init__(self, world: SaverWorld, rank: int, attempt: int, launch_world: int, slots: int = 2) -> None:
         self.world, self.rank, self.attempt, self.size = world, rank, attempt, launch_world
         self.outcomes: dict[int, Outcome] = {}
         self._heard = threading.Condition()
         self.who = Participant(RUN, rank, launch_world, attempt, self._notify)
-        self.segment: Segment = world.arena.reserve(arena.geometry(2, SIZE, 4096), f"rank{rank}", self.who.owner)
+        self.segment: Segment = world.arena.reserve(arena.geometry(slots, SIZE, 4096), f"rank{rank}", self.who.owner)
         world.saver.join(self.who)
 
     def _notify(self, outcome: Outcome) -> None:
@@ -59,8 +106,8 @@ class Rank:
             assert self._heard.wait_for(lambda: step in self.outcomes, 30), f"no outcome for step {step}"
             return self.outcomes[step]
 
-    def lease(self, step: int) -> int:
-        return self.world.saver.lease(self.who, self.segment, step, 0)
+    def lease(self, step: int, policy: Policy = "wait") -> int:
+        return self.world.saver.lease(self.who, self.segment, step, 0, policy)
 
     def fill_and_seal(self, step: int, slot: int) -> None:
         """Write this rank's rows, the table and the seal, and hand the slot over."""
@@ -76,8 +123,11 @@ class Rank:
         arena.seal(memory, geometry, slot, header, digest(encoded))
         self.world.saver.seal(self.who, slot, step, digest(encoded))
 
-    def save(self, step: int) -> None:
-        self.fill_and_seal(step, self.lease(step))
+    def save(self, step: int, policy: Policy = "wait") -> None:
+        self.fill_and_seal(step, self.lease(step, policy))
+
+    def free_slots(self) -> int:
+        return sum(self.segment.state(slot) is SlotState.FREE for slot in range(self.segment.geometry.slots))
 
     def leave(self) -> None:
         """The rank's process ends."""
@@ -97,11 +147,11 @@ class SaverWorld:
         self.arena = Arena(Budget(2**30), make_room=self.saver.holds.make_room)
         self._launches = 0
 
-    def launch(self, world: int) -> list[Rank]:
+    def launch(self, world: int, slots: int = 2) -> list[Rank]:
         """The ranks of a new attempt."""
         self._launches += 1
         attempt = self.decisions.hello(RUN, f"launch-{self._launches}", world, None)
-        return [Rank(self, rank, attempt, world) for rank in range(world)]
+        return [Rank(self, rank, attempt, world, slots) for rank in range(world)]
 
     def held(self, step: int) -> dict[int, tuple[int, bytes]]:
         """By rank: the slot in which its part of a held step stands, and the bytes there; nothing when it is not held."""

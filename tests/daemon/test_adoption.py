@@ -21,7 +21,8 @@ from holdfast_service.daemon.adoption import Adoption
 from holdfast_service.daemon.arena import Arena
 from holdfast_service.daemon.budget import Budget
 from holdfast_service.daemon.keeping import MemoryKeeper
-from holdfast_service.daemon.saver import Participant, Saver
+from holdfast_service.daemon.rounds import Participant
+from holdfast_service.daemon.saver import Saver
 from holdfast_service.daemon.segment import Segment
 from holdfast_service.daemon.verifier import verify
 from holdfast_service.storage import MemoryTier

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import get_args
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from holdfast_formats import naming
+from holdfast_formats.arena import SlotState
 from holdfast_formats.errors import (
     AlreadyCommitted,
     ArenaFull,
-    CheckpointError,
     InvalidRequest,
     RoundAborted,
     StaleAttempt,
     StateMismatch,
 )
+from holdfast_formats.wire import Policy
 from holdfast_service.daemon import saver as saver_module
 from holdfast_service.storage import MemoryTier
-from tests.daemon.saver_world import RUN, Rank, SaverWorld, content, saver_world
+from tests.daemon.saver_world import RUN, GatedTier, Rank, SaverWorld, content, refused, saver_world
 
-WORLD = 2
+WORLD, SLOTS = 2, 3
 
 
 def test_a_complete_round_is_committed_and_told_to_every_rank() -> None:
@@ -123,63 +127,96 @@ def test_retention_waits_for_verification() -> None:
 
 
 class Rounds(RuleBasedStateMachine):
-    """Drives a saver with the acts of two ranks and compares it with what a reader of the specification expects."""
+    """Drives a saver with the acts of two ranks and compares it with what a reader of the specification expects.
+
+    While the gate is shut, the first complete round is being written and those behind it wait.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = SaverWorld(MemoryTier())
-        self.ranks: list[Rank] = []
-        self.leases: dict[tuple[int, int], int] = {}  # (rank, step) -> slot
-        self.sealed: dict[int, set[int]] = {}  # step -> ranks, of this attempt
-        self.aborted: set[int] = set()
-        self.expected: set[int] = set()
-        self.gone: set[int] = set()
-        self.slots: dict[int, dict[int, int]] = {}  # step -> rank -> slot, of this attempt
-        self.held: tuple[int, dict[int, int] | None] = (0, None)  # what must be held: step, and its slots if they are ours
+        self.tier = GatedTier(MemoryTier())
+        self.world = SaverWorld(self.tier)  # type: ignore[arg-type] - a tier by delegation
+        self.expected: set[int] = set()  # committed
+        self.drops = 0
         self.begin()
 
     def begin(self) -> None:
-        self.ranks = self.world.launch(WORLD)
-        self.held = self.held[0], None
-        self.slots.clear()
-        self.leases.clear()
-        self.sealed.clear()
-        self.aborted.clear()
-        self.gone.clear()
+        self.ranks = self.world.launch(WORLD, SLOTS)
+        self.open: dict[int, dict[int, int | None]] = {}  # step -> rank -> its lease, None once sealed
+        self.queue: list[int] = []  # complete; the first one is being written
+        self.given_up: dict[int, tuple[set[int], str]] = {}  # ranks that know, code
+        self.gone: set[int] = set()
 
-    @rule(rank=st.integers(0, WORLD - 1), step=st.integers(1, 12))
-    def lease(self, rank: int, step: int) -> None:
-        """A lease is granted unless the step exists, the rank has it already, the round ended, or no slot is free."""
+    @rule(rank=st.integers(0, WORLD - 1), step=st.integers(1, 12), policy=st.sampled_from(get_args(Policy)))
+    def lease(self, rank: int, step: int, policy: Policy) -> None:
+        """A lease is granted or refused as stated, and where no slot is free the policy says what is dropped."""
         if rank in self.gone:
             return
-        self.world.saver.settle(RUN, 30)
-        held = sum(1 for r, s in self.leases if r == rank) + sum(1 for s, r in self.sealed.items() if rank in r)
-        try:
-            slot = self.ranks[rank].lease(step)
-        except CheckpointError as error:
-            known = (step in self.expected, (rank, step) in self.leases, rank in self.sealed.get(step, ()), held >= 2)
-            assert any(known) or step in self.aborted, error
-        else:
-            assert step not in self.expected and held < 2
-            self.leases[rank, step] = slot
-            self.slots.setdefault(step, {})[rank] = slot
-            if self.held[1] is not None and self.held[1][rank] == slot:
-                assert held == 1, "a held slot was leased before a free one"
-                self.held = 0, None
-            self.sealed.setdefault(step, set())
+        code, victim = self._expected_of_lease(rank, step, policy)
+        error = refused(self._lease, rank, step, policy)
+        assert (error.code if error else None) == code
+        if victim is not None:
+            self._give_up(victim, "generation-dropped", {rank} if victim == step else set())
+        if code is None:
+            self.open.setdefault(step, {})[rank] = self.granted
 
-    @precondition(lambda self: self.leases)
+    def _lease(self, rank: int, step: int, policy: Policy) -> None:
+        self.granted = self.ranks[rank].lease(step, policy)
+
+    def _expected_of_lease(self, rank: int, step: int, policy: Policy) -> tuple[str | None, int | None]:
+        """The code of the refusal, if any, and the step that is dropped, if any."""
+        known, code = self.given_up.get(step, (set(), ""))
+        if code and rank not in known:
+            known.add(rank)
+            return code, None
+        if step in self.expected:
+            return "already-committed", None
+        taken = [s for s, ranks in self.open.items() if rank in ranks]
+        full = len(taken) + len(self.queue) == SLOTS
+        if full and policy == "wait":
+            return "arena-full", None
+        if step in taken or step in self.queue:
+            return "state-mismatch", None
+        if not full:
+            return None, None
+        waiting = self.queue[1:]
+        if policy == "oldest-durable" or not (waiting or taken):
+            return "generation-dropped", step
+        return None, waiting[0] if len(waiting) > 1 or not taken else taken[-1]
+
+    @precondition(lambda self: any(slot is not None for ranks in self.open.values() for slot in ranks.values()))
     @rule(data=st.data())
     def seal(self, data: st.DataObject) -> None:
-        """A seal of a held lease is taken; the last one of the world commits the step."""
-        rank, step = data.draw(st.sampled_from(sorted(self.leases)))
-        self.ranks[rank].fill_and_seal(step, self.leases.pop((rank, step)))
-        self.sealed[step].add(rank)
-        if len(self.sealed[step]) == WORLD:
-            self.expected.add(step)
-            del self.sealed[step]
-            assert self.ranks[rank].wait(step).state == "committed"
-            self.held = step, self.slots[step]
+        """A seal of a held lease is taken; the last one of the world sets the round going."""
+        leases = [(s, r) for s, ranks in self.open.items() for r, slot in ranks.items() if slot is not None]
+        step, rank = data.draw(st.sampled_from(leases))
+        self.ranks[rank].fill_and_seal(step, self.open[step][rank])
+        self.open[step][rank] = None
+        if list(self.open[step].values()) != [None] * WORLD:
+            return
+        del self.open[step]
+        self.queue.append(step)
+        if not self.tier.gate.shut:
+            self.drain()
+        elif len(self.queue) == 1:
+            self.tier.gate.wait_for(step)
+
+    @precondition(lambda self: not self.tier.gate.shut)
+    @rule()
+    def shut(self) -> None:
+        """From here on storage takes nothing."""
+        self.tier.gate.swing(shut=True)
+
+    @rule()
+    def drain(self) -> None:
+        """Storage goes on: every complete round is committed."""
+        self.tier.gate.swing(shut=False)
+        for step in self.queue:
+            for rank in self.ranks:
+                assert rank.rank in self.gone or rank.wait(step).state == "committed"
+        self.expected |= set(self.queue)
+        self.queue.clear()
+        self.world.saver.settle(RUN, 30)
 
     @precondition(lambda self: not self.gone)
     @rule(rank=st.integers(0, WORLD - 1))
@@ -187,40 +224,64 @@ class Rounds(RuleBasedStateMachine):
         """A rank dies: every round it had not sealed is over."""
         self.ranks[rank].leave()
         self.gone.add(rank)
-        for step in [s for s, ranks in self.sealed.items() if rank not in ranks]:
-            self._forget(step)
+        for step in [s for s, ranks in self.open.items() if ranks.get(rank, -1) is not None]:
+            self._give_up(step, "round-aborted")
 
     @rule()
     def restart(self) -> None:
         """A new launch: every incomplete round of the old one is over."""
+        self.drain()
         for rank in self.ranks:
             if rank.rank not in self.gone:
                 rank.leave()
         self.begin()
 
-    def _forget(self, step: int) -> None:
-        del self.sealed[step]
-        self.aborted.add(step)
-        for key in [k for k in self.leases if k[1] == step]:
-            del self.leases[key]
+    def _give_up(self, step: int, code: str, knowing: Collection[int] = ()) -> None:
+        """Every rank of the round has heard why it ended; who is still filling a slot of it is refused."""
+        held = self.open.pop(step, None)
+        if held is None and step in self.queue:
+            self.queue.remove(step)
+            held = dict.fromkeys(range(WORLD))
+        held = held or {}
+        self.drops += code == "generation-dropped"
+        self.given_up[step] = ({*held, *knowing}, code)
+        for rank, slot in held.items():
+            if rank in self.gone:
+                continue
+            assert self.ranks[rank].wait(step).problem["code"] == code
+            del self.ranks[rank].outcomes[step]
+            if slot is not None and self.ranks[rank].segment.state(slot) is SlotState.FREE:
+                error = refused(self.ranks[rank].fill_and_seal, step, slot)
+                assert error is not None and error.code == code
+                self.ranks[rank].segment.disown(slot)  # as the conversation does
+
+    @invariant()
+    def what_is_held_is_what_was_committed(self) -> None:
+        """Whatever was leased, dropped or restarted: a held step's slots show its bytes, of every rank."""
+        for step in self.expected:
+            found = {rank: data for rank, (_, data) in self.world.held(step).items()}
+            assert found in ({}, {rank: content(step, rank).tobytes() for rank in range(WORLD)})
 
     @invariant()
     def exactly_the_complete_steps_are_visible(self) -> None:
-        """What every rank sealed is committed and sound byte for byte; nothing else is visible."""
-        self.world.saver.settle(RUN, 30)
+        """What every rank sealed and nobody dropped is committed and sound byte for byte; nothing else is visible."""
         assert set(self.world.committed()) == self.expected
 
     @invariant()
-    def the_newest_commit_is_held_until_its_slots_are_needed(self) -> None:
-        """Its bytes stand in the slots they came from, of every rank; once one of these is leased, nothing is held."""
-        self.world.saver.settle(RUN, 30)
-        step, _ = self.held
-        found = {rank: data for rank, (_, data) in self.world.held(step).items()}
-        assert found == ({rank: content(step, rank).tobytes() for rank in range(WORLD)} if step else {})
+    def every_slot_and_every_round_is_accounted_for(self) -> None:
+        """No slot stays taken by a round that is over, and the catalog knows how each of them ended."""
+        for rank in self.ranks:
+            if rank.rank not in self.gone:
+                taken = sum(rank.rank in ranks for ranks in self.open.values()) + len(self.queue)
+                assert rank.free_slots() == SLOTS - taken
+        counts = self.world.catalog.round_counts()
+        assert counts["open"] + counts["sealed"] == len(self.open) + len(self.queue)
+        assert (counts["dropped"], counts["committed"]) == (self.drops, len(self.expected))
 
     def teardown(self) -> None:
+        self.tier.gate.swing(shut=False)
         self.world.close()
 
 
 TestRounds = Rounds.TestCase
-TestRounds.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestRounds.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -136,7 +136,14 @@ def test_a_second_daemon_is_refused(daemon: RunningDaemon, tmp_path: Path, same:
 
 @pytest.mark.parametrize(
     "flags",
-    [["--listen", "nowhere"], ["--keep", "0"], ["--log-level", "loud"], ["--node", "a/b"], ["--arena-bytes-max", "x"]],
+    [
+        ["--listen", "nowhere"],
+        ["--keep", "0"],
+        ["--log-level", "loud"],
+        ["--node", "a/b"],
+        ["--arena-bytes-max", "x"],
+        ["--write-bytes-per-second", "0"],
+    ],
 )
 def test_bad_flags_are_refused_by_name(tmp_path: Path, flags: list[str]) -> None:
     """A flag that cannot be understood ends the start with status 2 and makes nothing."""

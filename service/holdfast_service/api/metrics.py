@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from holdfast_service.control.catalog import ENDED
 from holdfast_service.telemetry import METRICS
 
 from .services import Services
 
-ENDED = ("committed", "aborted")
 _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
 
 Sample = tuple[tuple[str, ...], float]  # label values, value

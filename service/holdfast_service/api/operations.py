@@ -15,7 +15,7 @@ from .metrics import Collected
 from .services import Cursor, Limit, Wired
 
 router = APIRouter(tags=["operations"], responses=problems.RESPONSES)
-RoundState = Literal["open", "sealed", "committed", "aborted"]
+RoundState = Literal["open", "sealed", "committed", "aborted", "dropped"]
 
 
 @router.get("/v1/rounds", summary="Rounds, newest first")

@@ -81,8 +81,10 @@ def put_segment(rank: Known, room: rest.Room) -> None:
 
 @router.put(_UPLOAD, summary="Begin an upload: lease a slot for a step; 409 when the step may not be saved")
 def put_upload(rank: Known, number: Number, wanted: rest.UploadRequest) -> rest.Upload:
-    """429 `arena-full` while storage has not taken the saves before: try again. Repeating it is harmless."""
-    return rank.open(number, wanted.step)
+    """Where no slot is free, since storage has not taken the saves before, the policy decides: an older one or this one is
+    dropped, the latter with 503 `generation-dropped`; under `wait` it is 429 `arena-full`: try again. Repeating is harmless.
+    """
+    return rank.open(number, wanted.step, wanted.policy)
 
 
 @router.get(_UPLOAD, summary="How far an upload is, and what became of it")

@@ -34,7 +34,8 @@ from .schema import READ_ONLY, AnswerRow, AttemptRow, CheckpointRow, RoundRow, R
 
 PAGE_ITEMS_MAX = 1000
 GOING_ON = ("open", "sealed")
-ROUND_STATES = (*GOING_ON, "committed", "aborted")
+ENDED = ("committed", "aborted", "dropped")
+ROUND_STATES = (*GOING_ON, *ENDED)
 _INTEGER_MAX = 2**63 - 1
 _SQLITE_FULL = "database or disk is full"  # Python 3.10 does not give the error code
 _Item = TypeVar("_Item")
@@ -157,7 +158,7 @@ class Catalog:
     def end_round(
         self,
         round_id: int,
-        state: Literal["committed", "aborted"],
+        state: Literal["committed", "aborted", "dropped"],
         now: str,
         code: str | None = None,
         detail: str | None = None,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timezone
+from typing import Literal
 
 from holdfast_formats import naming, rest
-from holdfast_formats.errors import CheckpointError, NoSuchCheckpoint, NotFound, Pinned, StorageFailed
+from holdfast_formats.errors import CheckpointError, GenerationDropped, NoSuchCheckpoint, NotFound, Pinned, StorageFailed
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.plan import Plan
 from holdfast_formats.table import SlotTable
@@ -95,7 +96,8 @@ class Decisions:
 
     def abort(self, round_id: int, error: CheckpointError, staging: str | None) -> None:
         """End a round without a checkpoint and remove what it staged; what cannot be removed now, the next sweep removes."""
-        self._catalog.end_round(round_id, "aborted", utc_now(), error.code, error.detail)
+        state: Literal["aborted", "dropped"] = "dropped" if isinstance(error, GenerationDropped) else "aborted"
+        self._catalog.end_round(round_id, state, utc_now(), error.code, error.detail)
         if staging is not None:
             try:
                 self._tier.remove_tree(staging)

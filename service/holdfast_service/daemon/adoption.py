@@ -18,7 +18,8 @@ from holdfast_formats.wire import Outcome
 
 from .arena import Arena
 from .ports import Decisions
-from .saver import Participant, Saver
+from .rounds import Participant
+from .saver import Saver
 from .segment import Segment, find_sealed
 
 log = logging.getLogger(__name__)

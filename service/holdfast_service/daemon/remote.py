@@ -30,7 +30,8 @@ from holdfast_formats.errors import (
 
 from .arena import Arena
 from .ports import Decisions
-from .saver import Participant, Saver
+from .rounds import Participant
+from .saver import Saver
 from .segment import Segment
 
 log = logging.getLogger(__name__)
@@ -99,8 +100,11 @@ class RemoteRank:
         if outgrown is not None:
             self._arena.drop(outgrown)
 
-    def open(self, number: int, step: int) -> rest.Upload:
-        """Begin the rank's `number`-th upload, or find it begun. Refuses by name a step that this rank may not save."""
+    def open(self, number: int, step: int, policy: wire.Policy = "wait") -> rest.Upload:
+        """Begin the rank's `number`-th upload, or find it begun. Refuses by name a step that this rank may not save.
+
+        Where no slot is free the policy decides; `ArenaFull`, at once, under `wait`.
+        """
         with self._turn:
             known = self._uploads.get(number)
             if known is not None:
@@ -113,7 +117,7 @@ class RemoteRank:
             with self._lock:
                 self._uploads[number] = upload
             try:
-                upload.slot = self._saver.lease(self.who, self._segment, step, 0.0)
+                upload.slot = self._saver.lease(self.who, self._segment, step, 0.0, policy)
             except CheckpointError:
                 with self._lock:
                     del self._uploads[number]

@@ -7,92 +7,47 @@ sealed, and ends committed or aborted. Nothing of an incomplete round ever reach
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Collection
-from typing import Literal, NamedTuple
+from collections.abc import Collection
+from typing import Literal
 
 from holdfast_formats import naming
-from holdfast_formats.arena import Owner
-from holdfast_formats.errors import CheckpointError, RoundAborted, StaleAttempt, StateMismatch
+from holdfast_formats.errors import (
+    ArenaFull,
+    CheckpointError,
+    GenerationDropped,
+    RoundAborted,
+    StaleAttempt,
+)
 from holdfast_formats.manifest import Manifest
-from holdfast_formats.plan import Plan
-from holdfast_formats.wire import Outcome
+from holdfast_formats.wire import Outcome, Policy
 from holdfast_service.storage import Tier
 
+from .backlog import Backlog
 from .checking import Checks
+from .generations import gives_way
 from .holds import Holds
 from .ports import Decisions
+from .rounds import GivenUp, Lease, Participant, Round, RoundKey
 from .segment import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find_sealed
-from .writer import write
 
 log = logging.getLogger(__name__)
-
-ENDED_ROUNDS_MAX = 256
-
-
-class RoundKey(NamedTuple):
-    run: str
-    step: int
-    attempt: int
-
-
-class Participant:
-    """A rank as the saver knows it: who it is, and how to tell it what became of a save."""
-
-    def __init__(self, run: str, rank: int, world: int, attempt: int, notify: Callable[[Outcome], None]) -> None:
-        self.run, self.rank, self.world, self.attempt = run, rank, world, attempt
-        self.notify = notify
-
-    @property
-    def owner(self) -> Owner:
-        """Whose segments are this rank's."""
-        return Owner(self.run, self.rank, self.world, self.attempt)
-
-
-class _Lease(NamedTuple):
-    segment: Segment
-    slot: int
-    deadline: float  # time.monotonic()
-
-
-class _Round:
-    def __init__(self, key: RoundKey, round_id: int, world: int) -> None:
-        self.key, self.id, self.world = key, round_id, world
-        self.deadline = time.monotonic() + LEASE_DEADLINE_S
-        self.leases: dict[int, _Lease] = {}
-        self.sealed: dict[int, SealedSlot] = {}
-        self.participants: dict[int, Participant] = {}
-
-    @property
-    def complete(self) -> bool:
-        return len(self.sealed) == self.world
-
-    def release(self) -> None:
-        for sealed in self.sealed.values():
-            sealed.release()
-        for lease in self.leases.values():
-            lease.segment.release(lease.slot)
-        self.sealed.clear()
-        self.leases.clear()
 
 
 class Saver:
     """Owner of all rounds of this node. Methods are called by the ranks' conversations, from any thread."""
 
     def __init__(self, tier: Tier, decisions: Decisions, node: str) -> None:
-        self._tier, self._decisions, self._node = tier, decisions, node
+        self._decisions = decisions
         self._lock = threading.Condition()
         self._present: dict[tuple[str, int], set[Participant]] = {}  # (run, attempt) -> ranks connected now
-        self._open: dict[RoundKey, _Round] = {}
-        self._given_up: dict[RoundKey, tuple[set[int], CheckpointError]] = {}  # ranks that know, why
-        self._pending: dict[RoundKey, _Round] = {}  # complete, being saved
-        self._jobs: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
+        self._open: dict[RoundKey, Round] = {}
+        self._given_up = GivenUp()
+        self._pending: dict[RoundKey, Round] = {}  # complete, being saved
         self._checks = Checks(tier, decisions)
         self.holds = Holds(decisions.committed)
-        self._thread = threading.Thread(target=self._save_loop, name="holdfast-saver", daemon=True)
-        self._thread.start()
+        self._backlog = Backlog((tier, decisions, node, self.holds), self._lock, self._saved)
 
     @property
     def busy(self) -> bool:
@@ -106,26 +61,37 @@ class Saver:
             for current in [r for k, r in self._open.items() if k.run == who.run and k.attempt < who.attempt]:
                 self._abort(current, StaleAttempt(f"attempt {who.attempt} of {who.run} has begun"))
 
-    def lease(self, who: Participant, segment: Segment, step: int, wait_s: float) -> int:
-        """A slot of `segment` for this rank's part of `step`. Refuses by name a step that may not be saved by this rank."""
+    def lease(self, who: Participant, segment: Segment, step: int, wait_s: float, policy: Policy = "wait") -> int:
+        """A slot of `segment` for this rank's part of `step`. Refuses by name a step that may not be saved by this rank.
+
+        Where no slot is free, the policy decides for all ranks of the world: an older round ends for this one, or this one
+        does, as `GenerationDropped`; or a slot is awaited, for `wait_s` seconds, then `ArenaFull`.
+        """
         key = RoundKey(who.run, step, who.attempt)
         with self._lock:
-            self._refuse_if_given_up(key, who.rank)
+            self._given_up.refuse(key, who.rank)
         round_id = self._decisions.begin(who.run, step, who.attempt, who.world)
-        slot = segment.lease(step, who.attempt, wait_s)
-        with self._lock:
-            try:
-                self._refuse_if_given_up(key, who.rank)
-                current = self._open.setdefault(key, _Round(key, round_id, who.world))
-                if current.world != who.world:
-                    raise StateMismatch(f"rank {who.rank} says the world has {who.world} ranks, not {current.world}")
-                if who.rank in current.participants:
-                    raise StateMismatch(f"rank {who.rank} saves step {step} twice", hint="wait for its ticket first")
-            except CheckpointError:
+        slot = -1
+        try:
+            if policy == "wait":
+                slot = segment.lease(step, who.attempt, wait_s)
+            with self._lock:
+                self._given_up.refuse(key, who.rank)
+                begun = self._open.get(key) or self._pending.get(key)
+                current = begun or Round(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S)
+                current.refuse(who)
+                if slot < 0:
+                    slot = self._make_room(current, who, segment, policy)
+                self._open[key] = current
+                current.participants[who.rank] = who
+                current.leases[who.rank] = Lease(segment, slot, time.monotonic() + LEASE_DEADLINE_S)
+        except CheckpointError as error:
+            if slot >= 0:
                 segment.release(slot)
-                raise
-            current.participants[who.rank] = who
-            current.leases[who.rank] = _Lease(segment, slot, time.monotonic() + LEASE_DEADLINE_S)
+            with self._lock:
+                if key not in self._open and key not in self._pending:
+                    self._record_end(key, round_id, error, staging=None)
+            raise
         return slot
 
     def seal(self, who: Participant, slot: int, step: int, table_digest: str) -> None:
@@ -137,10 +103,10 @@ class Saver:
                 return  # the answer to its first seal was lost with a connection
             lease = current.leases.get(who.rank) if current else None
             if current is None or lease is None or lease.slot != slot:
-                self._refuse_if_given_up(key, who.rank)
+                self._given_up.refuse(key, who.rank)
                 if current is None and self._decisions.committed(who.run, step) == who.attempt:
                     return
-                raise RoundAborted(f"rank {who.rank} holds no lease on slot {slot} for step {step}")
+                raise self._given_up.why(key, f"rank {who.rank} holds no lease on slot {slot} for step {step}")
             try:
                 sealed = lease.segment.take_sealed(slot, step, table_digest)
                 check_identity(sealed, who.owner, step)
@@ -156,10 +122,10 @@ class Saver:
         key = RoundKey(who.run, step, who.attempt)
         segment, slot, sealed = held
         with self._lock:
-            current = self._open.setdefault(key, _Round(key, round_id, who.world))
+            current = self._open.setdefault(key, Round(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S))
             current.participants[who.rank] = who
             if sealed is None:
-                current.leases[who.rank] = _Lease(segment, slot, current.deadline)
+                current.leases[who.rank] = Lease(segment, slot, current.deadline)
                 return
             count = self._take(current, who.rank, sealed)
         self._decisions.sealed(round_id, count)
@@ -185,9 +151,11 @@ class Saver:
                 unknown.discard(step)
         for step in sorted(unknown):
             attempt = self._decisions.committed(who.run, step)
-            lost = RoundAborted(f"step {step} was not sealed by rank {who.rank} when the daemon ended, or was given up")
-            error = None if attempt == who.attempt else lost
-            who.notify(_outcome(RoundKey(who.run, step, who.attempt), error))
+            key = RoundKey(who.run, step, who.attempt)
+            lost = self._given_up.why(
+                key, f"step {step} was not sealed by rank {who.rank} when the daemon ended, or was given up"
+            )
+            who.notify(_outcome(key, None if attempt == who.attempt else lost))
 
     def give_up(self, who: Participant, step: int, error: CheckpointError) -> None:
         """A rank cannot complete its part: the round ends, for every rank."""
@@ -247,20 +215,19 @@ class Saver:
         with self._lock:
             for current in list(self._open.values()):
                 self._abort(current, RoundAborted("the daemon is shutting down"))
-        self._jobs.put(None)
-        self._thread.join()
+        self._backlog.close()
         self._checks.close()
         self.holds.close()
 
-    def _take(self, current: _Round, rank: int, sealed: SealedSlot) -> int:
+    def _take(self, current: Round, rank: int, sealed: SealedSlot) -> int:
         """How many ranks have sealed, now that this one has; the last one sets the round going."""
         current.sealed[rank] = sealed
         if current.complete:
             self._pending[current.key] = self._open.pop(current.key)
-            self._jobs.put(current)
+            self._backlog.add(current)
         return len(current.sealed)
 
-    def _take_left_behind(self, current: _Round, who: Participant) -> None:
+    def _take_left_behind(self, current: Round, who: Participant) -> None:
         """A rank is gone that may have sealed its slot without living to say so."""
         lease = current.leases.get(who.rank)
         sealed = find_sealed(lease.segment, lease.slot) if lease else None
@@ -268,30 +235,44 @@ class Saver:
             del current.leases[who.rank]
             self._take(current, who.rank, sealed)
 
-    def _refuse_if_given_up(self, key: RoundKey, rank: int) -> None:
-        """A rank that comes late to a round the others have lost is told so once; after that the step may be tried anew."""
-        known, error = self._given_up.get(key, (set(), None))
-        if error is not None and rank not in known:
-            known.add(rank)
-            raise error
+    def _make_room(self, new: Round, who: Participant, segment: Segment, policy: Policy) -> int:
+        """A slot, by dropping older rounds until there is one; or the new round is dropped, and its error raised."""
+        while True:
+            try:
+                return segment.lease(new.key.step, who.attempt, 0.0)
+            except ArenaFull:
+                complete = [r for r in self._backlog.waiting() if r.holds(segment)]
+                incomplete = [r for r in self._open.values() if r is not new and r.holds(segment)]
+            older = gives_way(policy, complete, incomplete)
+            if older is None:
+                error = GenerationDropped.of(new.key.step, None, policy)
+                self._abort(new, error, {who.rank})
+                raise error
+            self._abort(older, GenerationDropped.of(older.key.step, new.key.step, policy))
 
-    def _abort(self, current: _Round, error: CheckpointError) -> None:
-        self._open.pop(current.key, None)
+    def _abort(self, current: Round, error: CheckpointError, knowing: Collection[int] = ()) -> None:
+        """End a round that is not being written."""
+        if self._open.get(current.key) is current:
+            del self._open[current.key]
+        elif current.complete:
+            self._backlog.withdraw(current)
         current.release()
-        self._given_up[current.key] = (set(current.participants), error)
-        while len(self._given_up) > ENDED_ROUNDS_MAX:
-            del self._given_up[next(iter(self._given_up))]
-        self._end_aborted(current, error, staging=None)
+        self._given_up.add(current.key, {*current.participants, *knowing}, error)
+        self._end_unsaved(current, error, staging=None)
 
-    def _end_aborted(self, current: _Round, error: CheckpointError, staging: str | None) -> None:
-        log.warning("%s@%s attempt %s aborted: %s", *current.key, error.detail)
-        try:
-            self._decisions.abort(current.id, error, staging)
-        except CheckpointError as failure:  # the ranks must hear of it though the catalog cannot
-            log.error("the end of %s@%s attempt %s is not recorded: %s", *current.key, failure.detail)
+    def _end_unsaved(self, current: Round, error: CheckpointError, staging: str | None) -> None:
+        how = "dropped" if isinstance(error, GenerationDropped) else "aborted"
+        log.warning("%s@%s attempt %s %s: %s", *current.key, how, error.detail)
+        self._record_end(current.key, current.id, error, staging)
         self._announce(current, error)
 
-    def _announce(self, current: _Round, error: CheckpointError | None) -> None:
+    def _record_end(self, key: RoundKey, round_id: int, error: CheckpointError, staging: str | None) -> None:
+        try:
+            self._decisions.abort(round_id, error, staging)
+        except CheckpointError as failure:  # the ranks must hear of it though the catalog cannot
+            log.error("the end of %s@%s attempt %s is not recorded: %s", *key, failure.detail)
+
+    def _announce(self, current: Round, error: CheckpointError | None) -> None:
         with self._lock:  # who comes back after this asks for what is committed
             if self._pending.get(current.key) is current:
                 del self._pending[current.key]
@@ -300,39 +281,16 @@ class Saver:
         for participant in participants:
             participant.notify(_outcome(current.key, error))
 
-    def _save_loop(self) -> None:
-        while (current := self._jobs.get()) is not None:
-            self._save(current)
-
-    def _save(self, current: _Round) -> None:
-        staging = naming.staging_path(*current.key)
-        try:
-            plan = self._decisions.plan([sealed.table for sealed in current.sealed.values()])
-            made = self._write_and_commit(current, plan, staging)
-        except CheckpointError as error:
-            current.release()
-            self._end_aborted(current, error, staging)
+    def _saved(self, current: Round, result: Manifest | CheckpointError) -> None:
+        if isinstance(result, CheckpointError):
+            self._end_unsaved(current, result, naming.staging_path(*current.key))
             return
-        except Exception as error:
-            log.exception("%s@%s attempt %s failed", *current.key)
-            current.release()
-            wrapped = RoundAborted(f"unexpected {type(error).__name__} in the daemon", hint="see the daemon's log")
-            self._end_aborted(current, wrapped, staging)
-            return
-        log.info("%s@%s attempt %s committed: %d bytes", *current.key, made.bytes)
-        self._checks.add(made)
+        log.info("%s@%s attempt %s committed: %d bytes", *current.key, result.bytes)
+        self._checks.add(result)
         self._announce(current, None)
 
-    def _write_and_commit(self, current: _Round, plan: Plan, staging: str) -> Manifest:
-        self._tier.remove_tree(staging)
-        write(self._tier, plan, staging, {rank: s.data for rank, s in current.sealed.items()}, self._node)
-        made = self._decisions.commit(current.id, plan)
-        self.holds.keep(*current.key, current.sealed)
-        current.release()  # not before: until it is committed, the next daemon may need what is in the slots
-        return made
 
-
-def _has_taken(current: _Round | None, who: Participant, slot: int) -> bool:
+def _has_taken(current: Round | None, who: Participant, slot: int) -> bool:
     sealed = current.sealed.get(who.rank) if current else None
     return sealed is not None and sealed.slot == slot
 

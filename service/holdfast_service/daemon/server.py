@@ -25,7 +25,8 @@ from .adoption import Adoption
 from .arena import Arena
 from .peer import Peer
 from .ports import Decisions
-from .saver import Participant, Saver
+from .rounds import Participant
+from .saver import Saver
 from .segment import LEASE_DEADLINE_S, Segment
 
 log = logging.getLogger(__name__)
@@ -279,7 +280,7 @@ class _Conversation:
         who = self._known()
         if not self._segments:
             raise InvalidRequest("reserve a segment before leasing a slot")
-        slot = self._daemon.saver.lease(who, self._segments[-1], request.step, request.wait_s)
+        slot = self._daemon.saver.lease(who, self._segments[-1], request.step, request.wait_s, request.policy)
         return wire.Granted(reply_to=request.id, slot=slot, deadline_s=LEASE_DEADLINE_S)
 
     def _seal(self, request: wire.Seal) -> wire.Reply:

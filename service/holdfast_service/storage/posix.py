@@ -20,6 +20,7 @@ from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRe
 from . import libc, locking
 from .direct import ALIGNMENT, DIRECT_BYTES_MIN, REFUSED, is_aligned, open_direct
 from .directories import DIRECTORY, open_directory, remove_tree
+from .pacing import Pace
 from .tier import Buffer, check_range, octets, split_leaf, split_path
 from .translation import translated
 from .writeback import Writeback, drop_from_cache
@@ -40,8 +41,9 @@ _reserve = libc.fallocate
 class PosixTier:
     """The directory `root`, made if it is not there. The root may be reached by a symbolic link, nothing below it may."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, pace: Pace | None = None) -> None:
+        """With a `pace`, what `create` made is written no faster."""
+        self.root, self._pace = root, pace
         self._replacing = threading.Lock()
         make_root(root)
 
@@ -58,7 +60,7 @@ class PosixTier:
                 os.close(descriptor)
                 os.unlink(leaf, dir_fd=directory)
                 raise
-        return PosixFile(path, descriptor, direct, size)
+        return PosixFile(path, descriptor, direct, size, self._pace)
 
     def put(self, path: str, data: bytes) -> None:
         parent, leaf = split_leaf(path)
@@ -200,12 +202,13 @@ class PosixFile:
     `direct` is a second descriptor, for the writes that go past the page cache; None where there is no such thing.
     """
 
-    def __init__(self, path: str, descriptor: int, direct: int | None, size: int) -> None:
+    def __init__(self, path: str, descriptor: int, direct: int | None, size: int, pace: Pace | None) -> None:
         self._path = path
         self._descriptor = descriptor
         self._direct = direct
         self._refused = direct is None
         self._size = size
+        self._pace = pace
         self._writeback = Writeback()
         self._lock = threading.Lock()
         self._users = 0
@@ -219,6 +222,8 @@ class PosixFile:
         views = [octets(buffer) for buffer in buffers]
         length = sum(view.nbytes for view in views)
         check_range(self._path, offset, length, self._size)
+        if self._pace is not None:
+            self._pace.take(length)
         with translated("write", self._path), self._open() as descriptor:
             if not self._write_direct(offset, views):
                 _write_all(descriptor, offset, views)

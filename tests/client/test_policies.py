@@ -1,0 +1,152 @@
+"""Saves that come faster than storage takes them: what each policy keeps, and that nothing is dropped in silence."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast import Api, Checkpointer, Fragment, SaveWarning
+from holdfast.tickets import SaveTicket
+from holdfast_formats.errors import GenerationDropped, InvalidRequest, StateMismatch
+from tests.client.test_remote import check_saved, hide, ranks
+from tests.daemons import RunningDaemon, running, wait_until
+from tests.proxies import proxied
+
+SIZE = 200_000  # a rank's part
+PACE = 800_000  # bytes a second: a write of two ranks takes half a second
+STEPS = 8
+
+
+@pytest.fixture(params=["beside the daemon", "over http"])
+def daemon(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningDaemon]:
+    """One with slow storage, whose memory the ranks share or do not."""
+    with running(tmp_path / "root", "--write-bytes-per-second", str(PACE), listen="127.0.0.1:0") as made:
+        if request.param == "over http":
+            hide(made)
+        yield made
+
+
+def halves(step: int) -> list[dict[str, Fragment]]:
+    return [{"x": Fragment(torch.full((SIZE,), step, dtype=torch.uint8), (2 * SIZE,), offset=(SIZE * r,))} for r in (0, 1)]
+
+
+def save_all(world: list[Checkpointer], states: list[dict[str, Fragment]], steps: range) -> list[list[SaveTicket]]:
+    """Both ranks save every step, without a pause; returns each step's tickets."""
+    tickets = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaveWarning)
+        for step in steps:
+            for state in states:
+                state["x"].tensor.fill_(step)
+            tickets.append([checkpointer.save(step) for checkpointer in world])
+    return tickets
+
+
+def ended_as(tickets: list[list[SaveTicket]]) -> tuple[list[int], list[int]]:
+    """The steps that were committed and those that were dropped; both ranks' tickets must say the same."""
+    for pair in tickets:
+        for ticket in pair:
+            try:
+                ticket.result(60)
+            except GenerationDropped as error:
+                assert ticket.dropped and error.retryable and "slots" in error.hint
+    assert all(first.dropped == second.dropped for first, second in tickets)
+    dropped = [first.step for first, _ in tickets if first.dropped]
+    return [first.step for first, _ in tickets if not first.dropped], dropped
+
+
+def recorded(url: str, run: str) -> tuple[list[int], int]:
+    """The steps that the catalog calls dropped, and the metric."""
+    with Api(url) as api:
+        steps = sorted(found.step for found in api.rounds(run, "dropped"))
+    text = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    count = re.search(r'^holdfast_rounds_total\{state="dropped"\} (\S+)', text, re.MULTILINE)
+    assert count is not None
+    return steps, int(float(count[1]))
+
+
+@pytest.mark.parametrize("policy", ["newest-wins", "oldest-durable", "wait"])
+def test_two_ranks_on_slow_storage(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """Both ranks agree on what was dropped, catalog and metric say the same, and what is kept is what was asked for."""
+    states = halves(0)
+    world = ranks(monkeypatch, "r", states, url=daemon.url, policy=policy)
+    tickets = save_all(world, states, range(1, STEPS + 1))
+    for checkpointer in world:
+        checkpointer.close()
+    committed, dropped = ended_as(tickets)
+    assert recorded(daemon.url, "r") == (dropped, len(dropped))
+    assert dropped == [] if policy == "wait" else len(dropped) > 1
+    assert 1 in committed
+    if policy == "newest-wins":
+        assert committed[-1] == STEPS
+    elif policy == "oldest-durable":
+        assert committed[:2] == [1, 2]
+    check_saved(daemon.url, "r", committed[-1], {"x": torch.full((2 * SIZE,), committed[-1], dtype=torch.uint8)})
+
+
+def test_the_first_drop_is_a_warning_and_the_rest_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning however many steps are dropped, a line in the log for each, and closing raises nothing."""
+    caplog.set_level("INFO", "holdfast.tickets")
+    with running(tmp_path / "root", "--write-bytes-per-second", "200000") as daemon:
+        state = {"x": torch.zeros(SIZE, dtype=torch.uint8)}
+        checkpointer = Checkpointer("r", state, socket=daemon.socket)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            tickets = [checkpointer.save(step) for step in range(1, 9)]
+        assert checkpointer.save(9, wait="durable").result().step == 9
+        checkpointer.close()
+    dropped = [ticket.step for ticket in tickets if ticket.dropped]
+    assert len(dropped) > 1
+    (warning,) = [w for w in told if w.category is SaveWarning]
+    assert f"r@{dropped[0]} was dropped" in str(warning.message)
+    logged = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]
+    assert len(logged) == len(dropped)
+    assert all(f"r@{step} was dropped" in line for step, line in zip(dropped, logged, strict=True))
+
+
+def test_who_waits_is_not_dropped_in_silence(tmp_path: Path) -> None:
+    """`staged` raises where there is no slot, `durable` waits for one, and a plain save says it by its ticket."""
+    with running(tmp_path / "root", "--write-bytes-per-second", "200000") as daemon:
+        state = {"x": torch.zeros(SIZE, dtype=torch.uint8)}
+        with Checkpointer("r", state, socket=daemon.socket, policy="oldest-durable") as checkpointer:
+            first, second = checkpointer.save(1), checkpointer.save(2)
+            third = checkpointer.save(3)
+            assert third.done and third.dropped and not third.staged
+            with pytest.warns(SaveWarning, match="r@3 was dropped"), pytest.raises(GenerationDropped):
+                checkpointer.save(4, wait="staged")
+            with pytest.raises(StateMismatch, match="saved already"):
+                checkpointer.save(2)
+            checkpointer.save(5, wait="durable")
+            assert first.done and second.done and not (first.dropped or second.dropped)
+
+
+def test_a_slow_link_drops_what_is_not_being_uploaded(tmp_path: Path) -> None:
+    """Over HTTP the rank's own slots are the limit: the newest save is brought, and the catalog knows of each drop."""
+    with running(tmp_path / "root", listen="127.0.0.1:0") as daemon, proxied(daemon.url) as proxy:
+        hide(daemon)
+        generator = torch.Generator().manual_seed(1)
+        state = {"x": torch.randint(0, 256, (2_000_000,), dtype=torch.uint8, generator=generator)}
+        with Checkpointer("r", state, url=proxy.url) as checkpointer:
+            checkpointer.save(1, wait="durable")
+            proxy.bytes_per_s, sent = 1e6, proxy.sent
+            first = checkpointer.save(2)
+            wait_until(lambda: proxy.sent > sent + 100_000)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SaveWarning)
+                tickets = [checkpointer.save(step) for step in range(3, 7)]
+            assert [ticket.dropped for ticket in tickets] == [True, True, True, False]
+            proxy.bytes_per_s = None
+        assert not first.dropped and tickets[-1].result().step == 6
+        assert recorded(daemon.url, "r") == ([3, 4, 5], 3)
+
+
+def test_a_policy_that_does_not_exist_is_refused() -> None:
+    """The error names those that do."""
+    with pytest.raises(InvalidRequest, match="newest-wins, oldest-durable, wait"):
+        Checkpointer("r", {"x": torch.ones(1)}, policy="newest")  # type: ignore[arg-type]
