@@ -29,7 +29,7 @@ def save_and_check(checkpointer: Checkpointer, state: dict, steps: range) -> Non
     for step in steps:
         for name, tensor in tensors(step, len(state["weights"]), len(state["weights"]["t0"])).items():
             state["weights"][name].copy_(tensor)
-        checkpointer.save(step, wait="staged")
+        checkpointer.save(step, wait="durable")
     expected = {name: tensor.clone() for name, tensor in state["weights"].items()}
     for tensor in state["weights"].values():
         tensor.zero_()
@@ -100,7 +100,7 @@ def test_a_state_that_grows_says_so_and_loses_no_save(tmp_path: Path, caplog: py
     state = {"model": model}
     with (
         running(tmp_path / "root", "--arena-bytes-max", str(7 * MIB), "--spill", "never") as daemon,
-        Checkpointer("r", state, socket=daemon.socket) as checkpointer,
+        Checkpointer("r", state, socket=daemon.socket, policy="wait") as checkpointer,
     ):
         tickets = [checkpointer.save(step) for step in (1, 2)]
         assert checkpointer.notices == ()

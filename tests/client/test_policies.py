@@ -87,7 +87,9 @@ def test_two_ranks_on_slow_storage(daemon: RunningDaemon, monkeypatch: pytest.Mo
         assert committed[-1] == STEPS
     elif policy == "oldest-durable":
         assert committed[:2] == [1, 2]
-    check_saved(daemon.url, "r", committed[-1], {"x": torch.full((2 * SIZE,), committed[-1], dtype=torch.uint8)})
+    source = "directory" if daemon.socket.exists() else "http"
+    expected = {"x": torch.full((2 * SIZE,), committed[-1], dtype=torch.uint8)}
+    check_saved(daemon.url, "r", committed[-1], expected, source)
 
 
 def test_the_first_drop_is_a_warning_and_the_rest_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

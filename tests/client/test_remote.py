@@ -65,12 +65,12 @@ def random_state(size: int, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"x": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)}
 
 
-def check_saved(url: str, run: str, step: int, expected: dict[str, torch.Tensor]) -> None:
-    """A newcomer restores exactly this."""
+def check_saved(url: str, run: str, step: int, expected: dict[str, torch.Tensor], source: str = "http") -> None:
+    """A newcomer restores exactly this, from there."""
     live = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     with Checkpointer(run, live, url=url) as checkpointer:
         assert checkpointer.restore() == step
-        assert checkpointer.last_restore.source == "http"
+        assert checkpointer.last_restore.source == source
     for name, tensor in expected.items():
         assert torch.equal(live[name], tensor), name
 

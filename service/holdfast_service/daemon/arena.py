@@ -116,14 +116,15 @@ class Arena:
 
         A rank that has outgrown it may map it still: then its pages are given back all the same.
         """
-        segment.retire(lambda: self._remove(segment, outgrown))
+        segment.outgrown = outgrown
+        segment.retire(lambda: self._remove(segment))
 
-    def _remove(self, segment: Segment, outgrown: bool) -> None:
+    def _remove(self, segment: Segment) -> None:
         with self._lock:
             if segment not in self._segments or not segment.retired:
                 return
             self._segments.discard(segment)
-            if outgrown:
+            if segment.outgrown:
                 segment.give_back()
             self._lock.notify_all()
         if self._keeper is not None and segment.owner is not None:

@@ -61,9 +61,10 @@ class Holds:
     def keep(self, run: str, step: int, attempt: int, slots: Mapping[int, SealedSlot]) -> None:
         """A step was committed from these slots, which are about to be released: they are held, and an older step no more.
 
-        Memory of ranks that share none with us is not held: nobody could read it. Nor is what was staged on disk.
+        Memory of ranks that share none with us is not held: nobody could read it. Nor is what was staged on disk, nor a
+        segment that its rank has outgrown: memory must not double.
         """
-        if all(sealed.segment.owner is not None and not sealed.segment.spilled for sealed in slots.values()):
+        if all(_can_be_held(sealed.segment) for sealed in slots.values()):
             self._hold(_Hold(run, step, attempt, {rank: _Part(s.segment, s.slot) for rank, s in slots.items()}))
         else:
             self.end(run)
@@ -156,6 +157,10 @@ class Holds:
     def _release(self, hold: _Hold) -> None:
         for segment, slot in hold.parts.values():
             segment.unkeep(slot)
+
+
+def _can_be_held(segment: Segment) -> bool:
+    return segment.owner is not None and not segment.spilled and not segment.outgrown
 
 
 def _left_in(segment: Segment, slot: int) -> int | None:

@@ -48,6 +48,7 @@ class Segment:
         self._free = set(range(geometry.slots))
         self._kept: dict[int, Callable[[], None]] = {}  # of the free ones; what to do when such a slot is leased after all
         self._when_idle: Callable[[], None] | None = None
+        self.outgrown = False  # its rank has a larger one: what is still saved from it is not held
         self._changed = threading.Condition()
 
     @classmethod
