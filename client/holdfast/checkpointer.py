@@ -18,7 +18,7 @@ from holdfast_formats.layout import FILE_BYTES_MAX
 from holdfast_formats.manifest import Manifest
 
 from . import assets as asset_files
-from . import collecting, settled, staging
+from . import collecting, device, settled, staging
 from . import launch as launches
 from .growth import Need
 from .handover import Handover, Sealable
@@ -228,7 +228,7 @@ class Checkpointer:
             more = settled.expected_growth(self._state.state)
         table_bytes = len(table) + more.tensors * TABLE_BYTES_A_TENSOR
         need = Need(layout.data_bytes + more.bytes, table_bytes, layout.leaves)
-        self._preparation = Preparation(lambda: self._reserved(need))
+        self._preparation = Preparation(lambda: self._reserved(need), device.homes(layout.leaves))
         if wait:
             self._preparation.join()
 

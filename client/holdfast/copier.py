@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -40,6 +40,13 @@ class Move(NamedTuple):
         return self.source.numel() * self.source.element_size()
 
 
+class Turn(Protocol):
+    """A part of one save's work that one thread does, whichever takes it first."""
+
+    def do(self, helping: bool) -> None:
+        """Do it, in the background thread or, `helping`, in the thread that waits at the fence."""
+
+
 class Track:
     """Moves that are copied and compared together, with the views that this takes: made once, used at every save."""
 
@@ -59,21 +66,22 @@ class _Batch:
         self._versions = [move.source._version for move in track.moves]
         self._before = _gather(track.sources)
 
-    def copy_on_one_core(self) -> None:
-        for target, source in self._track.arrays:
-            np.copyto(target, source)
+    def do(self, helping: bool) -> None:
+        """Copy, with all cores if the training waits for it, and compare."""
+        if helping:
+            torch._foreach_copy_([m.target for m in self._moves], [m.source for m in self._moves])
+        else:
+            for target, source in self._track.arrays:
+                np.copyto(target, source)
+        self._check()
 
-    def copy_on_all_cores(self) -> None:
-        torch._foreach_copy_([m.target for m in self._moves], [m.source for m in self._moves])
-
-    def check(self) -> None:
+    def _check(self) -> None:
         """`TornSnapshot`, naming the tensor, when what was copied is not what was there when the save was called."""
         copied, now = _gather(self._track.targets), _gather(self._track.sources)
         same = [move.source._version for move in self._moves] == self._versions
         if same and np.array_equal(self._before, now) and np.array_equal(self._before, copied):
             return
-        changed = self._changed(now, copied)
-        raise TornSnapshot(f"{', '.join(changed[:5])} changed while the save was copying", hint=_HINT, tensors=changed)
+        raise torn(self._changed(now, copied))
 
     def _changed(self, now: Words, copied: Words) -> list[str]:
         """The names of what moved, by version or by sample, now that some did."""
@@ -86,6 +94,11 @@ class _Batch:
             if move.source._version != version or not same:
                 changed[move.name] = None
         return list(changed)
+
+
+def torn(names: list[str]) -> TornSnapshot:
+    """These tensors are not in the slot as they were when the save was called."""
+    return TornSnapshot(f"{', '.join(names[:5])} changed while the save was copying", hint=_HINT, tensors=names)
 
 
 def _sample(array: NDArray[Any], contiguous: bool) -> NDArray[Any]:
@@ -107,9 +120,14 @@ def _gather(samples: Sequence[NDArray[Any]]) -> Words:
 class BackgroundCopy:
     """The copy of one save. It begins with `start()`, or with a `fence()` that comes first."""
 
-    def __init__(self, tracks: Sequence[Track], on_end: Callable[[CheckpointError | None], None]) -> None:
-        """Notes the state of every tensor now. `on_end` is called once, in the background thread, when all is decided."""
-        self._batches = [_Batch(track) for track in tracks]
+    def __init__(
+        self, tracks: Sequence[Track], on_end: Callable[[CheckpointError | None], None], before: Sequence[Turn] = ()
+    ) -> None:
+        """Notes the state of every tensor now. `on_end` is called once, in the background thread, when all is decided.
+
+        The turns in `before` are taken first.
+        """
+        self._batches: list[Turn] = [*before, *map(_Batch, tracks)]
         self._on_end = on_end
         self._lock = threading.Condition()
         self._next = 0
@@ -123,7 +141,7 @@ class BackgroundCopy:
     def fence(self) -> None:
         """Return when nothing of the live state is needed any more, helping with what is left. Never raises for the copy."""
         while (batch := self._take()) is not None:
-            self._do(batch, _Batch.copy_on_all_cores)
+            self._do(batch, helping=True)
         with self._lock:
             self._lock.wait_for(lambda: self._left == 0)
 
@@ -134,25 +152,24 @@ class BackgroundCopy:
 
     def _run(self) -> None:
         while (batch := self._take()) is not None:
-            self._do(batch, _Batch.copy_on_one_core)
+            self._do(batch, helping=False)
         with self._lock:
             self._lock.wait_for(lambda: self._left == 0)
         self._on_end(self._error)
 
-    def _take(self) -> _Batch | None:
+    def _take(self) -> Turn | None:
         with self._lock:
             if self._next == len(self._batches):
                 return None
             self._next += 1
             return self._batches[self._next - 1]
 
-    def _do(self, batch: _Batch, copy: Callable[[_Batch], None]) -> None:
+    def _do(self, batch: Turn, helping: bool) -> None:
         error: CheckpointError | None = None
         try:
             if self._error is None:
                 with torch.no_grad():
-                    copy(batch)
-                    batch.check()
+                    batch.do(helping)
         except CheckpointError as torn:
             error = torn
         except Exception as unforeseen:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from holdfast_formats.errors import CheckpointError
 
+from . import device
 from .copier import BackgroundCopy
 from .routes import Routes, Ways
 from .slots import Slot
@@ -30,6 +31,7 @@ class Handover:
     def __init__(self, ticket: SaveTicket, part: Sealable, tickets: Tickets, routes: Routes) -> None:
         self._ticket, self._part, self._tickets, self._routes = ticket, part, tickets, routes
         self._copy: BackgroundCopy | None = None
+        self._devices: list[device.DeviceCopy] = []
         self._waited = False
         self._failed: CheckpointError | None = None
 
@@ -45,18 +47,25 @@ class Handover:
         """Copy what may change at any time, and leave the rest to a background thread, which seals when it is done."""
         try:
             ways = self._ways()
+            for lane in ways.lanes:
+                self._devices.append(device.DeviceCopy(lane))
+                self._devices[-1].begin()
             ways.copy_at_once()
-            self._copy = BackgroundCopy(ways.tracks, self._end)
+            self._copy = BackgroundCopy(ways.tracks, self._end, self._devices)
             self._copy.start()
         except BaseException as error:
+            for copy in self._devices:
+                copy.settle()
             self._give_up(error if isinstance(error, CheckpointError) else CheckpointError(f"staging failed: {error!r}"))
             self._tickets.drop(self._ticket)
             raise
 
     def fence(self) -> None:
-        """Return when the live state may change again."""
+        """Return when the live state may change again: that of a GPU by what its current stream is given from now on."""
         if self._copy is not None:
             self._copy.fence()
+            for copy in self._devices:
+                copy.fence()
 
     def join(self) -> None:
         """Return when the slot is sealed, or the save has failed."""
@@ -71,6 +80,7 @@ class Handover:
         return self._routes.into(self._part.slot, layout)
 
     def _end(self, error: CheckpointError | None) -> None:
+        error = device.finish(self._devices, error)
         try:
             if error is not None:
                 raise error

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from holdfast_formats.errors import CheckpointError
 
+from . import device
 from .slots import Slots
 
 log = logging.getLogger(__name__)
 
 
 class Preparation:
-    """A background thread that reserves this rank's slots and touches their memory."""
+    """A background thread that reserves this rank's slots and touches their memory, and page-locks it for these devices."""
 
-    def __init__(self, reserve: Callable[[], Slots]) -> None:
-        self._reserve = reserve
+    def __init__(self, reserve: Callable[[], Slots], devices: Sequence[torch.device] = ()) -> None:
+        self._reserve, self._devices = reserve, devices
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdfast-prepare", daemon=True)
         self._thread.start()
@@ -32,6 +35,9 @@ class Preparation:
 
     def _run(self) -> None:
         try:
-            self._reserve().touch(self._stop)
+            slots = self._reserve()
+            slots.touch(self._stop)
+            if not self._stop.is_set():
+                device.pin(slots, self._devices)
         except CheckpointError as error:
             log.info("not prepared for saves: %s", error.detail)  # the first save tries again, and says so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -10,8 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from . import staging
+from . import device, staging
 from .copier import Move, Track, lay_tracks
+from .device import Lane, Load, Side
 from .slots import Slot, Slots
 from .staging import ALIGNMENT_BYTES, Copy, Layout
 
@@ -35,23 +37,22 @@ class Ways(NamedTuple):
     parcels: tuple[Parcel, ...]
     at_once: tuple[Move, ...]
     tracks: tuple[Track, ...]
+    lanes: tuple[Lane, ...]  # those of GPUs
 
     def copy_at_once(self) -> None:
-        """Copy what training may change at any time, and what is small, before returning."""
+        """Copy what training may change at any time, and what is small, before returning. Lanes have a turn of their own."""
         for parcel in self.parcels:
             parcel.copy()
         _copy(self.at_once)
 
 
-NO_WAYS = Ways((), (), ())
+NO_WAYS = Ways((), (), (), ())
 
 
 def _copy(moves: Sequence[Move]) -> None:
     with torch.no_grad():
         for move in moves:
-            move.target.copy_(move.source, non_blocking=move.source.is_cuda)
-    for device in {move.source.device for move in moves if move.source.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+            move.target.copy_(move.source)
 
 
 class Routes:
@@ -60,6 +61,7 @@ class Routes:
     def __init__(self) -> None:
         self._slots: Slots | None = None
         self._laid: dict[int, tuple[Sequence[Copy], Ways]] = {}
+        self._sides: dict[torch.device, Side] = {}
 
     def into(self, slot: Slot, layout: Layout) -> Ways:
         """The ways of this layout into this slot."""
@@ -77,22 +79,36 @@ class Routes:
         steady, rest = layout.copies[: layout.steady], layout.copies[layout.steady :]
         before, ways = self._laid.get(index, ((), NO_WAYS))
         if len(before) != len(steady) or not all(map(is_, before, steady)):
-            ways = _lay(steady, data)
+            ways = self._lay(steady, data)
             self._laid[index] = steady, ways
-        more = _lay(rest, data)
-        return Ways(ways.parcels + more.parcels, ways.at_once + more.at_once, ways.tracks + more.tracks)
+        more = self._lay(rest, data)
+        more_moves = (ways.at_once + more.at_once, ways.tracks + more.tracks)
+        return Ways(ways.parcels + more.parcels, *more_moves, ways.lanes + more.lanes)
+
+    def _lay(self, copies: Sequence[Copy], data: memoryview) -> Ways:
+        loads: dict[torch.device | None, Load] = defaultdict(lambda: Load([], [], []))
+        for copy, move in staging.place(copies, data):
+            home = move.source.device
+            load = loads[home if home.type in device.KINDS else None]
+            if home.type in ("cpu", *device.KINDS) and _is_small(move):
+                load.small.append((copy.slot_offset, move))
+            else:
+                (load.at_once if copy.restless else load.behind).append(move)
+        small, at_once, watched = loads.pop(None, Load([], [], []))
+        lanes = [Lane(self._side(home), load, data) for home, load in loads.items() if home is not None]
+        return Ways(tuple(_pack(small, data)), tuple(at_once), tuple(lay_tracks(watched)), tuple(lanes))
+
+    def _side(self, home: torch.device) -> Side:
+        """One for all saves of this checkpointer: a save is enqueued whole before the next one begins."""
+        if home not in self._sides:
+            self._sides[home] = Side(home)
+        return self._sides[home]
 
 
-def _lay(copies: Sequence[Copy], data: memoryview) -> Ways:
-    watched: list[Move] = []
-    at_once: list[Move] = []
-    small: list[tuple[int, Move]] = []
-    for copy, move in staging.place(copies, data):
-        if move.source.device.type == "cpu" and move.source.dim() == 1 and move.nbytes <= PARCEL_BYTES_MAX:
-            small.append((copy.slot_offset, move))
-        else:
-            (at_once if copy.restless else watched).append(move)
-    return Ways(tuple(_pack(small, data)), tuple(at_once), tuple(lay_tracks(watched)))
+def _is_small(move: Move) -> bool:
+    """Whether this is a few bytes, one behind the other."""
+    octets = move.source.dtype is torch.uint8 and move.source.dim() == 1 and move.source.is_contiguous()
+    return octets and move.nbytes <= PARCEL_BYTES_MAX
 
 
 def _pack(small: Sequence[tuple[int, Move]], data: memoryview) -> Iterator[Parcel]:

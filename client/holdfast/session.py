@@ -10,7 +10,7 @@ from typing import NamedTuple
 from holdfast_formats import wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, NoSuchCheckpoint
 
-from . import growth
+from . import device, growth
 from .handover import Handover
 from .leaves import Leaf
 from .place import Place, committed_steps, connect, open_checkpoint
@@ -102,6 +102,8 @@ class Session:
             return known
         if known is not None and last is not None:
             last.join()  # once it is sealed the daemon can save it, and has the old memory back
+        if known is not None and known.unpin is not None:
+            known.unpin()  # pages that stay locked would not be free
         self._slots = None  # the old ones are given back, whether or not there is room for new ones
         room = max(TABLE_HEADROOM * need.table_bytes, TABLE_BYTES_MIN)
         made = self._slots = Slots(self._link, self._slot_count, need.data_bytes, room)
@@ -109,7 +111,7 @@ class Session:
             self._say(growth.outgrown(change, known.geometry.slot_bytes, made.geometry.slot_bytes))
         if made.notice:
             self._say(made.notice)
-        self._touching = Preparation(lambda: made)
+        self._touching = Preparation(lambda: made, device.homes(need.leaves))
         return made
 
     def choose(self, step: int | None, groups: tuple[str, ...]) -> Choice:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from . import device
 from .fragments import Piece, local_tensor
 from .leaves import RANK_PREFIX, Leaf
 from .state import EXTRA
@@ -19,7 +20,7 @@ class Judge:
 
     Settled are parameters, masters, optimizer state and EMA copies, if the state has an optimizer whose step can be waited
     for; and any tensor but buffers, if the caller has promised to fence (`fenced`). Restless are buffers (a forward changes
-    them), device memory, and whatever the user may change at any time.
+    them), what is on a device that cannot be waited for in the background, and whatever the user may change at any time.
     """
 
     def __init__(self, state: Mapping[str, Any], fenced: bool) -> None:
@@ -27,7 +28,8 @@ class Judge:
         self._any = fenced or bool(optimizers(state))
 
     def __call__(self, leaf: Leaf, piece: Piece) -> bool:
-        if not self._any or piece.tensor.device.type != "cpu" or leaf.name.startswith(RANK_PREFIX):
+        kind = piece.tensor.device.type
+        if not self._any or not (kind == "cpu" or kind in device.KINDS) or leaf.name.startswith(RANK_PREFIX):
             return False
         return (leaf.group != EXTRA or self._fenced) and piece.tensor.data_ptr() not in self._buffers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 
 from holdfast_formats import arena, wire
 from holdfast_formats.arena import SlotHeader, SlotState
@@ -51,8 +52,11 @@ class Slots:
         self.link = link
         message = wire.Reserve(id=link.next_id(), slots=count, data_bytes=data_bytes, table_bytes=table_bytes)
         given = link.request(message, wire.Segment)
-        self.notice, self._spilled = given.notice, given.spilled
+        self.notice, self.spilled = given.notice, given.spilled
         self._touching, self._touched = threading.Lock(), False
+        self.pinning = threading.Lock()
+        self.pinned: bool | None = None  # page-locked for GPUs; None before that was tried (device.pin)
+        self.unpin: weakref.finalize[..., Slots] | None = None
         fd = link.take_fd()
         try:
             self._mapping = Mapping(fd, write=True)
@@ -66,7 +70,7 @@ class Slots:
     def touch(self, stop: threading.Event) -> None:
         """Map every page now, so that the first save costs what the others cost; ends early when `stop` is set."""
         with self._touching:  # who comes second finds it done
-            if not self._touched and not self._spilled:  # a spilled one would be written to the disk by it
+            if not self._touched and not self.spilled:  # a spilled one would be written to the disk by it
                 self._touched = self._mapping.touch(stop)
 
     def data(self, index: int) -> memoryview:

@@ -138,7 +138,7 @@ def place(copies: Sequence[Copy], data: memoryview) -> list[tuple[Copy, Move]]:
         if size:
             raw = _as_integers(copy.tensor, _SIGNED)
             if raw.is_contiguous():
-                raw = raw.view(-1).view(torch.uint8)
+                raw = raw.as_strided((raw.numel(),), (1,)).view(torch.uint8)  # of one element the stride may be any
             target = slot[copy.slot_offset : copy.slot_offset + size].view(raw.dtype).view(raw.shape)
             moves.append((copy, Move(copy.name, raw, target)))
     return moves

@@ -201,3 +201,15 @@ def test_buffers_are_copied_before_save_returns(daemon: RunningDaemon) -> None:
         ticket.result(60)
         checkpointer.restore()
     assert torch.equal(model[0].running_mean, mean)
+
+
+def test_small_tensors_with_strides_are_saved(daemon: RunningDaemon) -> None:
+    """Every other element, one element of odd stride, a transposed matrix: small, and not plain bytes."""
+    state = {"other": torch.arange(10.0)[::2], "one": torch.arange(3.0)[::3], "turned": torch.arange(6).view(2, 3).T}
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    with Checkpointer("strides", state, socket=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+        for tensor in state.values():
+            tensor.zero_()
+        assert checkpointer.restore() == 1
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())

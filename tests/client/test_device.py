@@ -1,0 +1,417 @@
+"""The copy from a device: exact, ordered by events alone, loud when something moves under it.
+
+Everything but the last tests runs on the CPU, where torch has streams and events that do nothing: the very code that a GPU
+runs, except that its copies are done when they are enqueued.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from holdfast import Checkpointer, SaveWarning, device
+from holdfast.copier import BackgroundCopy
+from holdfast.device import DeviceCopy, Lane
+from holdfast.routes import Routes
+from holdfast.staging import Copy
+from holdfast_formats.errors import TornSnapshot
+from tests.client.test_copier import Ended, by_data, by_foreach, by_foreach_step, by_fused_step, by_numpy
+from tests.daemons import RunningDaemon, running
+
+CPU = torch.device("cpu")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+    """One daemon for all tests of this file."""
+    with running(tmp_path_factory.mktemp("device") / "root") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def as_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies CPU memory in the way of device memory."""
+    monkeypatch.setattr(device, "KINDS", frozenset({"cpu"}))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 8 KiB, so that small tensors are cut as well."""
+    monkeypatch.setattr(device, "CHUNK_BYTES", 2**13)
+
+
+class Laid:
+    """Tensors, a slot full of ones, and the way from one into the other."""
+
+    def __init__(self, *tensors: torch.Tensor, restless: bool = False) -> None:
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self.offsets, end = [], 0
+        for tensor in self.tensors:
+            self.offsets.append(-(-end // 64) * 64)
+            end = self.offsets[-1] + tensor.numel() * tensor.element_size()
+        self.slot = bytearray(b"\xff" * max(end, 1))
+        places = zip(self.tensors, self.offsets, strict=True)
+        copies = [Copy(f"t{i}", tensor, offset, restless) for i, (tensor, offset) in enumerate(places)]
+        self.ways = Routes()._lay(copies, memoryview(self.slot))
+
+    @property
+    def lane(self) -> Lane:
+        (lane,) = self.ways.lanes
+        return lane
+
+    def staged(self) -> list[bytes]:
+        sizes = [tensor.numel() * tensor.element_size() for tensor in self.tensors]
+        return [bytes(self.slot[at : at + size]) for at, size in zip(self.offsets, sizes, strict=True)]
+
+
+def contents(tensors: list[torch.Tensor]) -> list[bytes]:
+    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+    return [tensor.detach().view(unsigned[tensor.element_size()]).contiguous().numpy().tobytes() for tensor in tensors]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64]),
+            st.lists(st.integers(1, 60), max_size=3),
+            st.sampled_from(["plain", "transposed", "strided", "unaligned"]),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_does_not_move_is_copied_exactly(kinds: list, restless: bool, seed: int) -> None:
+    """Tensors of every width, shape and stride arrive bit for bit, small ones and those of many chunks."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for dtype, shape, form in kinds:
+        tensor = torch.randint(0, 100, [3, *shape], generator=generator).to(dtype)[1 if form == "unaligned" else 0 :]
+        tensor = tensor.view(-1)[1:] if form == "unaligned" else tensor
+        tensors.append(
+            tensor.transpose(0, -1) if form == "transposed" else tensor.view(-1)[::2] if form == "strided" else tensor
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "KINDS", frozenset({"cpu"}))
+        patch.setattr(device, "CHUNK_BYTES", 2**12)
+        laid = Laid(*tensors, restless=restless)
+        assert not laid.ways.parcels and not laid.ways.at_once and not laid.ways.tracks
+        for _ in range(2):  # a lane is used again and again
+            copy = DeviceCopy(laid.lane)
+            copy.begin()
+            copy.do(helping=False)
+            copy.finish()
+            assert laid.staged() == contents(tensors)
+            laid.slot[:] = b"\xff" * len(laid.slot)
+
+
+@pytest.mark.usefixtures("as_device", "small_chunks")
+@pytest.mark.parametrize("change", [by_foreach, by_data, by_numpy, by_fused_step, by_foreach_step])
+@pytest.mark.parametrize("shape", [(2000,), (64, 33), (30, 40, 5)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_what_moves_before_it_is_copied_is_named(change: Callable, shape: tuple[int, ...], strided: bool) -> None:
+    """foreach, fused, `.data` and numpy writes between the call and the copy fail it, and name the tensor alone."""
+    still, moving = torch.randn(5000), nn.Parameter(torch.randn(shape))
+    laid, ended = Laid(still, moving.transpose(0, -1) if strided else moving), Ended()
+    copy = DeviceCopy(laid.lane)
+    copy.begin()
+    with torch.no_grad() if change is not by_fused_step else torch.enable_grad():
+        change(moving)
+    background = BackgroundCopy((), lambda error: ended(device.finish([copy], error)), [copy])
+    background.start()
+    background.join()
+    assert isinstance(ended.error, TornSnapshot) and ended.error.members["tensors"] == ["t1"]
+
+
+@pytest.mark.usefixtures("as_device", "small_chunks")
+@pytest.mark.parametrize("change", [by_foreach, by_data])
+def test_what_moves_after_the_fence_is_nothing_to_us(change: Callable) -> None:
+    """Whoever fenced may change everything, though nobody has waited for the end of the copies yet."""
+    tensors = [torch.randn(5000), torch.randn(3)]
+    laid, before = Laid(*tensors), contents(tensors)
+    copy = DeviceCopy(laid.lane)
+    copy.begin()
+    copy.do(helping=True)
+    copy.fence()
+    for tensor in tensors:
+        change(tensor)
+    copy.finish()
+    assert laid.staged() == before
+
+
+@pytest.mark.usefixtures("as_device")
+def test_small_and_restless_tensors_are_taken_at_the_call() -> None:
+    """A few bytes, and what training may change at any time, are on their way when `begin` returns."""
+    few, buffer = [torch.randn(3), torch.randn(())], torch.randn(3000)
+    small, restless = Laid(*few), Laid(buffer, restless=True)
+    before = [contents(few), contents([buffer])]
+    copies = [DeviceCopy(small.lane), DeviceCopy(restless.lane)]
+    for copy in copies:
+        copy.begin()
+    for tensor in (*few, buffer):
+        tensor.add_(1)
+    for copy in copies:
+        copy.do(helping=False)
+        copy.finish()
+    assert [small.staged(), restless.staged()] == before
+
+
+class Diary:
+    """What streams and events were asked for, in order, and by which stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entries: list[str] = []
+        diary, numbers = self, iter("abcdef")
+
+        class Stream(torch.cpu.Stream):
+            def wait_event(self, event: Event) -> None:
+                diary.entries.append(f"{diary.name(self)} waits for {event.name}")
+
+        class Event(torch.cpu.Event):
+            def __init__(self) -> None:
+                self.name = next(numbers)
+
+            def record(self, stream: torch.cpu.Stream | None = None) -> None:
+                diary.entries.append(f"{diary.name(stream)} records {self.name}")
+
+            def synchronize(self) -> None:
+                diary.entries.append(f"host waits for {self.name}")
+
+        self.current = Stream()
+        monkeypatch.setattr(torch.cpu, "Stream", Stream)
+        monkeypatch.setattr(torch.cpu, "Event", Event)
+        monkeypatch.setattr(torch.cpu, "_current_stream", self.current)
+        monkeypatch.setattr(torch.cpu, "synchronize", lambda *_: self.entries.append("host waits for all"))
+
+    def name(self, stream: object) -> str:
+        return "training" if stream is self.current else "side"
+
+
+@pytest.mark.usefixtures("as_device")
+def test_everybody_waits_for_events_and_nobody_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The side stream waits for the moment of the save only, the training for the copies, the host for their end."""
+    diary = Diary(monkeypatch)
+    assert torch.cpu.current_stream() is diary.current
+    laid = Laid(torch.randn(5000))
+    copied_on = []
+    enqueue = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda *a, **k: (copied_on.append(diary.name(torch.cpu.current_stream())), enqueue(*a, **k))
+    )
+    copy = DeviceCopy(laid.lane)
+    copy.begin()
+    copy.do(helping=True)
+    copy.fence()
+    copy.finish()
+    copy.fence()  # there is nothing to wait for any more
+    assert copied_on == ["side"]
+    assert diary.entries == [
+        "training records a",
+        "side waits for a",
+        "side records b",
+        "training waits for b",
+        "host waits for b",
+    ]
+
+
+@pytest.mark.usefixtures("as_device")
+def test_a_copy_that_fails_ends_the_save_and_not_the_training() -> None:
+    """An unforeseen failure while enqueuing is an error at the end, after what was enqueued is done; the fence is silent."""
+    laid, ended = Laid(torch.randn(5000)), Ended()
+    lane = laid.lane
+    lane._behind = [move._replace(target=torch.empty(7)) for move in lane._behind]
+    copy = DeviceCopy(lane)
+    copy.begin()
+    background = BackgroundCopy((), lambda error: ended(device.finish([copy], error)), [copy])
+    background.fence()
+    copy.fence()
+    background.start()
+    background.join()
+    assert ended.error is not None and "background copy failed" in ended.error.detail
+    assert copy._finished, "the slot must not be given back before"
+
+
+def state_on(home: torch.device, **options: object) -> dict:
+    """A model with batch statistics on a device, an optimizer that has stepped, EMA copies, and tensors on the CPU."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 500), nn.BatchNorm1d(500), nn.Linear(500, 300)).to(home)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    step(model, optim)
+    ema = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {"model": model, "optim": optim, "ema": ema, "counts": torch.arange(3000), "strided": torch.arange(20.0)[::2]}
+
+
+def step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    model(torch.ones(4, 300, device=next(model.parameters()).device)).sum().backward()
+    optim.step()
+
+
+def copied(state: dict) -> dict[str, torch.Tensor]:
+    """All tensors of such a state, copied."""
+    found = {f"model/{name}": tensor for name, tensor in state["model"].state_dict().items()}
+    found |= {f"ema/{name}": tensor for name, tensor in state["ema"].items()}
+    for number, kept in enumerate(state["optim"].state.values()):
+        found |= {f"optim/{number}/{key}": tensor for key, tensor in kept.items()}
+    found |= {name: state[name] for name in ("counts", "strided")}
+    return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+
+
+def check_steps(daemon: RunningDaemon, run: str, home: torch.device, options: dict) -> None:
+    """Saves with a step right behind each; the last one restored is what was there when it was called."""
+    state = state_on(home, **options)
+    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+        for number in range(1, 4):
+            before = copied(state)
+            ticket = checkpointer.save(number, wait="staged" if number == 2 else None)
+            step(state["model"], state["optim"])
+            ticket.result(60)
+        assert checkpointer.restore() == 3
+    after = copied(state)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.usefixtures("as_device", "small_chunks")
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}])
+def test_saves_end_to_end_in_the_way_of_a_device(daemon: RunningDaemon, options: dict) -> None:
+    """A step right behind a save, which changes parameters, moments and batch statistics, is not in the checkpoint."""
+    check_steps(daemon, f"steps-{'-'.join(options)}", CPU, options)
+
+
+@pytest.mark.usefixtures("as_device")
+def test_a_torn_save_fails_by_name_and_the_next_one_is_fine(daemon: RunningDaemon) -> None:
+    """What changes without a fence ends its save; slot and training are free for the next."""
+    state = state_on(CPU)
+    with Checkpointer("torn", state, socket=daemon.socket) as checkpointer:
+        handover_error = None
+        for number in range(1, 20):
+            ticket = checkpointer.save(number)
+            for tensor in state["ema"].values():
+                tensor.add_(1)
+            try:
+                ticket.result(60)
+            except TornSnapshot as error:
+                handover_error = error
+                break
+        assert handover_error is not None and "ema/" in handover_error.detail
+        with pytest.warns(SaveWarning, match="torn-snapshot"):
+            checkpointer.save(30, wait="durable")
+
+
+def test_slots_that_cannot_be_page_locked_are_used_as_they_are(
+    daemon: RunningDaemon, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a driver it is tried once, said once, and saves go on."""
+    monkeypatch.setattr(torch.cuda, "cudart", refused)
+    with Checkpointer("pageable", {"w": torch.randn(5000)}, socket=daemon.socket) as checkpointer:
+        checkpointer.prepare(wait=True)
+        slots = checkpointer._session.slots
+        assert slots is not None and slots.pinned is None, "nothing is locked for a state without GPUs"
+        with caplog.at_level(logging.WARNING, "holdfast"):
+            for _ in range(2):
+                device.pin(slots, [torch.device("cuda", 0)])
+        assert slots.pinned is False and len(caplog.records) == 1 and "not page-locked" in caplog.text
+        checkpointer.save(1, wait="durable")
+
+
+def refused() -> None:
+    raise RuntimeError("no driver")
+
+
+def sleep(home: torch.device, seconds: float) -> None:
+    """Keep the current stream busy."""
+    torch.cuda._sleep(int(seconds * 1e9))  # cycles: at 1 to 2 GHz at least half as long
+
+
+@needs_cuda
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"capturable": True}])
+def test_cuda_steps_right_behind_a_save_wait_on_the_device(daemon: RunningDaemon, options: dict) -> None:
+    """With a real device, and tensors on the CPU beside it, every tensor is bit for bit that of the call."""
+    check_steps(daemon, f"cuda-{'-'.join(options)}", torch.device("cuda", 0), options)
+
+
+@needs_cuda
+def test_cuda_save_and_fence_do_not_wait_for_the_device(daemon: RunningDaemon) -> None:
+    """Both return while the current stream is still at work on what came before; the host waits for the ticket only."""
+    home = torch.device("cuda", 0)
+    state = {"w": torch.randn(2**24, device=home), "optim": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)}
+    with Checkpointer("cuda-async", state, socket=daemon.socket, fenced=True) as checkpointer:
+        checkpointer.prepare(wait=True)
+        checkpointer.save(1, wait="durable")
+        expected = state["w"].cpu()
+        sleep(home, 1.0)
+        ticket = checkpointer.save(2)
+        checkpointer.fence()
+        state["w"].zero_()
+        assert not torch.cuda.current_stream(home).query(), "somebody waited for the device"
+        ticket.result(60)
+        checkpointer.restore(2)
+    assert torch.equal(state["w"].cpu(), expected)
+
+
+@needs_cuda
+@pytest.mark.parametrize("change", [by_data, by_foreach])
+def test_cuda_writes_under_the_copy_are_noticed(daemon: RunningDaemon, change: Callable) -> None:
+    """What is enqueued after `save()` without a fence is torn, by name, or was too late to matter."""
+    state = {"w": torch.zeros(2**27, device="cuda")}
+    torn = 0
+    with Checkpointer(f"cuda-torn-{change.__name__}", state, socket=daemon.socket, fenced=True) as checkpointer:
+        checkpointer.prepare(wait=True)
+        for number in range(1, 6):
+            before = state["w"].cpu()
+            ticket = checkpointer.save(number)
+            change(state["w"])
+            try:
+                ticket.result(60)
+            except TornSnapshot as error:
+                torn += 1
+                assert error.members["tensors"] == ["extra/w"]
+                break
+            checkpointer.restore(number)
+            assert torch.equal(state["w"].cpu(), before)
+        assert torn, "the write never met the copy, which makes this test void"
+        with pytest.warns(SaveWarning):
+            checkpointer.save(99, wait="durable")
+
+
+@needs_cuda
+def test_cuda_slots_are_page_locked_until_they_are_gone(tmp_path: Path) -> None:
+    """Prepared slots are page-locked, and are no longer once nobody has them."""
+    with running(tmp_path / "root") as daemon:
+        checkpointer = Checkpointer("locked", {"w": torch.zeros(2**20, device="cuda")}, socket=daemon.socket)
+        checkpointer.prepare(wait=True)
+        slots = checkpointer._session.slots
+        assert slots is not None and slots.pinned
+        memory = torch.frombuffer(slots.memory, dtype=torch.uint8)
+        assert memory.is_pinned()
+        checkpointer.save(1, wait="durable")
+        checkpointer.close()
+        del checkpointer, slots
+        limit = time.monotonic() + 10
+        while memory.is_pinned() and time.monotonic() < limit:
+            time.sleep(0.1)
+        assert not memory.is_pinned()
+
+
+@needs_cuda
+def test_cuda_streams_and_events_are_what_the_stand_ins_are() -> None:
+    """Nothing of what the CPU tests use is missing where a device is."""
+    side = device.Side(torch.device("cuda", 0))
+    with side.selected():
+        assert side.current() == side.stream
+    event = side.event()
+    event.record(side.stream)
+    side.current().wait_event(event)
+    event.synchronize()
+    assert side.host_buffer(8).is_pinned() and np.array_equal(side.host_buffer(0).numpy(), [])
