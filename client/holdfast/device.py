@@ -255,7 +255,7 @@ def homes(leaves: Iterable[Leaf]) -> tuple[torch.device, ...]:
 def pin(slots: Slots, devices: Sequence[torch.device]) -> None:
     """Page-lock this memory, so that CUDA devices write into it by themselves, until the slots are gone.
 
-    Without it copies are slower, and hold up the thread that enqueues them, but are as right. `slots.unpin` ends it sooner.
+    Without it copies are slower, and hold up the thread that enqueues them, but are as right.
     """
     cuda = [home for home in devices if home.type == "cuda"]
     if not cuda:
@@ -273,11 +273,19 @@ def pin(slots: Slots, devices: Sequence[torch.device]) -> None:
             return
         slots.pinned = True
         # Whoever fills a slot holds on to the slots, and they to the mapping: nothing is on its way when this is called.
-        slots.unpin = weakref.finalize(slots, _unpin, cuda[0], address)
-        slots.unpin.atexit = False  # at exit the driver does it
+        slots.unlock_pages = weakref.finalize(slots, _unlock, cuda[0], address)
+        slots.unlock_pages.atexit = False  # at exit the driver does it
 
 
-def _unpin(home: torch.device, address: int) -> None:
+def unpin(slots: Slots) -> None:
+    """Unlock the pages now, for good, or the daemon could not have them back. Nothing may be on its way into a slot."""
+    with slots.pinning:
+        slots.pinned = False
+        if slots.unlock_pages is not None:
+            slots.unlock_pages()
+
+
+def _unlock(home: torch.device, address: int) -> None:
     problem = _cudart(home, "cudaHostUnregister", address)
     if problem:
         log.warning("slots that are not used any more stay page-locked: %s", problem)

@@ -102,8 +102,8 @@ class Session:
             return known
         if known is not None and last is not None:
             last.join()  # once it is sealed the daemon can save it, and has the old memory back
-        if known is not None and known.unpin is not None:
-            known.unpin()  # pages that stay locked would not be free
+        if known is not None:
+            device.unpin(known)
         self._slots = None  # the old ones are given back, whether or not there is room for new ones
         room = max(TABLE_HEADROOM * need.table_bytes, TABLE_BYTES_MIN)
         made = self._slots = Slots(self._link, self._slot_count, need.data_bytes, room)
@@ -141,6 +141,8 @@ class Session:
         """Part from the daemon; `ended` says that it was as planned, so that nothing is held for a restart."""
         if self._touching is not None:
             self._touching.stop()
+        if self._slots is not None:
+            device.unpin(self._slots)
         if self._link is not None:
             self._link.close(ended)
             self._link = self._slots = None

@@ -56,7 +56,7 @@ class Slots:
         self._touching, self._touched = threading.Lock(), False
         self.pinning = threading.Lock()
         self.pinned: bool | None = None  # page-locked for GPUs; None before that was tried (device.pin)
-        self.unpin: weakref.finalize[..., Slots] | None = None
+        self.unlock_pages: weakref.finalize[..., Slots] | None = None
         fd = link.take_fd()
         try:
             self._mapping = Mapping(fd, write=True)
