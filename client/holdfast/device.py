@@ -58,6 +58,10 @@ class Side:
         """The stream that the calling thread computes on."""
         return self._module.current_stream(self.home)
 
+    def capturing(self) -> bool:
+        """Whether the current stream records a graph: what it is given now runs when that is replayed, and may not wait."""
+        return self._is_cuda and bool(self._module.is_current_stream_capturing())
+
     def selected(self) -> Any:
         """For the length of a block, the calling thread's work goes to the side stream."""
         return self._module.stream(self.stream)
@@ -204,7 +208,7 @@ class DeviceCopy:
     def fence(self) -> None:
         """What the caller enqueues from now on comes after the copies; nobody waits. Call it after `do()`."""
         self._note_versions()
-        if not self._finished:  # a stream that is being captured into a graph must not wait for what is outside of it
+        if not self._finished and not self._side.capturing():
             self._side.current().wait_event(self._end if self._enqueued else self._ready)
 
     def finish(self) -> None:

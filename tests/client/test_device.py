@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast import Checkpointer, SaveWarning, device
-from holdfast.copier import BackgroundCopy
+from holdfast.copier import BackgroundCopy, lay_tracks
 from holdfast.device import DeviceCopy, Lane
 from holdfast.routes import Routes
 from holdfast.slots import Slots
 from holdfast.staging import Copy
 from holdfast_formats.errors import TornSnapshot
-from tests.client.test_copier import Ended, by_data, by_foreach, by_foreach_step, by_fused_step, by_numpy
+from tests.client.test_copier import Ended, by_data, by_foreach, by_foreach_step, by_fused_step, by_numpy, moves_of
 from tests.daemons import RunningDaemon, running
 
 CPU = torch.device("cpu")
@@ -245,6 +245,31 @@ def test_a_copy_that_fails_ends_the_save_and_not_the_training() -> None:
     assert copy._finished, "the slot must not be given back before"
 
 
+@pytest.mark.parametrize("moving", ["nothing", "beside", "behind"])
+def test_memory_and_device_memory_share_a_save(monkeypatch: pytest.MonkeyPatch, moving: str) -> None:
+    """One end for both: either being torn tears the save, by its own names, and not before the device is done."""
+    beside, behind = torch.randn(5000), torch.randn(5000)
+    beside_moves, ended = moves_of(beside), Ended()
+    monkeypatch.setattr(device, "KINDS", frozenset({"cpu"}))
+    laid, before = Laid(torch.zeros(5000), behind), contents([behind])
+    copy = DeviceCopy(laid.lane)
+    copy.begin()
+    background = BackgroundCopy(lay_tracks(beside_moves), lambda error: ended(device.finish([copy], error)), [copy])
+    if moving != "nothing":
+        {"beside": beside, "behind": behind}[moving].add_(1)
+    background.start()
+    background.fence()
+    copy.fence()
+    background.join()
+    assert copy._finished
+    if moving == "nothing":
+        assert ended.error is None and laid.staged()[1:] == before
+        assert torch.equal(beside_moves[0].source, beside_moves[0].target)
+    else:
+        assert isinstance(ended.error, TornSnapshot)
+        assert ended.error.members["tensors"] == [{"beside": "t0", "behind": "t1"}[moving]]
+
+
 def state_on(home: torch.device, **options: object) -> dict:
     """A model with batch statistics on a device, an optimizer that has stepped, EMA copies, and tensors on the CPU."""
     torch.manual_seed(0)
@@ -442,6 +467,26 @@ def test_cuda_writes_under_the_copy_are_noticed(daemon: RunningDaemon, change: C
 
 
 @needs_cuda
+def test_cuda_steps_can_be_captured_while_a_save_is_on_its_way(daemon: RunningDaemon) -> None:
+    """A hook that fences while a graph records neither breaks the recording nor waits; `fence()` before its replay does."""
+    home = torch.device("cuda", 0)
+    state = state_on(home, capturable=True)
+    with Checkpointer("cuda-graph", state, socket=daemon.socket) as checkpointer:
+        checkpointer.prepare(wait=True)
+        step(state["model"], state["optim"])
+        graph, before = torch.cuda.CUDAGraph(), copied(state)
+        torch.cuda.synchronize()
+        ticket = checkpointer.save(1)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            state["optim"].step()
+        checkpointer.fence()
+        graph.replay()
+        ticket.result(60)
+        checkpointer.restore(1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in copied(state).items())
+
+
+@needs_cuda
 def test_cuda_slots_are_page_locked_until_they_are_gone(tmp_path: Path) -> None:
     """Prepared slots are page-locked, and are no longer once the checkpointer is closed."""
     with running(tmp_path / "root") as daemon:
@@ -466,4 +511,4 @@ def test_cuda_streams_and_events_are_what_the_stand_ins_are() -> None:
     event.record(side.stream)
     side.current().wait_event(event)
     event.synchronize()
-    assert side.host_buffer(8).is_pinned() and np.array_equal(side.host_buffer(0).numpy(), [])
+    assert not side.capturing() and side.host_buffer(8).is_pinned() and np.array_equal(side.host_buffer(0).numpy(), [])
