@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -83,9 +84,16 @@ class Backlog:
 
     def _write_and_commit(self, current: Round) -> Manifest:
         staging = naming.staging_path(*current.key)
+        began = time.monotonic()
         plan = self._decisions.plan([sealed.table for sealed in current.sealed.values()])
+        planned = time.monotonic()
         self._tier.remove_tree(staging)
         write(self._tier, plan, staging, {rank: s.data for rank, s in current.sealed.items()}, self._node)
+        written = time.monotonic()
         made = self._decisions.commit(current.id, plan)
         self._holds.keep(*current.key, current.sealed)
+        phases = (planned - began, written - planned, time.monotonic() - written)
+        size = f"{made.bytes} bytes"
+        told = "%s@%s attempt %s committed: %s, planned in %.3f s, written in %.3f, published in %.3f"
+        log.info(told, *current.key, size, *phases)
         return made

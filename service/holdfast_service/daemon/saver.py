@@ -285,7 +285,6 @@ class Saver:
         if isinstance(result, CheckpointError):
             self._end_unsaved(current, result, naming.staging_path(*current.key))
             return
-        log.info("%s@%s attempt %s committed: %d bytes", *current.key, result.bytes)
         self._checks.add(result)
         self._announce(current, None)
 
