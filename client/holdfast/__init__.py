@@ -20,9 +20,10 @@ from holdfast_formats.errors import CheckpointError
 
 if TYPE_CHECKING:
     from .api import Api
-    from .checkpointer import Checkpointer, RestoreReport, SaveWarning
+    from .checkpointer import Checkpointer, SaveWarning
     from .fragments import Fragment
     from .reader import CheckpointReader
+    from .restoring import RestoreReport
     from .tickets import SaveResult, SaveTicket
 
 __version__ = "0.1.0"
@@ -43,7 +44,7 @@ _HOME = {
     "CheckpointReader": "reader",
     "Checkpointer": "checkpointer",
     "Fragment": "fragments",
-    "RestoreReport": "checkpointer",
+    "RestoreReport": "restoring",
     "SaveResult": "tickets",
     "SaveTicket": "tickets",
     "SaveWarning": "checkpointer",

@@ -10,12 +10,11 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-from holdfast_formats import naming, values, wire
+from holdfast_formats import naming, wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, GenerationDropped, InvalidRequest
 from holdfast_formats.layout import FILE_BYTES_MAX
-from holdfast_formats.manifest import Manifest
 
 from . import assets as asset_files
 from . import collecting, device, settled, staging
@@ -24,14 +23,12 @@ from .growth import Need
 from .handover import Handover, Sealable
 from .place import open_checkpoint, place
 from .preparation import Preparation
-from .reader import CheckpointReader
+from .restoring import RestoreReport, Wanted, load
 from .routes import Routes
 from .session import Session, Who
 from .slots import Slots
-from .sources import HttpSource
-from .state import Restoration, Snapshot, Stored, TrainState
+from .state import Snapshot, TrainState
 from .tickets import SaveTicket, Tickets
-from .warm import fill
 
 log = logging.getLogger(__name__)
 
@@ -44,18 +41,6 @@ Wait = Literal["staged", "durable"]
 
 class SaveWarning(UserWarning):
     """An earlier save failed in the background, or was dropped; the checkpoints before it are untouched."""
-
-
-class RestoreReport(NamedTuple):
-    """What a restore did. Names are `group/name`."""
-
-    step: int
-    missing: tuple[str, ...]  # wanted by the live state, not in the checkpoint, left as they were
-    unexpected: tuple[str, ...]  # in the checkpoint, not wanted
-    notes: tuple[str, ...]  # what was mapped by a rule rather than restored as it was
-    bytes: int
-    seconds: float
-    source: Literal["slot", "directory", "http"] = "directory"  # "slot": out of the memory that it was saved from
 
 
 class Checkpointer:
@@ -205,7 +190,8 @@ class Checkpointer:
                 self._prepare_unasked(step, groups)
                 return 0
             with collecting.paused(), open_checkpoint(root, url, self.run, chosen) as reader:
-                restored = self._load(reader, groups, ignore, strict)
+                who = (self._session, self._launch.rank)
+                restored = load(reader, self._state, who, Wanted(groups, ignore, strict))
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
             for note in restored.notes:
                 log.info("restore of %s@%s: %s", self.run, chosen, note)
@@ -313,21 +299,6 @@ class Checkpointer:
             slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy)
         return Handover(ticket, Sealable(slot, layout, table), self._tickets, self._routes)
 
-    def _load(
-        self, reader: CheckpointReader, groups: Collection[str] | None, ignore: Sequence[str], strict: bool
-    ) -> RestoreReport:
-        held = values.for_rank(reader.state, self._launch.rank)
-        stored = _stored(reader.manifest, held.values)
-        restoration = self._state.prepare(stored, groups, ignore, strict)
-        landings = staging.land(restoration.leaves)
-        wants = [landing.want for landing in landings]
-        warm, notes = fill(reader, wants, self._session.held, self._launch.rank)
-        staging.finish(landings)
-        restoration.apply()
-        report = _report(reader.manifest.step, restoration, held.remapped, sum(w.into.nbytes for w in wants))
-        source: Literal["slot", "directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
-        return report._replace(notes=(*report.notes, *notes), source="slot" if warm else source)
-
     def _tell_failures(self) -> None:
         failed, dropped = self._tickets.take_failure(), self._tickets.take_drop()
         if failed is not None:
@@ -335,19 +306,6 @@ class Checkpointer:
         if dropped is not None:
             text = f"the save of {self.run}@{dropped.step} was dropped, and others may be, which only the log tells"
             warnings.warn(f"{text}: {dropped.error}", SaveWarning, stacklevel=3)
-
-
-def _stored(manifest: Manifest, held: values.Values) -> Stored:
-    specs = {
-        group: {name: (entry.dtype, entry.shape) for name, entry in tensors.items()}
-        for group, tensors in manifest.tensors.items()
-    }
-    return Stored(specs, manifest.aliases, held)
-
-
-def _report(step: int, restoration: Restoration, remapped: Collection[str], size: int) -> RestoreReport:
-    notes = [*restoration.notes, *(f"{name}: taken from another rank of the saved world" for name in remapped)]
-    return RestoreReport(step, tuple(restoration.missing), tuple(restoration.unexpected), tuple(notes), size, 0.0)
 
 
 def _settled(ticket: SaveTicket) -> None:

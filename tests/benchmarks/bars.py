@@ -43,6 +43,7 @@ def _saving(results: Results, ranks: int) -> list[Bar]:
         _at_most("time lost ÷ memcpy, ≤ 0.6", results.ratio(ranks, (OURS, "trained.lost"), memcpy), 0.6),
         _at_most("time lost ÷ the best peer's, ≤ 0.5", _against(lost, results, ranks, others, "trained.lost"), 0.5),
         _at_least("disk limit ÷ durable, ≥ 0.9", results.ratio(ranks, (LIMITS, "write"), (OURS, "warm.durable")), 0.9),
+        _at_least("disk limit ÷ durable since staged, ≥ 0.9", _since_staged(results, ranks), 0.9),
         _at_most(
             "durable ÷ the best asynchronous peer's, ≤ 0.5", _against(durable, results, ranks, behind, "warm.durable"), 0.5
         ),
@@ -72,6 +73,13 @@ def _loading(results: Results, ranks: int) -> list[Bar]:
         _at_most("reshard ÷ safetensors by hand, warm, ≤ 1", results.ratio(ranks, again, by_hand), 1.0),
         _at_least("dcp.load ÷ reshard, warm, ≥ 4", results.ratio(ranks, ("dcp-sync", "reshard.dcp.load.warm"), again), 4.0),
     ]
+
+
+def _since_staged(results: Results, ranks: int) -> Figure | None:
+    """The disk's limit beside what the daemon took, once it had everything."""
+    limit = results.by_round(ranks, LIMITS, "write")
+    staged, durable = (results.by_round(ranks, OURS, f"warm.{metric}") for metric in ("staged", "durable"))
+    return figure(limit[n] / (durable[n] - staged[n]) for n in durable if n in limit and n in staged)
 
 
 def _against(ours: dict[int, float], results: Results, ranks: int, peers: Iterable[str], metric: str) -> Figure | None:

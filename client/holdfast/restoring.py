@@ -1,0 +1,70 @@
+"""From a committed checkpoint into the live state: what is wanted, where it comes from, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple
+
+from holdfast_formats import values
+from holdfast_formats.manifest import Manifest
+
+from . import staging
+from .reader import CheckpointReader
+from .session import Session
+from .sources import HttpSource
+from .state import Stored, TrainState
+from .warm import fill
+
+
+class RestoreReport(NamedTuple):
+    """What a restore did. Names are `group/name`."""
+
+    step: int
+    missing: tuple[str, ...]  # wanted by the live state, not in the checkpoint, left as they were
+    unexpected: tuple[str, ...]  # in the checkpoint, not wanted
+    notes: tuple[str, ...]  # what was mapped by a rule rather than restored as it was
+    bytes: int
+    seconds: float
+    source: Literal["slot", "directory", "http"] = "directory"  # "slot": out of the memory that it was saved from
+
+
+class Wanted(NamedTuple):
+    """Which part of a checkpoint is to be restored, and whether names may be missing."""
+
+    groups: Collection[str] | None
+    ignore: Sequence[str]
+    strict: bool
+
+
+def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, int], wanted: Wanted) -> RestoreReport:
+    """Fill the live state of this rank, out of the slots that hold the step where there are any.
+
+    Raises `StateMismatch` before anything is touched, `CorruptExtent` naming file, tensor and range.
+    """
+    session, rank = who
+    held = values.for_rank(reader.state, rank)
+    restoration = state.prepare(_stored(reader.manifest, held), *wanted)
+    landings = staging.land(restoration.leaves)
+    wants = [landing.want for landing in landings]
+    warm, notes = fill(reader, wants, session.held, rank)
+    staging.finish(landings)
+    restoration.apply()
+    cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
+    remapped = [f"{name}: taken from another rank of the saved world" for name in held.remapped]
+    return RestoreReport(
+        step=reader.manifest.step,
+        missing=tuple(restoration.missing),
+        unexpected=tuple(restoration.unexpected),
+        notes=(*restoration.notes, *remapped, *notes),
+        bytes=sum(want.into.nbytes for want in wants),
+        seconds=0.0,
+        source="slot" if warm else cold,
+    )
+
+
+def _stored(manifest: Manifest, held: values.RankValues) -> Stored:
+    specs = {
+        group: {name: (entry.dtype, entry.shape) for name, entry in tensors.items()}
+        for group, tensors in manifest.tensors.items()
+    }
+    return Stored(specs, manifest.aliases, held.values)
