@@ -29,6 +29,7 @@ def main() -> int:
     if given.show:
         found = report.merged([json.loads(path.read_text()) for path in given.show])
         folder = given.out or given.show[0].parent
+        folder.mkdir(parents=True, exist_ok=True)
     else:
         folder = given.out or HOME / "results" / time.strftime("%Y%m%d-%H%M%S")
         found = _run(given, folder)
