@@ -18,18 +18,6 @@ from tests.checkpoints import Built, build, flip
 from .test_reader import Counting, opened, want
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """A checkpoint that tests only read."""
-    return build(tmp_path_factory.mktemp("read") / "step-00000005")
-
-
-@pytest.fixture
-def built(tmp_path: Path) -> Built:
-    """A checkpoint of the test's own."""
-    return build(tmp_path / "step-00000005")
-
-
 def chunked(built: Built, chunk_bytes: int) -> DirectorySource:
     """A source whose chunks are so small that small extents are large pieces."""
     source = DirectorySource(built.path)

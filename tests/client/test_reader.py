@@ -26,18 +26,6 @@ from holdfast_formats.region import Box, whole
 from tests.checkpoints import Built, build, flip
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """A checkpoint that tests only read."""
-    return build(tmp_path_factory.mktemp("read") / "step-00000005")
-
-
-@pytest.fixture
-def built(tmp_path: Path) -> Built:
-    """A checkpoint of the test's own."""
-    return build(tmp_path / "step-00000005")
-
-
 def opened(built: Built, complete: bool = True) -> CheckpointReader:
     return CheckpointReader.open(DirectorySource(built.path), complete=complete)
 
