@@ -243,7 +243,6 @@ class Checkpointer:
     def _prepare_unasked(self, step: int | None = None, groups: Collection[str] | None = None) -> None:
         """Training goes on from here, unless a certain step or a part of the state was asked for."""
         if step is None and groups is None and not self._asked_to_prepare:
-            self._asked_to_prepare = True
             try:
                 self.prepare()
             except CheckpointError as error:

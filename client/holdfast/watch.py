@@ -66,6 +66,8 @@ class Watch:
 
     def see_module(self, module: nn.Module) -> None:
         """Note everything that decides what a module's `state_dict` holds."""
+        for mapping in (module._modules, module._buffers):  # of a wrapper: what it wraps, and what it counts
+            self.see(mapping)
         inner = unwrap(module.module if isinstance(module, AveragedModel) else module)
         for prefix, part in inner.named_modules(remove_duplicate=False):
             if part._state_dict_hooks or any(_is_special(part, method) for method in _PLAIN_METHODS):

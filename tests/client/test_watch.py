@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from holdfast.fragments import Fragment
 from holdfast.state import TrainState
@@ -235,6 +236,17 @@ def test_nothing_is_walked_through_again_while_nothing_changes() -> None:
     assert state._walk is walk
     assert all(a is b for a, b in zip(before.leaves[: before.steady], after.leaves[: after.steady], strict=True))
     assert before.steady > 10
+
+
+@pytest.mark.parametrize("name", ["n_averaged", "module"])
+def test_what_a_wrapper_holds_is_watched_too(name: str) -> None:
+    """An averaged model's own counter, or the model inside, is another one: the next snapshot has it."""
+    average = AveragedModel(nn.Linear(2, 2))
+    live = {"ema": average}
+    state = TrainState(live, 0, 1)
+    before = described(state)
+    setattr(average, name, torch.tensor(7) if name == "n_averaged" else nn.Linear(2, 2))
+    assert described(state) == described(TrainState(live, 0, 1)) != before
 
 
 def test_a_module_that_overrides_its_state_is_asked_every_time() -> None:
