@@ -28,11 +28,12 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.manifest import EXTENT_BYTES_MAX, Manifest, TensorEntry
 from holdfast_formats.proof import Piece
+from holdfast_formats.reading import resolve
 from holdfast_formats.region import Box, check_box, whole
 
 from . import passes
 from .sources import Source
-from .wants import Touched, Want, resolve, touched
+from .wants import Touched, Want, touched
 
 _OVERWRITTEN = "live tensors have been partly overwritten and must not be trained on: restore another step, or end"
 

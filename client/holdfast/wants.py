@@ -13,6 +13,7 @@ from holdfast_formats import proof, transfer
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.manifest import Manifest, TensorEntry
 from holdfast_formats.proof import Piece
+from holdfast_formats.reading import resolve
 from holdfast_formats.region import Box, ByteView, byte_box, byte_span, byte_view, check_box, flat_boxes, intersect
 
 
@@ -87,18 +88,6 @@ def touched(manifest: Manifest, wants: Iterable[Want], label: str) -> list[Touch
                 found[key] = Touched(piece)
             found[key].receivers.append(receiver)
     return sorted(found.values(), key=attrgetter("piece"))
-
-
-def resolve(manifest: Manifest, group: str, name: str, label: str) -> tuple[str, TensorEntry]:
-    """The stored tensor that a name stands for, aliases followed; `StateMismatch` naming a tensor that is not there."""
-    stored = manifest.aliases.get(group, {}).get(name, name)
-    entry = manifest.tensors.get(group, {}).get(stored)
-    if entry is None:
-        raise StateMismatch(
-            f"{label} has no tensor {name!r} in group {group!r}",
-            hint=f"groups: {', '.join(manifest.groups) or 'none'}",
-        )
-    return stored, entry
 
 
 def _receiver(want: Want, entry: TensorEntry) -> Receiver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import xxhash
@@ -9,6 +10,7 @@ import xxhash
 from .errors import InvalidRequest
 
 DIGITS = 16
+_SPELLED = re.compile(f"[0-9a-f]{{{DIGITS}}}")
 
 
 def digest(data: Any) -> str:
@@ -23,5 +25,5 @@ def running() -> xxhash.xxh3_64:
 
 def check_digest(text: str) -> None:
     """Refuse text that is not a digest, so that a manifest with an empty one can never pass as proven."""
-    if len(text) != DIGITS or not set(text) <= set("0123456789abcdef"):
+    if not _SPELLED.fullmatch(text):
         raise InvalidRequest(f"{text!r} is not an xxh3-64 digest of {DIGITS} hexadecimal digits")

@@ -11,11 +11,14 @@ from typing import NamedTuple
 
 from . import safetensors
 from .errors import InvalidRequest, StateMismatch
+from .manifest import EXTENT_BYTES_MAX
 from .naming import shard_file_name
 from .safetensors import Stored
 from .tensors import TensorSpec
 
 FILE_BYTES_MAX = 5_000_000_000  # what Hugging Face cuts at, in decimal gigabytes
+EXTENT_BYTES_MIN = 2**18  # digests of less cost more than they save a reader
+EXTENTS_MAX = 2**16  # about as many as a checkpoint has, beside one at the end of each tensor: a manifest of 3 MB
 FORMAT_METADATA = {"format": "pt"}  # transformers refuses a file that lacks it
 
 
@@ -33,6 +36,14 @@ def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
     """Sort key that puts `layers.2` before `layers.10`; total, since equal keys mean equal names up to leading zeros."""
     parts = re.split(r"(\d+)", name)
     return (*((1, int(p)) if p.isdigit() and p.isascii() else (0, p) for p in parts), (0, name))
+
+
+def extent_bytes(data_bytes: int) -> int:
+    """How long a writer makes the extents of a checkpoint whose tensors have so many bytes: a power of two.
+
+    Who wants a part of a tensor reads few bytes besides when extents are short. Each tensor's begin at multiples of this.
+    """
+    return min(max(1 << (-(-data_bytes // EXTENTS_MAX) - 1).bit_length(), EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
 
 
 def pack(specs: Iterable[TensorSpec], file_bytes_max: int = FILE_BYTES_MAX) -> list[FilePlan]:

@@ -8,7 +8,7 @@ import msgspec
 
 from . import naming
 from .errors import CorruptManifest
-from .layout import FilePlan
+from .layout import FilePlan, extent_bytes
 from .manifest import Extent, FileEntry
 from .region import Box
 from .table import Blob
@@ -60,6 +60,11 @@ class Plan(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(file.layout.bytes for file in self.files)
+
+    @property
+    def extent_bytes(self) -> int:
+        """The length of extents: from the tensors' bytes alone, so that it is the same whoever saves them."""
+        return extent_bytes(sum(file.layout.bytes - len(file.layout.header) for file in self.files))
 
 
 class Receipt(msgspec.Struct, frozen=True):

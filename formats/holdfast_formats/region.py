@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 
@@ -80,12 +80,67 @@ def byte_runs(box: Box, shape: Shape, itemsize: int) -> Iterator[tuple[int, int,
 
 def byte_span(box: Box, shape: Shape, itemsize: int) -> tuple[int, int]:
     """The smallest byte interval [start, stop) of the tensor that holds the whole box; (0, 0) when the box is empty."""
-    if 0 in box.shape:
-        return 0, 0
-    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
-    first = sum(o * s for o, s in zip(box.offset, strides, strict=True))
-    last = sum((o + n - 1) * s for o, n, s in zip(box.offset, box.shape, strides, strict=True))
+    first = last = 0
+    for offset, length, size in zip(box.offset, box.shape, shape, strict=True):
+        if not length:
+            return 0, 0
+        first = first * size + offset
+        last = last * size + offset + length - 1
     return first * itemsize, (last + 1) * itemsize
+
+
+def widest_gap(box: Box, shape: Shape, itemsize: int) -> int:
+    """The most bytes that lie between two neighbouring runs of a box; 0 where the box is one run, or empty."""
+    widest, span, stride = 0, itemsize, itemsize  # `span`: from the first byte to the last of what one index holds
+    for length, size in zip(reversed(box.shape), reversed(shape), strict=True):
+        if not length:
+            return 0
+        if length > 1:
+            widest = max(widest, stride - span)
+        span += (length - 1) * stride
+        stride *= size
+    return widest
+
+
+def next_inside(box: Box, shape: Shape, flat: int) -> int | None:
+    """Flat position of a box's first element at or behind position `flat` of a row-major tensor; None behind its last."""
+    if flat >= prod(shape):
+        return None
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    index: list[int] = []
+    rest = flat
+    for stride in strides:
+        at, rest = divmod(rest, stride)
+        index.append(at)
+    stop = box.stop
+    for d, (at, low) in enumerate(zip(index, box.offset, strict=True)):
+        if low <= at < stop[d]:
+            continue
+        kept = d
+        if at >= stop[d]:  # on to the next index of a dimension before this one
+            while kept and index[kept - 1] + 1 >= stop[kept - 1]:
+                kept -= 1
+            if not kept:
+                return None
+            index[kept - 1] += 1
+        index[kept:] = box.offset[kept:]
+        return sum(i * stride for i, stride in zip(index, strides, strict=True))
+    return flat
+
+
+def union_volume(boxes: Sequence[Box]) -> int:
+    """How many elements lie in at least one of the boxes."""
+    if len(boxes) == 1:
+        return boxes[0].volume
+    solid = [box for box in set(boxes) if box.volume]
+    if len(solid) < 2 or first_overlap(solid) is None:
+        return sum(box.volume for box in solid)
+    edges = sorted({edge for box in solid for edge in (box.offset[0], box.stop[0])})
+    total = 0
+    for low, high in pairwise(edges):  # between two edges, all boxes reach equally far in dimension 0
+        across = [Box(b.offset[1:], b.shape[1:]) for b in solid if b.offset[0] <= low and high <= b.stop[0]]
+        total += (high - low) * union_volume(across)
+    return total
 
 
 def flat_boxes(start: int, stop: int, shape: Shape) -> list[Box]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast_formats import naming
+from holdfast_formats import layout, naming
 from holdfast_formats.errors import StorageFailed
 from holdfast_formats.region import Box, whole
 from holdfast_formats.tensors import TensorSpec
@@ -41,23 +41,31 @@ def shards(sizes: Sequence[int], world: int = 1) -> Shards:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("alignment", [1, 256, 4096])
-def test_small_windows_give_the_same_files(monkeypatch: pytest.MonkeyPatch, alignment: int, world: int) -> None:
+@pytest.mark.parametrize("extent_bytes", [1024, 64])
+def test_small_windows_give_the_same_files(
+    monkeypatch: pytest.MonkeyPatch, extent_bytes: int, alignment: int, world: int
+) -> None:
     """With windows far smaller than a file, and smaller than a block, every byte still stands in its place."""
     sizes = [1, 700, 13, 2, 900, 5, 5, 5, 1, 333, 4000, 17]
     reference = MemoryTier()
     expected = shards(sizes).save(reference)
-    monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 1000)
+    monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 1024)
+    monkeypatch.setattr(gathering, "CACHED_BYTES", 512)
+    monkeypatch.setattr(layout, "EXTENT_BYTES_MIN", extent_bytes)
     tier = MemoryTier(alignment=alignment)
     made = shards(sizes, world).save(tier)
     names = [file.name for file in expected.files if file.header_bytes]
     assert {name: files_of(tier)[name] for name in names} == {name: files_of(reference)[name] for name in names}
-    assert max(e.length for t in made.tensors["model"].values() for e in t.extents) == 1000
+    for tensor in made.tensors["model"].values():
+        ends = [*range(extent_bytes, tensor.nbytes, extent_bytes), tensor.nbytes]
+        assert [extent.offset + extent.length for extent in tensor.extents] == ends
     assert verify(tier, naming.checkpoint_path("r", 7)) == made
 
 
 def test_wide_elements_across_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that begins inside an element of a strided tensor gets the rest of that element from all its holders."""
-    monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 1016)
+    monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 1024)
+    monkeypatch.setattr(layout, "EXTENT_BYTES_MIN", 1024)
     content = np.random.default_rng(0).integers(0, 256, 8 * 101 * 7, np.uint8).tobytes()
     made = Shards(2)
     spec = TensorSpec("model", "w", "F64", (101, 7))
@@ -71,7 +79,8 @@ def test_wide_elements_across_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blocks_are_written_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every write begins and ends at a block from memory that is aligned, but for the file's end; none overlaps another."""
-    monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 10_000)
+    monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 2**13)
+    monkeypatch.setattr(layout, "EXTENT_BYTES_MIN", 2**13)
     written: list[tuple[int, int, int]] = []
 
     class Watched(MemoryTier):

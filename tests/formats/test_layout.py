@@ -25,6 +25,24 @@ def test_files_do_not_depend_on_the_order_of_tensors(tensors: list[TensorSpec], 
     assert layout.pack(tensors, limit) == layout.pack(data.draw(st.permutations(tensors)), limit)
 
 
+@pytest.mark.parametrize(
+    ("data_bytes", "length"),
+    [
+        (0, 2**18),
+        (2**31, 2**18),
+        (2**34, 2**18),
+        (2**34 + 1, 2**19),
+        (2**35, 2**19),
+        (10**11, 2**21),
+        (2**40, 2**24),
+        (10**15, 2**24),
+    ],
+)
+def test_the_length_of_extents_follows_from_the_bytes(data_bytes: int, length: int) -> None:
+    """A power of two that gives about 65 536 extents, within 256 KiB and the format's 16 MiB."""
+    assert layout.extent_bytes(data_bytes) == length
+
+
 @given(specs(), st.integers(1, 200))
 def test_every_tensor_has_one_place(tensors: list[TensorSpec], limit: int) -> None:
     """Each tensor is in one file of its group, where the file's own header says, and files hold nothing else."""

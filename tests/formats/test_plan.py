@@ -51,3 +51,15 @@ def test_a_plan_counts_its_files() -> None:
     files = tuple(PlannedFile(plan, ()) for plan in plans)
     plan = Plan("run", 500, 2, 1, ("model", "optim"), files, {}, (), {}, {}, b"{}")
     assert plan.bytes == sum(p.bytes for p in plans) > 0
+    assert plan.extent_bytes == layout.EXTENT_BYTES_MIN
+
+
+def test_the_length_of_extents_does_not_depend_on_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the tensors' bytes count, however they are packed and however long headers are."""
+    monkeypatch.setattr(layout, "EXTENT_BYTES_MIN", 1)
+    monkeypatch.setattr(layout, "EXTENTS_MAX", 2)
+    data_bytes = sum(spec.nbytes for spec in SAMPLE_SPECS)
+    for limit in (1, 32, 10_000):
+        files = tuple(PlannedFile(plan, ()) for plan in layout.pack(SAMPLE_SPECS, limit))
+        plan = Plan("run", 500, 2, 1, ("model", "optim"), files, {}, (), {}, {}, b"{}")
+        assert plan.extent_bytes == layout.extent_bytes(data_bytes) == 32 >= data_bytes / 2

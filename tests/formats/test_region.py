@@ -56,6 +56,31 @@ def test_byte_span_is_the_hull_of_the_runs(case: tuple[Shape, Box]) -> None:
     assert region.byte_span(box, shape, 2) == expected
 
 
+@given(shape_and_box())
+def test_the_widest_gap_between_runs(case: tuple[Shape, Box]) -> None:
+    """The most bytes from the end of a run to the beginning of the next; none where there is one run or no run."""
+    shape, box = case
+    runs = list(region.byte_runs(box, shape, 4))
+    gaps = [after - (start + length) for (start, _, length), (after, _, _) in pairwise(runs)]
+    assert region.widest_gap(box, shape, 4) == max(gaps, default=0)
+
+
+@given(shape_and_box(), st.data())
+def test_the_next_element_inside(case: tuple[Shape, Box], data: st.DataObject) -> None:
+    """From any position on, the first element that lies in the box, if there is one."""
+    shape, box = case
+    at = data.draw(st.integers(0, prod(shape)))
+    following = [int(i) for i in np.asarray(flat(shape)[box.slices]).reshape(-1) if i >= at]
+    if box.volume:
+        assert region.next_inside(box, shape, at) == (following[0] if following else None)
+
+
+@given(shapes().flatmap(lambda shape: st.lists(boxes_in(shape), max_size=5)))
+def test_a_union_counts_each_element_once(boxes: list[Box]) -> None:
+    """However boxes overlap, the volume of their union is the number of different elements in them."""
+    assert region.union_volume(boxes) == len(set().union(*map(elements, boxes)))
+
+
 @given(shapes(), st.data())
 def test_flat_boxes_cut_a_range_in_order(shape: Shape, data: st.DataObject) -> None:
     """The boxes of a flat range hold exactly its elements, in order, and are few."""

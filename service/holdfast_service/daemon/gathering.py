@@ -1,7 +1,7 @@
 """The bytes of one planned file, put together from the slots of all ranks, window by window and digested in the same pass.
 
-A window is written in whole aligned blocks, while extents begin and end anywhere. So each window holds whole extents, and
-the block that two windows share is written by the later one, which gathers the end of the earlier extents once more.
+A window is written in whole aligned blocks, while tensors and extents begin and end anywhere. So each window holds whole
+extents, and the block that two windows share is written by the later one, which gathers the end of the earlier once more.
 Windows depend on nothing but the slots: threads take them in any order.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats.digest import digest, running
+from holdfast_formats.digest import running
 from holdfast_formats.holdings import Bytes, Holding, gather, hold, hold_all
 from holdfast_formats.manifest import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.plan import Origin, PlannedFile, PlannedTensor
@@ -23,7 +23,7 @@ Slots = Mapping[int, memoryview]  # rank -> the data of its sealed slot
 
 
 class Cut(NamedTuple):
-    """An extent: `length` bytes of a tensor from `offset` on, at `start` in the file. A part of the header is `raw`."""
+    """Whole extents: `length` bytes of a tensor from `offset` on, at `start` in the file. A part of the header is `raw`."""
 
     start: int
     length: int
@@ -53,9 +53,10 @@ class Gathered(NamedTuple):
 
 
 class FileBytes:
-    """What a planned file consists of, and how its bytes are gathered."""
+    """What a planned file consists of, and how its bytes are gathered; its extents have `extent_bytes`, a power of two."""
 
-    def __init__(self, file: PlannedFile, slots: Slots) -> None:
+    def __init__(self, file: PlannedFile, slots: Slots, extent_bytes: int) -> None:
+        self._extent_bytes = extent_bytes
         header = np.frombuffer(file.layout.header, np.uint8)
         self.cuts = list(_header_cuts(header))
         flat = {rank: np.frombuffer(data, np.uint8) for rank, data in slots.items() if len(data)}
@@ -67,7 +68,7 @@ class FileBytes:
                 self.cuts.append(Cut(tensor.start + offset, length, offset, tensor, held))
 
     def windows(self) -> Iterator[Window]:
-        """The file in order: as many whole extents a window as fit one extent's size."""
+        """The file in order: as many whole cuts a window as fit it."""
         first, room = 0, EXTENT_BYTES_MAX
         for position, cut in enumerate(self.cuts):
             if cut.length > room and position > first:
@@ -84,9 +85,10 @@ class FileBytes:
         extents: list[tuple[PlannedTensor, Extent]] = []
         for cut in self.cuts[window.first : window.last]:
             target = buffer[cut.start - low : cut.start - low + cut.length]
-            proof = _gather_digested(cut, target)
-            if cut.tensor is not None:
-                extents.append((cut.tensor, Extent(cut.offset, cut.length, proof)))
+            if cut.tensor is None:
+                _gather(cut, cut.offset, target)
+            else:
+                extents += [(cut.tensor, extent) for extent in _gather_digested(cut, target, self._extent_bytes)]
         high = end if window.last == len(self.cuts) else end - end % alignment
         return Gathered(low, buffer[: max(high - low, 0)], extents)
 
@@ -122,14 +124,19 @@ def _gather(cut: Cut, offset: int, target: Bytes) -> None:
     assert copied == target.nbytes, f"{cut.tensor.spec.name}: {copied} of {target.nbytes} bytes gathered"
 
 
-def _gather_digested(cut: Cut, target: Bytes) -> str:
-    """Gather a whole cut, and its digest: part by part, so that the digest finds the bytes in a core's cache."""
-    if any(held.span is None for held in cut.held):
-        _gather(cut, cut.offset, target)
-        return digest(target)
-    found = running()
-    for at in range(0, cut.length, CACHED_BYTES):
-        part = target[at : at + CACHED_BYTES]
+def _gather_digested(cut: Cut, target: Bytes, extent_bytes: int) -> Iterator[Extent]:
+    """Gather a whole cut, and yield its extents: part by part, so that a digest finds the bytes in a core's cache."""
+    part_bytes = cut.length if any(held.span is None for held in cut.held) else CACHED_BYTES
+    found, low = running(), 0
+    for at in range(0, cut.length, part_bytes):
+        part = target[at : at + part_bytes]
         _gather(cut, cut.offset + at, part)
-        found.update(part.data)
-    return found.hexdigest()
+        while low < at + part.nbytes:
+            begin = low - low % extent_bytes
+            end = min(begin + extent_bytes, cut.length)
+            high = min(end, at + part.nbytes)
+            found.update(target[low:high].data)
+            if high == end:
+                yield Extent(cut.offset + begin, end - begin, found.hexdigest())
+                found = running()
+            low = high

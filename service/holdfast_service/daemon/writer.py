@@ -50,7 +50,7 @@ def write(tier: Tier, plan: Plan, staging: str, slots: Slots, node: str) -> Rece
         tier.put(f"{staging}/{blob.name}", data)
         files.append(FileEntry(blob.name, len(data), 0, digest(data)))
     extents: dict[str, dict[str, list[Extent]]] = {}
-    for file, written in _write_files(tier, plan.files, staging, slots):
+    for file, written in _write_files(tier, plan, staging, slots):
         header = file.layout.header
         files.append(FileEntry(file.layout.name, file.layout.bytes, len(header), digest(header)))
         for tensor, extent in written:
@@ -61,13 +61,15 @@ def write(tier: Tier, plan: Plan, staging: str, slots: Slots, node: str) -> Rece
     return receipt
 
 
-def _write_files(tier: Tier, files: Sequence[PlannedFile], staging: str, slots: Slots) -> list[tuple[PlannedFile, _Extents]]:
+def _write_files(tier: Tier, plan: Plan, staging: str, slots: Slots) -> list[tuple[PlannedFile, _Extents]]:
+    extent_bytes = plan.extent_bytes
     running: deque[_Running] = deque()
     written: list[tuple[PlannedFile, _Extents]] = []
     with ThreadPoolExecutor(WORKERS, "holdfast-write", initializer=give_way) as pool:
         try:
-            for file in files:
-                running.append(_start(tier, f"{staging}/{file.layout.name}", file, slots, pool))
+            for file in plan.files:
+                content = FileBytes(file, slots, extent_bytes)
+                running.append(_start(tier.create(f"{staging}/{file.layout.name}", file.layout.bytes), file, content, pool))
                 if len(running) == FILES_MAX:
                     written.append(_settle(running))
             while running:
@@ -77,9 +79,7 @@ def _write_files(tier: Tier, files: Sequence[PlannedFile], staging: str, slots: 
     return written
 
 
-def _start(tier: Tier, path: str, file: PlannedFile, slots: Slots, pool: ThreadPoolExecutor) -> _Running:
-    writer = tier.create(path, file.layout.bytes)
-    content = FileBytes(file, slots)
+def _start(writer: FileWriter, file: PlannedFile, content: FileBytes, pool: ThreadPoolExecutor) -> _Running:
     alignment = writer.alignment
     jobs = [pool.submit(_write_window, writer, content, window, alignment) for window in content.windows()]
     return _Running(file, writer, jobs)
