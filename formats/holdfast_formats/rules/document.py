@@ -1,0 +1,106 @@
+"""What a table's TOML may say: its keys, their kinds and limits. docs/rules.md explains them to those who write one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from holdfast_formats.errors import InvalidRequest
+
+TEXT_BYTES_MAX = 256 * 1024
+ENTRIES_MAX = 1000
+WORDS_MAX = 64
+BLOCK_MAX = 2**20
+
+Text = Annotated[str, Meta(min_length=1, max_length=512)]
+Words = Annotated[list[Text], Meta(max_length=WORDS_MAX)]
+Roots = Annotated[list[Annotated[str, Meta(max_length=512)]], Meta(min_length=1, max_length=WORDS_MAX)]
+Dimension = Annotated[int, Meta(ge=0, le=7)]
+Size = Text | Annotated[int, Meta(ge=0, le=2**53)]
+Kind = Literal["qkv", "gate_up", "experts"]
+Otherwise = Literal["refuse", "uneven", "replicate", "largest"]
+Found = Literal["contiguous", "heads", "groups"]
+
+
+class Tensor(Struct, frozen=True, forbid_unknown_fields=True):
+    """One `[[tensors]]`: names, and how they are cut. Without `cut` every rank of an axis holds the whole tensor."""
+
+    name: Text | Words
+    part: Words = []
+    shape: Annotated[list[Size], Meta(max_length=8)] | None = None
+    cut: Dimension | None = None
+    by: Literal["tp", "etp"] | None = None
+    units: Size | None = None
+    otherwise: Otherwise | None = None
+    vocabulary: bool = False
+    stage: Literal["layer", "first", "last", "every"] | None = None
+
+
+class Fusion(Struct, frozen=True, forbid_unknown_fields=True):
+    """One `[[fusions]]`: a tensor that holds others one after the other, or the experts' one above the other."""
+
+    kind: Kind
+    name: Text
+    of: Annotated[list[Text], Meta(min_length=1, max_length=16)]
+    part: Words = []
+    dimension: Dimension = 0
+    heads: Annotated[list[Size], Meta(min_length=2, max_length=2)] | None = None
+    found: Found = "contiguous"
+    stored: bool = False
+
+
+class Tie(Struct, frozen=True, forbid_unknown_fields=True):
+    """One `[[ties]]`: two names of one tensor where config.json says so, or `default` where it does not say."""
+
+    alias: Text
+    target: Text
+    when: Text
+    default: bool = False
+
+
+class Scales(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[scales]`: a weight of two dimensions may have one number a block beside it, under its name and `suffix`."""
+
+    suffix: Text
+    block: Annotated[int, Meta(ge=1, le=BLOCK_MAX)]
+
+
+class Document(Struct, frozen=True, forbid_unknown_fields=True):
+    """A whole table, as it is written."""
+
+    name: Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,63}$")]
+    extends: Text | Words = []
+    architectures: Words = []
+    model_types: Words = []
+    marks: Words = []
+    root: Roots | None = None
+    sizes: dict[Text, Size] = {}
+    tensors: Annotated[list[Tensor], Meta(max_length=ENTRIES_MAX)] = []
+    fusions: Annotated[list[Fusion], Meta(max_length=ENTRIES_MAX)] = []
+    ties: Annotated[list[Tie], Meta(max_length=ENTRIES_MAX)] = []
+    scales: Scales | None = None
+
+
+def decode(text: bytes | str) -> dict[str, Any]:
+    """A TOML text as plain values; `InvalidRequest` saying where it is none, or that it is beyond `TEXT_BYTES_MAX`."""
+    data = text.encode() if isinstance(text, str) else text
+    if len(data) > TEXT_BYTES_MAX:
+        raise InvalidRequest(f"a rules file of {len(data)} bytes, {TEXT_BYTES_MAX} are allowed")
+    try:
+        return msgspec.toml.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, ValueError, RecursionError) as problem:
+        raise InvalidRequest(f"the rules are no TOML: {problem}", hint="see docs/rules.md for a full example") from None
+
+
+def check(values: Mapping[str, Any]) -> Document:
+    """Decoded TOML as a `Document`; `InvalidRequest` naming the table and the key that is wrong, missing or unknown."""
+    try:
+        return msgspec.convert(dict(values), Document)
+    except (msgspec.ValidationError, RecursionError) as problem:
+        name = values.get("name")
+        raise InvalidRequest(
+            f"rules table {name if isinstance(name, str) else '?'!r}: {problem}", hint="see docs/rules.md for every key"
+        ) from None

@@ -1,0 +1,112 @@
+"""Sizes out of config.json: whole numbers, names, `+ - * //`, parentheses, and `a ?? b` for "b where a is not said".
+
+An expression is kept as a postfix list, so that neither reading nor evaluating one recurses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from holdfast_formats.errors import InvalidRequest
+
+CHARACTERS_MAX = 200
+VALUE_MAX = 2**53  # of a result and of everything on the way to it
+
+Expression = tuple[int | str, ...]  # numbers, names and operators, in postfix order
+
+_TOKEN = re.compile(r"\s*(?:([0-9]+)|([A-Za-z_][A-Za-z0-9_]*)|(\?\?|//|[-+*()]))")
+_BINDING = {"??": 1, "+": 2, "-": 2, "*": 3, "//": 3}
+
+
+def parse(text: str) -> Expression:
+    """An expression in postfix order; `InvalidRequest` naming what cannot be read in it."""
+    if len(text) > CHARACTERS_MAX:
+        raise InvalidRequest(f"expression of {len(text)} characters, {CHARACTERS_MAX} are allowed: {text[:40]!r}…")
+    postfix: list[int | str] = []
+    waiting: list[str] = []
+    operand = False  # whether the last token ended an operand
+    for token in _tokens(text):
+        if (token == ")" or token in _BINDING) is not operand:
+            raise InvalidRequest(f"expression {text!r}: {token!r} stands in a wrong place")
+        operand = token == ")" or token not in (*_BINDING, "(")
+        if token == "(":
+            waiting.append(token)
+        elif token == ")":
+            _unwind(waiting, postfix, 0)
+            if not waiting:
+                raise InvalidRequest(f"expression {text!r}: a ')' has no '('")
+            waiting.pop()
+        elif token in _BINDING:
+            # `??` leans right: a ?? b ?? c is the first of the three that is said either way
+            _unwind(waiting, postfix, _BINDING[token])
+            waiting.append(token)
+        else:
+            postfix.append(int(token) if token.isdigit() else token)
+    _unwind(waiting, postfix, 0)
+    if waiting or not operand:
+        raise InvalidRequest(f"expression {text!r} is not finished")
+    return tuple(postfix)
+
+
+def _tokens(text: str) -> list[str]:
+    tokens, at, stop = [], 0, len(text.rstrip())
+    while at < stop:
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise InvalidRequest(
+                f"expression {text!r}: {text[at:].strip()[:12]!r} means nothing",
+                hint="names, whole numbers, + - * // ?? and parentheses",
+            )
+        tokens.append(match[match.lastindex or 0])
+        at = match.end()
+    return tokens
+
+
+def _unwind(waiting: list[str], postfix: list[int | str], binding: int) -> None:
+    """Move the operators that bind at least as strongly to the output, back to the innermost parenthesis."""
+    while waiting and waiting[-1] != "(" and _BINDING[waiting[-1]] >= binding:
+        postfix.append(waiting.pop())
+
+
+def names_in(expression: Expression) -> frozenset[str]:
+    """The names that an expression asks for."""
+    return frozenset(term for term in expression if isinstance(term, str) and term not in _BINDING)
+
+
+def evaluate(expression: Expression, values: Mapping[str, int]) -> int | None:
+    """The number an expression stands for, or None where it needs a name that `values` lacks.
+
+    `InvalidRequest` for a division by zero, a negative result and numbers beyond `VALUE_MAX`.
+    """
+    stack: list[int | None] = []
+    for term in expression:
+        if isinstance(term, int):
+            stack.append(_bounded(term))
+        elif term not in _BINDING:
+            stack.append(values.get(term))
+        else:
+            right, left = stack.pop(), stack.pop()
+            stack.append(_bounded(_apply(term, left, right)))
+    (result,) = stack
+    if result is not None and result < 0:
+        raise InvalidRequest(f"a size comes out as {result}: it may not be negative")
+    return result
+
+
+def _apply(operator: str, left: int | None, right: int | None) -> int | None:
+    if operator == "??":
+        return right if left is None else left
+    if left is None or right is None:
+        return None
+    if operator == "//":
+        if right == 0:
+            raise InvalidRequest(f"a size needs {left} // 0")
+        return left // right
+    return left + right if operator == "+" else left - right if operator == "-" else left * right
+
+
+def _bounded(value: int | None) -> int | None:
+    if value is not None and abs(value) > VALUE_MAX:
+        raise InvalidRequest(f"a size goes beyond {VALUE_MAX}")
+    return value

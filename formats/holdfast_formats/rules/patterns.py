@@ -1,0 +1,124 @@
+"""Names of tensors with places in them: `{layer}` and `{expert}` stand for numbers, `{root}` and `{part}` for listed words.
+
+Words are written out, one pattern each; a name is then found by what is left of it without its numbers, so that a table of
+hundreds of patterns costs one look into a dictionary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from holdfast_formats.errors import InvalidRequest
+
+NAME_CHARACTERS_MAX = 512
+NUMBER_DIGITS_MAX = 9
+NUMBERED = ("layer", "expert")
+
+_PLACE = re.compile(r"\{([^{}]*)\}")
+_NUMBER = re.compile(r"([0-9]+)")
+_PLACE_OR_NUMBER = re.compile(r"\{(layer|expert)\}|([0-9]+)")
+_GAP = "\0"
+
+
+class Place(NamedTuple):
+    """The numbers in a tensor's name; None where it has none."""
+
+    layer: int | None
+    expert: int | None
+
+
+class Pattern(NamedTuple):
+    """A name in which only numbers are open: `pieces`, and between them `slots`, a place's word or a number as it is."""
+
+    pieces: tuple[str, ...]
+    slots: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """What every name of this pattern is without its numbers."""
+        return _GAP.join(self.pieces)
+
+    @property
+    def text(self) -> str:
+        """The pattern as it is written in a table."""
+        return self._with([f"{{{slot}}}" if slot in NUMBERED else slot for slot in self.slots])
+
+    def name(self, place: Place) -> str:
+        """The name with these numbers."""
+        return self._with([str(getattr(place, slot)) if slot in NUMBERED else slot for slot in self.slots])
+
+    def match(self, numbers: Sequence[str]) -> Place | None:
+        """The numbers of a name with this pattern's key, by what they mean; None when it is another pattern's after all."""
+        if len(numbers) != len(self.slots):
+            return None
+        layer = expert = None
+        for slot, number in zip(self.slots, numbers, strict=True):
+            if slot not in NUMBERED:
+                if slot != number:
+                    return None
+            elif len(number) > NUMBER_DIGITS_MAX or (number[0] == "0" and number != "0"):
+                return None  # no number as anybody writes it: `layers.007`
+            elif slot == "layer":
+                layer = int(number)
+            else:
+                expert = int(number)
+        return Place(layer, expert)
+
+    def _with(self, words: Sequence[str]) -> str:
+        return "".join(piece + word for piece, word in zip(self.pieces, (*words, ""), strict=True))
+
+
+def split(name: str) -> tuple[str, list[str]]:
+    """The key of a name, and the numbers in it."""
+    pieces = _NUMBER.split(name)
+    return _GAP.join(pieces[::2]), pieces[1::2]
+
+
+def places(text: str) -> frozenset[str]:
+    """The words in braces."""
+    return frozenset(_PLACE.findall(text))
+
+
+def compile_pattern(text: str) -> Pattern:
+    """A pattern in which all words are written out; `InvalidRequest` naming it where it cannot be told apart or read."""
+    pieces: list[str] = []
+    slots: list[str] = []
+    at = 0
+    for match in _PLACE_OR_NUMBER.finditer(text):
+        pieces.append(text[at : match.start()])
+        slots.append(match[1] or match[2])
+        at = match.end()
+    pieces.append(text[at:])
+    if not all(pieces[1:-1]):
+        raise InvalidRequest(f"pattern {text!r}: two numbers touch, so that no name says where one of them ends")
+    if any(slots.count(word) > 1 for word in NUMBERED):
+        raise InvalidRequest(f"pattern {text!r} has a place twice")
+    if any("{" in piece or "}" in piece or _GAP in piece for piece in pieces) or not 0 < len(text) <= NAME_CHARACTERS_MAX:
+        raise InvalidRequest(
+            f"pattern {text[:80]!r} cannot be read",
+            hint="places are {root}, {layer}, {expert} and {part}, each with its braces",
+        )
+    return Pattern(tuple(pieces), tuple(slots))
+
+
+def expand(texts: Sequence[str], words: Mapping[str, Sequence[str]]) -> list[tuple[Pattern, ...]]:
+    """These texts as patterns, all of them together for every choice of the words that they use.
+
+    `InvalidRequest` where a text has a place for which `words` lists nothing.
+    """
+    used = sorted(frozenset().union(*map(places, texts)) - set(NUMBERED))
+    for place in used:
+        if not words.get(place):
+            raise InvalidRequest(f"{' and '.join(map(repr, texts[:2]))}: nothing is listed for {{{place}}}")
+    found = []
+    for choice in product(*(words[place] for place in used)):
+        written = dict(zip(used, choice, strict=True))
+        found.append(tuple(compile_pattern(_write_out(text, written)) for text in texts))
+    return found
+
+
+def _write_out(text: str, words: Mapping[str, str]) -> str:
+    return _PLACE.sub(lambda match: words.get(match[1], match[0]), text)
