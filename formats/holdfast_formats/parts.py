@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class LocalTensor(NamedTuple):
-    """A tensor as a rank holds it; its parts do not overlap."""
+    """A tensor as a rank holds it; its parts do not overlap, but for a scalar that stands for several."""
 
     name: str
     dtype: str
@@ -51,7 +51,7 @@ class LocalTensor(NamedTuple):
     @property
     def padding(self) -> int:
         """Elements that no part covers."""
-        return self.volume - sum(part.box.volume for part in self.parts)
+        return max(self.volume - sum(part.box.volume for part in self.parts), 0)
 
 
 class Fused(NamedTuple):
@@ -141,7 +141,7 @@ def fuse(name: str, dtype: str, pieces: Sequence[tuple[str, Box]], dimension: in
     for tensor, box in pieces:
         if box.shape[dimension] % groups:
             raise StateMismatch(
-                f"tensor {name!r}: {box.shape[dimension]} of {tensor!r} along dimension {dimension} do not fall into {groups} groups"
+                f"{name!r}: {box.shape[dimension]} of {tensor!r} in dimension {dimension} are no {groups} equal groups"
             )
         lengths.append(box.shape[dimension] // groups)
     first = pieces[0][1].shape
@@ -189,7 +189,7 @@ def resolve(local: LocalTensor, sources: Mapping[str, Sequence[Fused]]) -> Local
                 f"of which {', '.join(repr(source.name) for source in held)} do not hold everything"
             )
         parts += found
-    return local._replace(parts=tuple(parts))
+    return local._replace(parts=tuple(dict.fromkeys(parts)))
 
 
 def _inside(part: Part, source: Fused) -> Iterable[Part]:
