@@ -14,7 +14,7 @@ from holdfast_formats import parts
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layouts import Layout, parse
 from holdfast_formats.parts import LocalTensor
-from holdfast_formats.region import Box
+from holdfast_formats.region import Box, Shape
 from holdfast_formats.sharding import ELEMENTS_MAX, Shard, cuts, share, take, unit
 from holdfast_formats.tensors import TensorSpec
 
@@ -39,7 +39,8 @@ def locals_and_sources(draw: st.DrawFn) -> tuple[list[LocalTensor], dict[str, np
     """What a tensor-parallel rank may hold: whole tensors, boxes, tensors of two parts, padded ones; no element is 0."""
     held: list[LocalTensor] = []
     sources: dict[str, np.ndarray] = {}
-    for i, shape in enumerate(draw(st.lists(shapes(3, 5), max_size=6))):
+    drawn: list[Shape] = draw(st.lists(shapes(3, 5), max_size=6))
+    for i, shape in enumerate(drawn):
         dtype = draw(st.sampled_from(["F32", "F64"]))
         name = f"{draw(st.sampled_from(NAMES))}.{i}"
         atoms = [f"{name}/{n}" for n in range(draw(st.integers(1, 2)) if shape else 1)]
