@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 from .errors import InvalidRequest, StateMismatch
-from .mesh import AXES, ORDER, STAGES_MAX, WORLD_MAX, Mesh, arrange, told_order
+from .mesh import AXES, ORDER, SHOWN_MAX, STAGES_MAX, WORLD_MAX, Mesh, arrange, told_order
 
 TEXT_BYTES_MAX = 4096
 KEYS_MAX = 64
@@ -24,8 +24,8 @@ LAYERS_MAX = 1 << 20  # layers of one virtual stage
 ALIGN_MAX = 1 << 24  # elements
 BUCKET_MAX = 1 << 48  # elements
 VOCABULARY_MAX = 1 << 20  # rows of a tensor-parallel rank that the vocabulary is padded to
-SHOWN_MAX = 40  # characters of a bad value that an error repeats
 SPLITS_KEPT = 64
+CLOSE = 0.5  # one of two letters is right
 
 METHODS = {"whole": ("sort",), "flat": ("align", "pad", "bucket"), "dim0": (), "flat-param": ("align",)}
 STAGES = ("stage0", "stage1", "stage2", "stage3")
@@ -181,7 +181,7 @@ def _value(key: str, value: Any) -> str:
             _refuse(f"pp: layers must be a list of at most {STAGES_MAX} numbers")
         pieces += ["/".join(_word(key, n) for n in layers)]
     if key == "sharding" and "stage" in fields:
-        pieces.append("stage" + _word(key, fields.pop("stage")))
+        pieces.append("stage" + _word(key, fields.pop("stage")).removeprefix("stage"))
     if key == "sharding" and "method" in fields:
         pieces.append(_word(key, fields.pop("method")))
     options = METHODS["flat"] + METHODS["whole"] if key == "sharding" else ()
@@ -323,7 +323,7 @@ def as_json(layout: Layout) -> dict[str, Any]:
 
 
 def _unknown(what: str, name: str, known: tuple[str, ...]) -> NoReturn:
-    near = get_close_matches(name[:SHOWN_MAX], known, 1)
+    near = get_close_matches(name[:SHOWN_MAX].lower(), known, 1, CLOSE)
     meant = f"did you mean {near[0]}? " if near else ""
     _refuse(f"unknown {what}: {_shown(name)}", f"{meant}there is {', '.join(known) or 'none'}")
 

@@ -20,6 +20,7 @@ ORDER = ("tp", "cp", "ep", "sharding", "dp", "pp")
 WORLD_MAX = 1 << 20  # ranks
 STAGES_MAX = 1 << 12  # virtual pipeline stages
 GRIDS_KEPT = 64
+SHOWN_MAX = 40  # characters of a bad value that an error repeats
 
 Grid = tuple[tuple[str, int, int], ...]  # axis, size, how many ranks one step along it is; innermost first
 
@@ -187,9 +188,9 @@ def _complete(order: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ..
     """The order with all axes: `sharding` just inside `dp` and `ep` just inside `sharding` where they are not named."""
     for axis in order:
         if axis not in ORDER:
-            raise InvalidRequest(f"an order has no axis {axis!r}", hint=f"it is made of {', '.join(ORDER)}")
+            raise InvalidRequest(f"an order has no axis {axis[:SHOWN_MAX]!r}", hint=f"it is made of {', '.join(ORDER)}")
     if len(set(order)) != len(order):
-        raise InvalidRequest(f"the order {'-'.join(order)} names an axis twice")
+        raise InvalidRequest(f"the order {'-'.join(order)[:SHOWN_MAX]} names an axis twice")
     missing = [axis for axis in ("tp", "cp", "dp", "pp") if axis not in order]
     lacking = [axis for axis in missing if sizes[axis] > 1]
     if lacking:
