@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.region import Shape
 
 from .document import Document, check, decode
 from .expressions import VALUE_MAX, evaluate, names_in
@@ -65,17 +66,25 @@ def _bases(document: Document) -> list[str]:
 
 
 def choose(
-    config: Mapping[str, Any] | None, names: Iterable[str], *, table: str = "auto", extra: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | None,
+    names: Iterable[str],
+    *,
+    table: str = "auto",
+    extra: Mapping[str, Any] | None = None,
+    shapes: Mapping[str, Shape] | None = None,
 ) -> Rules:
     """The rules for a checkpoint with this config.json and these tensors.
 
     `extra` is a decoded rules file: it is the table that counts, unless `table` names another. Without either the table is
     the one with the config's architecture, else with its model type, else whose marks are all among the names, else "none".
+    Layers and experts that no config counts are counted by the names and by the `shapes` of experts' stacks. Raises
     `InvalidRequest` for a table that does not exist or cannot be meant, and for sizes in the config that are no numbers.
     """
     held = frozenset(names)
     chosen = _chosen(config, held, table, extra)
-    sizes = _sizes(chosen, config or {}, held)
+    sizes = _sizes(chosen, config or {})
+    if not {"layers", "experts"} <= sizes.keys():
+        sizes = {**_counted(chosen, held, shapes or {}), **sizes}
     return Rules(chosen, sizes, {} if config is None else _aliases(chosen.ties, config, held))
 
 
@@ -130,9 +139,9 @@ def _by_marks(held: frozenset[str]) -> Table | None:
     return next((t for t in tables if t.marks and all((t.name, i) in met for i in range(len(t.marks)))), None)
 
 
-def _sizes(table: Table, config: Mapping[str, Any], held: frozenset[str]) -> dict[str, int]:
+def _sizes(table: Table, config: Mapping[str, Any]) -> dict[str, int]:
     said = _documents_of(config)
-    keys = frozenset().union(*(names_in(expression) for expression in table.sizes.values())) if table.sizes else frozenset()
+    keys = {key for expression in table.sizes.values() for key in names_in(expression)}
     values = {key: value for key in keys if (value := _whole(said, key)) is not None}
     sizes: dict[str, int] = {}
     for name, expression in table.sizes.items():
@@ -142,7 +151,7 @@ def _sizes(table: Table, config: Mapping[str, Any], held: frozenset[str]) -> dic
             raise InvalidRequest(f"rules table {table.name!r}, size {name!r} for this config: {problem.detail}") from None
         if size is not None:
             sizes[name] = size
-    return sizes if {"layers", "experts"} <= sizes.keys() else {**_counted(table, held), **sizes}
+    return sizes
 
 
 def _whole(said: Sequence[Mapping[str, Any]], key: str) -> int | None:
@@ -154,20 +163,24 @@ def _whole(said: Sequence[Mapping[str, Any]], key: str) -> int | None:
     return value
 
 
-def _counted(table: Table, held: frozenset[str]) -> dict[str, int]:
-    """How many layers and experts the names go up to."""
-    known: dict[str, list[Pattern]] = {}
+def _counted(table: Table, held: frozenset[str], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """How many layers and experts the tensors show."""
+    known: dict[str, list[tuple[Pattern, bool]]] = {}
     for pattern in table.tensors:
-        known.setdefault(pattern.key, []).append(pattern)
-    counts: dict[str, int] = {}
+        known.setdefault(pattern.key, []).append((pattern, False))
+    for pattern, row in table.fusions.items():
+        known.setdefault(pattern.key, []).append((pattern, row.kind == "experts"))
+    layers, experts = 0, 0
     for name in held:
         key, numbers = split(name)
-        for pattern in known.get(key, ()):
+        for pattern, stacked in known.get(key, ()):
             place = pattern.match(numbers)
-            for what, number in (("layers", place and place.layer), ("experts", place and place.expert)):
-                if number is not None:
-                    counts[what] = max(counts.get(what, 0), number + 1)
-    return counts
+            if place is None:
+                continue
+            shape = shapes.get(name, ())
+            layers = max(layers, -1 if place.layer is None else place.layer + 1)
+            experts = max(experts, -1 if place.expert is None else place.expert + 1, shape[0] if stacked and shape else 0)
+    return {name: count for name, count in (("layers", layers), ("experts", experts)) if count}
 
 
 def _aliases(ties: Sequence[TieRow], config: Mapping[str, Any], held: frozenset[str]) -> dict[str, str]:

@@ -75,7 +75,7 @@ class Document(Struct, frozen=True, forbid_unknown_fields=True):
     extends: Text | Words = []
     architectures: Words = []
     model_types: Words = []
-    marks: Words = []
+    marks: Annotated[list[Text | Words], Meta(max_length=WORDS_MAX)] = []
     root: Roots | None = None
     sizes: dict[Text, Size] = {}
     tensors: Annotated[list[Tensor], Meta(max_length=ENTRIES_MAX)] = []

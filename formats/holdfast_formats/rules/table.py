@@ -89,17 +89,20 @@ def _compiled(own: Document, lineage: Sequence[Document]) -> Table:
     fusions = _fusions(lineage, roots, sizes.keys(), tensors)
     if scales is not None:
         fusions |= _scaled_fusions(fusions, tensors, scales.suffix)
-    marks = own.marks
     return Table(
         name=own.name,
         architectures=frozenset(own.architectures),
         model_types=frozenset(own.model_types),
-        marks=tuple(tuple(pattern for (pattern,) in expand([mark], {"root": roots})) for mark in marks),
+        marks=tuple(_mark([mark] if isinstance(mark, str) else mark, roots) for mark in own.marks),
         sizes=sizes,
         tensors=tensors,
         fusions=fusions,
         ties=tuple(_ties(lineage, roots)),
     )
+
+
+def _mark(texts: Sequence[str], roots: Sequence[str]) -> tuple[Pattern, ...]:
+    return tuple(pattern for text in texts for (pattern,) in expand([text], {"root": roots}))
 
 
 def _expression(size: str | int) -> Expression:
