@@ -83,7 +83,7 @@ def choose(
     held = frozenset(names)
     chosen = _chosen(config, held, table, extra)
     sizes = _sizes(chosen, config or {})
-    if not {"layers", "experts"} <= sizes.keys():
+    if "layers" not in sizes or ("experts" not in sizes and chosen.has_experts):
         sizes = {**_counted(chosen, held, shapes or {}), **sizes}
     return Rules(chosen, sizes, {} if config is None else _aliases(chosen.ties, config, held))
 
@@ -102,16 +102,20 @@ def _chosen(config: Mapping[str, Any] | None, held: frozenset[str], table: str, 
         if table not in packaged():
             raise InvalidRequest(f"there is no rules table {table!r}", hint=f"auto, none, {', '.join(packaged())}")
         return _table(table)
-    return (None if config is None else _by_config(config)) or _by_marks(held) or _NONE
+    found = None if config is None else _by_config(config, held)
+    return found or _marked([_table(name) for name in packaged()], held) or _NONE
 
 
-def _by_config(config: Mapping[str, Any]) -> Table | None:
+def _by_config(config: Mapping[str, Any], held: frozenset[str]) -> Table | None:
+    """The table of the config's architecture, else of its model type; of several the one whose marks are met."""
     said = _documents_of(config)
     architectures = {name for doc in said for name in _texts(doc.get("architectures"))}
     model_types = [name for doc in said for name in _texts([doc.get("model_type")])]
     tables = [_table(name) for name in packaged()]
-    found = next((table for table in tables if table.architectures & architectures), None)
-    return found or next((table for model_type in model_types for table in tables if model_type in table.model_types), None)
+    found = [table for table in tables if table.architectures & architectures]
+    for model_type in model_types:
+        found = found or [table for table in tables if model_type in table.model_types]
+    return _marked(found, held) or (found[0] if found else None)
 
 
 def _texts(value: Any) -> list[str]:
@@ -124,9 +128,8 @@ def _documents_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [config, nested] if isinstance(nested, Mapping) else [config]
 
 
-def _by_marks(held: frozenset[str]) -> Table | None:
-    """The first table, of those with the most marks first, all of whose marks are met."""
-    tables = [_table(name) for name in packaged()]
+def _marked(tables: Sequence[Table], held: frozenset[str]) -> Table | None:
+    """The first table all of whose marks are met by the names."""
     wanted: dict[str, list[tuple[str, int, Pattern]]] = {}
     for table in tables:
         for i, mark in enumerate(table.marks):
