@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.region import Shape
 
 from .document import Document, check, decode
 from .expressions import VALUE_MAX, evaluate, names_in
@@ -65,17 +66,25 @@ def _bases(document: Document) -> list[str]:
 
 
 def choose(
-    config: Mapping[str, Any] | None, names: Iterable[str], *, table: str = "auto", extra: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | None,
+    names: Iterable[str],
+    *,
+    table: str = "auto",
+    extra: Mapping[str, Any] | None = None,
+    shapes: Mapping[str, Shape] | None = None,
 ) -> Rules:
     """The rules for a checkpoint with this config.json and these tensors.
 
     `extra` is a decoded rules file: it is the table that counts, unless `table` names another. Without either the table is
     the one with the config's architecture, else with its model type, else whose marks are all among the names, else "none".
+    Layers and experts that no config counts are counted by the names and by the `shapes` of experts' stacks. Raises
     `InvalidRequest` for a table that does not exist or cannot be meant, and for sizes in the config that are no numbers.
     """
     held = frozenset(names)
     chosen = _chosen(config, held, table, extra)
-    sizes = _sizes(chosen, config or {}, held)
+    sizes = _sizes(chosen, config or {})
+    if "layers" not in sizes or ("experts" not in sizes and chosen.has_experts):
+        sizes = {**_counted(chosen, held, shapes or {}), **sizes}
     return Rules(chosen, sizes, {} if config is None else _aliases(chosen.ties, config, held))
 
 
@@ -93,16 +102,20 @@ def _chosen(config: Mapping[str, Any] | None, held: frozenset[str], table: str, 
         if table not in packaged():
             raise InvalidRequest(f"there is no rules table {table!r}", hint=f"auto, none, {', '.join(packaged())}")
         return _table(table)
-    return (None if config is None else _by_config(config)) or _by_marks(held) or _NONE
+    found = None if config is None else _by_config(config, held)
+    return found or _marked([_table(name) for name in packaged()], held) or _NONE
 
 
-def _by_config(config: Mapping[str, Any]) -> Table | None:
+def _by_config(config: Mapping[str, Any], held: frozenset[str]) -> Table | None:
+    """The table of the config's architecture, else of its model type; of several the one whose marks are met."""
     said = _documents_of(config)
     architectures = {name for doc in said for name in _texts(doc.get("architectures"))}
     model_types = [name for doc in said for name in _texts([doc.get("model_type")])]
     tables = [_table(name) for name in packaged()]
-    found = next((table for table in tables if table.architectures & architectures), None)
-    return found or next((table for model_type in model_types for table in tables if model_type in table.model_types), None)
+    found = [table for table in tables if table.architectures & architectures]
+    for model_type in model_types:
+        found = found or [table for table in tables if model_type in table.model_types]
+    return _marked(found, held) or (found[0] if found else None)
 
 
 def _texts(value: Any) -> list[str]:
@@ -115,9 +128,8 @@ def _documents_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [config, nested] if isinstance(nested, Mapping) else [config]
 
 
-def _by_marks(held: frozenset[str]) -> Table | None:
-    """The first table, of those with the most marks first, all of whose marks are met."""
-    tables = [_table(name) for name in packaged()]
+def _marked(tables: Sequence[Table], held: frozenset[str]) -> Table | None:
+    """The first table all of whose marks are met by the names."""
     wanted: dict[str, list[tuple[str, int, Pattern]]] = {}
     for table in tables:
         for i, mark in enumerate(table.marks):
@@ -130,9 +142,9 @@ def _by_marks(held: frozenset[str]) -> Table | None:
     return next((t for t in tables if t.marks and all((t.name, i) in met for i in range(len(t.marks)))), None)
 
 
-def _sizes(table: Table, config: Mapping[str, Any], held: frozenset[str]) -> dict[str, int]:
+def _sizes(table: Table, config: Mapping[str, Any]) -> dict[str, int]:
     said = _documents_of(config)
-    keys = frozenset().union(*(names_in(expression) for expression in table.sizes.values())) if table.sizes else frozenset()
+    keys = {key for expression in table.sizes.values() for key in names_in(expression)}
     values = {key: value for key in keys if (value := _whole(said, key)) is not None}
     sizes: dict[str, int] = {}
     for name, expression in table.sizes.items():
@@ -142,7 +154,7 @@ def _sizes(table: Table, config: Mapping[str, Any], held: frozenset[str]) -> dic
             raise InvalidRequest(f"rules table {table.name!r}, size {name!r} for this config: {problem.detail}") from None
         if size is not None:
             sizes[name] = size
-    return sizes if {"layers", "experts"} <= sizes.keys() else {**_counted(table, held), **sizes}
+    return sizes
 
 
 def _whole(said: Sequence[Mapping[str, Any]], key: str) -> int | None:
@@ -154,20 +166,24 @@ def _whole(said: Sequence[Mapping[str, Any]], key: str) -> int | None:
     return value
 
 
-def _counted(table: Table, held: frozenset[str]) -> dict[str, int]:
-    """How many layers and experts the names go up to."""
-    known: dict[str, list[Pattern]] = {}
+def _counted(table: Table, held: frozenset[str], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """How many layers and experts the tensors show."""
+    known: dict[str, list[tuple[Pattern, bool]]] = {}
     for pattern in table.tensors:
-        known.setdefault(pattern.key, []).append(pattern)
-    counts: dict[str, int] = {}
+        known.setdefault(pattern.key, []).append((pattern, False))
+    for pattern, row in table.fusions.items():
+        known.setdefault(pattern.key, []).append((pattern, row.kind == "experts"))
+    layers, experts = 0, 0
     for name in held:
         key, numbers = split(name)
-        for pattern in known.get(key, ()):
+        for pattern, stacked in known.get(key, ()):
             place = pattern.match(numbers)
-            for what, number in (("layers", place and place.layer), ("experts", place and place.expert)):
-                if number is not None:
-                    counts[what] = max(counts.get(what, 0), number + 1)
-    return counts
+            if place is None:
+                continue
+            shape = shapes.get(name, ())
+            layers = max(layers, -1 if place.layer is None else place.layer + 1)
+            experts = max(experts, -1 if place.expert is None else place.expert + 1, shape[0] if stacked and shape else 0)
+    return {name: count for name, count in (("layers", layers), ("experts", experts)) if count}
 
 
 def _aliases(ties: Sequence[TieRow], config: Mapping[str, Any], held: frozenset[str]) -> dict[str, str]:

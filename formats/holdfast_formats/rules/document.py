@@ -16,8 +16,8 @@ WORDS_MAX = 64
 BLOCK_MAX = 2**20
 
 Text = Annotated[str, Meta(min_length=1, max_length=512)]
-Words = Annotated[list[Text], Meta(max_length=WORDS_MAX)]
-Roots = Annotated[list[Annotated[str, Meta(max_length=512)]], Meta(min_length=1, max_length=WORDS_MAX)]
+Texts = Annotated[list[Text], Meta(max_length=WORDS_MAX)]
+Words = Annotated[list[Annotated[str, Meta(max_length=512, pattern="^[^{}]*$")]], Meta(max_length=WORDS_MAX)]
 Dimension = Annotated[int, Meta(ge=0, le=7)]
 Size = Text | Annotated[int, Meta(ge=0, le=2**53)]
 Kind = Literal["qkv", "gate_up", "experts"]
@@ -28,7 +28,7 @@ Found = Literal["contiguous", "heads", "groups"]
 class Tensor(Struct, frozen=True, forbid_unknown_fields=True):
     """One `[[tensors]]`: names, and how they are cut. Without `cut` every rank of an axis holds the whole tensor."""
 
-    name: Text | Words
+    name: Text | Texts
     part: Words = []
     shape: Annotated[list[Size], Meta(max_length=8)] | None = None
     cut: Dimension | None = None
@@ -61,6 +61,13 @@ class Tie(Struct, frozen=True, forbid_unknown_fields=True):
     default: bool = False
 
 
+class Synonyms(Struct, frozen=True, forbid_unknown_fields=True):
+    """One `[[synonyms]]`: names of one tensor, of which a checkpoint has one: some programs rename when they save."""
+
+    names: Annotated[list[Text], Meta(min_length=2, max_length=8)]
+    part: Words = []
+
+
 class Scales(Struct, frozen=True, forbid_unknown_fields=True):
     """`[scales]`: a weight of two dimensions may have one number a block beside it, under its name and `suffix`."""
 
@@ -72,15 +79,16 @@ class Document(Struct, frozen=True, forbid_unknown_fields=True):
     """A whole table, as it is written."""
 
     name: Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,63}$")]
-    extends: Text | Words = []
+    extends: Text | Texts = []
     architectures: Words = []
     model_types: Words = []
-    marks: Words = []
-    root: Roots | None = None
+    marks: Annotated[list[Text | Texts], Meta(max_length=WORDS_MAX)] = []
+    root: Annotated[Words, Meta(min_length=1)] | None = None
     sizes: dict[Text, Size] = {}
     tensors: Annotated[list[Tensor], Meta(max_length=ENTRIES_MAX)] = []
     fusions: Annotated[list[Fusion], Meta(max_length=ENTRIES_MAX)] = []
     ties: Annotated[list[Tie], Meta(max_length=ENTRIES_MAX)] = []
+    synonyms: Annotated[list[Synonyms], Meta(max_length=ENTRIES_MAX)] = []
     scales: Scales | None = None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 from holdfast_formats.errors import InvalidRequest
@@ -40,6 +41,11 @@ class Pattern(NamedTuple):
     def key(self) -> str:
         """What every name of this pattern is without its numbers."""
         return _GAP.join(self.pieces)
+
+    @property
+    def open(self) -> int:
+        """How many of its numbers may be any."""
+        return sum(slot in NUMBERED for slot in self.slots)
 
     @property
     def text(self) -> str:
@@ -84,6 +90,8 @@ def places(text: str) -> frozenset[str]:
 
 def compile_pattern(text: str) -> Pattern:
     """A pattern in which all words are written out; `InvalidRequest` naming it where it cannot be told apart or read."""
+    if not 0 < len(text) <= NAME_CHARACTERS_MAX:
+        raise InvalidRequest(f"a pattern has 1 to {NAME_CHARACTERS_MAX} characters, not {len(text)}: {text[:80]!r}")
     pieces: list[str] = []
     slots: list[str] = []
     at = 0
@@ -96,12 +104,18 @@ def compile_pattern(text: str) -> Pattern:
         raise InvalidRequest(f"pattern {text!r}: two numbers touch, so that no name says where one of them ends")
     if any(slots.count(word) > 1 for word in NUMBERED):
         raise InvalidRequest(f"pattern {text!r} has a place twice")
-    if any("{" in piece or "}" in piece or _GAP in piece for piece in pieces) or not 0 < len(text) <= NAME_CHARACTERS_MAX:
+    if any("{" in piece or "}" in piece or _GAP in piece for piece in pieces):
         raise InvalidRequest(
-            f"pattern {text[:80]!r} cannot be read",
+            f"pattern {text!r} cannot be read",
             hint="places are {root}, {layer}, {expert} and {part}, each with its braces",
         )
     return Pattern(tuple(pieces), tuple(slots))
+
+
+def count(texts: Sequence[str], words: Mapping[str, Sequence[str]]) -> int:
+    """How many patterns `expand` makes of these texts, without making them."""
+    used = frozenset().union(*map(places, texts)) & words.keys()
+    return len(texts) * prod(len(words[place]) for place in used)
 
 
 def expand(texts: Sequence[str], words: Mapping[str, Sequence[str]]) -> list[tuple[Pattern, ...]]:

@@ -53,16 +53,15 @@ class Rules:
         self.experts = sizes.get("experts")
         self._sizes = sizes
         self._ties = dict(ties)
-        self._tensors: _Index[Rule] = {}
+        self._synonyms = table.synonyms
         worked_out: dict[TensorRow, Rule] = {}
         for pattern, row in table.tensors.items():
             if row not in worked_out:
                 worked_out[row] = self._work_out(pattern, row)
-            self._tensors.setdefault(pattern.key, []).append((pattern, worked_out[row]))
-        self._fusions: _Index[FusionRow] = {}
+        self._tensors = _index({pattern: worked_out[row] for pattern, row in table.tensors.items()})
+        self._fusions = _index(table.fusions)
         self._parts: dict[Pattern, list[FusionRow]] = {}
-        for pattern, fusion in table.fusions.items():
-            self._fusions.setdefault(pattern.key, []).append((pattern, fusion))
+        for fusion in table.fusions.values():
             for part in fusion.of:
                 self._parts.setdefault(part, []).append(fusion)
         self._made: dict[str, Fusion] = {}
@@ -87,7 +86,7 @@ class Rules:
         return Rule(*rule[:6], stage, place.expert, self.experts, rule.unit)
 
     def fusion(self, name: str) -> Fusion | None:
-        """The fused tensor of this name, or None; of experts' stacks also where the number of experts is not known."""
+        """The fused tensor of this name; None where none has it, and for a stack of experts whose number is not known."""
         made = self._made.get(name)
         if made is None:
             found = _find(self._fusions, name)
@@ -96,7 +95,7 @@ class Rules:
         return made
 
     def fusions(self, name: str) -> tuple[Fusion, ...]:
-        """Every fused tensor that the tensor `name` may be a part of."""
+        """Every fused tensor that the tensor `name` may be a part of, in the table's order: the first is the usual one."""
         made = (self._fuse(row, place) for row, place in self._holders(name))
         return tuple(fusion for fusion in made if fusion is not None)
 
@@ -107,6 +106,11 @@ class Rules:
     def aliases(self) -> dict[str, str]:
         """Names that the config ties to another tensor, and that tensor's name: the one that is stored."""
         return dict(self._ties)
+
+    def synonyms(self, name: str) -> tuple[str, ...]:
+        """Other names under which checkpoints hold the tensor `name`."""
+        found = _find(self._tensors, name)
+        return () if found is None else tuple(other.name(found[2]) for other in self._synonyms.get(found[0], ()))
 
     def _holders(self, name: str) -> list[tuple[FusionRow, Place]]:
         found = _find(self._tensors, name)
@@ -157,6 +161,14 @@ def _groups(row: FusionRow, units: tuple[int, int] | None) -> int:
         return 1
     query, key_value = units or (0, 0)
     return query if row.found == "heads" else key_value
+
+
+def _index(rows: Mapping[Pattern, Row]) -> _Index[Row]:
+    """Rows by their patterns' keys, those with the fewest open numbers first: `layers.0.` before `layers.{layer}.`."""
+    found: _Index[Row] = {}
+    for pattern, row in sorted(rows.items(), key=lambda item: item[0].open):
+        found.setdefault(pattern.key, []).append((pattern, row))
+    return found
 
 
 def _find(index: _Index[Row], name: str) -> tuple[Pattern, Row, Place] | None:

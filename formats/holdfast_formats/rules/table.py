@@ -10,7 +10,7 @@ from holdfast_formats.errors import InvalidRequest
 from . import document
 from .document import Document, Found, Kind, Otherwise
 from .expressions import Expression, names_in, parse
-from .patterns import Pattern, compile_pattern, expand, places
+from .patterns import Pattern, compile_pattern, count, expand, places
 
 PATTERNS_MAX = 20_000
 
@@ -63,6 +63,8 @@ class Table(NamedTuple):
     tensors: Mapping[Pattern, TensorRow]
     fusions: Mapping[Pattern, FusionRow]
     ties: tuple[TieRow, ...]
+    synonyms: Mapping[Pattern, tuple[Pattern, ...]]  # each with the other names of the same tensor
+    has_experts: bool
 
 
 def compile_table(lineage: Sequence[Document]) -> Table:
@@ -82,6 +84,7 @@ def compile_table(lineage: Sequence[Document]) -> Table:
 def _compiled(own: Document, lineage: Sequence[Document]) -> Table:
     roots = next((doc.root for doc in lineage if doc.root is not None), [""])
     sizes = {name: _expression(size) for doc in reversed(lineage) for name, size in doc.sizes.items()}
+    _check_size(lineage, roots)
     scales = next((doc.scales for doc in lineage if doc.scales is not None), None)
     tensors = _tensors(lineage, roots, sizes.keys())
     if scales is not None:
@@ -89,17 +92,39 @@ def _compiled(own: Document, lineage: Sequence[Document]) -> Table:
     fusions = _fusions(lineage, roots, sizes.keys(), tensors)
     if scales is not None:
         fusions |= _scaled_fusions(fusions, tensors, scales.suffix)
-    marks = own.marks
     return Table(
         name=own.name,
         architectures=frozenset(own.architectures),
         model_types=frozenset(own.model_types),
-        marks=tuple(tuple(pattern for (pattern,) in expand([mark], {"root": roots})) for mark in marks),
+        marks=tuple(_mark(_texts(mark), roots) for mark in own.marks),
         sizes=sizes,
         tensors=tensors,
         fusions=fusions,
         ties=tuple(_ties(lineage, roots)),
+        synonyms=_synonyms(lineage, roots, tensors),
+        has_experts=any("expert" in pattern.slots for pattern in tensors),
     )
+
+
+def _check_size(lineage: Sequence[Document], roots: Sequence[str]) -> None:
+    patterns = 0
+    for doc in lineage:
+        texts = [_texts(mark) for mark in doc.marks]
+        listed = [(found, []) for found in (*texts, *([tie.target] for tie in doc.ties))]
+        listed += [(_texts(entry.name), entry.part) for entry in doc.tensors]
+        listed += [([entry.name, *entry.of], entry.part) for entry in doc.fusions]
+        listed += [(entry.names, entry.part) for entry in doc.synonyms]
+        patterns += sum(count(found, {"root": roots, "part": part}) for found, part in listed)
+    if patterns > PATTERNS_MAX:
+        raise InvalidRequest(f"{patterns} names with {{root}} and {{part}} written out, {PATTERNS_MAX} are allowed")
+
+
+def _texts(text: str | list[str]) -> list[str]:
+    return [text] if isinstance(text, str) else text
+
+
+def _mark(texts: Sequence[str], roots: Sequence[str]) -> tuple[Pattern, ...]:
+    return tuple(pattern for text in texts for (pattern,) in expand([text], {"root": roots}))
 
 
 def _expression(size: str | int) -> Expression:
@@ -120,20 +145,14 @@ def _tensors(lineage: Sequence[Document], roots: Sequence[str], known: Iterable[
     for doc in lineage:
         said: dict[Pattern, TensorRow] = {}
         for entry in doc.tensors:
-            for text in [entry.name] if isinstance(entry.name, str) else entry.name:
+            for text in _texts(entry.name):
                 row = _row(entry, text, known)
                 for (pattern,) in expand([text], {"root": roots, "part": entry.part}):
                     if pattern in said:
                         raise InvalidRequest(f"{pattern.text!r} is told of twice")
                     said[pattern] = row
-                _check_count(len(found) + len(said))
-        found = {**said, **found}
+        found |= {pattern: row for pattern, row in said.items() if pattern not in found}
     return found
-
-
-def _check_count(patterns: int) -> None:
-    if patterns > PATTERNS_MAX:
-        raise InvalidRequest(f"more than {PATTERNS_MAX} names, with {{root}} and {{part}} written out")
 
 
 def _row(entry: document.Tensor, name: str, known: Iterable[str]) -> TensorRow:
@@ -179,8 +198,7 @@ def _fusions(
                     raise InvalidRequest(f"{name.text!r} is told of twice")
                 _check_atoms(entry, of, tensors)
                 said[name] = FusionRow(entry.kind, name, tuple(of), entry.dimension, heads, entry.found, entry.stored)
-            _check_count(len(found) + len(said))
-        found = {**said, **found}
+        found |= {pattern: row for pattern, row in said.items() if pattern not in found}
     return found
 
 
@@ -245,3 +263,20 @@ def _ties(lineage: Sequence[Document], roots: Sequence[str]) -> Iterator[TieRow]
                 targets = tuple(target.text for (target,) in expand([tie.target], {"root": roots}))
                 yield TieRow(tie.alias, targets, tie.when, tie.default)
         said |= {tie.alias for tie in doc.ties}
+
+
+def _synonyms(
+    lineage: Sequence[Document], roots: Sequence[str], tensors: Mapping[Pattern, TensorRow]
+) -> dict[Pattern, tuple[Pattern, ...]]:
+    found: dict[Pattern, tuple[Pattern, ...]] = {}
+    for entry in (entry for doc in lineage for entry in doc.synonyms):
+        if len({places(text) for text in entry.names}) > 1:
+            raise InvalidRequest(
+                f"{' and '.join(map(repr, entry.names))} do not have the same places, so they are no synonyms"
+            )
+        for patterns in expand(entry.names, {"root": roots, "part": entry.part}):
+            for pattern in patterns:
+                if pattern not in tensors:
+                    raise InvalidRequest(f"{pattern.text!r} is a synonym, but no [[tensors]] tells of it")
+                found.setdefault(pattern, tuple(other for other in patterns if other != pattern))
+    return found
