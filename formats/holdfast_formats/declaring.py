@@ -61,8 +61,8 @@ def _with_forms(layout: Layout, local: Specs, rules: Rules, keyed: bool) -> Layo
     for name in local:
         parameter, _ = split_key(name, keyed)
         fusion = rules.fusion(parameter)
-        if fusion is not None:
-            shown.setdefault(fusion.kind, _LOCAL_FORMS[fusion.kind])
+        if fusion is not None:  # the architecture's own fused tensor has the architecture's own pattern
+            shown.setdefault(fusion.kind, "" if rules.stored(fusion.of[0]) == fusion else _LOCAL_FORMS[fusion.kind])
             continue
         for possible in rules.fusions(parameter):
             shown.setdefault(possible.kind, "split")

@@ -53,7 +53,7 @@ class World(NamedTuple):
         if self.pp > 1:
             found.append(f"pp={self.pp}" + (":" + "/".join(map(str, self.splits)) if self.splits else ""))
         if self.sharding > 1 or self.stage:
-            options = [f"stage{self.stage}"] * bool(self.stage) + [self.method] * bool(self.method)
+            options = [f"stage{self.stage}"] + [self.method] * bool(self.method)
             options += [f"align={self.align}"] * (self.align > 1)
             found.append(":".join([f"sharding={self.sharding}", *options]))
         found += [f"{k}={getattr(self, k)}" for k in ("vocabulary", "qkv", "gate_up", "experts") if getattr(self, k)]
