@@ -110,7 +110,7 @@ def _check_size(lineage: Sequence[Document], roots: Sequence[str]) -> None:
     patterns = 0
     for doc in lineage:
         texts = [_texts(mark) for mark in doc.marks]
-        listed = [(found, []) for found in (*texts, *([tie.target] for tie in doc.ties))]
+        listed: list[tuple[list[str], list[str]]] = [(found, []) for found in (*texts, *([tie.target] for tie in doc.ties))]
         listed += [(_texts(entry.name), entry.part) for entry in doc.tensors]
         listed += [([entry.name, *entry.of], entry.part) for entry in doc.fusions]
         listed += [(entry.names, entry.part) for entry in doc.synonyms]
@@ -271,9 +271,8 @@ def _synonyms(
     found: dict[Pattern, tuple[Pattern, ...]] = {}
     for entry in (entry for doc in lineage for entry in doc.synonyms):
         if len({places(text) for text in entry.names}) > 1:
-            raise InvalidRequest(
-                f"{' and '.join(map(repr, entry.names))} do not have the same places, so they are no synonyms"
-            )
+            named = " and ".join(map(repr, entry.names))
+            raise InvalidRequest(f"{named} are no synonyms: their places differ")
         for patterns in expand(entry.names, {"root": roots, "part": entry.part}):
             for pattern in patterns:
                 if pattern not in tensors:
