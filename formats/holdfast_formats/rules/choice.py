@@ -115,7 +115,7 @@ def _by_config(config: Mapping[str, Any], held: frozenset[str]) -> Table | None:
     found = [table for table in tables if table.architectures & architectures]
     for model_type in model_types:
         found = found or [table for table in tables if model_type in table.model_types]
-    return _marked(found, held) or (found[0] if found else None)
+    return (_marked(found, held) if len(found) > 1 else None) or next(iter(found), None)
 
 
 def _texts(value: Any) -> list[str]:
