@@ -116,7 +116,9 @@ def _fused_shape(rules: Rules, fused: Fusion) -> Shape:
 def _told(rules: Rules, name: str) -> Shape | None:
     rule, fused = rules.rule(name), rules.fusion(name)
     assert (rule is None) != (fused is None), name
-    return rule.shape if rule is not None else _fused_shape(rules, fused)  # type: ignore[arg-type]
+    if fused is not None:
+        return _fused_shape(rules, fused)
+    return None if rule is None else rule.shape
 
 
 @pytest.mark.parametrize(("kind", "table", "values"), MODELS, ids=IDS)
