@@ -7,10 +7,8 @@ their parts are the same to them. An optimizer's `<parameter>/<key>` is taken ap
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import NamedTuple
 
-from . import dtypes
 from .errors import StateMismatch
 from .parts import Fused, LocalTensor, Part, fuse, stack
 from .region import Box, Shape, whole
@@ -28,10 +26,6 @@ class Element(NamedTuple):
     dtype: str
     shape: Shape
     rule: Rule | None
-
-    @property
-    def nbytes(self) -> int:
-        return dtypes.nbytes(self.dtype, prod(self.shape), self.name)
 
 
 class Elements(NamedTuple):
