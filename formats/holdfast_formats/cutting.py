@@ -82,10 +82,14 @@ class Cutter:
         if size == 1:
             return _uncut(shape)
         units = rule.units or shape[dimension]
-        if shape[dimension] % units or rule.shape not in (None, shape):
-            if not element.key:
-                raise StateMismatch(f"tensor {element.name!r}: {shape[dimension]} rows are not {units} equal heads")
+        if _odd(element) and element.key:
             return _uncut(shape, "optimizer state of another shape than its parameter: held whole")
+        if _odd(element) or shape[dimension] % units:
+            stated = f"the config says {list(rule.shape)}" if rule.shape else f"that does not fall into {units} heads"
+            raise StateMismatch(
+                f"tensor {element.name!r} has shape {list(shape)}, {stated}",
+                hint="the rules or config.json do not fit this checkpoint: name another table with rules=",
+            )
         return _divided(element, units, size, index)
 
 
@@ -100,9 +104,17 @@ def _kind(element: Element) -> _Kind:
     rule, keyed = element.rule, bool(element.key)
     if rule is None:
         return _Kind(element.shape, None, "", None, "", False, False, keyed)
-    odd = rule.shape not in (None, element.shape)
     cut = (rule.dimension, rule.axis, rule.units, rule.otherwise, rule.vocabulary)
-    return _Kind(element.shape, *cut, not odd, keyed)
+    return _Kind(element.shape, *cut, not _odd(element), keyed)
+
+
+def _odd(element: Element) -> bool:
+    """Whether the tensor has another shape than the config gives it; a vocabulary may have been made larger since."""
+    stated = element.rule.shape if element.rule is not None else None
+    if stated is None or stated == element.shape:
+        return False
+    rows_may_differ = element.rule is not None and element.rule.vocabulary and not element.key
+    return not (rows_may_differ and stated[1:] == element.shape[1:])
 
 
 def _uncut(shape: Shape, note: str = "") -> Cut:

@@ -87,6 +87,8 @@ def part_shapes(fusion: Fusion, name: str, shape: Shape, rules: Rules) -> tuple[
     stated = [rule.shape if rule else None for rule in map(rules.rule, fusion.of[:count])]
     if all(one is not None and len(one) == len(inner) for one in stated):
         return tuple(one for one in stated if one is not None)
+    if fusion.kind == "qkv" and fusion.units is None:
+        raise heads_unknown(name)
     weights = (fusion.units[0], fusion.units[1], fusion.units[1]) if fusion.units and count == 3 else (1,) * count
     length = inner[fusion.dimension]
     if length % sum(weights):
@@ -98,7 +100,12 @@ def part_shapes(fusion: Fusion, name: str, shape: Shape, rules: Rules) -> tuple[
 
 
 def compose(fusion: Fusion, name: str, key: str, dtype: str, shapes: tuple[Shape, ...]) -> LocalTensor:
-    """The whole fused tensor, made of whole elements in the pattern in which checkpoints hold it."""
+    """The whole fused tensor, made of whole elements in the pattern in which checkpoints hold it.
+
+    `StateMismatch` where that pattern goes by heads whose number is not known.
+    """
+    if not fusion.groups:
+        raise heads_unknown(name)
     count = len(shapes)
     layers = [
         fuse(
@@ -111,6 +118,10 @@ def compose(fusion: Fusion, name: str, key: str, dtype: str, shapes: tuple[Shape
         for at in range(0, len(fusion.of), count)
     ]
     return stack(name, layers) if fusion.stacked else layers[0]
+
+
+def heads_unknown(name: str) -> StateMismatch:
+    return StateMismatch(f"tensor {name!r}: how many heads it has is not known", hint="give the checkpoint its config.json")
 
 
 def one_for_all(name: str, dtype: str, elements: Sequence[str]) -> LocalTensor:

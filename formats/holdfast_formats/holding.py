@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from . import dtypes, sharding
 from .cutting import Cut, Cutter, slab
-from .elements import Element, Elements, Specs, one_for_all, split_key, take_apart
+from .elements import Element, Elements, Specs, heads_unknown, one_for_all, split_key, take_apart
 from .errors import InvalidRequest, StateMismatch
 from .layouts import Layout
 from .mesh import Coordinate
@@ -202,7 +202,8 @@ class Holding:
         stored = [fusion for fusion in candidates if fusion.name + element.key in self._specs]
         for fusion in (*stored, *candidates):
             form = self.layout.form(fusion.kind)
-            if form != "split" and (form or fusion in stored):
+            mixed = fusion.stacked and len(fusion.of) > (self._rules.experts or 0)  # of gate and up
+            if form != "split" and (form or fusion in stored) and not (mixed and self.layout.form("gate_up") == "split"):
                 return fusion
         return None
 
@@ -307,9 +308,7 @@ def _kept_scalars(dealt: _Dealt, index: int) -> NDArray[np.int64]:
 def _local_groups(fusion: Fusion, last: tuple[Element, Cut], name: str) -> int:
     """How many groups the local heads fall into: one a key/value head that this rank holds."""
     if fusion.units is None:
-        raise StateMismatch(
-            f"tensor {name!r}: how many heads it has is not known", hint="give the checkpoint its config.json"
-        )
+        raise heads_unknown(name)
     element, cut = last
     return max(cut.box.shape[fusion.dimension] * fusion.units[1] // element.shape[fusion.dimension], 1)
 

@@ -94,8 +94,10 @@ def test_a_rule_may_replicate_what_does_not_divide() -> None:
     found = hold(parse("tp=2,pp=2"), 1, "model", {"w": ("F32", (3, 2))}, team)
     assert found.tensors == (parts.full("w", "F32", (3, 2)),)
     assert found.notes == ("w: 3 do not divide by tp=2: every rank holds all of them",)
-    with pytest.raises(StateMismatch, match="'b': 5 rows are not 2 equal heads"):
+    with pytest.raises(StateMismatch, match=r"'b' has shape \[5\], that does not fall into 2 heads"):
         hold(parse("tp=2"), 0, "model", {"b": ("F32", (5,))}, team)
+    with pytest.raises(StateMismatch, match=r"'w' has shape \[4, 2\], the config says \[3, 2\]"):
+        hold(parse("tp=2"), 0, "model", {"w": ("F32", (4, 2))}, team)
 
 
 def test_optimizer_state_of_another_shape_is_held_whole() -> None:
@@ -112,6 +114,13 @@ def test_streams_of_a_process_are_its_ranks_own() -> None:
     specs = {"ranks/00001/rng/torch": ("U8", (5,)), "ranks/00000/rng/torch": ("U8", (5,)), "shared": ("F32", (2,))}
     found = hold(parse("dp=2"), 1, "extra", specs, rules.choose(None, specs))
     assert [tensor.name for tensor in found.tensors] == ["shared", "ranks/00001/rng/torch"]
+
+
+def test_a_vocabulary_may_be_larger_than_the_config_says() -> None:
+    """Embeddings that were resized are cut by the rows they have."""
+    specs = {**specs_of(models.llama()), "model.embed_tokens.weight": ("F32", (34, 16))}
+    found = hold(parse("tp=2"), 0, "model", specs, rules_of(models.llama()))
+    assert next(t for t in found.tensors if t.name == "model.embed_tokens.weight").shape == (17, 16)
 
 
 def test_a_tied_head_is_stored_once_and_given_to_both_ends() -> None:
@@ -159,6 +168,14 @@ def test_a_contiguous_form_gives_each_rank_its_slice_of_the_whole() -> None:
         hold(parse("tp=4,gate_up=contiguous"), 0, "model", specs, rules.choose(None, specs, extra=table))
 
 
+def test_experts_are_stacked_with_gate_and_up_apart_where_the_layout_says_so() -> None:
+    """`gate_up=split` beside `experts=stacked` gives a stack each."""
+    names = {tensor.name for tensor in held(models.moe(), "experts=stacked,gate_up=split").tensors}
+    assert "model.layers.0.mlp.experts.gate_up_proj" not in names
+    assert {name for name in names if "layers.0.mlp.experts" in name} >= {"model.layers.0.mlp.experts.down_proj"}
+    assert len({name for name in names if "layers.0.mlp.experts" in name}) == 3
+
+
 def test_a_fused_tensor_needs_all_its_parts_of_one_dtype() -> None:
     """What is missing, or of another dtype, is named."""
     model = models.llama()
@@ -184,7 +201,12 @@ def test_heads_that_nobody_counted_are_asked_for() -> None:
 
 def test_fused_tensors_are_taken_apart_without_a_config_where_parts_are_equal() -> None:
     """gate|up falls into halves; query, key and value of unknown heads do not."""
-    gate_up = "model.layers.0.mlp.gate_up_proj.weight"
+    gate_up, neox = "model.layers.0.mlp.gate_up_proj.weight", "gpt_neox.layers.0.attention.query_key_value.weight"
+    with pytest.raises(StateMismatch, match="how many heads it has is not known"):
+        take_apart({QKV: ("F32", (48, 16))}, rules.choose(None, [], table="llama"), keyed=False)
+    with pytest.raises(StateMismatch, match="how many heads it has is not known"):
+        sized = rules.choose({"hidden_size": 16}, [], table="gpt_neox")
+        take_apart({neox: ("F32", (48, 16))}, sized, keyed=False)
     unknown = rules.choose(None, [], table="llama")
     found = take_apart({gate_up: ("F32", (6, 4))}, unknown, keyed=False)
     assert [element.shape for element in found.by_name.values()] == [(3, 4), (3, 4)]
