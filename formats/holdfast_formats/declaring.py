@@ -42,8 +42,11 @@ def declare(
     specs = _stored_specs(layout, rules, local, parameters, keyed)
     held = {tensor.name: tensor for tensor in Holding(layout, group, specs, rules).of(rank).tensors}
     found: dict[str, Declared] = {}
-    for name, (_, shape) in local.items():
+    for name, (dtype, shape) in local.items():
         tensor = held.get(name)
+        if tensor is None and 0 in shape:  # others hold all of it
+            found[name] = Declared(LocalTensor(name, dtype, shape, ()), {})
+            continue
         if tensor is None or tensor.shape != shape:
             where = "holds none of it" if tensor is None else f"holds {list(tensor.shape)} of it"
             raise StateMismatch(

@@ -234,6 +234,13 @@ def test_live_tensors_that_do_not_fit_their_layout_are_refused() -> None:
         declare(parse("pp=5"), 1, rules_of(model), "model", {Q: ("F32", (16, 16))})
 
 
+def test_an_empty_live_tensor_is_one_that_others_hold() -> None:
+    """Where parameters are shared out, a rank may hold nothing of some."""
+    uneven = models.llama(layers=1, vocabulary=3)
+    found = declare(parse("sharding=4:stage3"), 3, rules_of(uneven), "model", {"lm_head.weight": ("F32", (0, 16))})
+    assert found["lm_head.weight"].local.parts == () and found["lm_head.weight"].specs == {}
+
+
 def test_live_tensors_need_a_config_where_something_cuts_them() -> None:
     """A tensor that is held whole states its own shape; one that is cut does not."""
     unknown = rules.choose(None, [], table="llama")
