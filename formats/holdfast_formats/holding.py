@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +17,18 @@ from numpy.typing import NDArray
 from . import dtypes, sharding
 from .cutting import Cut, Cutter, slab
 from .elements import Element, Elements, Specs, heads_unknown, one_for_all, split_key, take_apart
-from .errors import InvalidRequest, StateMismatch
+from .errors import InvalidRequest, NoSuchResource, StateMismatch
+from .layout import natural_key
 from .layouts import Layout
+from .manifest import Manifest
 from .mesh import Coordinate
 from .parts import LocalTensor, full, fuse, resolve, stack
 from .region import Box
-from .rules import Fusion, Rules
+from .rules import Fusion, Rules, choose
 
 KEYED_GROUP = "optim"  # its names are <parameter>/<key>
-_SHARDED_FROM_STAGE = {"model": 3, "ema": 3, "master": 1, KEYED_GROUP: 1}
+_MODEL = "model"  # the group whose names all others follow
+_SHARDED_FROM_STAGE = {_MODEL: 3, "ema": 3, "master": 1, KEYED_GROUP: 1}
 _NEVER = 4
 _RANKS = "ranks/"  # tensors of one rank's process: random streams, data loaders
 
@@ -287,6 +290,24 @@ class Holding:
             found.append(_Dealt(listed, cuts, bits, scalars, np.array(beside, np.int64)))
             scalars = []
         return found
+
+
+def of_manifest(
+    manifest: Manifest, group: str, layout: Layout, config: Mapping[str, Any] | None, extra: Mapping[str, Any] | None = None
+) -> Holding:
+    """What the ranks of a layout hold of a checkpoint's group; every reader comes to the same.
+
+    `config` is the model's config.json, `extra` a team's own rules. Where sharding deals tensors out one after the other,
+    their order is the natural order of their names. Raises `NoSuchResource` for a group that is not there.
+    """
+    entries = manifest.tensors.get(group)
+    if entries is None:
+        raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(manifest.groups)}")
+    model = manifest.tensors.get(_MODEL) or entries
+    shapes = {name: entry.shape for name, entry in model.items()}
+    chosen = choose(config, model, table=layout.rules, extra=extra, shapes=shapes)
+    specs = {name: (entries[name].dtype, entries[name].shape) for name in sorted(entries, key=natural_key)}
+    return Holding(layout, group, specs, chosen, manifest.aliases.get(group))
 
 
 def hold(

@@ -10,10 +10,12 @@ import pytest
 from holdfast_formats import parts, rules
 from holdfast_formats.declaring import declare
 from holdfast_formats.elements import take_apart
-from holdfast_formats.errors import InvalidRequest, StateMismatch
-from holdfast_formats.holding import Held, Holding, Share, hold
+from holdfast_formats.errors import InvalidRequest, NoSuchResource, StateMismatch
+from holdfast_formats.holding import Held, Holding, Share, hold, of_manifest
 from holdfast_formats.layouts import parse
 from holdfast_formats.region import Box, Shape
+from holdfast_formats.tensors import TensorSpec
+from tests.formats import strategies
 from tests.layouts import models
 from tests.layouts.models import Model
 
@@ -60,6 +62,20 @@ def test_experts_that_do_not_divide_are_refused() -> None:
     """Experts go to expert-parallel ranks in equal numbers, or not at all."""
     with pytest.raises(StateMismatch, match=r"experts\.0\..*: 4 experts do not divide by ep=3"):
         held(models.moe(), "ep=3,sharding=3:stage0")
+
+
+def test_a_checkpoints_holding_follows_its_manifest() -> None:
+    """Names in natural order, rules by the model's names, and an optimizer's that follow them; no other group is known."""
+    parameters = ["lm_head.weight", "model.layers.10.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"]
+    specs = [TensorSpec("model", name, "BF16", (8, 4)) for name in parameters]
+    specs += [TensorSpec("optim", f"{name}/exp_avg", "F32", (8, 4)) for name in parameters]
+    manifest = strategies.manifest_of(specs)
+    found = of_manifest(manifest, "optim", parse("tp=2,sharding=2:stage1:flat"), None)
+    assert [tensor.name for tensor in found.of(0).tensors] == [f"{parameters[0]}/exp_avg", f"{parameters[2]}/exp_avg"]
+    assert [tensor.shape for tensor in found.of(0).tensors] == [(16,), (8,)]
+    with pytest.raises(NoSuchResource, match="no group 'ema'") as refused:
+        of_manifest(manifest, "ema", parse(""), None)
+    assert refused.value.hint == "groups: model, optim"
 
 
 def test_a_rank_outside_the_world_is_refused() -> None:
