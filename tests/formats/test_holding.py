@@ -70,7 +70,7 @@ def test_a_checkpoints_holding_follows_its_manifest() -> None:
     specs = [TensorSpec("model", name, "BF16", (8, 4)) for name in parameters]
     specs += [TensorSpec("optim", f"{name}/exp_avg", "F32", (8, 4)) for name in parameters]
     manifest = strategies.manifest_of(specs)
-    found = of_manifest(manifest, "optim", parse("tp=2,sharding=2:stage1:flat"), None)
+    found = of_manifest(manifest, "optim", parse("tp=2,sharding=2:stage1:flat"), {"model_type": "llama"})
     assert [tensor.name for tensor in found.of(0).tensors] == [f"{parameters[0]}/exp_avg", f"{parameters[2]}/exp_avg"]
     assert [tensor.shape for tensor in found.of(0).tensors] == [(16,), (8,)]
     with pytest.raises(NoSuchResource, match="no group 'ema'") as refused:
