@@ -6,6 +6,7 @@ Works on any `Source`, with no service running and without torch.
 from __future__ import annotations
 
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -33,9 +34,9 @@ from holdfast_formats.region import Box, check_box, whole
 
 from . import passes
 from .sources import Source
-from .wants import Touched, Want, touched
+from .wants import Run, Want, runs
 
-_OVERWRITTEN = "live tensors have been partly overwritten and must not be trained on: restore another step, or end"
+OVERWRITTEN = "live tensors have been partly overwritten and must not be trained on: restore another step, or end"
 
 Take = Callable[[Piece, memoryview], None]
 OnDamage = Callable[[Piece, CheckpointError], None]
@@ -76,22 +77,23 @@ class _Bytes:
 
 
 class _Found:
-    """Wants, the pieces that they touch, and whether those were proven."""
+    """Wants, the extents that they touch, and whether those were proven."""
 
-    def __init__(self, wants: list[Want], pieces: list[Touched]) -> None:
+    def __init__(self, wants: list[Want], runs: list[Run]) -> None:
         self.wants = wants
-        self.pieces = pieces
+        self.runs = runs
         self.proven = False
 
 
 class CheckpointReader:
-    """One committed checkpoint. Threads read and check; memory stays at a buffer of 16 MiB for each of them."""
+    """One committed checkpoint. Threads read and check, as many as `cores` feed; their buffers have 128 MiB at most."""
 
     def __init__(self, source: Source, manifest: Manifest, manifest_bytes: bytes, commit_bytes: bytes) -> None:
         self.source = source
         self.manifest = manifest
         self.manifest_bytes = manifest_bytes
         self.commit_bytes = commit_bytes
+        self.cores = len(os.sched_getaffinity(0))
         self._bytes = _Bytes(source)
         self._found = _Found([], [])
 
@@ -177,24 +179,26 @@ class CheckpointReader:
         Raises `CorruptExtent` with file, tensor and byte range.
         """
         found = self._touched(list(wants))
-        used = {item.piece.file for item in found.pieces}
-        headers = [Touched(Piece(f.name, 0, f.header_bytes, f.digest)) for f in self.manifest.files if f.name in used]
-        passes.prove(self.source, [*headers, *found.pieces])
+        used = {run.entry.file for run in found.runs}
+        headers = [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
+        passes.prove(self.source, headers, found.runs, self.cores)
         found.proven = True
 
-    def load(self, wants: Iterable[Want]) -> None:
+    def load(self, wants: Iterable[Want]) -> int:
         """Read what the wants touch into them; `prove` first when nothing may change if anything is damaged.
 
-        Raises `CorruptExtent`, also for what was proven and has become another since: a page may have left memory and come
-        back from the disk. Wants may have been overwritten then, which the error says.
+        Returns how many bytes of files that is, each counted once: those of whole extents. Raises `CorruptExtent`, also for
+        what was proven and has become another since: a page may have left memory and come back from the disk. Wants may
+        have been overwritten then, which the error says.
         """
         found = self._touched(list(wants))
         try:
-            passes.hand_over(self.source, found.pieces, found.proven)
+            passes.hand_over(self.source, found.runs, self.cores, found.proven)
         except CheckpointError as error:
             if found.proven:
-                error.hint = _OVERWRITTEN
+                error.hint = OVERWRITTEN
             raise
+        return sum(run.length for run in found.runs)
 
     def verify(self, on_bytes: Callable[[int], None] | None = None) -> list[Damage]:
         """Check every byte of every listed file; return all damages, by file and position, instead of stopping.
@@ -271,10 +275,10 @@ class CheckpointReader:
         return size
 
     def _touched(self, wants: list[Want]) -> _Found:
-        """The pieces that the wants touch. `load` finds here what `prove` worked out for the very same wants."""
+        """The extents that the wants touch. `load` finds here what `prove` worked out for the very same wants."""
         known = self._found
         if len(wants) != len(known.wants) or not all(map(operator.is_, wants, known.wants)):
-            self._found = _Found(wants, touched(self.manifest, wants, self.source.label))
+            self._found = _Found(wants, runs(self.manifest, wants, self.source.label))
         return self._found
 
 

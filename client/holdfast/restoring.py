@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
@@ -9,6 +10,7 @@ from holdfast_formats import values
 from holdfast_formats.manifest import Manifest
 
 from . import staging
+from .config import launch_info
 from .reader import CheckpointReader
 from .session import Session
 from .sources import HttpSource
@@ -26,6 +28,7 @@ class RestoreReport(NamedTuple):
     bytes: int
     seconds: float
     source: Literal["slot", "directory", "http"] = "directory"  # "slot": out of the memory that it was saved from
+    bytes_read: int = 0  # of the checkpoint's files: whole extents, each counted once
 
 
 class Wanted(NamedTuple):
@@ -42,11 +45,12 @@ def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, int], 
     Raises `StateMismatch` before anything is touched, `CorruptExtent` naming file, tensor and range.
     """
     session, rank = who
+    reader.cores = _own_cores()
     held = values.for_rank(reader.state, rank)
     restoration = state.prepare(_stored(reader.manifest, held), *wanted)
     landings = staging.land(restoration.leaves)
     wants = [landing.want for landing in landings]
-    warm, notes = fill(reader, wants, session.held, rank)
+    filled = fill(reader, wants, session.held, rank)
     staging.finish(landings)
     restoration.apply()
     cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
@@ -55,11 +59,18 @@ def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, int], 
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
-        notes=(*restoration.notes, *remapped, *notes),
+        notes=(*restoration.notes, *remapped, *filled.notes),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
-        source="slot" if warm else cold,
+        source="slot" if filled.from_slots else cold,
+        bytes_read=filled.bytes_read,
     )
+
+
+def _own_cores() -> int:
+    """This rank's part of the machine: all of it that it may use, unless others restore beside it on the same cores."""
+    allowed = len(os.sched_getaffinity(0))
+    return allowed if allowed < (os.cpu_count() or 1) else max(allowed // launch_info().local_world, 1)
 
 
 def _stored(manifest: Manifest, held: values.RankValues) -> Stored:
