@@ -25,6 +25,7 @@ from .wants import Run, copy
 # none more on a single core: threads that take turns there only push each other's chunks out of the cache.
 READERS_WAITING, READERS_SPARE = 8, 1
 BUFFERS_BYTES_MAX = 128 * 2**20  # of all threads
+AHEAD_BYTES = 64 * 2**20  # what a source is told of before it is read
 PROBES = 64  # places looked at to tell which it is
 
 
@@ -94,6 +95,10 @@ def _parts(run: Run, bytes_max: int) -> Iterator[Part]:
 def _on_threads(source: Source, runs: Sequence[Run], cores: int, worker: Callable[[], Callable[[Job], None]]) -> None:
     """Take all jobs, each thread with a worker of its own; the first error ends it and is raised."""
     jobs = _jobs(runs, source.chunk_bytes)
+    if not jobs:
+        return
+    waits = _waits(source, jobs)
+    expected = jobs.copy() if waits else deque()
 
     def drain() -> None:
         act = worker()
@@ -103,14 +108,13 @@ def _on_threads(source: Source, runs: Sequence[Run], cores: int, worker: Callabl
                     job = jobs.popleft()
                 except IndexError:
                     return
+                _expect(source, expected, AHEAD_BYTES // source.chunk_bytes - len(jobs) + len(expected))
                 act(job)
         except BaseException:
             jobs.clear()
             raise
 
-    if not jobs:
-        return
-    count = min(_readers(source, jobs, cores), len(jobs))
+    count = min(_readers(source, jobs, READERS_WAITING if waits else cores + READERS_SPARE if cores > 1 else 1), len(jobs))
     if count == 1:
         drain()
         return
@@ -123,13 +127,26 @@ def _on_threads(source: Source, runs: Sequence[Run], cores: int, worker: Callabl
             jobs.clear()
 
 
-def _readers(source: Source, jobs: Sequence[Job], cores: int) -> int:
-    """How many threads read these jobs fastest, in the memory that they may use."""
+def _waits(source: Source, jobs: Sequence[Job]) -> bool:
+    """Whether reading some of these would wait for a disk or a network."""
     probed = [jobs[at][0] for at in range(0, len(jobs), max(len(jobs) // PROBES, 1))]
-    waits = any(source.waits(part.run.entry.file, part.start) for part in probed)
+    return any(source.waits(part.run.entry.file, part.start) for part in probed)
+
+
+def _readers(source: Source, jobs: Sequence[Job], wanted: int) -> int:
+    """So many threads, or as few as keep to the memory that they may use."""
     largest = max(max(job[-1].stop - job[0].start for job in jobs), source.chunk_bytes)
-    wanted = READERS_WAITING if waits else cores + READERS_SPARE if cores > 1 else 1
     return max(min(wanted, BUFFERS_BYTES_MAX // largest), 1)
+
+
+def _expect(source: Source, expected: deque[Job], count: int) -> None:
+    """Tell the source of the next jobs that it has not heard of."""
+    for _ in range(count):
+        try:
+            job = expected.popleft()
+        except IndexError:
+            return
+        source.expect(job[0].run.entry.file, job[0].start, job[-1].stop)
 
 
 class _Reading:
