@@ -82,7 +82,11 @@ def _jobs(runs: Sequence[Run], bytes_max: int) -> deque[Job]:
 def _parts(run: Run, bytes_max: int) -> Iterator[Part]:
     """A run's extents, as many together as `bytes_max` allows; at least one."""
     extents, base = run.entry.extents, run.entry.start
-    first, offset, end = run.first, run.offset, run.offset
+    first, offset = run.first, run.offset
+    if run.stop == first + 1:
+        yield Part(run, extents[first : run.stop], base + offset, base + offset + extents[first].length)
+        return
+    end = offset
     for index in range(run.first, run.stop):
         reach = end + extents[index].length
         if reach - offset > bytes_max and index > first:
@@ -234,12 +238,12 @@ def _check(part: Part, data: memoryview, octets: memoryview | None = None) -> No
     base = part.extents[0].offset
     shift = base - part.run.offset
     for extent in part.extents:
-        at = extent.offset - base
-        mine = data[at : at + extent.length]
-        if digest.digest(mine) != extent.digest or len(mine) != extent.length:
+        at, length = extent.offset - base, extent.length
+        mine = data[at : at + length]
+        if digest.digest(mine) != extent.digest or len(mine) != length:
             proof.check(_piece(part, extent), mine)
         if octets is not None:
-            copy(octets[at + shift : at + shift + extent.length], mine)
+            copy(octets[at + shift : at + shift + length], mine)
 
 
 def _piece(part: Part, extent: Extent) -> Piece:

@@ -103,6 +103,10 @@ def runs(manifest: Manifest, wants: Iterable[Want], label: str) -> list[Run]:
 def _runs(group: str, name: str, entry: TensorEntry, receivers: Sequence[Receiver]) -> Iterator[Run]:
     """Cut a tensor's extents where those who receive from them change."""
     if len(receivers) == 1:
+        octets = receivers[0].octets
+        if octets is not None and len(entry.extents) == 1 and len(octets) == entry.extents[0].length:
+            yield Run(group, name, entry, 0, 1, tuple(receivers), octets)  # small tensors, of which there may be many
+            return
         for first, stop in extents_of(entry.extents, receivers[0].box, receivers[0].view):
             yield from _split(group, name, entry, first, stop, (receivers[0],))
         return
