@@ -103,6 +103,8 @@ def _on_threads(source: Source, runs: Sequence[Run], cores: int, worker: Callabl
         return
     waits = _waits(source, jobs)
     expected = jobs.copy() if waits else deque()
+    ahead = AHEAD_BYTES // source.chunk_bytes
+    count = min(_readers(source, jobs, waits, cores), len(jobs))
 
     def drain() -> None:
         act = worker()
@@ -112,13 +114,12 @@ def _on_threads(source: Source, runs: Sequence[Run], cores: int, worker: Callabl
                     job = jobs.popleft()
                 except IndexError:
                     return
-                _expect(source, expected, AHEAD_BYTES // source.chunk_bytes - len(jobs) + len(expected))
+                _expect(source, expected, min(ahead - len(jobs) + len(expected), ahead + 1))
                 act(job)
         except BaseException:
             jobs.clear()
             raise
 
-    count = min(_readers(source, jobs, READERS_WAITING if waits else cores + READERS_SPARE if cores > 1 else 1), len(jobs))
     if count == 1:
         drain()
         return
@@ -137,8 +138,11 @@ def _waits(source: Source, jobs: Sequence[Job]) -> bool:
     return any(source.waits(part.run.entry.file, part.start) for part in probed)
 
 
-def _readers(source: Source, jobs: Sequence[Job], wanted: int) -> int:
-    """So many threads, or as few as keep to the memory that they may use."""
+def _readers(source: Source, jobs: Sequence[Job], waits: bool, cores: int) -> int:
+    """How many threads read these jobs fastest, in the memory that they may use."""
+    wanted = READERS_WAITING
+    if not waits:
+        wanted = cores + READERS_SPARE if cores > 1 else 1
     largest = max(max(job[-1].stop - job[0].start for job in jobs), source.chunk_bytes)
     return max(min(wanted, BUFFERS_BYTES_MAX // largest), 1)
 
