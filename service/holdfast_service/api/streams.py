@@ -1,0 +1,145 @@
+"""Shards as streams: window by window out of proven extents, a few windows ahead of the socket, in bounded memory (I7)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast_formats import parts, proof, reading, shard_file, transfer
+from holdfast_formats.errors import DeadlineExceeded
+from holdfast_formats.manifest import TensorEntry
+from holdfast_formats.proof import Piece
+from holdfast_formats.region import Box, Shape, byte_view
+from holdfast_formats.shard_file import ShardFile, Strip
+from holdfast_formats.transfer import Direction, Elements
+from holdfast_service.daemon.extents import Octets, ProvenExtents, Source
+from holdfast_service.storage import Tier
+
+WINDOW_BYTES = 2**21
+AHEAD = 2  # windows that are put together while one is sent
+STREAMS_MAX = 16  # at most 4 windows each, one of them the server's own copy: 128 MiB in all, and the extents' slabs
+STREAM_WAIT_MAX_S = 30.0
+THREADS_MAX = 4
+
+
+class Recipe(NamedTuple):
+    """A shard's file and what it is made of: a checkpoint, and the stored tensors of one of its groups."""
+
+    file: ShardFile
+    source: Source
+    group: str
+    entries: Mapping[str, TensorEntry]
+
+
+class Place(NamedTuple):
+    """Where a box of a stored tensor of `shape` goes: `held` has the box's shape, all of it in units of the strip."""
+
+    held: Elements
+    box: Box
+    shape: Shape
+
+
+class Streams:
+    """The bodies of all shards that are being sent."""
+
+    def __init__(self, tier: Tier, streams_max: int = STREAMS_MAX) -> None:
+        self.extents = ProvenExtents(tier)
+        self._threads = ThreadPoolExecutor(THREADS_MAX, "holdfast-shard")
+        self._room = asyncio.Semaphore(streams_max)
+
+    async def body(self, recipe: Recipe, start: int, stop: int) -> AsyncIterator[bytes | memoryview]:
+        """Bytes [start, stop) of a shard's file, window by window.
+
+        The first one comes after the first window was proven. Raises `Damaged` and `StorageFailed`, and `DeadlineExceeded`
+        where too many others are being sent.
+        """
+        header = recipe.file.header
+        todo = shard_file.windows(recipe.file, start, stop, WINDOW_BYTES)
+        ahead: deque[tuple[int, asyncio.Future[memoryview]]] = deque()
+        loop = asyncio.get_running_loop()
+
+        def begin() -> None:
+            span = next(todo, None)
+            if span is not None:
+                filling = loop.run_in_executor(self._threads, self._filled, recipe, *span)
+                filling.add_done_callback(_heard)
+                ahead.append((span[0], filling))
+
+        async with self._admitted():
+            try:
+                for _ in range(AHEAD):
+                    begin()
+                if start < len(header):
+                    if ahead:
+                        await ahead[0][1]
+                    yield header[start:stop]
+                while ahead:
+                    low, filling = ahead.popleft()
+                    data = await filling
+                    begin()
+                    yield data[max(start - low, 0) : stop - low]
+            finally:
+                for _, filling in ahead:
+                    filling.cancel()
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        try:
+            await asyncio.wait_for(self._room.acquire(), STREAM_WAIT_MAX_S)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(
+                f"{STREAMS_MAX} shards are being sent, and none of them ended in {STREAM_WAIT_MAX_S:.0f} s",
+                hint="ask again later; with Accept: application/json the service says which bytes to read from storage",
+            ) from None
+        try:
+            with self.extents.opened():
+                yield
+        finally:
+            self._room.release()
+
+    def _filled(self, recipe: Recipe, low: int, high: int) -> memoryview:
+        """One window, in a thread. A stream that has ended meanwhile does not stop it: its slabs are returned by itself."""
+        window: Octets = np.empty(high - low, np.uint8)
+        wanted: dict[Piece, list[Place]] = {}
+        units = 0
+        for strip in shard_file.strips(recipe.file, low, high):
+            units += _place(recipe, strip, window[strip.at : strip.stop], wanted)
+        with self.extents.opened():
+            for piece, data in self.extents.lend(recipe.source, list(wanted)):
+                units -= sum(_move(piece, data, place) for place in wanted[piece])
+        assert units == 0, f"{units} units of window [{low}, {high}) were not found"
+        return window.data
+
+
+def _place(recipe: Recipe, strip: Strip, octets: Octets, wanted: dict[Piece, list[Place]]) -> int:
+    """Note under each extent what of a strip it fills; zero the padding. Returns how many units are to be filled."""
+    memory = octets.view(transfer.element_dtype(strip.itemsize))
+    if strip.is_padded:
+        memory[:] = 0
+    for part in strip.parts:
+        entry = recipe.entries[part.tensor]
+        view = byte_view(entry.dtype, entry.shape)
+        place = Place(parts.view(memory, part), part.box, view.shape)
+        for first, last in reading.extents_of(entry.extents, part.box, view):
+            for extent in entry.extents[first:last]:
+                wanted.setdefault(proof.tensor_piece(recipe.group, part.tensor, entry, extent), []).append(place)
+    return sum(part.box.volume for part in strip.parts)
+
+
+def _move(piece: Piece, data: Octets, place: Place) -> int:
+    units = data.view(place.held.dtype)
+    return transfer.move(
+        Direction.SCATTER, units, piece.offset // place.held.dtype.itemsize, place.held, place.box, place.shape
+    )
+
+
+def _heard(filling: asyncio.Future[memoryview]) -> None:
+    """A window that nobody waits for any more may have failed: that is not news."""
+    if not filling.cancelled():
+        filling.exception()
