@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -53,7 +53,7 @@ class Streams:
         self._threads = ThreadPoolExecutor(THREADS_MAX, "holdfast-shard")
         self._room = asyncio.Semaphore(streams_max)
 
-    async def body(self, recipe: Recipe, start: int, stop: int) -> AsyncIterator[bytes | memoryview]:
+    async def body(self, recipe: Recipe, start: int, stop: int) -> AsyncGenerator[bytes | memoryview, None]:
         """Bytes [start, stop) of a shard's file, window by window.
 
         The first one comes after the first window was proven. Raises `Damaged` and `StorageFailed`, and `DeadlineExceeded`
