@@ -443,9 +443,9 @@ def test_too_many_streams_are_told_to_wait(tmp_path: Path, monkeypatch: pytest.M
     """Who finds no room in time is told so; a client that breaks off makes room again."""
     monkeypatch.setattr(streams, "STREAM_WAIT_MAX_S", 0.2)
     monkeypatch.setattr(streams, "WINDOW_BYTES", 2**21)
-    monkeypatch.setattr("tests.checkpoints.EXTENT_BYTES", 2**20)
     arrays = {"model": {"big": np.arange(2**22, dtype=np.uint64)}}  # 32 MiB, more than sockets hold
-    build(tmp_path / naming.checkpoint_path("big", 5), arrays, run="big", config=b"{}", file_bytes_max=2**30)
+    directory = tmp_path / naming.checkpoint_path("big", 5)
+    build(directory, arrays, run="big", config=b"{}", file_bytes_max=2**30, extent_bytes=2**20)
     with served(tmp_path) as running, httpx.Client(base_url=running.url, trust_env=False, headers=PLAIN) as client:
         running.app.state.streams = streams.Streams(running.services.tier, streams_max=1)
         with client.stream("GET", path_of("big")) as slow:

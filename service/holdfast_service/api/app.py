@@ -10,6 +10,7 @@ from . import files, operations, pages, problems, runs, shards, uploads
 from .contents import OpenedCheckpoints
 from .planned import PlannedShards
 from .services import Services
+from .stalls import StallLimit
 from .streams import Streams
 
 __all__ = ["Services", "create_app"]
@@ -46,4 +47,5 @@ def create_app(services: Services) -> FastAPI:
     for room in (runs, files, shards, uploads, operations, pages):
         app.include_router(room.router)
     problems.install(app)
+    app.add_middleware(StallLimit)
     return app

@@ -22,8 +22,9 @@ from holdfast_service.daemon.extents import Octets, ProvenExtents, Source
 from holdfast_service.storage import Tier
 
 WINDOW_BYTES = 2**21
+SENT_BYTES = 2**19  # what is handed to the server at once: it copies it, and larger copies cost it fresh memory each time
 AHEAD = 2  # windows that are put together while one is sent
-STREAMS_MAX = 16  # at most 4 windows each, one of them the server's own copy: 128 MiB in all, and the extents' slabs
+STREAMS_MAX = 16  # at most 3 windows and what the server copies: 128 MiB in all, and the extents' slabs
 STREAM_WAIT_MAX_S = 30.0
 THREADS_MAX = 4
 
@@ -83,7 +84,9 @@ class Streams:
                     low, filling = ahead.popleft()
                     data = await filling
                     begin()
-                    yield data[max(start - low, 0) : stop - low]
+                    data = data[max(start - low, 0) : stop - low]
+                    for at in range(0, len(data), SENT_BYTES):
+                        yield data[at : at + SENT_BYTES]
             finally:
                 for _, filling in ahead:
                     filling.cancel()
