@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from holdfast_formats import parts, proof, reading, shard_file, transfer
 from holdfast_formats.errors import DeadlineExceeded
 from holdfast_formats.manifest import TensorEntry
 from holdfast_formats.proof import Piece
-from holdfast_formats.region import Box, Shape, byte_view
+from holdfast_formats.region import Box, Shape, byte_span, byte_view
 from holdfast_formats.shard_file import ShardFile, Strip
 from holdfast_formats.transfer import Direction, Elements
 from holdfast_service.daemon.extents import Octets, ProvenExtents, Source
@@ -39,11 +39,22 @@ class Recipe(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a box of a stored tensor of `shape` goes: `held` has the box's shape, all of it in units of the strip."""
+    """Where a box of a stored tensor of `shape` goes: `held` has the box's shape, all of it in units of the strip.
+
+    Where its bytes [start, stop) of the tensor stand together in the window too, the first one does so at `at`.
+    """
 
     held: Elements
     box: Box
     shape: Shape
+    start: int
+    stop: int
+    at: int
+
+    def straight(self, piece: Piece) -> int | None:
+        """Where in the window the piece stands as it is stored; None where it has to be cut or scattered."""
+        inside = self.start <= piece.offset and piece.offset + piece.length <= self.stop
+        return self.at + piece.offset - self.start if inside else None
 
 
 class Streams:
@@ -110,36 +121,60 @@ class Streams:
         """One window, in a thread. A stream that has ended meanwhile does not stop it: its slabs are returned by itself."""
         window: Octets = np.empty(high - low, np.uint8)
         wanted: dict[Piece, list[Place]] = {}
-        units = 0
-        for strip in shard_file.strips(recipe.file, low, high):
-            units += _place(recipe, strip, window[strip.at : strip.stop], wanted)
+        missing = sum(_place(recipe, strip, window, wanted) for strip in shard_file.strips(recipe.file, low, high))
+        straight = {piece: places[0].straight(piece) for piece, places in wanted.items() if len(places) == 1}
+        as_stored = [(piece, at) for piece, at in straight.items() if at is not None]
+        for run, at in _runs(as_stored):
+            length = run[-1].stop - run[0].start
+            self.extents.read(recipe.source, run, window[at : at + length])
+            missing -= length
         with self.extents.opened():
-            for piece, data in self.extents.lend(recipe.source, list(wanted)):
-                units -= sum(_move(piece, data, place) for place in wanted[piece])
-        assert units == 0, f"{units} units of window [{low}, {high}) were not found"
+            scattered = [piece for piece in wanted if straight.get(piece) is None]
+            for piece, data in self.extents.lend(recipe.source, scattered):
+                missing -= sum(_move(piece, data, place) for place in wanted[piece])
+        assert missing == 0, f"{missing} bytes of window [{low}, {high}) were not found"
         return window.data
 
 
-def _place(recipe: Recipe, strip: Strip, octets: Octets, wanted: dict[Piece, list[Place]]) -> int:
-    """Note under each extent what of a strip it fills; zero the padding. Returns how many units are to be filled."""
-    memory = octets.view(transfer.element_dtype(strip.itemsize))
+def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, list[Place]]) -> int:
+    """Note under each extent what of a strip it fills; zero the padding. Returns how many bytes are to be filled."""
+    memory = window[strip.at : strip.stop].view(transfer.element_dtype(strip.itemsize))
     if strip.is_padded:
         memory[:] = 0
     for part in strip.parts:
         entry = recipe.entries[part.tensor]
         view = byte_view(entry.dtype, entry.shape)
-        place = Place(parts.view(memory, part), part.box, view.shape)
+        start, stop = byte_span(part.box, view.shape, strip.itemsize)
+        together = stop - start == (part.stop - part.start) * strip.itemsize == part.box.volume * strip.itemsize
+        span = (start, stop, strip.at + part.start * strip.itemsize) if together else (0, 0, 0)
+        place = Place(parts.view(memory, part), part.box, view.shape, *span)
         for first, last in reading.extents_of(entry.extents, part.box, view):
             for extent in entry.extents[first:last]:
                 wanted.setdefault(proof.tensor_piece(recipe.group, part.tensor, entry, extent), []).append(place)
-    return sum(part.box.volume for part in strip.parts)
+    return sum(part.box.volume for part in strip.parts) * strip.itemsize
+
+
+def _runs(listed: Iterable[tuple[Piece, int]]) -> Iterator[tuple[list[Piece], int]]:
+    """Pieces that follow each other both in a file and in the window, and where in the window they begin."""
+    run: list[Piece] = []
+    begin = 0
+    for piece, at in sorted(listed, key=lambda one: (one[0].file, one[0].start)):
+        follows = run and piece.file == run[0].file and piece.start == run[-1].stop
+        if run and not (follows and at - begin == piece.start - run[0].start):
+            yield run, begin
+            run = []
+        if not run:
+            begin = at
+        run.append(piece)
+    if run:
+        yield run, begin
 
 
 def _move(piece: Piece, data: Octets, place: Place) -> int:
-    units = data.view(place.held.dtype)
-    return transfer.move(
-        Direction.SCATTER, units, piece.offset // place.held.dtype.itemsize, place.held, place.box, place.shape
-    )
+    """Copy what a place has of an extent; returns how many bytes."""
+    itemsize = place.held.dtype.itemsize
+    units, first = data.view(place.held.dtype), piece.offset // itemsize
+    return transfer.move(Direction.SCATTER, units, first, place.held, place.box, place.shape) * itemsize
 
 
 def _heard(filling: asyncio.Future[memoryview]) -> None:

@@ -97,6 +97,19 @@ class ProvenExtents:
                 count = yield from self._lend_some(source, left)
                 left = left[count:]
 
+    def read(self, source: Source, run: Sequence[Piece], target: Octets) -> None:
+        """Read pieces that follow each other in a file into memory of the asker's, and prove them there.
+
+        For whoever wants them as they are, and once. Raises as `lend` does.
+        """
+        name = run[0].file
+        try:
+            size = self._tier.read_into(f"{source.directory}/{name}", run[0].start, target)
+        except NoSuchResource as error:
+            raise CorruptManifest(f"{name} is missing", file=name) from error
+        for piece, data in _cut(run, target[:size], run[0].start):
+            proof.check(piece, data)
+
     def _lend_some(self, source: Source, pieces: Sequence[Piece]) -> Generator[Lent, None, int]:
         """The first pieces of a batch, as many as stand in one block or can be read at once; returns how many."""
         keys = [(source.sha256, piece.file, piece.start) for piece in pieces]
@@ -104,7 +117,7 @@ class ProvenExtents:
         run = pieces[:count]
         if block is None:  # a few bytes
             small: Octets = np.empty(run[-1].stop - run[0].start, np.uint8)
-            self._read(source, run, small)
+            self.read(source, run, small)
             yield from _cut(run, small, run[0].start)
             return count
         try:
@@ -167,7 +180,7 @@ class ProvenExtents:
 
     def _fill(self, source: Source, run: Sequence[Piece], block: _Block) -> None:
         try:
-            self._read(source, run, block.slab[: run[-1].stop - run[0].start])
+            self.read(source, run, block.slab[: run[-1].stop - run[0].start])
         except BaseException:
             with self._changed:
                 self._forget(block)
@@ -177,15 +190,6 @@ class ProvenExtents:
         with self._changed:
             block.ready = True
             self._changed.notify_all()
-
-    def _read(self, source: Source, run: Sequence[Piece], target: Octets) -> None:
-        name = run[0].file
-        try:
-            size = self._tier.read_into(f"{source.directory}/{name}", run[0].start, target)
-        except NoSuchResource as error:
-            raise CorruptManifest(f"{name} is missing", file=name) from error
-        for piece, data in _cut(run, target[:size], run[0].start):
-            proof.check(piece, data)
 
 
 def _cut(run: Sequence[Piece], data: Octets, start: int) -> Iterator[Lent]:
