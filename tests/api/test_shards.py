@@ -18,28 +18,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast_formats import dtypes, layouts, naming, parts, rules
+from holdfast_formats import dtypes, layouts, naming, parts
 from holdfast_formats.digest import digest
-from holdfast_formats.holding import hold
+from holdfast_formats.holding import of_manifest
+from holdfast_formats.layout import natural_key
 from holdfast_formats.parts import LocalTensor, Part
 from holdfast_formats.region import Box
 from holdfast_service.api import planned, streams
 from tests.checkpoints import Built, build, flip
+from tests.layouts import models, oracle
+from tests.layouts.matrix import LAYOUTS, MODELS
+from tests.layouts.models import Model
 from tests.serving import Served, served
 
-from . import models
-
-LAYOUTS = [
-    ("llama", ""),
-    ("llama", "tp=2"),
-    ("llama", "tp=2,pp=2"),
-    ("llama", "tp=2,qkv=groups,gate_up=contiguous"),
-    ("llama", "tp=2,vocab=32"),
-    ("llama", "sharding=3:stage3:dim0"),
-    ("llama", "tp=2,sharding=2:stage3:flat-param"),
-    ("mixtral", "ep=2,sharding=2"),
-    ("mixtral", "tp=2,ep=2,sharding=2,experts=stacked"),
-]
 PLAIN = {"Accept-Encoding": "identity"}
 
 
@@ -53,14 +44,15 @@ class Root:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
-    """Checkpoints of two architectures, which tests only read."""
+    """Checkpoints of three architectures, which tests only read; runs are named as the models."""
     path = tmp_path_factory.mktemp("root")
-    made = {}
-    for run, tensors, config in (("llama", models.llama(), models.LLAMA), ("mixtral", models.mixtral(), models.MIXTRAL)):
-        arrays = {"model": tensors, "master": {name: array.astype(np.float32) for name, array in tensors.items()}}
-        directory = path / naming.checkpoint_path(run, 5)
-        made[run] = build(directory, arrays, run=run, config=models.encoded(config))
-    return Root(path, made)
+    return Root(path, {name: save(path, model) for name, model in MODELS.items()})
+
+
+def save(root: Path, model: Model) -> Built:
+    arrays = {"model": model.arrays(0), "master": model.arrays(1)}
+    directory = root / naming.checkpoint_path(model.name, 5)
+    return build(directory, arrays, run=model.name, config=json.dumps(model.config).encode())
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +77,12 @@ def path_of(run: str, step: str = "5") -> str:
     return f"/v1/runs/{run}/checkpoints/{step}/shard"
 
 
-def held(built: Built, text: str, rank: int, group: str = "model") -> tuple[LocalTensor, ...]:
-    specs = {name: (entry.dtype, entry.shape) for name, entry in built.manifest.tensors[group].items()}
-    config = json.loads((built.path / planned.CONFIG).read_bytes())
-    layout = layouts.parse(text)
-    return hold(layout, rank, group, specs, rules.choose(config, built.arrays["model"], table=layout.rules)).tensors
-
-
 def expected(built: Built, text: str, rank: int, group: str = "model") -> dict[str, NDArray[Any]]:
-    """The shard, out of the whole tensors in memory."""
+    """The shard, out of the whole tensors in memory and what the layout says of them."""
+    config = json.loads((built.path / planned.CONFIG).read_bytes())
+    held = of_manifest(built.manifest, group, layouts.parse(text), config).of(rank)
     return {
-        local.name: parts.fill(local, built.arrays[group]).astype(dtypes.to_numpy(local.dtype))
-        for local in held(built, text, rank, group)
+        local.name: parts.fill(local, built.arrays[group]).astype(dtypes.to_numpy(local.dtype)) for local in held.tensors
     }
 
 
@@ -107,17 +93,21 @@ def assert_equal(data: bytes, wanted: dict[str, NDArray[Any]]) -> None:
     }
 
 
-@pytest.mark.parametrize(("run", "layout"), LAYOUTS)
-@pytest.mark.parametrize("group", ["model", "master"])
-def test_every_rank_gets_what_slicing_the_whole_tensors_gives(
-    root: Root, http: httpx.Client, run: str, layout: str, group: str
-) -> None:
-    """Tensor, pipeline, expert and parameter sharding, padded and fused: a file of exact length that the library reads."""
-    for rank in range(layouts.parse(layout).mesh.world):
-        got = http.get(path_of(run), params={"layout": layout, "rank": rank, "group": group})
-        assert got.status_code == 200, got.text
-        assert got.headers["content-length"] == str(len(got.content))
-        assert_equal(got.content, expected(root.made[run], layout, rank, group))
+@pytest.mark.parametrize(("run", "named"), [(run, named) for run, layouts in LAYOUTS.items() for named in layouts])
+def test_every_rank_of_every_layout_gets_its_shard(root: Root, http: httpx.Client, run: str, named: str) -> None:
+    """All named layouts, their ranks and two groups: a file of exact length, with what the oracle says of the rank."""
+    world, whole = LAYOUTS[run][named], root.made[run].arrays
+    for rank in range(world.ranks):
+        for group in ("model", "master"):
+            got = http.get(path_of(run), params={"layout": world.text, "rank": rank, "group": group})
+            assert got.status_code == 200, got.text
+            assert got.headers["content-length"] == str(len(got.content))
+            arrays = {name: np.asarray(whole[group][name]) for name in sorted(whole[group], key=natural_key)}
+            held = oracle.held(world, MODELS[run], arrays, rank, group)
+            read = safetensors.numpy.load(got.content)
+            assert {name for name in read if read[name].size} == {name for name in held if held[name].size}
+            for name, array in read.items():
+                assert not array.size or np.array_equal(array, held[name]), f"rank {rank}, {group}: {name}"
 
 
 def test_a_column_and_a_row_shard_are_the_slices_one_expects(root: Root, http: httpx.Client) -> None:
@@ -163,7 +153,7 @@ def test_validators(http: httpx.Client) -> None:
     for verb in ("GET", "HEAD"):
         got = http.request(verb, url, params=asked, headers={"If-None-Match": f'"x", {etag}'})
         assert (got.status_code, got.content, got.headers["etag"]) == (304, b"", etag)
-    assert http.get(path_of("mixtral"), params=asked).headers["etag"] != etag
+    assert http.get(path_of("moe"), params=asked).headers["etag"] != etag
 
 
 def test_the_validator_does_not_outlive_the_process(root: Root, http: httpx.Client) -> None:
@@ -182,7 +172,7 @@ def test_ranges(http: httpx.Client) -> None:
     data, etag = whole.content, whole.headers["etag"]
     rng = random.Random(7)
     cuts = [sorted((rng.randrange(len(data)), rng.randrange(len(data)))) for _ in range(30)]
-    for low, high in [[0, 0], [4095, 4096], [4096, 4096], [len(data) - 1, len(data) - 1], *cuts]:
+    for low, high in [[0, 0], [4095, 4096], [8191, 8192], [8192, 8192], [len(data) - 1, len(data) - 1], *cuts]:
         got = http.get(url, params=asked, headers={"Range": f"bytes={low}-{high}"})
         assert (got.status_code, got.content) == (206, data[low : high + 1])
         assert got.headers["content-range"] == f"bytes {low}-{high}/{len(data)}"
@@ -332,29 +322,24 @@ def test_nothing_that_is_asked_is_a_defect_or_a_wrong_byte(
     """Whatever layout, rank and range are: a 4xx problem, or exactly the bytes of the shard."""
     asked = asked and asked.strip()
     headers = {} if asked is None else {"Range": asked}
-    got = http.get(path_of("mixtral"), params={"layout": layout, "rank": rank}, headers=headers)
+    got = http.get(path_of("moe"), params={"layout": layout, "rank": rank}, headers=headers)
     if got.status_code >= 400:
         assert got.status_code in (400, 416, 422), got.text
         assert got.json()["code"] in ("invalid-request", "state-mismatch")
         return
     whole = got.content
     if got.status_code == 206:
-        whole = http.get(path_of("mixtral"), params={"layout": layout, "rank": rank}).content
+        whole = http.get(path_of("moe"), params={"layout": layout, "rank": rank}).content
         low, high = (int(end) for end in got.headers["content-range"].split()[1].split("/")[0].split("-"))
         assert got.content == whole[low : high + 1]
-    assert_equal(whole, expected(root.made["mixtral"], layout, int(rank)))
+    assert_equal(whole, expected(root.made["moe"], layout, int(rank)))
     assert len(got.content) == int(got.headers["content-length"])
 
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> Iterator[tuple[Built, httpx.Client]]:
     """A checkpoint that a test may damage, behind a service of its own."""
-    built = build(
-        tmp_path / naming.checkpoint_path("llama", 5),
-        {"model": models.llama()},
-        run="llama",
-        config=models.encoded(models.LLAMA),
-    )
+    built = save(tmp_path, MODELS["llama"])
     with served(tmp_path) as running, httpx.Client(base_url=running.url, trust_env=False, headers=PLAIN) as client:
         yield built, client
 
@@ -364,8 +349,8 @@ def test_damage_is_never_sent(damaged: tuple[Built, httpx.Client]) -> None:
     built, http = damaged
     intact = http.get(path_of("llama")).content
     entry = built.manifest.tensors["model"]["model.norm.weight"]
-    header = json.loads(intact[8 : 8 + int.from_bytes(intact[:8], "little")])
-    at = 4096 + header["model.norm.weight"]["data_offsets"][0]
+    header_bytes = int.from_bytes(intact[:8], "little")
+    at = 8 + header_bytes + json.loads(intact[8 : 8 + header_bytes])["model.norm.weight"]["data_offsets"][0]
     flip(built.path / entry.file, entry.start + 3, 6)
     received = b""
     with http.stream("GET", path_of("llama")) as response:
@@ -377,7 +362,7 @@ def test_damage_is_never_sent(damaged: tuple[Built, httpx.Client]) -> None:
     assert intact.startswith(received)
     got = http.get(path_of("llama"), headers={"Range": f"bytes={at}-{at}"})
     assert (got.status_code, got.json()["code"], got.json()["tensor"]) == (500, "corrupt-extent", "model.norm.weight")
-    assert http.get(path_of("llama"), headers={"Range": "bytes=0-5000"}).content == intact[:5001]
+    assert http.get(path_of("llama"), headers={"Range": "bytes=0-9000"}).content == intact[:9001]
     packed = http.get(path_of("llama"), headers={"Range": f"bytes={at}-", "Accept-Encoding": "zstd"})
     assert packed.status_code == 500
 
@@ -401,7 +386,7 @@ def test_files_and_config_that_are_gone(damaged: tuple[Built, httpx.Client]) -> 
     assert http.get(path_of("llama"), params={"layout": "tp=2"}).json()["code"] == "corrupt-extent"
     config.unlink()
     assert http.get(path_of("llama"), params={"layout": "tp=2"}).json()["code"] == "corrupt-manifest"
-    config.write_bytes(models.encoded(models.LLAMA))
+    config.write_bytes(json.dumps(MODELS["llama"].config).encode())
     assert http.get(path_of("llama"), params={"layout": "tp=2"}).status_code == 200
     for path in built.path.glob("model-*.safetensors"):
         path.unlink()
@@ -412,7 +397,7 @@ def test_files_and_config_that_are_gone(damaged: tuple[Built, httpx.Client]) -> 
 @pytest.mark.parametrize("config", [b"[1]", b"{", b"{" * 100_000, b'{"model_type": 5}', b'{"hidden_size": "many"}'])
 def test_configs_that_say_nothing(tmp_path: Path, config: bytes) -> None:
     """A config.json is a file that anybody may have written: what cannot be meant is a problem, never a defect."""
-    build(tmp_path / naming.checkpoint_path("odd", 5), {"model": models.llama()}, run="odd", config=config)
+    build(tmp_path / naming.checkpoint_path("odd", 5), {"model": models.llama().arrays()}, run="odd", config=config)
     with served(tmp_path) as running:
         got = httpx.get(f"{running.url}{path_of('odd')}", params={"layout": "tp=2"}, headers=PLAIN, trust_env=False)
     assert got.status_code in (200, 400, 422), got.text
@@ -421,12 +406,12 @@ def test_configs_that_say_nothing(tmp_path: Path, config: bytes) -> None:
 def test_planned_shards_are_kept_within_bounds(service: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many shards are asked for, few stay planned, and what was forgotten is planned again, the same."""
     monkeypatch.setattr(planned, "PARTS_MAX", 100)
-    first = http.head(path_of("mixtral"), params={"layout": "dp=9"}).headers["etag"]
+    first = http.head(path_of("moe"), params={"layout": "dp=9"}).headers["etag"]
     for rank in range(1, 9):
-        http.head(path_of("mixtral"), params={"layout": "dp=9", "rank": rank})
+        http.head(path_of("moe"), params={"layout": "dp=9", "rank": rank})
     kept = service.app.state.planned._shards
     assert len(kept) == 1
-    assert http.head(path_of("mixtral"), params={"layout": "dp=9"}).headers["etag"] == first
+    assert http.head(path_of("moe"), params={"layout": "dp=9"}).headers["etag"] == first
 
 
 def test_no_memory_stays_when_nobody_reads(service: Served, http: httpx.Client) -> None:

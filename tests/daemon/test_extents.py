@@ -53,8 +53,14 @@ def pieces(built: Built) -> list[Piece]:
 
 
 def take(held: ProvenExtents, wanted: Sequence[Piece]) -> dict[Piece, bytes]:
+    found: dict[Piece, bytes] = {}
     with held.opened():
-        return {piece: data.tobytes() for piece, data in held.lend(SOURCE, wanted)}
+        for run, data in held.lend(SOURCE, wanted):
+            assert data.nbytes == run[-1].stop - run[0].start
+            for piece in run:
+                at = piece.start - run[0].start
+                found[piece] = data[at : at + piece.length].tobytes()
+    return found
 
 
 def stored(built: Built, piece: Piece) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast_formats import layouts, proof, reading, rest, rules, shard_file
+from holdfast_formats import holding, layouts, proof, reading, rest, shard_file
 from holdfast_formats.errors import CorruptManifest, NoSuchResource, StateMismatch
 from holdfast_formats.holding import Held, Holding
 from holdfast_formats.reading import ReadPlan, Wanted
@@ -30,7 +30,6 @@ CONFIG = "config.json"
 CONFIG_BYTES_MAX = 2**20
 NOTES_MAX = 100
 EXTENTS_MAX = 20_000  # of one page, unless a single tensor has more
-MODEL = "model"  # the group that other groups' names follow
 
 
 class Asked(NamedTuple):
@@ -137,9 +136,6 @@ class PlannedShards:
 
         Every spelling of a layout has one shard.
         """
-        if asked.group not in contents.manifest.tensors:
-            groups = ", ".join(contents.manifest.groups)
-            raise NoSuchResource(f"there is no group {asked.group!r}", hint=f"groups: {groups}")
         layout = layouts.parse(asked.layout)
         asked = asked._replace(layout=layouts.text(layout))
         key = (contents.sha256, asked)
@@ -164,12 +160,8 @@ class PlannedShards:
     def _holding(self, contents: Contents, asked: Asked) -> Holding:
         key = (contents.sha256, asked.layout, asked.group)
         if key not in self._holdings:
-            manifest = contents.manifest
-            layout = layouts.parse(asked.layout)
-            specs = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors[asked.group].items()}
-            names = manifest.tensors.get(MODEL) or specs
-            chosen = rules.choose(self._config(contents), names, table=layout.rules)
-            self._holdings[key] = Holding(layout, asked.group, specs, chosen, manifest.aliases.get(asked.group))
+            layout, config = layouts.parse(asked.layout), self._config(contents)
+            self._holdings[key] = holding.of_manifest(contents.manifest, asked.group, layout, config)
             if len(self._holdings) > HOLDINGS_MAX:
                 self._holdings.popitem(last=False)
         self._holdings.move_to_end(key)

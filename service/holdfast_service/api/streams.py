@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -124,14 +124,14 @@ class Streams:
         missing = sum(_place(recipe, strip, window, wanted) for strip in shard_file.strips(recipe.file, low, high))
         straight = {piece: places[0].straight(piece) for piece, places in wanted.items() if len(places) == 1}
         as_stored = [(piece, at) for piece, at in straight.items() if at is not None]
-        for run, at in _runs(as_stored):
-            length = run[-1].stop - run[0].start
-            self.extents.read(recipe.source, run, window[at : at + length])
+        for following, at in _runs(as_stored):
+            length = following[-1].stop - following[0].start
+            self.extents.read(recipe.source, following, window[at : at + length])
             missing -= length
         with self.extents.opened():
             scattered = [piece for piece in wanted if straight.get(piece) is None]
-            for piece, data in self.extents.lend(recipe.source, scattered):
-                missing -= sum(_move(piece, data, place) for place in wanted[piece])
+            for run, data in self.extents.lend(recipe.source, scattered):
+                missing -= _scatter(run, data, wanted)
         assert missing == 0, f"{missing} bytes of window [{low}, {high}) were not found"
         return window.data
 
@@ -170,11 +170,26 @@ def _runs(listed: Iterable[tuple[Piece, int]]) -> Iterator[tuple[list[Piece], in
         yield run, begin
 
 
-def _move(piece: Piece, data: Octets, place: Place) -> int:
-    """Copy what a place has of an extent; returns how many bytes."""
-    itemsize = place.held.dtype.itemsize
-    units, first = data.view(place.held.dtype), piece.offset // itemsize
-    return transfer.move(Direction.SCATTER, units, first, place.held, place.box, place.shape) * itemsize
+def _scatter(run: Sequence[Piece], data: Octets, wanted: Mapping[Piece, list[Place]]) -> int:
+    """Copy what the window has of pieces that follow each other; returns how many bytes.
+
+    What belongs to one tensor and goes to the same places is moved at once.
+    """
+    moved = first = 0
+    for last in range(1, len(run) + 1):
+        if last < len(run) and run[last].tensor == run[first].tensor and _same(wanted[run[last]], wanted[run[first]]):
+            continue
+        octets = data[run[first].start - run[0].start : run[last - 1].stop - run[0].start]
+        for place in wanted[run[first]]:
+            itemsize = place.held.dtype.itemsize
+            units, offset = octets.view(place.held.dtype), run[first].offset // itemsize
+            moved += itemsize * transfer.move(Direction.SCATTER, units, offset, place.held, place.box, place.shape)
+        first = last
+    return moved
+
+
+def _same(places: Sequence[Place], others: Sequence[Place]) -> bool:
+    return len(places) == len(others) and all(a is b for a, b in zip(places, others, strict=True))
 
 
 def _heard(filling: asyncio.Future[memoryview]) -> None:

@@ -28,7 +28,7 @@ SLABS_MAX = 6  # 96 MiB
 KEPT_BYTES_MIN = 2**18  # a smaller read costs less to repeat than a slab is worth
 
 Octets = NDArray[np.uint8]
-Lent = tuple[Piece, Octets]
+Lent = tuple[Sequence[Piece], Octets]  # pieces that follow each other in a file, and all their bytes
 Key = tuple[str, str, int]  # the manifest's SHA-256, file, first byte
 
 
@@ -86,7 +86,7 @@ class ProvenExtents:
                     self._free.clear()
 
     def lend(self, source: Source, pieces: Sequence[Piece]) -> Iterator[Lent]:
-        """Each piece and its proven bytes, by file and position. They are on loan until the next one is asked for.
+        """The pieces and their proven bytes, by file and position. They are on loan until the next ones are asked for.
 
         To be used inside `opened`. Raises `CorruptExtent` for a piece that is not what was written, `CorruptManifest` where
         its file is gone, `StorageFailed`.
@@ -107,8 +107,9 @@ class ProvenExtents:
             size = self._tier.read_into(f"{source.directory}/{name}", run[0].start, target)
         except NoSuchResource as error:
             raise CorruptManifest(f"{name} is missing", file=name) from error
-        for piece, data in _cut(run, target[:size], run[0].start):
-            proof.check(piece, data)
+        for piece in run:
+            at = piece.start - run[0].start
+            proof.check(piece, target[at : min(at + piece.length, size)])
 
     def _lend_some(self, source: Source, pieces: Sequence[Piece]) -> Generator[Lent, None, int]:
         """The first pieces of a batch, as many as stand in one block or can be read at once; returns how many."""
@@ -118,12 +119,12 @@ class ProvenExtents:
         if block is None:  # a few bytes
             small: Octets = np.empty(run[-1].stop - run[0].start, np.uint8)
             self.read(source, run, small)
-            yield from _cut(run, small, run[0].start)
+            yield run, small
             return count
         try:
             if not block.ready:
                 self._fill(source, run, block)
-            yield from _cut(run, block.slab, block.start)
+            yield run, block.slab[run[0].start - block.start : run[-1].stop - block.start]
         finally:
             with self._changed:
                 block.users -= 1
@@ -190,8 +191,3 @@ class ProvenExtents:
         with self._changed:
             block.ready = True
             self._changed.notify_all()
-
-
-def _cut(run: Sequence[Piece], data: Octets, start: int) -> Iterator[Lent]:
-    for piece in run:
-        yield piece, data[piece.start - start : piece.stop - start]
