@@ -302,7 +302,10 @@ VALUES = st.one_of(
     st.sampled_from(["stage3", "2:stage3:dim0", "4:stage3:flat", "3:stage3:whole", "2:1/3", "split", "groups", "tp-dp-pp"]),
     st.text(max_size=6),
 )
+MEANT = st.sampled_from([world.text for world in LAYOUTS["moe"].values()])
 LAYOUT_TEXTS = st.one_of(
+    MEANT,
+    st.tuples(MEANT, AXES, VALUES).map(lambda parts: f"{parts[0]},{parts[1]}={parts[2]}"),
     st.text(max_size=30),
     st.lists(st.tuples(AXES, VALUES), max_size=4).map(lambda pairs: ",".join(f"{k}={v}" for k, v in pairs)),
     st.dictionaries(AXES, st.one_of(VALUES, st.integers(), st.none()), max_size=3).map(json.dumps),

@@ -157,13 +157,12 @@ def save(root: Path, run: str, tensors: dict[str, NDArray[Any]]) -> None:
 @contextmanager
 def serving(source: str, directory: Path) -> Iterator[int]:
     """A file server in a process of its own; yields its port."""
-    process = subprocess.Popen([sys.executable, "-c", source, str(directory)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield int(process.stdout.readline())
-    finally:
-        process.terminate()
-        process.wait(30)
+    with subprocess.Popen([sys.executable, "-c", source, str(directory)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield int(process.stdout.readline())
+        finally:
+            process.terminate()
 
 
 def measure(directory: Path, runs: int, shard_bytes: int, cases: list[str]) -> list[dict[str, Any]]:
