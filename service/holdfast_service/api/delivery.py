@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple
@@ -25,10 +25,11 @@ from . import problems
 log = logging.getLogger(__name__)
 
 ZSTD_LEVEL = 3
+SENT_BYTES = 2**19  # handed to the server at once: where larger ones are copied, fresh memory costs more than the copy
 _RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
 _WEIGHT = re.compile(r"q=(0(?:\.\d{0,3})?|1(?:\.0{0,3})?)")
 Fetch = Callable[[str, int, int], Awaitable[bytes]]  # file, first byte, length -> the bytes, fewer only at the file's end
-Body = Callable[[int, int], AsyncGenerator[bytes | memoryview, None]]  # first byte, one behind the last -> the bytes
+Body = Callable[[int, int], AsyncGenerator[bytes, None]]  # first byte, one behind the last -> the bytes
 
 
 class Delivery(NamedTuple):
@@ -183,14 +184,21 @@ def _unchanged(headers: Mapping[str, str]) -> Response:
 def proven(name: str, pieces: Sequence[Piece], fetch: Fetch) -> Body:
     """The body of a stored file: whole pieces are read, and checked before they are cut."""
 
-    async def body(start: int, stop: int) -> AsyncGenerator[bytes | memoryview, None]:
+    async def body(start: int, stop: int) -> AsyncGenerator[bytes, None]:
         for batch in proof.batches(proof.overlapping(pieces, start, stop)):
             at = batch[0].start
             data = memoryview(await fetch(name, at, batch[-1].stop - at))
             await asyncio.to_thread(_check, batch, data)
-            yield data[max(start - at, 0) : min(stop, batch[-1].stop) - at]
+            for part in parts_of(data[max(start - at, 0) : min(stop, batch[-1].stop) - at]):
+                yield part
 
     return body
+
+
+def parts_of(data: memoryview) -> Iterator[bytes]:
+    """Copies of the bytes, in parts of a size that goes through the server well; the memory may be used again then."""
+    for at in range(0, len(data), SENT_BYTES):
+        yield bytes(data[at : at + SENT_BYTES])
 
 
 def _check(batch: Sequence[Piece], data: memoryview) -> None:
@@ -198,9 +206,7 @@ def _check(batch: Sequence[Piece], data: memoryview) -> None:
         proof.check(piece, data[piece.start - batch[0].start : piece.stop - batch[0].start])
 
 
-async def _rest(
-    first: bytes | memoryview, body: AsyncGenerator[bytes | memoryview, None]
-) -> AsyncGenerator[bytes | memoryview, None]:
+async def _rest(first: bytes, body: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     async with aclosing(body):
         yield first
         try:
@@ -211,7 +217,7 @@ async def _rest(
             raise TransferAborted(error.detail) from error
 
 
-async def _packed(body: AsyncGenerator[bytes | memoryview, None]) -> AsyncIterator[bytes]:
+async def _packed(body: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
     packer = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj()
     async with aclosing(body):
         async for part in body:

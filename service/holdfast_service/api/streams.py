@@ -21,10 +21,11 @@ from holdfast_formats.transfer import Direction, Elements
 from holdfast_service.daemon.extents import Octets, ProvenExtents, Source
 from holdfast_service.storage import Tier
 
+from .delivery import parts_of
+
 WINDOW_BYTES = 2**21
-SENT_BYTES = 2**19  # what is handed to the server at once: it copies it, and larger copies cost it fresh memory each time
 AHEAD = 2  # windows that are put together while one is sent
-STREAMS_MAX = 16  # at most 3 windows and what the server copies: 128 MiB in all, and the extents' slabs
+STREAMS_MAX = 16  # of 3 windows and what the server holds: 128 MiB in all, and the extents' slabs
 STREAM_WAIT_MAX_S = 30.0
 THREADS_MAX = 4
 
@@ -65,7 +66,7 @@ class Streams:
         self._threads = ThreadPoolExecutor(THREADS_MAX, "holdfast-shard")
         self._room = asyncio.Semaphore(streams_max)
 
-    async def body(self, recipe: Recipe, start: int, stop: int) -> AsyncGenerator[bytes | memoryview, None]:
+    async def body(self, recipe: Recipe, start: int, stop: int) -> AsyncGenerator[bytes, None]:
         """Bytes [start, stop) of a shard's file, window by window.
 
         The first one comes after the first window was proven. Raises `Damaged` and `StorageFailed`, and `DeadlineExceeded`
@@ -73,15 +74,17 @@ class Streams:
         """
         header = recipe.file.header
         todo = shard_file.windows(recipe.file, start, stop, WINDOW_BYTES)
-        ahead: deque[tuple[int, asyncio.Future[memoryview]]] = deque()
+        ahead: deque[tuple[tuple[int, int], asyncio.Future[Octets]]] = deque()
+        spare: list[Octets] = []  # windows that were sent
         loop = asyncio.get_running_loop()
 
         def begin() -> None:
             span = next(todo, None)
             if span is not None:
-                filling = loop.run_in_executor(self._threads, self._filled, recipe, *span)
+                memory = spare.pop() if spare else np.empty(WINDOW_BYTES, np.uint8)
+                filling = loop.run_in_executor(self._threads, self._fill, recipe, span, memory)
                 filling.add_done_callback(_heard)
-                ahead.append((span[0], filling))
+                ahead.append((span, filling))
 
         async with self._admitted():
             try:
@@ -90,14 +93,15 @@ class Streams:
                 if start < len(header):
                     if ahead:
                         await ahead[0][1]
-                    yield header[start:stop]
+                    for part in parts_of(memoryview(header)[start:stop]):
+                        yield part
                 while ahead:
-                    low, filling = ahead.popleft()
-                    data = await filling
+                    (low, high), filling = ahead.popleft()
+                    window = await filling
                     begin()
-                    data = data[max(start - low, 0) : stop - low]
-                    for at in range(0, len(data), SENT_BYTES):
-                        yield data[at : at + SENT_BYTES]
+                    for part in parts_of(window.data[max(start - low, 0) : min(stop, high) - low]):
+                        yield part
+                    spare.append(window)
             finally:
                 for _, filling in ahead:
                     filling.cancel()
@@ -117,9 +121,13 @@ class Streams:
         finally:
             self._room.release()
 
-    def _filled(self, recipe: Recipe, low: int, high: int) -> memoryview:
-        """One window, in a thread. A stream that has ended meanwhile does not stop it: its slabs are returned by itself."""
-        window: Octets = np.empty(high - low, np.uint8)
+    def _fill(self, recipe: Recipe, span: tuple[int, int], memory: Octets) -> Octets:
+        """One window, in a thread. A stream that has ended meanwhile does not stop it: it gives its slabs back by itself.
+
+        What is returned is all of `memory`; the window is the beginning of it.
+        """
+        low, high = span
+        window = memory[: high - low]
         wanted: dict[Piece, list[Place]] = {}
         missing = sum(_place(recipe, strip, window, wanted) for strip in shard_file.strips(recipe.file, low, high))
         straight = {piece: places[0].straight(piece) for piece, places in wanted.items() if len(places) == 1}
@@ -133,7 +141,7 @@ class Streams:
             for run, data in self.extents.lend(recipe.source, scattered):
                 missing -= _scatter(run, data, wanted)
         assert missing == 0, f"{missing} bytes of window [{low}, {high}) were not found"
-        return window.data
+        return memory
 
 
 def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, list[Place]]) -> int:
@@ -192,7 +200,7 @@ def _same(places: Sequence[Place], others: Sequence[Place]) -> bool:
     return len(places) == len(others) and all(a is b for a, b in zip(places, others, strict=True))
 
 
-def _heard(filling: asyncio.Future[memoryview]) -> None:
+def _heard(filling: asyncio.Future[Octets]) -> None:
     """A window that nobody waits for any more may have failed: that is not news."""
     if not filling.cancelled():
         filling.exception()
