@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,12 @@ from holdfast_formats.layout import natural_key
 from holdfast_formats.parts import LocalTensor, Part
 from holdfast_formats.region import Box
 from holdfast_service.api import planned, streams
-from tests.checkpoints import Built, build, flip
+from tests.checkpoints import Built, build
 from tests.layouts import models, oracle
 from tests.layouts.matrix import LAYOUTS, MODELS
-from tests.layouts.models import Model
 from tests.serving import Served, served
 
-PLAIN = {"Accept-Encoding": "identity"}
-
-
-@dataclass(frozen=True, repr=False)
-class Root:
-    """A root directory and what was built in it, without a representation of a megabyte."""
-
-    path: Path
-    made: dict[str, Built]
+from .shard_roots import PLAIN, Root, path_of, save
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +37,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
     """Checkpoints of three architectures, which tests only read; runs are named as the models."""
     path = tmp_path_factory.mktemp("root")
     return Root(path, {name: save(path, model) for name, model in MODELS.items()})
-
-
-def save(root: Path, model: Model) -> Built:
-    arrays = {"model": model.arrays(0), "master": model.arrays(1)}
-    directory = root / naming.checkpoint_path(model.name, 5)
-    return build(directory, arrays, run=model.name, config=json.dumps(model.config).encode())
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +55,6 @@ def http(service: Served) -> Iterator[httpx.Client]:
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows so small that every shard has many, and most of them cut tensors."""
     monkeypatch.setattr(streams, "WINDOW_BYTES", 1024)
-
-
-def path_of(run: str, step: str = "5") -> str:
-    return f"/v1/runs/{run}/checkpoints/{step}/shard"
 
 
 def expected(built: Built, text: str, rank: int, group: str = "model") -> dict[str, NDArray[Any]]:
@@ -339,64 +319,6 @@ def test_nothing_that_is_asked_is_a_defect_or_a_wrong_byte(
     assert len(got.content) == int(got.headers["content-length"])
 
 
-@pytest.fixture
-def damaged(tmp_path: Path) -> Iterator[tuple[Built, httpx.Client]]:
-    """A checkpoint that a test may damage, behind a service of its own."""
-    built = save(tmp_path, MODELS["llama"])
-    with served(tmp_path) as running, httpx.Client(base_url=running.url, trust_env=False, headers=PLAIN) as client:
-        yield built, client
-
-
-def test_damage_is_never_sent(damaged: tuple[Built, httpx.Client]) -> None:
-    """Of a damaged extent no byte leaves: a problem where nothing was sent yet, else the connection is cut before it."""
-    built, http = damaged
-    intact = http.get(path_of("llama")).content
-    entry = built.manifest.tensors["model"]["model.norm.weight"]
-    header_bytes = int.from_bytes(intact[:8], "little")
-    at = 8 + header_bytes + json.loads(intact[8 : 8 + header_bytes])["model.norm.weight"]["data_offsets"][0]
-    flip(built.path / entry.file, entry.start + 3, 6)
-    received = b""
-    with http.stream("GET", path_of("llama")) as response:
-        assert response.status_code == 200
-        with pytest.raises(httpx.RemoteProtocolError):
-            for part in response.iter_raw():
-                received += part
-    assert len(received) <= at
-    assert intact.startswith(received)
-    got = http.get(path_of("llama"), headers={"Range": f"bytes={at}-{at}"})
-    assert (got.status_code, got.json()["code"], got.json()["tensor"]) == (500, "corrupt-extent", "model.norm.weight")
-    assert http.get(path_of("llama"), headers={"Range": "bytes=0-9000"}).content == intact[:9001]
-    packed = http.get(path_of("llama"), headers={"Range": f"bytes={at}-", "Accept-Encoding": "zstd"})
-    assert packed.status_code == 500
-
-
-def test_damage_in_the_first_window_is_a_problem(damaged: tuple[Built, httpx.Client]) -> None:
-    """The header alone would be whole, but it is not sent before the first tensors are proven."""
-    built, http = damaged
-    entry = built.manifest.tensors["model"]["lm_head.weight"]
-    flip(built.path / entry.file, entry.start)
-    got = http.get(path_of("llama"))
-    assert (got.status_code, got.json()["code"]) == (500, "corrupt-extent")
-    assert http.get(path_of("llama"), headers={"Accept-Encoding": "zstd"}).status_code == 500
-    assert http.head(path_of("llama")).status_code == 200
-
-
-def test_files_and_config_that_are_gone(damaged: tuple[Built, httpx.Client]) -> None:
-    """A missing file is a problem that names it; so is a config.json that is missing, damaged, or no JSON object."""
-    built, http = damaged
-    config = built.path / planned.CONFIG
-    flip(config, 0)
-    assert http.get(path_of("llama"), params={"layout": "tp=2"}).json()["code"] == "corrupt-extent"
-    config.unlink()
-    assert http.get(path_of("llama"), params={"layout": "tp=2"}).json()["code"] == "corrupt-manifest"
-    config.write_bytes(json.dumps(MODELS["llama"].config).encode())
-    assert http.get(path_of("llama"), params={"layout": "tp=2"}).status_code == 200
-    for path in built.path.glob("model-*.safetensors"):
-        path.unlink()
-    got = http.get(path_of("llama"), params={"layout": "tp=2"})
-    assert (got.status_code, got.json()["code"]) == (500, "corrupt-manifest")
-
-
 @pytest.mark.parametrize("config", [b"[1]", b"{", b"{" * 100_000, b'{"model_type": 5}', b'{"hidden_size": "many"}'])
 def test_configs_that_say_nothing(tmp_path: Path, config: bytes) -> None:
     """A config.json is a file that anybody may have written: what cannot be meant is a problem, never a defect."""
@@ -415,32 +337,3 @@ def test_planned_shards_are_kept_within_bounds(service: Served, http: httpx.Clie
     kept = service.app.state.planned._shards
     assert len(kept) == 1
     assert http.head(path_of("moe"), params={"layout": "dp=9"}).headers["etag"] == first
-
-
-def test_no_memory_stays_when_nobody_reads(service: Served, http: httpx.Client) -> None:
-    """Slabs are given back when the last stream has ended, also one that was broken off."""
-    extents = service.app.state.streams.extents
-    with http.stream("GET", path_of("llama")) as response:
-        body = response.iter_raw()
-        next(body)
-    http.get(path_of("llama"))
-    assert extents.bytes == 0
-
-
-def test_too_many_streams_are_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who finds no room in time is told so; a client that breaks off makes room again."""
-    monkeypatch.setattr(streams, "STREAM_WAIT_MAX_S", 0.2)
-    monkeypatch.setattr(streams, "WINDOW_BYTES", 2**21)
-    arrays = {"model": {"big": np.arange(2**22, dtype=np.uint64)}}  # 32 MiB, more than sockets hold
-    directory = tmp_path / naming.checkpoint_path("big", 5)
-    build(directory, arrays, run="big", config=b"{}", file_bytes_max=2**30, extent_bytes=2**20)
-    with served(tmp_path) as running, httpx.Client(base_url=running.url, trust_env=False, headers=PLAIN) as client:
-        running.app.state.streams = streams.Streams(running.services.tier, streams_max=1)
-        with client.stream("GET", path_of("big")) as slow:
-            body = slow.iter_raw()
-            next(body)
-            got = client.get(path_of("big"))
-            assert (got.status_code, got.json()["code"], got.json()["retryable"]) == (504, "deadline-exceeded", True)
-            assert client.head(path_of("big")).status_code == 200
-        monkeypatch.setattr(streams, "STREAM_WAIT_MAX_S", 10.0)
-        assert client.get(path_of("big"), headers={"Range": "bytes=0-9"}).status_code == 206
