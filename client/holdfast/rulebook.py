@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,8 @@ from holdfast_formats.rules import Rules
 
 from .reader import CheckpointReader
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 CONFIG = "config.json"
-RULES_BYTES_MAX = 2**20
+RULES_BYTES_MAX = 2**20  # a table has its own, lower limit: this one keeps a wrong file out of memory
 
 RulesSource = str | Path | Mapping[str, Any] | None  # a TOML file, what it would hold, or the tables as they are
 LayoutSource = Layout | str | Mapping[str, Any]
@@ -34,7 +28,19 @@ def layout_of(layout: LayoutSource) -> Layout:
 
 def choose(config: Mapping[str, Any] | None, names: Iterable[str], layout: Layout, source: RulesSource) -> Rules:
     """The rules for a model: the table that the layout names or its config implies, extended by the team's own."""
-    return rules.choose(config, names, table=layout.rules, extra=_extra(source))
+    return rules.choose(config, names, table=layout.rules, extra=read_rules(source))
+
+
+def read_rules(source: RulesSource) -> Mapping[str, Any] | None:
+    """A team's own rules as plain values; `InvalidRequest` naming a file that cannot be read or is no TOML."""
+    if source is None or isinstance(source, Mapping):
+        return source
+    try:
+        with open(source, "rb") as file:
+            text = file.read(RULES_BYTES_MAX)
+    except OSError as error:
+        raise InvalidRequest(f"the rules at {source} cannot be read: {error.strerror}") from error
+    return rules.decode(text)
 
 
 def config_of(reader: CheckpointReader) -> Mapping[str, Any] | None:
@@ -53,20 +59,3 @@ def parse_config(encoded: bytes, label: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise CorruptManifest(f"{label}: {CONFIG} is not a JSON object", file=CONFIG)
     return found
-
-
-def _extra(source: RulesSource) -> Mapping[str, Any] | None:
-    if source is None or isinstance(source, Mapping):
-        return source
-    path = Path(source)
-    try:
-        with open(path, "rb") as file:
-            text = file.read(RULES_BYTES_MAX + 1)
-    except OSError as error:
-        raise InvalidRequest(f"the rules at {path} cannot be read: {error.strerror}") from error
-    if len(text) > RULES_BYTES_MAX:
-        raise InvalidRequest(f"the rules at {path} are over {RULES_BYTES_MAX} bytes", hint="is it a TOML file of rules?")
-    try:
-        return tomllib.loads(text.decode())
-    except ValueError as error:
-        raise InvalidRequest(f"the rules at {path} are not TOML: {error}") from error
