@@ -54,6 +54,7 @@ def build(
     step: int = 5,
     aliases: Mapping[str, Mapping[str, str]] | None = None,
     file_bytes_max: int = 5000,
+    config: bytes = b'{"model_type": "tiny"}\n',
 ) -> Built:
     """Write a committed checkpoint into `directory`, which is made."""
     directory.mkdir(parents=True)
@@ -80,7 +81,7 @@ def build(
         naming.index_file_name(group): index.encode([plan for plan in plans if plan.group == group]) for group in held
     }
     small[naming.STATE] = values.merge(step, {"loss": 2.5}, list(held), {0: {"extra": {"lr": "0.1"}}})
-    small["config.json"] = b'{"model_type": "tiny"}\n'
+    small["config.json"] = config
     small["empty.txt"] = b""
     for name, data in small.items():
         (directory / name).write_bytes(data)

@@ -107,9 +107,11 @@ class Checkpoint:
         entry = self.reader.entry(group, name)
         box = Box(*map(tuple, box)) if box is not None else whole(entry.shape)
         check_box(box, entry.shape, name)
-        return self._filled(group, [of_box(name, entry.dtype, name, box)], framework)[name]
+        return self.fill([of_box(name, entry.dtype, name, box)], group, framework)[name]
 
-    def held(self, layout: Layout | str | Mapping[str, Any], rank: int, group: str = "model", rules: RulesSource = None) -> Held:
+    def held(
+        self, layout: Layout | str | Mapping[str, Any], rank: int, group: str = "model", rules: RulesSource = None
+    ) -> Held:
         """What a rank holds in a layout, in parts of stored tensors, with notes on what was padded, uneven or replicated.
 
         Nothing is read but the model's config.json. `rules` is a TOML file, or what it would hold, that extends the tables.
@@ -120,7 +122,8 @@ class Checkpoint:
         wanted = rulebook.layout_of(layout)
         specs = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors[group].items()}
         names = self.tensors.get("model") or self.tensors[group]
-        return hold(wanted, rank, group, specs, rulebook.choose(self.config, names, wanted, rules))
+        chosen = rulebook.choose(self.config, names, wanted, rules)
+        return hold(wanted, rank, group, specs, chosen, self.manifest.aliases.get(group))
 
     def shard(
         self,
@@ -135,25 +138,22 @@ class Checkpoint:
         Names that the model ties share one array. Only the extents that hold something of the shard are read.
         """
         shards.check_framework(framework)
-        held = self.held(layout, rank, group, rules)
-        return self.fill(held, group, framework)
-
-    def fill(self, held: Held, group: str = "model", framework: Framework = "numpy") -> dict[str, Any]:
-        """The arrays of what `held` said, read and proven."""
-        arrays = self._filled(group, held.tensors, framework)
-        tied = {alias: arrays[name] for alias, name in held.aliases.items() if name in arrays and alias not in arrays}
-        return {**arrays, **tied}
+        wanted = rulebook.layout_of(layout)
+        arrays = self.fill(self.held(wanted, rank, group, rules).tensors, group, framework)
+        if wanted.mesh.pp == 1:  # with several stages, the other one has its own
+            tied = self.manifest.aliases.get(group, {})
+            arrays |= {alias: arrays[name] for alias, name in tied.items() if name in arrays and alias not in arrays}
+        return arrays
 
     def plan(self, tensors: Sequence[LocalTensor], group: str = "model") -> ReadPlan:
         """What has to be read to fill these local tensors, and how many of its bytes they need."""
         wanted = (Wanted(group, part.tensor, part.box) for local in tensors for part in local.parts)
         return reading.plan(self.manifest, wanted)
 
-    def _filled(self, group: str, tensors: Sequence[LocalTensor], framework: Framework) -> dict[str, Any]:
+    def fill(self, tensors: Sequence[LocalTensor], group: str = "model", framework: Framework = "numpy") -> dict[str, Any]:
+        """The arrays of local tensors that are made of parts of this group's, by name; padding is zero."""
         memory = [shards.allocate(local) for local in tensors]
-        arrays = {
-            local.name: shards.array(local, octets, framework) for local, octets in zip(tensors, memory, strict=True)
-        }
+        arrays = {local.name: shards.array(local, octets, framework) for local, octets in zip(tensors, memory, strict=True)}
         # Nobody sees the memory before all of it is proven, so one pass is enough.
         self.reader.load(
             want for local, octets in zip(tensors, memory, strict=True) for want in shards.wants(group, local, octets)

@@ -15,7 +15,6 @@ from .sources import HttpSource
 from .state import OPTIM, Stored, TrainState
 from .warm import fill
 
-
 _OPTIMIZERS = f"{OPTIM}/"
 
 
@@ -58,9 +57,7 @@ def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, int], 
     restoration.apply()
     cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
     remapped = [
-        f"{name}: taken from another rank of the saved world"
-        for name in held.remapped
-        if not name.startswith(_OPTIMIZERS)
+        f"{name}: taken from another rank of the saved world" for name in held.remapped if not name.startswith(_OPTIMIZERS)
     ]
     return RestoreReport(
         step=reader.manifest.step,

@@ -59,9 +59,7 @@ def lay_out(tensors: Sequence[LocalTensor]) -> ShardFile:
     return ShardFile(header, tuple(placed), len(header) + end)
 
 
-def write(
-    reader: CheckpointReader, group: str, file: ShardFile, path: Path, on_bytes: OnBytes = lambda _: None
-) -> None:
+def write(reader: CheckpointReader, group: str, file: ShardFile, path: Path, on_bytes: OnBytes = lambda _: None) -> None:
     """Read, prove and write a shard. The file must not be there yet; on any error it is removed again.
 
     Nothing is synced: a power cut may lose the file. `on_bytes` hears how many bytes of the file were written. Raises

@@ -28,9 +28,10 @@ from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 
 from . import extras, optimizers, rng
+from .declared import Declared, Live
 from .extras import Stateful, Value
-from .declared import Declared, land
 from .fragments import Fragment, Storable, is_dtensor
+from .landing import land
 from .leaves import Content, Key, Known, Leaf, Plan, Selection, Stored, check_groups
 from .modules import ModuleState, NamedTensors, module_state, parameter_names
 from .optimizers import OptimizerDocument, OptimizerState
@@ -135,7 +136,7 @@ class TrainState:
             if part.groups & wanted or (self.declared is not None and part in parts.named):
                 part.collect(content)
         kept = tuple(group for group in parts.groups if group in wanted)
-        content = content if self.declared is None else self.declared.outward(content)
+        content = content if self.declared is None else self.declared.outward(content, _live(parts.named))
         return Snapshot(
             kept,
             tuple(leaf for leaf in content.leaves.values() if leaf.group in wanted),
@@ -164,7 +165,7 @@ class TrainState:
             tensors = [part.tensors() for part in parts.named] + [part.tensors() for part in parts.optimizers]
             watch.see_memory(chain.from_iterable(tensors))
         if self.declared is not None:
-            content = self.declared.outward(content)
+            content = self.declared.outward(content, _live(parts.named))
         return _Walk(parts, content, documents, watch, dict(self.state))
 
     def _holds(self, walk: _Walk) -> bool:
@@ -192,9 +193,9 @@ class TrainState:
         selection = Selection(check_groups(groups, parts.groups), tuple(ignore))
         if self.declared is None:
             return restoration([part.plan(stored, selection) for part in parts.all], stored, selection, strict)
-        shown = self.declared.inward(stored, selection.groups, _foreign(parts.named))
+        shown = self.declared.inward(stored, selection.groups, _live(parts.named))
         plans = [part.plan(shown.stored, selection) for part in parts.all]
-        return land(restoration(plans, shown.stored, selection, strict), shown)
+        return land(restoration(plans, shown.stored, selection, strict), shown.held, shown.notes)
 
     def _values(self, groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
         found = _by_group(groups, values)
@@ -230,14 +231,17 @@ def _by_group(groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dic
     return found
 
 
-def _foreign(named: Sequence[NamedTensors]) -> frozenset[Key]:
-    """The names whose tensors say themselves where they lie."""
-    return frozenset(
+def _live(named: Sequence[NamedTensors]) -> Live:
+    """The model's parameters in order (all its tensors, where it is no module), and what says itself where it lies."""
+    foreign = {
         (part.group, name)
         for part in named
         for name, value in part.state.tensors.items()
         if isinstance(value, Fragment) or is_dtensor(value)
-    )
+    }
+    model = next((part.state.tensors for group in (MODEL, MASTER) for part in named if part.group == group), {})
+    parameters = [name for name, value in model.items() if isinstance(value, nn.Parameter)]
+    return Live(tuple(parameters or model), frozenset(foreign))
 
 
 def _check_key(key: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,7 +41,7 @@ def test_gaps_are_what_nothing_covers(local: LocalTensor) -> None:
         parts.view(covered, part)[...] = True
     found = gaps(local)
     assert all(start < stop for start, stop in found)
-    assert all(a[1] < b[0] for a, b in zip(found, found[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(found))
     empty = np.ones(local.volume, np.bool_)
     for start, stop in found:
         empty[start:stop] = False

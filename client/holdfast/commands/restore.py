@@ -24,16 +24,12 @@ Out = Annotated[
 Groups = Annotated[
     list[str] | None, typer.Option("--group", metavar="GROUP", help="Only this group (can be given several times).")
 ]
-Layout = Annotated[
-    str | None, typer.Option("--layout", metavar="LAYOUT", help="Cut it for this layout, such as tp=4,pp=2.")
-]
+Layout = Annotated[str | None, typer.Option("--layout", metavar="LAYOUT", help="Cut it for this layout, such as tp=4,pp=2.")]
 Rank = Annotated[int | None, typer.Option("--rank", metavar="N", help="What this rank of the layout holds.")]
 AllRanks = Annotated[
     Path | None, typer.Option("--all-ranks", metavar="DIR", help="What every rank holds, a file each, in this directory.")
 ]
-Rules = Annotated[
-    Path | None, typer.Option("--rules", metavar="FILE", help="A TOML file with your own models' rules.")
-]
+Rules = Annotated[Path | None, typer.Option("--rules", metavar="FILE", help="A TOML file with your own models' rules.")]
 Plan = Annotated[
     bool, typer.Option("--plan", "--dry-run", help="Only print what the rank, or every rank, would hold and read.")
 ]

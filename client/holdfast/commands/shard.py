@@ -51,7 +51,9 @@ def restore(source: Source, wanted: Wanted, into: Into, as_json: bool) -> None:
     if into.all_ranks is not None and (wanted.rank is not None or into.out is not None):
         raise InvalidRequest("--all-ranks is for every rank's file", hint="leave --rank and --out out")
     if into.out is not None and wanted.rank is None:
-        raise InvalidRequest("nothing says whose shard the file shall hold", hint="give --rank N, or --all-ranks DIR instead")
+        raise InvalidRequest(
+            "nothing says whose shard the file shall hold", hint="give --rank N, or --all-ranks DIR instead"
+        )
     layout = rulebook.layout_of(wanted.layout)
     ranks = range(layout.mesh.world) if wanted.rank is None else (wanted.rank,)
     with Checkpoint(source) as checkpoint:
@@ -80,9 +82,7 @@ def _share(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, rank: int) ->
     return Share(rank, held, size, checkpoint.plan(held.tensors, wanted.group))
 
 
-def _write(
-    checkpoint: Checkpoint, layout: Layout, wanted: Wanted, paths: Mapping[int, Path], as_json: bool
-) -> None:
+def _write(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, paths: Mapping[int, Path], as_json: bool) -> None:
     """All files, or none: what was written is removed where a later one fails."""
     shares = [_share(checkpoint, layout, wanted, rank) for rank in paths]
     files = [shard_file.lay_out(share.held.tensors) for share in shares]
