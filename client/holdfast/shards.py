@@ -74,7 +74,8 @@ def array(local: LocalTensor, octets: Octets, framework: Framework) -> Any:
         return octets.view(dtypes.to_numpy(local.dtype)).reshape(local.shape)
     torch, torch_dtypes = import_module("torch"), import_module(".torch_dtypes", __package__)
     dtype = torch_dtypes.torch_dtype(local.dtype, local.name)
-    return torch.from_numpy(octets).view(dtype).view(torch_dtypes.local_shape(dtype, local.shape))
+    shape = torch_dtypes.local_shape(dtype, local.shape)
+    return torch.from_numpy(octets).view(dtype).view(shape) if octets.size else torch.empty(shape, dtype=dtype)
 
 
 def pieces(local: LocalTensor, bytes_max: int) -> Iterator[LocalTensor]:
