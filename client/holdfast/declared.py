@@ -140,7 +140,8 @@ class Declared:
             own = {local.name: local for local in found.tensors if not live.is_foreign(group, local.name)}
             others = {name: spec for name, spec in given.items() if live.is_foreign(group, name)}
             specs[group] = {**others, **{name: (local.dtype, local.shape) for name, local in own.items()}}
-            aliases[group] = {a: name for a, name in tied.items() if name in specs[group] and a not in specs[group]}
+            offered = {a for a in tied if layout.mesh.pp == 1 or a in live.parameters}  # or it may be another stage's
+            aliases[group] = {a: tied[a] for a in sorted(offered - specs[group].keys()) if tied[a] in specs[group]}
             held.update({(group, name): local for name, local in own.items()})
             notes += [note for note in found.notes if note not in notes]
         values = {**stored.values, OPTIM: _inward_texts(stored, held)} if OPTIM in stored.values else stored.values

@@ -187,7 +187,11 @@ def test_rules_of_ones_own(model: Built, tmp_path: Path) -> None:
     own = tmp_path / "team.toml"
     own.write_text('name = "team"\nextends = "llama"\n[[tensors]]\nname = "lm_head.weight"\nstage = "last"\n')
     with holdfast.open(model.path) as checkpoint:
-        for rules in (own, str(own), {"name": "team", "extends": "llama", "tensors": [{"name": "lm_head.weight", "stage": "last"}]}):
+        for rules in (
+            own,
+            str(own),
+            {"name": "team", "extends": "llama", "tensors": [{"name": "lm_head.weight", "stage": "last"}]},
+        ):
             assert checkpoint.shard("tp=2", 1, rules=rules)["lm_head.weight"].shape == (llama.ROWS, llama.HIDDEN)
         with pytest.raises(InvalidRequest, match="missing.toml"):
             checkpoint.held("tp=2", 0, rules=tmp_path / "missing.toml")
