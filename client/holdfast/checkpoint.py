@@ -20,8 +20,7 @@ from urllib.parse import unquote
 
 from holdfast_formats import naming, reading
 from holdfast_formats.errors import InvalidRequest, NoSuchResource
-from holdfast_formats.holding import Held, hold
-from holdfast_formats.layouts import Layout
+from holdfast_formats.holding import Held, Holding
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.parts import LocalTensor, of_box
 from holdfast_formats.reading import ReadPlan, Wanted
@@ -31,7 +30,7 @@ from . import rulebook, shards
 from .api import Api
 from .library import LATEST, open_source, parse_target
 from .reader import CheckpointReader
-from .rulebook import RulesSource
+from .rulebook import LayoutSource, RulesSource
 from .shards import Framework
 from .sources import HttpSource, Source
 
@@ -109,10 +108,8 @@ class Checkpoint:
         check_box(box, entry.shape, name)
         return self.fill([of_box(name, entry.dtype, name, box)], group, framework)[name]
 
-    def held(
-        self, layout: Layout | str | Mapping[str, Any], rank: int, group: str = "model", rules: RulesSource = None
-    ) -> Held:
-        """What a rank holds in a layout, in parts of stored tensors, with notes on what was padded, uneven or replicated.
+    def holding(self, layout: LayoutSource, group: str = "model", rules: RulesSource = None) -> Holding:
+        """What every rank of a layout holds of a group: `of(rank)` says it, in parts of stored tensors.
 
         Nothing is read but the model's config.json. `rules` is a TOML file, or what it would hold, that extends the tables.
         Raises `InvalidRequest` for what is no layout, `StateMismatch` naming the tensor that it cannot be cut into.
@@ -123,11 +120,15 @@ class Checkpoint:
         specs = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors[group].items()}
         names = self.tensors.get("model") or self.tensors[group]
         chosen = rulebook.choose(self.config, names, wanted, rules)
-        return hold(wanted, rank, group, specs, chosen, self.manifest.aliases.get(group))
+        return Holding(wanted, group, specs, chosen, self.manifest.aliases.get(group))
+
+    def held(self, layout: LayoutSource, rank: int, group: str = "model", rules: RulesSource = None) -> Held:
+        """What one rank holds, with notes on what is uneven, padded or held by all; for many ranks use `holding`."""
+        return self.holding(layout, group, rules).of(rank)
 
     def shard(
         self,
-        layout: Layout | str | Mapping[str, Any],
+        layout: LayoutSource,
         rank: int,
         group: str = "model",
         rules: RulesSource = None,

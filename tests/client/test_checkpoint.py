@@ -193,7 +193,7 @@ def test_rules_of_ones_own(model: Built, tmp_path: Path) -> None:
             {"name": "team", "extends": "llama", "tensors": [{"name": "lm_head.weight", "stage": "last"}]},
         ):
             assert checkpoint.shard("tp=2", 1, rules=rules)["lm_head.weight"].shape == (llama.ROWS, llama.HIDDEN)
-        with pytest.raises(InvalidRequest, match="missing.toml"):
+        with pytest.raises(InvalidRequest, match=r"missing\.toml"):
             checkpoint.held("tp=2", 0, rules=tmp_path / "missing.toml")
         own.write_text("name = ")
         with pytest.raises(InvalidRequest, match="TOML"):

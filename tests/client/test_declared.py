@@ -228,7 +228,7 @@ def test_stages_hold_their_layers(whole: llama.Arrays) -> None:
 
 
 def test_tied_embeddings_of_two_stages_are_stored_once(whole: llama.Arrays, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the config ties the head to the embedding, both stages hold one stored tensor, and the other name is an alias."""
+    """Where the config ties the head to the embedding, both stages hold one stored tensor; the other name is an alias."""
     monkeypatch.setitem(llama.CONFIG, "tie_word_embeddings", True)
     tied = {**whole, "lm_head.weight": whole["model.embed_tokens.weight"]}
     stages = [llama.shapes(range(1), last=False), llama.shapes(range(1, 2), first=False)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ def restore(source: Source, wanted: Wanted, into: Into, as_json: bool) -> None:
     ranks = range(layout.mesh.world) if wanted.rank is None else (wanted.rank,)
     with Checkpoint(source) as checkpoint:
         if into.plan or (into.out is None and into.all_ranks is None):
-            shares = [_share(checkpoint, layout, wanted, rank) for rank in ranks]
+            shares = _shares(checkpoint, layout, wanted, ranks)
             if as_json:
                 console.print_json(_document(layout, wanted, shares))
             else:
@@ -76,15 +76,19 @@ def _file_of(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.safetensors"
 
 
-def _share(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, rank: int) -> Share:
-    held = checkpoint.held(layout, rank, wanted.group, wanted.rules)
-    size = sum(shards.nbytes(local) for local in held.tensors)
-    return Share(rank, held, size, checkpoint.plan(held.tensors, wanted.group))
+def _shares(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, ranks: Iterable[int]) -> list[Share]:
+    holding = checkpoint.holding(layout, wanted.group, wanted.rules)
+    shares = []
+    for rank in ranks:
+        held = holding.of(rank)
+        size = sum(shards.nbytes(local) for local in held.tensors)
+        shares.append(Share(rank, held, size, checkpoint.plan(held.tensors, wanted.group)))
+    return shares
 
 
 def _write(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, paths: Mapping[int, Path], as_json: bool) -> None:
     """All files, or none: what was written is removed where a later one fails."""
-    shares = [_share(checkpoint, layout, wanted, rank) for rank in paths]
+    shares = _shares(checkpoint, layout, wanted, paths)
     files = [shard_file.lay_out(share.held.tensors) for share in shares]
     written: list[Path] = []
     try:
