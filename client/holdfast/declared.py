@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from holdfast_formats import declaring, holding, layouts
+from holdfast_formats import declaring, holding, layouts, roles
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layouts import Layout
 from holdfast_formats.parts import LocalTensor, Part
@@ -83,9 +83,8 @@ class Declared:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """What a manifest says of the mesh: the axes that number the ranks, in order, then those of experts and chunks."""
-        mesh = self.layout.mesh
-        return {axis: getattr(mesh, axis) for axis in (*mesh.order, "etp", "vpp")}
+        """What a manifest says of the mesh."""
+        return roles.stated(self.layout.mesh)
 
     def outward(self, content: Content, live: Live) -> Content:
         """The same content with what is stored in the place of what is local.

@@ -11,6 +11,7 @@ import torch
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.region import Shape
+from holdfast_formats.roles import Heir
 from holdfast_formats.tensors import TensorSpec
 
 from . import fragments
@@ -52,6 +53,7 @@ class Stored(NamedTuple):
     aliases: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Mapping[str, str]]
     config: Mapping[str, Any] | None = None  # the model's config.json, where a layout has to know it
+    stream: Heir | None = None  # whose random streams this rank continues, where layouts say it
 
     def spec(self, group: str, name: str) -> tuple[str, Shape] | None:
         found = self.specs.get(group, {}).get(name)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
-from holdfast_formats import values
 from holdfast_formats.manifest import Manifest
 
-from . import optimizer_names, rulebook, staging
+from . import rulebook, staging
+from .heritage import Heritage, heritage
 from .reader import CheckpointReader
 from .session import Session
 from .sources import HttpSource
-from .state import OPTIM, Stored, TrainState
+from .state import Stored, TrainState
 from .warm import fill
-
-_OPTIMIZERS = f"{OPTIM}/"
 
 
 class RestoreReport(NamedTuple):
@@ -44,45 +42,30 @@ def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, int], 
     Raises `StateMismatch` before anything is touched, `CorruptExtent` naming file, tensor and range.
     """
     session, rank = who
-    encoded = reader.state
-    held = values.for_rank(encoded, rank)
-    stored = _stored(reader.manifest, held, _merged(encoded, held))
-    if state.declared is not None:
-        stored = stored._replace(config=rulebook.config_of(reader))
-    restoration = state.prepare(stored, *wanted)
+    layout = None if state.declared is None else state.declared.layout
+    own = heritage(reader.manifest, reader.state, rank, None if layout is None else layout.mesh)
+    config = None if layout is None else rulebook.config_of(reader)
+    restoration = state.prepare(_stored(reader.manifest, own, config), *wanted)
     landings = staging.land(restoration.leaves)
     wants = [landing.want for landing in landings]
     warm, notes = fill(reader, wants, session.held, rank)
     staging.finish(landings)
     restoration.apply()
     cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
-    remapped = [
-        f"{name}: taken from another rank of the saved world" for name in held.remapped if not name.startswith(_OPTIMIZERS)
-    ]
     return RestoreReport(
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
-        notes=(*restoration.notes, *remapped, *notes),
+        notes=(*restoration.notes, *own.notes, *notes),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
         source="slot" if warm else cold,
     )
 
 
-def _merged(encoded: bytes, held: values.RankValues) -> dict[str, str]:
-    """What optimizers say, of all ranks: each knew its own stage's parameters only. Of what several say, the rank's own."""
-    if not any(name.startswith(_OPTIMIZERS) for name in held.ranked):
-        return held.values.get(OPTIM, {})
-    written = values.by_rank(encoded, OPTIM)
-    own = held.values[OPTIM]
-    return {key: optimizer_names.merged([text, *written.get(key, {}).values()]) for key, text in own.items()}
-
-
-def _stored(manifest: Manifest, held: values.RankValues, optimizers: dict[str, str]) -> Stored:
+def _stored(manifest: Manifest, own: Heritage, config: Mapping[str, Any] | None) -> Stored:
     specs = {
         group: {name: (entry.dtype, entry.shape) for name, entry in tensors.items()}
         for group, tensors in manifest.tensors.items()
     }
-    found = {**held.values, OPTIM: optimizers} if OPTIM in held.values else held.values
-    return Stored(specs, manifest.aliases, found)
+    return Stored(specs, manifest.aliases, own.values, config, own.stream)

@@ -9,7 +9,7 @@ A value on which all ranks agree is stored once, under `all`; the others under `
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -62,13 +62,12 @@ def _merge_one(held: Mapping[int, str], world: int) -> dict[str, Any]:
     return {"ranks": {str(rank): value for rank, value in parsed.items()}}
 
 
-def for_rank(encoded: bytes, rank: int, instead: Mapping[str, int] | None = None) -> RankValues:
+def for_rank(encoded: bytes, rank: int, heirs: Callable[[str, str], int] | None = None) -> RankValues:
     """The values that `rank` restores.
 
     What all ranks agreed on goes to every rank, what differed to the rank that wrote it. A rank that wrote nothing, as in a
-    larger world, gets what writer number `rank mod writers` wrote, counted in rank order, and the name is reported. Values
-    that `instead` names, as `group/key`, are those of the rank that it gives. Raises `CorruptManifest` when the document is
-    not ours.
+    larger world, gets what writer number `rank mod writers` wrote, counted in rank order, and the name is reported. `heirs`
+    says for a group and key whose value it is instead. Raises `CorruptManifest` when the document is not ours.
     """
     values: Values = {}
     remapped: list[str] = []
@@ -78,7 +77,7 @@ def for_rank(encoded: bytes, rank: int, instead: Mapping[str, int] | None = None
             values[group] = {}
             for key, entry in entries.items():
                 name = f"{group}/{key}"
-                value, moved = _pick(entry, (instead or {}).get(name, rank))
+                value, moved = _pick(entry, rank if heirs is None else heirs(group, key))
                 values[group][key] = json.dumps(value, sort_keys=True)
                 if moved:
                     remapped.append(name)

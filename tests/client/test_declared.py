@@ -37,10 +37,10 @@ def training(arrays: llama.Arrays, stepped: bool) -> dict[str, Any]:
         for parameter in model.values():
             parameter.grad = parameter.detach().clone()
         optim.step()
-        for number, parameter in enumerate(model.values()):
+        for name, parameter in model.items():
+            parameter.data.copy_(torch.from_numpy(arrays[name]))
             optim.state[parameter]["exp_avg"].copy_(parameter.detach() * 3)
             optim.state[parameter]["exp_avg_sq"].copy_(parameter.detach() * 5)
-            assert number >= 0
     return {"model": model, "optim": optim, "epoch": 7}
 
 
@@ -99,31 +99,21 @@ LAYOUTS: dict[str, tuple[str, int, Cut]] = {
 
 @pytest.fixture(scope="module")
 def whole() -> llama.Arrays:
-    """What AdamW's first step makes of the model, so that parameters are whatever `training` leaves them as."""
+    """The model's tensors."""
     return llama.arrays(1)
 
 
-def saved_whole(name: str, whole: llama.Arrays) -> tuple[Checkpoint, llama.Arrays]:
-    """A checkpoint saved in one of the layouts, and the whole tensors that are in it."""
+def saved_in(name: str, whole: llama.Arrays) -> Checkpoint:
+    """A checkpoint of these tensors, saved in one of the layouts."""
     layout, ranks, local = LAYOUTS[name]
-    states = [training(local(whole, rank), stepped=False) for rank in range(ranks)]
-    for rank, state in enumerate(states):
-        local_arrays = local(whole, rank)
-        stepped = training(local_arrays, stepped=True)
-        with torch.no_grad():
-            for key, parameter in stepped["model"].items():
-                parameter.copy_(torch.from_numpy(local_arrays[key]))
-                for moment, factor in (("exp_avg", 3), ("exp_avg_sq", 5)):
-                    stepped["optim"].state[parameter][moment].copy_(parameter * factor)
-        state.update(stepped)
-    return save(states, layout), whole
+    return save([training(local(whole, rank), stepped=True) for rank in range(ranks)], layout)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_stored_is_whole_and_unfused(whole: llama.Arrays, name: str) -> None:
     """Every layout stores the same tensors under the same names, optimizer state and its document among them."""
-    checkpoint, _ = saved_whole(name, whole)
-    plain, _ = saved_whole("plain", whole)
+    checkpoint = saved_in(name, whole)
+    plain = saved_in("plain", whole)
     for (group, tensor), stored in plain.tensors.items():
         if not tensor.startswith("ranks/"):
             assert torch.equal(checkpoint.tensors[group, tensor], stored), tensor
@@ -137,13 +127,10 @@ def test_what_is_stored_is_whole_and_unfused(whole: llama.Arrays, name: str) -> 
 @pytest.mark.parametrize("stepped", [True, False])
 def test_any_layout_restores_from_any_other(whole: llama.Arrays, source: str, target: str, stepped: bool) -> None:
     """Parameters, moments and steps are those of the source, into live optimizer state and into none; padding is zero."""
-    checkpoint, _ = saved_whole(source, whole)
+    checkpoint = saved_in(source, whole)
     layout, ranks, local = LAYOUTS[target]
     for rank in range(ranks):
         state = training(moved(local(whole, rank)), stepped)
-        if stepped:
-            for parameter in state["model"].values():
-                parameter.data.fill_(-1)
         restoration = restore(checkpoint, state, layout, rank)
         assert not restoration.missing and not restoration.unexpected
         check(state, local(whole, rank))
@@ -151,7 +138,7 @@ def test_any_layout_restores_from_any_other(whole: llama.Arrays, source: str, ta
 
 def test_documents_name_what_is_stored(whole: llama.Arrays) -> None:
     """A fused parameter's hyper-parameters are those of each of its parts, and come back from the parts."""
-    checkpoint, _ = saved_whole("tp2-fused", whole)
+    checkpoint = saved_in("tp2-fused", whole)
     text = checkpoint.stored().values["optim"]["optim"]
     assert "q_proj" in text and "qkv_proj" not in text
     state = training(moved(llama.cut(whole, 2, 0)), stepped=False)
@@ -212,6 +199,32 @@ def test_sharded_optimizers(whole: llama.Arrays, source: str, target: str) -> No
             np.testing.assert_array_equal(state["master"][name].detach().numpy(), array)
             moment = state["optim"].state[state["master"][name]]["momentum_buffer"]
             np.testing.assert_array_equal(moment.numpy(), array * np.float32(3))
+
+
+def test_moments_of_another_shape_are_shards_where_the_layout_shares_them_out(whole: llama.Arrays) -> None:
+    """An optimizer over whole parameters may keep flat shards of moments: they are stored whole, and come back."""
+    names = list(whole)
+
+    def state_with(arrays: llama.Arrays, rank: int, ranks: int, stepped: bool) -> dict[str, Any]:
+        model = tensors(arrays)
+        optim = torch.optim.SGD(model.values(), lr=0.1, momentum=0.9)
+        for name, array in _share(arrays, names, "flat", rank, ranks).items() if stepped else ():
+            optim.state[model[name]] = {"momentum_buffer": torch.from_numpy(array * np.float32(3)), "step": torch.ones(())}
+        return {"model": model, "optim": optim}
+
+    checkpoint = save([state_with(whole, rank, 3, True) for rank in range(3)], "sharding=3:stage1:flat")
+    for name, array in whole.items():
+        assert torch.equal(checkpoint.tensors["optim", f"{name}/momentum_buffer"], torch.from_numpy(array * np.float32(3)))
+    for rank in range(2):
+        for stepped in (True, False):
+            state = state_with(moved(whole), rank, 2, stepped)
+            restore(checkpoint, state, "sharding=2:stage1:flat", rank)
+            shares = _share(whole, names, "flat", rank, 2)
+            assert {name for name, p in state["model"].items() if state["optim"].state.get(p)} == set(shares)
+            for name, array in shares.items():
+                kept = state["optim"].state[state["model"][name]]
+                np.testing.assert_array_equal(kept["momentum_buffer"].numpy(), array * np.float32(3))
+                assert kept["step"].item() == 1
 
 
 def test_stages_hold_their_layers(whole: llama.Arrays) -> None:
@@ -299,7 +312,7 @@ def test_what_does_not_fit_is_refused_by_name(whole: llama.Arrays) -> None:
     state["optim"].state[state["model"][name]]["row"] = torch.ones(3)
     with pytest.raises(InvalidRequest, match=r"qkv_proj\.weight/row"):
         state_of(state, "tp=2", 0).snapshot()
-    checkpoint, _ = saved_whole("plain", whole)
+    checkpoint = saved_in("plain", whole)
     smaller = {**local, name: local[name][:-1]}
     state = {"model": tensors(moved(smaller))}
     with pytest.raises(StateMismatch, match="qkv_proj"):
