@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from holdfast_formats import naming, reading
-from holdfast_formats.errors import InvalidRequest, NoSuchResource
-from holdfast_formats.holding import Held, Holding
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.holding import Held, Holding, of_manifest
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.parts import LocalTensor, of_box
 from holdfast_formats.reading import ReadPlan, Wanted
@@ -114,13 +114,7 @@ class Checkpoint:
         Nothing is read but the model's config.json. `rules` is a TOML file, or what it would hold, that extends the tables.
         Raises `InvalidRequest` for what is no layout, `StateMismatch` naming the tensor that it cannot be cut into.
         """
-        if group not in self.tensors:
-            raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(self.groups)}")
-        wanted = rulebook.layout_of(layout)
-        specs = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors[group].items()}
-        names = self.tensors.get("model") or self.tensors[group]
-        chosen = rulebook.choose(self.config, names, wanted, rules)
-        return Holding(wanted, group, specs, chosen, self.manifest.aliases.get(group))
+        return of_manifest(self.manifest, group, rulebook.layout_of(layout), self.config, rulebook.read_rules(rules))
 
     def held(self, layout: LayoutSource, rank: int, group: str = "model", rules: RulesSource = None) -> Held:
         """What one rank holds, with notes on what is uneven, padded or held by all; for many ranks use `holding`."""

@@ -83,20 +83,26 @@ def evaluate(state: dict[str, Any]) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> str:
-    tensor = tensor.detach() + 0.0  # torch gathers optimizer state by adding up, of which -0.0 comes back as 0.0
-    return f"{list(tensor.shape)} {digest(tensor.contiguous().view(-1).view(torch.uint8).numpy())}"
+    return f"{tensor.numel()} {digest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())}"
 
 
 def digests(state: dict[str, Any], strategy: str) -> dict[str, str]:
-    """The digest of every tensor of model and optimizer, gathered by torch's own means."""
-    model, optim = state["model"], state["optim"]
-    if strategy == "plain":
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        found = {f"{names[p]}/{key}": full(value) for p, kept in optim.state.items() for key, value in kept.items()}
-        return found | {name: full(value) for name, value in model.state_dict().items()}
-    gathered = FullyShardedDataParallel.optim_state_dict(model, optim)["state"]
-    found = {f"{name}/{key}": full(value) for name, kept in gathered.items() for key, value in kept.items()}
-    return found | {name: full(value) for name, value in model.state_dict().items()}
+    """The digest of every tensor of model and optimizer, put together of all ranks' without the product.
+
+    Not by torch's `optim_state_dict`: on gloo it gives exp_avg the values of exp_avg_sq (torch 2.13).
+    """
+    found = {name: full(value) for name, value in state["model"].state_dict().items()}
+    kept: dict[str, torch.Tensor] = {}
+    for name, parameter in state["model"].named_parameters():
+        for key, value in state["optim"].state.get(parameter, {}).items():
+            kept[f"{name.replace('_fsdp_wrapped_module.', '')}/{key}"] = value.detach().clone()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, kept)
+    for name in sorted({name for one in everywhere for name in one}):
+        parts = [one[name] for one in everywhere if name in one]
+        sharded = parts[0].dim() and strategy not in ("plain", "NO_SHARD")
+        found[name] = full(torch.cat(parts) if sharded else parts[0])
+    return found
 
 
 def main() -> None:
