@@ -41,10 +41,13 @@ Source = tuple[Leaf, Place | None]  # None: the leaf is stored as it is
 
 
 class Live(NamedTuple):
-    """What the live state says of itself: its parameters in order, and the names of DTensors and Fragments."""
+    """What the live state says of itself: its parameters in order, the names of DTensors and Fragments, and those of plain
+    tensors without elements, which may be all that a rank has of what others share.
+    """
 
     parameters: tuple[str, ...]
     foreign: frozenset[Key]
+    empty: frozenset[Key]
 
     def is_foreign(self, group: str, name: str) -> bool:
         """Whether this is no local tensor; what an optimizer keeps is what its parameter is."""
@@ -52,6 +55,12 @@ class Live(NamedTuple):
             return (group, name) in self.foreign
         owner = name.rpartition("/")[0]
         return any((of, owner) in self.foreign for of in (MASTER, MODEL))
+
+    def is_empty(self, leaf: Leaf) -> bool:
+        """Whether nothing need be stored for this, nor for what an optimizer keeps of it."""
+        owner = _owner(leaf.group, leaf.name)
+        owners = [(leaf.group, owner)] if leaf.group != OPTIM else [(MASTER, owner), (MODEL, owner)]
+        return leaf.plain and (0 in leaf.shape or any(key in self.empty for key in owners))
 
 
 class Group(NamedTuple):
@@ -125,7 +134,8 @@ class Declared:
         """
         wanted = {*groups} | ({MODEL, MASTER} if OPTIM in groups else set())
         known = stored.specs.get(MODEL) or stored.specs.get(MASTER) or {}
-        rules = rulebook.choose(stored.config or self.config, known, self.layout, self._extra)
+        shapes = {name: shape for name, (_, shape) in known.items()}
+        rules = rulebook.choose(stored.config or self.config, known, self.layout, self._extra, shapes)
         layout = declaring.with_forms(self.layout, live.parameters, rules)
         order = _order(live.parameters, rules)
         specs: dict[str, Mapping[str, tuple[str, Shape]]] = dict(stored.specs)
@@ -304,7 +314,7 @@ def _unless_same(leaf: Leaf, place: Place) -> Place | None:
 
 def _names(group: Group, name: str) -> list[str]:
     """The stored tensors of which a local one has parts; its own name where the layout does not know it."""
-    return list(dict.fromkeys(spec.name for spec, _ in group.places.get(name, ()))) or [name]
+    return list(dict.fromkeys(spec.name for spec, _ in group.places[name])) if name in group.places else [name]
 
 
 def _aliases(tied: Mapping[str, str], group: Group | None) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 from holdfast_formats import layouts, rules
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
 from holdfast_formats.layouts import Layout
+from holdfast_formats.region import Shape
 from holdfast_formats.rules import Rules
 
 from .reader import CheckpointReader
@@ -26,9 +27,15 @@ def layout_of(layout: LayoutSource) -> Layout:
     return layout if isinstance(layout, Layout) else layouts.parse(layout)
 
 
-def choose(config: Mapping[str, Any] | None, names: Iterable[str], layout: Layout, source: RulesSource) -> Rules:
-    """The rules for a model: the table that the layout names or its config implies, extended by the team's own."""
-    return rules.choose(config, names, table=layout.rules, extra=read_rules(source))
+def choose(
+    config: Mapping[str, Any] | None,
+    names: Iterable[str],
+    layout: Layout,
+    extra: Mapping[str, Any] | None,
+    shapes: Mapping[str, Shape] | None = None,
+) -> Rules:
+    """The rules for a model: the table that the layout names or its config implies, or the team's own."""
+    return rules.choose(config, names, table=layout.rules, extra=extra, shapes=shapes)
 
 
 def read_rules(source: RulesSource) -> Mapping[str, Any] | None:

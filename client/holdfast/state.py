@@ -193,8 +193,11 @@ class TrainState:
         selection = Selection(check_groups(groups, parts.groups), tuple(ignore))
         if self.declared is None:
             return restoration([part.plan(stored, selection) for part in parts.all], stored, selection, strict)
-        shown = self.declared.inward(stored, selection.groups, _live(parts.named))
+        live = _live(parts.named)
+        shown = self.declared.inward(stored, selection.groups, live)
         plans = [part.plan(shown.stored, selection) for part in parts.all]
+        for plan in plans:
+            plan.wanted = [leaf for leaf in plan.wanted if leaf.key in shown.held or not live.is_empty(leaf)]
         return land(restoration(plans, shown.stored, selection, strict), shown.held, shown.notes)
 
     def _values(self, groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
@@ -232,16 +235,14 @@ def _by_group(groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dic
 
 
 def _live(named: Sequence[NamedTensors]) -> Live:
-    """The model's parameters in order (all its tensors, where it is no module), and what says itself where it lies."""
-    foreign = {
-        (part.group, name)
-        for part in named
-        for name, value in part.state.tensors.items()
-        if isinstance(value, Fragment) or is_dtensor(value)
-    }
+    """What the named tensors say; a mapping that is no module has all its tensors for parameters."""
+    tensors = {(part.group, name): value for part in named for name, value in part.state.tensors.items()}
+    foreign = frozenset(key for key, value in tensors.items() if isinstance(value, Fragment) or is_dtensor(value))
     model = next((part.state.tensors for group in (MODEL, MASTER) for part in named if part.group == group), {})
     parameters = [name for name, value in model.items() if isinstance(value, nn.Parameter)]
-    return Live(tuple(parameters or model), frozenset(foreign))
+    return Live(
+        tuple(parameters or model), foreign, frozenset(key for key, value in tensors.items() if 0 in value.shape) - foreign
+    )
 
 
 def _check_key(key: object) -> None:
