@@ -6,25 +6,26 @@ The data comes first and the header last: a file that nobody finished begins wit
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats import safetensors
-from holdfast_formats.errors import InvalidRequest, NoSpace, StorageFailed
+from holdfast_formats import layouts, safetensors
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.layout import FORMAT_METADATA
+from holdfast_formats.layouts import Layout
+from holdfast_formats.manifest import Manifest
 from holdfast_formats.parts import LocalTensor
 from holdfast_formats.safetensors import Stored
 
-from . import shards
+from . import copying, shards
 from .reader import CheckpointReader
 from .wants import Want
 
 BUFFER_BYTES = 64 * 2**20
-METADATA = {"format": "pt"}  # what transformers asks of a file
-_NO_SPACE = frozenset({28, 122})  # ENOSPC, EDQUOT
 
 OnBytes = Callable[[int], None]
 
@@ -44,7 +45,13 @@ class ShardFile(NamedTuple):
     bytes: int
 
 
-def lay_out(tensors: Sequence[LocalTensor]) -> ShardFile:
+def describe(manifest: Manifest, layout: Layout, rank: int, group: str) -> dict[str, str]:
+    """What a shard's file says of itself: the service's say the same."""
+    where = {"run": manifest.run, "step": str(manifest.step), "layout": layouts.text(layout)}
+    return {**where, "rank": str(rank), "group": group}
+
+
+def lay_out(tensors: Sequence[LocalTensor], metadata: Mapping[str, str]) -> ShardFile:
     """The file of these local tensors; `StateMismatch` by name for what safetensors cannot hold."""
     order = safetensors.storage_order((local.name, local.dtype) for local in tensors)
     placed: list[Placed] = []
@@ -55,7 +62,7 @@ def lay_out(tensors: Sequence[LocalTensor]) -> ShardFile:
         placed.append(Placed(local, end))
         stored.append(Stored(local.name, local.dtype, local.shape, end, end + size))
         end += size
-    header = safetensors.encode(stored, METADATA)
+    header = safetensors.encode(stored, {**FORMAT_METADATA, **metadata})
     return ShardFile(header, tuple(placed), len(header) + end)
 
 
@@ -71,9 +78,9 @@ def write(reader: CheckpointReader, group: str, file: ShardFile, path: Path, on_
             first, stop = batch[0].start, batch[-1].start + shards.nbytes(batch[-1].local)
             filled = memory[: stop - first]
             reader.load(_wants(group, batch, filled, first))
-            _write(descriptor, len(file.header) + first, filled.data)
+            copying.write(descriptor, len(file.header) + first, filled.data)
             on_bytes(stop - first)
-        _write(descriptor, 0, memoryview(file.header))
+        copying.write(descriptor, 0, memoryview(file.header))
         on_bytes(len(file.header))
 
 
@@ -112,26 +119,14 @@ def _created(path: Path, size: int) -> Iterator[int]:
     except FileExistsError:
         raise InvalidRequest(f"{path} is there already", hint="remove it, or name another file") from None
     except OSError as error:
-        raise _translated(path, error) from error
+        raise copying.translated(path, error) from error
     try:
         os.truncate(descriptor, size)
         yield descriptor
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise _translated(path, error) from error
+            raise copying.translated(path, error) from error
         raise
     finally:
         os.close(descriptor)
-
-
-def _write(descriptor: int, offset: int, data: memoryview) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
-
-
-def _translated(path: Path, error: OSError) -> StorageFailed | NoSpace:
-    if error.errno in _NO_SPACE:
-        return NoSpace(f"{path}: no space left", hint="free some space, or choose another directory")
-    return StorageFailed(f"{path} cannot be written: {error.strerror}", hint="check its permissions", errno=error.errno)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import holdfast
 from holdfast import shard_file, shards
 from holdfast.checkpoint import Checkpoint
-from holdfast_formats import parts
+from holdfast_formats import layouts, parts
 from holdfast_formats.errors import CorruptExtent, InvalidRequest, NoSpace, StorageFailed
 from holdfast_formats.parts import LocalTensor
 from tests.checkpoints import Built, build, flip
@@ -29,7 +29,8 @@ def model(tmp_path: Path) -> Built:
 
 def write(checkpoint: Checkpoint, tensors: list[LocalTensor] | tuple[LocalTensor, ...], path: Path) -> list[int]:
     heard: list[int] = []
-    file = shard_file.lay_out(tensors)
+    metadata = shard_file.describe(checkpoint.manifest, layouts.parse("tp=4"), 3, "model")
+    file = shard_file.lay_out(tensors, metadata)
     shard_file.write(checkpoint.reader, "model", file, path, heard.append)
     assert sum(heard) == file.bytes == path.stat().st_size
     return heard
@@ -51,7 +52,14 @@ def test_the_file_is_what_the_rank_holds(
     for name, array in expected.items():
         assert torch.equal(found[name], torch.from_numpy(array)), name
     with safe_open(path, "pt") as opened:
-        assert opened.metadata() == {"format": "pt"}
+        assert opened.metadata() == {
+            "format": "pt",
+            "run": "tiny",
+            "step": "5",
+            "layout": "tp=4",
+            "rank": "3",
+            "group": "model",
+        }
 
 
 def test_stale_bytes_of_the_buffer_do_not_become_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +117,7 @@ def test_a_disk_that_fails_leaves_no_file(
     def fail(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("holdfast.shard_file.os.pwrite", fail)
+    monkeypatch.setattr("holdfast.copying.os.pwrite", fail)
     with holdfast.open(model.path) as checkpoint, pytest.raises(error):
         write(checkpoint, checkpoint.held("", 0).tensors, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -124,7 +132,7 @@ def test_an_unfinished_file_is_no_safetensors_file(model: Built, tmp_path: Path,
         seen.append(path.read_bytes()[:8])
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr("holdfast.shard_file.os.pwrite", look)
+    monkeypatch.setattr("holdfast.copying.os.pwrite", look)
     with holdfast.open(model.path) as checkpoint:
         write(checkpoint, checkpoint.held("", 0).tensors, path)
     assert len(seen) > 1 and all(head == bytes(8) for head in seen)

@@ -19,7 +19,7 @@ from tests.client import llama
 from tests.daemons import RunningDaemon, running
 
 WORKER = Path(__file__).with_name("declared_worker.py")
-SAVED = {"tp2-dp2": "tp=2,dp=2,qkv=ranks,gate_up=ranks", "tp2-pp2": "tp=2,pp=2,qkv=ranks,gate_up=ranks"}
+DATA_PARALLEL, STAGES = "tp=2,dp=2,qkv=ranks,gate_up=ranks", "tp=2,pp=2,qkv=ranks,gate_up=ranks"
 RESTORED = {
     1: ["tp=1", "tp=1,qkv=ranks,gate_up=ranks"],
     2: ["pp=2", "dp=2"],
@@ -42,17 +42,19 @@ def torchrun(ranks: int, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
-@pytest.fixture(scope="module", params=SAVED)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """A daemon with a checkpoint saved by 4 ranks."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """A daemon with checkpoints saved by 4 ranks: run `r` by two stages, run `data` by two replicas."""
     with running(tmp_path_factory.mktemp("declared") / "root") as daemon:
-        torchrun(4, "save", str(daemon.socket), "r", SAVED[request.param])
+        torchrun(4, "save", str(daemon.socket), "r", STAGES)
+        torchrun(4, "save", str(daemon.socket), "data", DATA_PARALLEL)
         yield daemon
 
 
-def test_the_checkpoint_is_whole(saved: RunningDaemon) -> None:
-    """What 4 ranks with fused tensors saved is the model by its own names, and any shard of it can be read."""
-    with holdfast.open(f"r@{3}", root=saved.root) as checkpoint:
+@pytest.mark.parametrize("run", ["r", "data"])
+def test_the_checkpoint_is_whole(saved: RunningDaemon, run: str) -> None:
+    """What 4 ranks with fused tensors saved is the model by its own names, each once."""
+    with holdfast.open(f"{run}@3", root=saved.root) as checkpoint:
         whole = llama.arrays()
         assert set(checkpoint.tensors["model"]) == set(whole)
         for name, array in whole.items():
@@ -62,11 +64,12 @@ def test_the_checkpoint_is_whole(saved: RunningDaemon) -> None:
         assert checkpoint.manifest.mesh["tp"] == 2
 
 
-def test_restored_plain_on_one(saved: RunningDaemon) -> None:
+@pytest.mark.parametrize("run", ["r", "data"])
+def test_restored_plain_on_one(saved: RunningDaemon, run: str) -> None:
     """A model that knows of no layout gets everything, its optimizer included, though stages knew their own alone."""
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in llama.shapes().items()}
     optim = torch.optim.AdamW(parameters.values(), lr=0.5)
-    with Checkpointer("r", {"model": parameters, "optim": optim}, root=saved.root) as checkpointer:
+    with Checkpointer(run, {"model": parameters, "optim": optim}, root=saved.root) as checkpointer:
         assert checkpointer.restore(strict=False) == 3
         assert checkpointer.last_restore is not None
         assert not checkpointer.last_restore.missing

@@ -89,7 +89,10 @@ def _shares(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, ranks: Itera
 def _write(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, paths: Mapping[int, Path], as_json: bool) -> None:
     """All files, or none: what was written is removed where a later one fails."""
     shares = _shares(checkpoint, layout, wanted, paths)
-    files = [shard_file.lay_out(share.held.tensors) for share in shares]
+    manifest, group = checkpoint.manifest, wanted.group
+    files = [
+        shard_file.lay_out(share.held.tensors, shard_file.describe(manifest, layout, share.rank, group)) for share in shares
+    ]
     written: list[Path] = []
     try:
         with console.progress("restoring", sum(file.bytes for file in files), shown=not as_json) as bar:
