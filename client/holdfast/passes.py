@@ -25,7 +25,6 @@ from .wants import Run, copy
 # none more on a single core: threads that take turns there only push each other's chunks out of the cache.
 READERS_WAITING, READERS_SPARE = 8, 1
 BUFFERS_BYTES_MAX = 128 * 2**20  # of all threads
-AHEAD_BYTES = 64 * 2**20  # what a source is told of before it is read
 PROBES = 64  # places looked at to tell which it is
 
 
@@ -101,10 +100,7 @@ def _on_threads(source: Source, runs: Sequence[Run], cores: int, worker: Callabl
     jobs = _jobs(runs, source.chunk_bytes)
     if not jobs:
         return
-    waits = _waits(source, jobs)
-    expected = jobs.copy() if waits else deque()
-    ahead = AHEAD_BYTES // source.chunk_bytes
-    count = min(_readers(source, jobs, waits, cores), len(jobs))
+    count = min(_readers(source, jobs, cores), len(jobs))
 
     def drain() -> None:
         act = worker()
@@ -114,7 +110,6 @@ def _on_threads(source: Source, runs: Sequence[Run], cores: int, worker: Callabl
                     job = jobs.popleft()
                 except IndexError:
                     return
-                _expect(source, expected, min(ahead - len(jobs) + len(expected), ahead + 1))
                 act(job)
         except BaseException:
             jobs.clear()
@@ -132,29 +127,14 @@ def _on_threads(source: Source, runs: Sequence[Run], cores: int, worker: Callabl
             jobs.clear()
 
 
-def _waits(source: Source, jobs: Sequence[Job]) -> bool:
-    """Whether reading some of these would wait for a disk or a network."""
-    probed = [jobs[at][0] for at in range(0, len(jobs), max(len(jobs) // PROBES, 1))]
-    return any(source.waits(part.run.entry.file, part.start) for part in probed)
-
-
-def _readers(source: Source, jobs: Sequence[Job], waits: bool, cores: int) -> int:
+def _readers(source: Source, jobs: Sequence[Job], cores: int) -> int:
     """How many threads read these jobs fastest, in the memory that they may use."""
+    probed = [jobs[at][0] for at in range(0, len(jobs), max(len(jobs) // PROBES, 1))]
     wanted = READERS_WAITING
-    if not waits:
+    if not any(source.waits(part.run.entry.file, part.start) for part in probed):
         wanted = cores + READERS_SPARE if cores > 1 else 1
     largest = max(max(job[-1].stop - job[0].start for job in jobs), source.chunk_bytes)
     return max(min(wanted, BUFFERS_BYTES_MAX // largest), 1)
-
-
-def _expect(source: Source, expected: deque[Job], count: int) -> None:
-    """Tell the source of the next jobs that it has not heard of."""
-    for _ in range(count):
-        try:
-            job = expected.popleft()
-        except IndexError:
-            return
-        source.expect(job[0].run.entry.file, job[0].start, job[-1].stop)
 
 
 class _Reading:

@@ -37,7 +37,6 @@ class Source(Protocol):
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes: ...
     def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # memory nobody can change; None: read it
     def waits(self, name: str, offset: int) -> bool: ...  # whether reading there would wait for a disk or a network; a guess
-    def expect(self, name: str, start: int, stop: int) -> None: ...  # those bytes will be read soon
     def close(self) -> None: ...
 
 
@@ -81,7 +80,8 @@ class DirectorySource:
             descriptor = self._descriptor(name)
         done = 0
         if len(buffer) >= READ_AHEAD_BYTES_MIN:  # the disk is asked for all of it at once
-            self.expect(name, offset, offset + len(buffer))
+            with suppress(OSError):
+                os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_WILLNEED)
         while done < len(buffer):
             try:
                 got = os.preadv(descriptor, (buffer[done:] if done else buffer,), offset + done)
@@ -103,10 +103,6 @@ class DirectorySource:
             return os.preadv(self._descriptor(name), (bytearray(1),), offset, os.RWF_NOWAIT) != 1
         except (OSError, AttributeError):  # it would, or the system cannot tell
             return True
-
-    def expect(self, name: str, start: int, stop: int) -> None:
-        with suppress(OSError):  # many requests wait at the disk at once, whoever waits for them
-            os.posix_fadvise(self._descriptor(name), start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close every file; the source can still be used and opens them again."""
@@ -184,9 +180,6 @@ class HttpSource:
 
     def waits(self, name: str, offset: int) -> bool:
         return True
-
-    def expect(self, name: str, start: int, stop: int) -> None:
-        """Nothing: what is asked for twice is sent twice."""
 
     def close(self) -> None:
         self._api.close()

@@ -212,9 +212,6 @@ class HeldSource:
     def waits(self, name: str, offset: int) -> bool:
         return False
 
-    def expect(self, name: str, start: int, stop: int) -> None:
-        """Nothing: it stands in memory."""
-
     def close(self) -> None:
         """Nothing: slots and files are their owners'."""
 

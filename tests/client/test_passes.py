@@ -128,38 +128,6 @@ def test_receivers_that_share_extents(shared: Built) -> None:
                 wanted.into[:] = 0
 
 
-@pytest.mark.parametrize("ahead_bytes", [0, 3000, 10**6])
-def test_a_disk_that_makes_wait_is_told_ahead(shared: Built, monkeypatch: pytest.MonkeyPatch, ahead_bytes: int) -> None:
-    """Where reading would wait, the source hears of everything once, in order, before it is read, and not too far ahead."""
-    told: list[tuple[int, int]] = []
-    read: list[int] = []
-
-    class Slow(DirectorySource):
-        chunk_bytes = 1000
-
-        def waits(self, name: str, offset: int) -> bool:
-            return True
-
-        def expect(self, name: str, start: int, stop: int) -> None:
-            told.append((start, stop))
-            assert len(told) - len(read) <= ahead_bytes // 1000 + 1
-
-        def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-            read.append(offset)
-            return super().read_into(name, offset, buffer)
-
-    monkeypatch.setattr(passes, "READERS_WAITING", 1)
-    monkeypatch.setattr(passes, "AHEAD_BYTES", ahead_bytes)
-    array = shared.arrays["optim"]["layers.0.q.weight/exp_avg"]
-    with CheckpointReader.open(Slow(shared.path)) as reader:
-        read.clear()
-        reader.load([want("optim", "layers.0.q.weight/exp_avg", whole(array.shape), 8)])
-        start = reader.entry("optim", "layers.0.q.weight/exp_avg").start
-    ends = [*range(1000, array.nbytes, 1000), array.nbytes]
-    assert told == [(start + a, start + b) for a, b in zip([0, *ends], ends, strict=False)]
-    assert read == [begin for begin, _ in told]
-
-
 @pytest.mark.parametrize("chunk_bytes", [300, 2500, 2**19])
 def test_unproven_bytes_are_never_handed_over(built: Built, chunk_bytes: int) -> None:
     """A load that nobody proved first checks every extent before it is copied: nothing of a damaged one arrives."""
