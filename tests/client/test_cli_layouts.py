@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -81,6 +82,18 @@ def test_another_group_as_json(place: list[str], tmp_path: Path) -> None:
     same(out, {f"{name}/exp_avg": array * 2 for name, array in llama.cut(llama.arrays(), 2, 1).items()})
     assert said["files"] == [{"rank": 1, "out": str(out), "bytes": out.stat().st_size}]
     assert said["ranks"][0]["bytes"] == said["ranks"][0]["bytes_needed"] <= said["ranks"][0]["bytes_read"]
+
+
+def test_the_file_is_the_one_that_the_service_sends(root: Path, tmp_path: Path) -> None:
+    """What is written here, and what the shard's address answers, are the same bytes, header and all."""
+    with served(root) as running:
+        for rank in range(4):
+            address = f"{running.url}/v1/runs/tiny/checkpoints/5/shard"
+            answer = httpx.get(address, params={"layout": FUSED, "rank": rank}, trust_env=False)
+            assert answer.status_code == 200
+            out = tmp_path / f"{rank}.safetensors"
+            assert call("--layout", FUSED, "--rank", rank, "--out", out, "--root", root).exit_code == 0
+            assert out.read_bytes() == answer.content
 
 
 def test_every_rank(place: list[str], tmp_path: Path) -> None:
