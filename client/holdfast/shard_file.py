@@ -6,20 +6,19 @@ The data comes first and the header last: a file that nobody finished begins wit
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats import layouts, safetensors
+from holdfast_formats import layouts, shard_file
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.layout import FORMAT_METADATA
 from holdfast_formats.layouts import Layout
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.parts import LocalTensor
-from holdfast_formats.safetensors import Stored
+from holdfast_formats.shard_file import Placed, ShardFile
 
 from . import copying, shards
 from .reader import CheckpointReader
@@ -30,40 +29,18 @@ BUFFER_BYTES = 64 * 2**20
 OnBytes = Callable[[int], None]
 
 
-class Placed(NamedTuple):
-    """A local tensor and its first byte behind the header."""
+class _Placed(NamedTuple):
+    """A local tensor, or a piece of one, and its first byte in the file."""
 
     local: LocalTensor
     start: int
 
 
-class ShardFile(NamedTuple):
-    """What a shard's file will hold: its header, and the tensors in the order of the data."""
-
-    header: bytes
-    tensors: tuple[Placed, ...]
-    bytes: int
-
-
-def describe(manifest: Manifest, layout: Layout, rank: int, group: str) -> dict[str, str]:
-    """What a shard's file says of itself: the service's say the same."""
-    where = {"run": manifest.run, "step": str(manifest.step), "layout": layouts.text(layout)}
-    return {**where, "rank": str(rank), "group": group}
-
-
-def lay_out(tensors: Sequence[LocalTensor], metadata: Mapping[str, str]) -> ShardFile:
-    """The file of these local tensors; `StateMismatch` by name for what safetensors cannot hold."""
-    order = safetensors.storage_order((local.name, local.dtype) for local in tensors)
-    placed: list[Placed] = []
-    stored: list[Stored] = []
-    end = 0
-    for local in (tensors[position] for position in order):
-        size = shards.nbytes(local)
-        placed.append(Placed(local, end))
-        stored.append(Stored(local.name, local.dtype, local.shape, end, end + size))
-        end += size
-    header = safetensors.encode(stored, {**FORMAT_METADATA, **metadata})
-    return ShardFile(header, tuple(placed), len(header) + end)
+def of(manifest: Manifest, layout: Layout, rank: int, group: str, tensors: Sequence[LocalTensor]) -> ShardFile:
+    """The file of a rank's local tensors, as the service would send it; `StateMismatch` by name for what it cannot hold."""
+    shapes = {name: entry.shape for name, entry in manifest.tensors[group].items()}
+    metadata = shard_file.describe(manifest.run, manifest.step, layouts.text(layout), rank, group)
+    return shard_file.lay_out(tensors, shapes, metadata)
 
 
 def write(reader: CheckpointReader, group: str, file: ShardFile, path: Path, on_bytes: OnBytes = lambda _: None) -> None:
@@ -78,13 +55,13 @@ def write(reader: CheckpointReader, group: str, file: ShardFile, path: Path, on_
             first, stop = batch[0].start, batch[-1].start + shards.nbytes(batch[-1].local)
             filled = memory[: stop - first]
             reader.load(_wants(group, batch, filled, first))
-            copying.write(descriptor, len(file.header) + first, filled.data)
+            copying.write(descriptor, first, filled.data)
             on_bytes(stop - first)
         copying.write(descriptor, 0, memoryview(file.header))
         on_bytes(len(file.header))
 
 
-def _wants(group: str, batch: Sequence[Placed], memory: shards.Octets, first: int) -> Iterator[Want]:
+def _wants(group: str, batch: Sequence[_Placed], memory: shards.Octets, first: int) -> Iterator[Want]:
     for local, start in batch:
         octets = memory[start - first : start - first + shards.nbytes(local)]
         if local.padding:
@@ -92,18 +69,18 @@ def _wants(group: str, batch: Sequence[Placed], memory: shards.Octets, first: in
         yield from shards.wants(group, local, octets)
 
 
-def _batches(tensors: Sequence[Placed], bytes_max: int) -> Iterator[list[Placed]]:
+def _batches(tensors: Sequence[Placed], bytes_max: int) -> Iterator[list[_Placed]]:
     """Neighbours that fit the buffer together; a tensor that does not fit alone comes in pieces."""
-    batch: list[Placed] = []
+    batch: list[_Placed] = []
     taken = 0
-    for local, start in tensors:
-        at = start
-        for piece in shards.pieces(local, bytes_max):
+    for placed in tensors:
+        at = placed.start
+        for piece in shards.pieces(placed.local, bytes_max):
             size = shards.nbytes(piece)
             if batch and taken + size > bytes_max:
                 yield batch
                 batch, taken = [], 0
-            batch.append(Placed(piece, at))
+            batch.append(_Placed(piece, at))
             taken += size
             at += size
     if batch:

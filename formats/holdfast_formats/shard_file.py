@@ -65,6 +65,11 @@ class ShardFile(NamedTuple):
     bytes: int
 
 
+def describe(run: str, step: int, layout: str, rank: int, group: str) -> dict[str, str]:
+    """What a shard's file says of itself; `layout` is the canonical text."""
+    return {"run": run, "step": str(step), "layout": layout, "rank": str(rank), "group": group}
+
+
 def lay_out(tensors: Sequence[LocalTensor], shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> ShardFile:
     """The file of these local tensors, whose parts are of stored tensors with these shapes, in elements.
 

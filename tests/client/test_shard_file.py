@@ -29,8 +29,7 @@ def model(tmp_path: Path) -> Built:
 
 def write(checkpoint: Checkpoint, tensors: list[LocalTensor] | tuple[LocalTensor, ...], path: Path) -> list[int]:
     heard: list[int] = []
-    metadata = shard_file.describe(checkpoint.manifest, layouts.parse("tp=4"), 3, "model")
-    file = shard_file.lay_out(tensors, metadata)
+    file = shard_file.of(checkpoint.manifest, layouts.parse("tp=4"), 3, "model", tensors)
     shard_file.write(checkpoint.reader, "model", file, path, heard.append)
     assert sum(heard) == file.bytes == path.stat().st_size
     return heard

@@ -90,9 +90,7 @@ def _write(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, paths: Mappin
     """All files, or none: what was written is removed where a later one fails."""
     shares = _shares(checkpoint, layout, wanted, paths)
     manifest, group = checkpoint.manifest, wanted.group
-    files = [
-        shard_file.lay_out(share.held.tensors, shard_file.describe(manifest, layout, share.rank, group)) for share in shares
-    ]
+    files = [shard_file.of(manifest, layout, share.rank, group, share.held.tensors) for share in shares]
     written: list[Path] = []
     try:
         with console.progress("restoring", sum(file.bytes for file in files), shown=not as_json) as bar:

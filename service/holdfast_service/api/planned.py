@@ -48,13 +48,7 @@ class PlannedShard:
         manifest = contents.manifest
         entries = manifest.tensors[asked.group]
         shapes = {name: entry.shape for name, entry in entries.items()}
-        metadata = {
-            "run": manifest.run,
-            "step": str(manifest.step),
-            "layout": asked.layout,
-            "rank": str(asked.rank),
-            "group": asked.group,
-        }
+        metadata = shard_file.describe(manifest.run, manifest.step, *asked)
         file = shard_file.lay_out(held.tensors, shapes, metadata)
         # The parts count too: the same header could hold other bytes where the rules for a model have changed.
         made_of = msgspec.msgpack.encode([contents.sha256, file.header, [local.parts for local in held.tensors]])
