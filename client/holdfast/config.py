@@ -19,6 +19,7 @@ class LaunchInfo(NamedTuple):
     rank: int
     world: int
     local_rank: int
+    local_world: int | None  # ranks on this machine, where the launcher says
     run_id: str | None
     restart_count: int
 
@@ -41,7 +42,10 @@ def default_url() -> str:
 
 
 def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK and torchrun's run id and restart count; `InvalidRequest` for what is no number."""
+    """Read RANK, WORLD_SIZE, the same of this machine, and torchrun's run id and restart count.
+
+    `InvalidRequest` for what is no number.
+    """
     given = os.environ if environment is None else environment
     rank, world = _number(given, "RANK", 0), _number(given, "WORLD_SIZE", 1)
     if rank >= world:
@@ -51,6 +55,7 @@ def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:
         rank=rank,
         world=world,
         local_rank=_number(given, "LOCAL_RANK", 0),
+        local_world=_number(given, "LOCAL_WORLD_SIZE", 0) or None,
         run_id=None if run_id in (None, "", "none") else run_id,  # "none" is torchrun's default for every job
         restart_count=_number(given, "TORCHELASTIC_RESTART_COUNT", 0),
     )

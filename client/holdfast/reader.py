@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import cached_property
+from itertools import compress
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from holdfast_formats.reading import resolve
 from holdfast_formats.region import Box, check_box, whole
 
 from . import passes
-from .sources import Source
+from .sources import ProvenSource, Source
 from .wants import Touched, Want, touched
 
 _OVERWRITTEN = "live tensors have been partly overwritten and must not be trained on: restore another step, or end"
@@ -92,6 +93,7 @@ class CheckpointReader:
         self.manifest = manifest
         self.manifest_bytes = manifest_bytes
         self.commit_bytes = commit_bytes
+        self.lent: ProvenSource | None = None  # where some of the pieces stand, proven: they are not read from the source
         self._bytes = _Bytes(source)
         self._found = _Found([], [])
 
@@ -177,10 +179,24 @@ class CheckpointReader:
         Raises `CorruptExtent` with file, tensor and byte range.
         """
         found = self._touched(list(wants))
-        used = {item.piece.file for item in found.pieces}
-        headers = [Touched(Piece(f.name, 0, f.header_bytes, f.digest)) for f in self.manifest.files if f.name in used]
-        passes.prove(self.source, [*headers, *found.pieces])
+        passes.prove(self.source, self._apart([*self._headers(found), *found.pieces])[0])
         found.proven = True
+
+    def needed(self, wants: Iterable[Want]) -> list[Piece]:
+        """The pieces that `prove` reads."""
+        found = self._touched(list(wants))
+        return [item.piece for item in (*self._headers(found), *found.pieces)]
+
+    def _headers(self, found: _Found) -> list[Touched]:
+        used = {item.piece.file for item in found.pieces}
+        return [Touched(Piece(f.name, 0, f.header_bytes, f.digest)) for f in self.manifest.files if f.name in used]
+
+    def _apart(self, pieces: list[Touched]) -> tuple[list[Touched], list[Touched]]:
+        """Those that are read from the source, and those that are lent."""
+        if self.lent is None:
+            return pieces, []
+        lent = [self.lent.holds(item.piece) for item in pieces]
+        return [p for p, there in zip(pieces, lent, strict=True) if not there], list(compress(pieces, lent))
 
     def load(self, wants: Iterable[Want]) -> None:
         """Read what the wants touch into them; `prove` first when nothing may change if anything is damaged.
@@ -190,7 +206,10 @@ class CheckpointReader:
         """
         found = self._touched(list(wants))
         try:
-            passes.hand_over(self.source, found.pieces, found.proven)
+            own, lent = self._apart(found.pieces)
+            passes.hand_over(self.source, own, found.proven)
+            if self.lent is not None:
+                passes.hand_over(self.lent, lent, proven=True)
         except CheckpointError as error:
             if found.proven:
                 error.hint = _OVERWRITTEN

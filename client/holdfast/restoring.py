@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 from holdfast_formats import values
 from holdfast_formats.manifest import Manifest
 
-from . import staging
+from . import node, staging
+from .launch import Launch
 from .reader import CheckpointReader
 from .session import Session
 from .sources import HttpSource
@@ -26,6 +27,8 @@ class RestoreReport(NamedTuple):
     bytes: int
     seconds: float
     source: Literal["slot", "directory", "http"] = "directory"  # "slot": out of the memory that it was saved from
+    node_bytes: int = 0  # of pieces that the daemon read once, for several ranks of this machine
+    own_bytes: int = 0  # of pieces that this rank read and proved for itself; 0 from slots
 
 
 class Wanted(NamedTuple):
@@ -36,29 +39,34 @@ class Wanted(NamedTuple):
     strict: bool
 
 
-def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, int], wanted: Wanted) -> RestoreReport:
+def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch], wanted: Wanted) -> RestoreReport:
     """Fill the live state of this rank, out of the slots that hold the step where there are any.
 
     Raises `StateMismatch` before anything is touched, `CorruptExtent` naming file, tensor and range.
     """
-    session, rank = who
-    held = values.for_rank(reader.state, rank)
+    session, launch = who
+    held = values.for_rank(reader.state, launch.rank)
     restoration = state.prepare(_stored(reader.manifest, held), *wanted)
     landings = staging.land(restoration.leaves)
     wants = [landing.want for landing in landings]
-    warm, notes = fill(reader, wants, session.held, rank)
+    cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
+    warm, notes = fill(reader, wants, session.held, launch.rank)
+    filled = node.Filled(0, 0, ())
+    if not warm:
+        filled = node.fill(reader, wants, session.neighbours(launch.peers) if cold == "directory" else None)
     staging.finish(landings)
     restoration.apply()
-    cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
     remapped = [f"{name}: taken from another rank of the saved world" for name in held.remapped]
     return RestoreReport(
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
-        notes=(*restoration.notes, *remapped, *notes),
+        notes=(*restoration.notes, *remapped, *notes, *filled.notes),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
         source="slot" if warm else cold,
+        node_bytes=filled.node_bytes,
+        own_bytes=filled.own_bytes,
     )
 
 

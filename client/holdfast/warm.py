@@ -95,10 +95,10 @@ def take_held(link: Transport, step: int) -> list[HeldSlot]:
 def fill(
     reader: CheckpointReader, wants: Sequence[Want], take: Callable[[int], Sequence[HeldSlot]], rank: int
 ) -> tuple[bool, tuple[str, ...]]:
-    """Prove all wants, then hand them over: from held slots if `take` finds any, else as the reader does.
+    """Prove all wants, then hand them over, from held slots if `take` finds any.
 
-    Returns whether it was from slots, and notes on what spoke against it. Nothing that is wrong with slots is an error: the
-    reader's own source is then read instead, and proven as if nothing had been.
+    Returns whether it did, and notes on what spoke against it. Nothing that is wrong with slots is an error: nothing has
+    been handed over then, and the reader's own source is to be read instead.
     """
     notes: tuple[str, ...] = ()
     try:
@@ -108,8 +108,6 @@ def fill(
             return True, ()
     except CheckpointError as error:
         notes = (f"held in memory, but not restored from there: {error.detail}",)
-    reader.prove(wants)
-    reader.load(wants)
     return False, notes
 
 
