@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,19 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast import Checkpointer, Fragment
 from holdfast.api import Api
-from holdfast.node import LentMemory
-from holdfast_formats import listing, naming
 from holdfast_formats import manifest as manifests
-from holdfast_formats.errors import CheckpointError, CorruptExtent, InvalidRequest
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, CorruptExtent
 from holdfast_formats.manifest import Manifest
-from holdfast_formats.proof import Piece
 from tests.checkpoints import flip
 from tests.daemons import RunningDaemon, running, wait_until
 
@@ -139,3 +135,120 @@ def test_replicas_read_nothing_for_themselves(saved: RunningDaemon, monkeypatch:
     for state in states:
         assert all(torch.equal(state["model"][name], tensor) for name, tensor in expected.items())
     assert "memfd:holdfast-load" not in Path("/proc/self/maps").read_text()
+
+
+def tensor_parallel(count: int) -> tuple[list[dict[str, dict[str, object]]], list[dict[str, torch.Tensor]]]:
+    """Ranks that have whole tensors, and some columns, hence every extent, of one; and what they should have then."""
+    states, expected = [], []
+    width = COLUMNS // count
+    for rank in range(count):
+        full = weights()
+        columns = full["rows"].narrow(1, rank * width, width)
+        piece = Fragment(torch.zeros(ROWS, width), (ROWS, COLUMNS), offset=(0, rank * width))
+        states.append({"model": {"large": torch.zeros_like(full["large"]), "rows": piece, "small": torch.zeros(5).long()}})
+        expected.append({**full, "rows": columns})
+    return states, expected
+
+
+def test_strided_parts_are_read_once_too(saved: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks that each want other columns want the same extents: read once, and each has its own columns."""
+    states, expected = tensor_parallel(2)
+    with ranks(saved, states, monkeypatch) as checkpointers:
+        assert together(restore, checkpointers) == [1, 1]
+        assert [(c.last_restore.node_bytes, c.last_restore.own_bytes) for c in checkpointers] == [
+            (model_bytes(saved), 0)
+        ] * 2
+    for state, wanted in zip(states, expected, strict=True):
+        for name, value in state["model"].items():
+            assert torch.equal(value.tensor if isinstance(value, Fragment) else value, wanted[name])
+
+
+def test_what_one_rank_wants_it_reads_itself(saved: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with different rows share the extents in which both have some; every byte is read by somebody, and counted."""
+    made = manifest(saved)
+    extents = made.tensors["model"]["large"].extents
+    header = next(file.header_bytes for file in made.files if file.name == made.tensors["model"]["large"].file)
+    assert len(extents) == 2
+    full = weights()["large"]
+    cuts = [(0, 100), (EXTENT + 10, 4000)]
+    states = [{"model": {"large": Fragment(torch.zeros(n, dtype=torch.uint8), full.shape, offset=(at,))}} for at, n in cuts]
+    before = read_bytes(saved)
+
+    def restore_large(checkpointer: Checkpointer) -> int:
+        return checkpointer.restore(1, groups=["model"], ignore=("model/rows", "model/small"))
+
+    with ranks(saved, states, monkeypatch) as checkpointers:
+        assert together(restore_large, checkpointers) == [1, 1]
+        reports = [checkpointer.last_restore for checkpointer in checkpointers]
+    assert [(r.node_bytes, r.own_bytes) for r in reports] == [(header, extent.length) for extent in extents]
+    assert read_bytes(saved) == {
+        "node": before["node"] + header,
+        "rank": before["rank"] + sum(extent.length for extent in extents),
+    }
+    for state, (at, n) in zip(states, cuts, strict=True):
+        assert torch.equal(state["model"]["large"].tensor, full[at : at + n])
+
+
+def test_a_rank_alone_asks_nobody(saved: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, or the only one of its machine, is not gathered: it reads for itself at once, and nothing is counted."""
+    before = read_bytes(saved)
+    for world, local in (("1", ""), ("4", "1")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        monkeypatch.setenv("WORLD_SIZE", world)
+        state = empty()
+        with Checkpointer("r", state, socket=saved.socket, launch=f"alone-{world}") as checkpointer:
+            assert restore(checkpointer) == 1
+            report = checkpointer.last_restore
+        assert (report.node_bytes, report.own_bytes) == (0, model_bytes(saved))
+        assert report.seconds < 0.45, "nobody was waited for"
+    assert read_bytes(saved) == before
+
+
+def test_ranks_that_see_no_daemon_read_for_themselves(saved: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over HTTP there is no memory to lend: nothing is asked for, and all is right."""
+    state = empty()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("holdfast.place._socket_of", lambda url: None)
+    with Checkpointer("r", state, url=saved.url, launch="remote") as checkpointer:
+        assert restore(checkpointer) == 1
+        report = checkpointer.last_restore
+    assert (report.source, report.node_bytes, report.own_bytes) == ("http", 0, model_bytes(saved))
+
+
+def test_damage_is_the_same_error_at_every_rank_and_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wrong bit: each rank that wants the extent gets the error a rank alone gets, and no rank's tensors change."""
+    with running(tmp_path / "root") as daemon:
+        save(daemon)
+        entry = manifest(daemon).tensors["model"]["large"]
+        flip(daemon.root / naming.checkpoint_path("r", 1) / entry.file, entry.start + EXTENT + 100)
+        (alone,) = outcomes(daemon, 1, monkeypatch)
+        assert isinstance(alone, CorruptExtent) and alone.members["tensor"] == "large" and alone.hint
+        for found in outcomes(daemon, 3, monkeypatch):
+            assert isinstance(found, CorruptExtent)
+            assert (found.detail, found.hint, found.members) == (alone.detail, alone.hint, alone.members)
+        wait_until(lambda: not lent_descriptors(daemon))
+
+
+def outcomes(daemon: RunningDaemon, count: int, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What so many replicas got from a restore; none of their tensors has changed."""
+    states = [empty() for _ in range(count)]
+    with ranks(daemon, states, monkeypatch) as checkpointers:
+        found = together(restore, checkpointers)
+    assert not any(bool(tensor.any()) for state in states for tensor in state["model"].values())
+    return found
+
+
+def test_what_memory_has_no_room_for_each_rank_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a budget for the small tensors only, they are shared, and each rank says how much was not."""
+    with running(tmp_path / "root") as daemon:
+        save(daemon)
+    with running(tmp_path / "root", "--arena-bytes-max", "1000000") as daemon:
+        states = [empty() for _ in range(2)]
+        with ranks(daemon, states, monkeypatch) as checkpointers:
+            assert together(restore, checkpointers) == [1, 1]
+            for report in (checkpointer.last_restore for checkpointer in checkpointers):
+                assert 100_000 < report.node_bytes < 1_000_000
+                assert report.node_bytes + report.own_bytes == model_bytes(daemon)
+                assert "memory has room for 0." in report.notes[-1] and "reads for itself" in report.notes[-1]
+    for state in states:
+        assert all(torch.equal(state["model"][name], tensor) for name, tensor in weights().items())
