@@ -25,6 +25,7 @@ from .transport import Transport
 from .wants import Want
 
 CHUNK_BYTES = 2**21
+PROBES = 16  # pieces looked at to tell whether they are in the page cache
 LOAD_WAIT_S = 3600.0  # the disk is waited for, not the daemon: when that ends, so does the wait
 _SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK
 
@@ -110,13 +111,14 @@ class Neighbours:
     def __init__(self, link: Transport, count: int) -> None:
         self._link, self._count = link, count
 
-    def borrow(self, step: int, pieces: Sequence[Piece]) -> tuple[LentMemory | None, tuple[str, ...]]:
+    def borrow(self, step: int, pieces: Sequence[Piece], waits: bool) -> tuple[LentMemory | None, tuple[str, ...]]:
         """Memory with those of the pieces that others want as well, or None; and a note of what spoke against it.
 
-        Waits for the others for a moment, and until all is read. No failure of the daemon is an error here.
+        Waits for the others for a moment, and until all is read. No failure of the daemon is an error here. `waits` says
+        that reading them would wait for a disk or a network.
         """
         try:
-            memory, notice = self._ask(step, pieces)
+            memory, notice = self._ask(step, pieces, waits)
         except CheckpointError as error:
             return None, (f"not read together with the other ranks of this machine: {error.detail}",)
         return memory, (notice,) if notice else ()
@@ -126,12 +128,12 @@ class Neighbours:
         with suppress(CheckpointError):  # a daemon that is gone has nothing to take back
             self._link.ask(wire.Unload(id=self._link.next_id(), read_bytes=read_bytes), wire.Done)
 
-    def _ask(self, step: int, pieces: Sequence[Piece]) -> tuple[LentMemory | None, str]:
+    def _ask(self, step: int, pieces: Sequence[Piece], waits: bool) -> tuple[LentMemory | None, str]:
         wish = os.memfd_create("holdfast-wish", os.MFD_CLOEXEC)
         try:
             with open(wish, "wb", closefd=False) as file:
                 file.write(listing.encode(listing.of(pieces)))
-            message = wire.Load(id=self._link.next_id(), step=step, peers=self._count)
+            message = wire.Load(id=self._link.next_id(), step=step, peers=self._count, waits=waits)
             loaded = self._link.ask(message, wire.Loaded, (wish,), LOAD_WAIT_S)
         except OSError as error:
             raise DaemonGone(f"no memory for the question: {error.strerror}") from error
@@ -149,7 +151,11 @@ class Neighbours:
 def fill(reader: CheckpointReader, wants: Sequence[Want], neighbours: Neighbours | None) -> Filled:
     """Prove all wants, then hand them over. What the daemon lends is proven already; nothing changes before the rest is."""
     pieces = reader.needed(wants)
-    memory, notes = neighbours.borrow(reader.manifest.step, pieces) if neighbours is not None else (None, ())
+    memory: LentMemory | None = None
+    notes: tuple[str, ...] = ()
+    if neighbours is not None:
+        waits = any(reader.source.waits(p.file, p.start) for p in pieces[:: max(len(pieces) // PROBES, 1)])
+        memory, notes = neighbours.borrow(reader.manifest.step, pieces, waits)
     whole = sum(piece.length for piece in pieces)
     own = sum(piece.length for piece in pieces if not memory.holds(piece)) if memory is not None else whole
     reader.lent, memory = memory, None

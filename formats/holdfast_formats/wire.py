@@ -173,12 +173,14 @@ class HeldSlots(Reply):
 class Load(Request):
     """Read, once for all of them, what this rank and others of this machine want of a step; a `listing` of it comes along.
 
-    `peers` are the ranks of its launch on this machine, itself included: they are awaited for a moment.
+    `peers` are the ranks of its launch on this machine, itself included: they are awaited for a moment. `waits` says that
+    reading would wait for a disk or a network, as far as this rank can tell.
     """
 
     type: Literal["load"] = "load"
     step: int = Field(ge=0)
     peers: int = Field(ge=1)
+    waits: bool = True
 
 
 class Loaded(Reply):

@@ -26,6 +26,7 @@ import torch
 
 from holdfast import Checkpointer
 from holdfast_formats import naming
+from tests.checkpoints import forget
 from tests.daemons import RunningDaemon, running
 
 MIB = 2**20
@@ -124,13 +125,6 @@ def saved(root: Path, size: int) -> Iterator[RunningDaemon]:
         yield daemon
 
 
-def drop(directory: Path) -> None:
-    """Let the page cache forget the files of a checkpoint."""
-    for path in directory.iterdir():
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def measure(daemon: RunningDaemon, count: int, size: int, rounds: int, cold: bool) -> dict[str, Any]:
     """Both ways in turn, so many times, after one of each that does not count; and what that comes to."""
     ranks = Ranks(count, daemon, size)
@@ -139,7 +133,7 @@ def measure(daemon: RunningDaemon, count: int, size: int, rounds: int, cold: boo
         for number in range(rounds + 1):
             for way in WAYS if number % 2 else reversed(WAYS):
                 if cold:
-                    drop(daemon.root / naming.checkpoint_path("r", 1))
+                    forget(daemon.root / naming.checkpoint_path("r", 1))
                 runs[way].append(ranks.restore(way, number))
     finally:
         ranks.end()

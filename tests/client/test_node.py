@@ -19,7 +19,8 @@ from holdfast_formats import manifest as manifests
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, CorruptExtent
 from holdfast_formats.manifest import Manifest
-from tests.checkpoints import flip
+from holdfast_service.daemon.sharing import WANTED_BY_MIN_CACHED
+from tests.checkpoints import flip, forget
 from tests.daemons import RunningDaemon, running, wait_until
 
 ROWS, COLUMNS = 96, 1024
@@ -83,8 +84,12 @@ States = Sequence[Mapping[str, object]]
 
 
 @contextmanager
-def ranks(daemon: RunningDaemon, states: States, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Checkpointer]]:
-    """Checkpointers of one launch, as the ranks of one machine have them."""
+def ranks(
+    daemon: RunningDaemon, states: States, monkeypatch: pytest.MonkeyPatch, cold: bool = True
+) -> Iterator[list[Checkpointer]]:
+    """Checkpointers of one launch, as the ranks of one machine have them; if `cold`, the step is in no cache."""
+    if cold:
+        forget(daemon.root / naming.checkpoint_path("r", 1))
     launch = f"launch-{next(_launches)}"
     monkeypatch.setenv("WORLD_SIZE", str(len(states)))
     made = []
@@ -148,6 +153,26 @@ def tensor_parallel(count: int) -> tuple[list[dict[str, dict[str, object]]], lis
         states.append({"model": {"large": torch.zeros_like(full["large"]), "rows": piece, "small": torch.zeros(5).long()}})
         expected.append({**full, "rows": columns})
     return states, expected
+
+
+@pytest.mark.parametrize(("count", "shared"), [(3, False), (WANTED_BY_MIN_CACHED, True)])
+def test_few_ranks_read_what_is_cached_for_themselves(
+    saved: RunningDaemon, monkeypatch: pytest.MonkeyPatch, count: int, shared: bool
+) -> None:
+    """What is in the page cache is read from there, unless so many ranks want it that reading once is faster."""
+    for path in (saved.root / naming.checkpoint_path("r", 1)).iterdir():
+        path.read_bytes()
+    whole = model_bytes(saved)
+    states = [empty() for _ in range(count)]
+    before = read_bytes(saved)
+    with ranks(saved, states, monkeypatch, cold=False) as checkpointers:
+        assert together(restore, checkpointers) == [1] * count
+        reports = [checkpointer.last_restore for checkpointer in checkpointers]
+    assert [(r.node_bytes, r.own_bytes) for r in reports] == [(whole, 0) if shared else (0, whole)] * count
+    more = {"node": whole, "rank": 0} if shared else {"node": 0, "rank": count * whole}
+    assert read_bytes(saved) == {by: before[by] + size for by, size in more.items()}
+    for state in states:
+        assert all(torch.equal(state["model"][name], tensor) for name, tensor in weights().items())
 
 
 def test_strided_parts_are_read_once_too(saved: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:

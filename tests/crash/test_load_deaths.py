@@ -42,7 +42,7 @@ reader = open_checkpoint(Path(root), None, "r", 1)
 pieces = [piece for listed in proof.pieces(reader.manifest).values() for piece in listed]
 print("ready", flush=True)
 sys.stdin.readline()
-memory, notes = Neighbours(link, int(peers)).borrow(1, pieces)
+memory, notes = Neighbours(link, int(peers)).borrow(1, pieces, True)
 print(memory is not None, flush=True)
 time.sleep(3600)
 """

@@ -78,6 +78,13 @@ def test_jobs_cover_every_piece_once(wanted: list[list[Piece]], bytes_max: int) 
         assert (rows["at"][1:] == (rows["at"] + rows["length"])[:-1]).all() and len(set(rows["file"])) == 1
 
 
+def test_how_many_ranks_must_want_a_piece_can_be_said() -> None:
+    """What fewer want is read by each of them."""
+    asked = [listing.of([piece("a", 0), piece("b", 0)]), listing.of([piece("b", 0)]), listing.of([piece("b", 0)])]
+    assert places(decide(asked, BOUNDLESS, 3).listing) == [("b", 0, 10)]
+    assert places(decide(asked, BOUNDLESS, 4).listing) == []
+
+
 def test_one_rank_or_none_shares_nothing() -> None:
     """Also ranks that want nothing at all, or nothing in common."""
     for wanted in ([], [[piece("a", 0)]], [[], []], [[piece("a", 0)], [piece("b", 0)], []]):

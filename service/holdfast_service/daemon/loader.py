@@ -19,7 +19,7 @@ from holdfast_service.storage import Tier
 
 from .arena import Arena, Loan
 from .lent import LentMemory
-from .sharing import Shared, decide
+from .sharing import WANTED_BY_MIN, WANTED_BY_MIN_CACHED, Shared, decide
 
 log = logging.getLogger(__name__)
 
@@ -170,18 +170,18 @@ class _Load:
             self._part()
             self._loader.forget(self)
 
-    def _gather(self) -> list[Listing]:
+    def _gather(self) -> list[Wish]:
         """The wishes of all ranks of this machine, or those that came in time."""
         limit = time.monotonic() + self._loader.gather_s
         with self._changed:
             while len(self._known) < self._peers and not self._ending and time.monotonic() < limit:
                 self._changed.wait(max(limit - time.monotonic(), 0))
-            return [wish.listing for wish in self._waiting]
+            return list(self._waiting)
 
-    def _read(self, asked: list[Listing]) -> wire.Loaded:
+    def _read(self, wishes: list[Wish]) -> wire.Loaded:
         """Read what is to be shared; the answer to all, but for `reply_to`."""
         try:
-            answer = self._fill(self._decide(asked))
+            answer = self._fill(self._decide(wishes))
         except CheckpointError as error:
             answer = wire.Loaded(reply_to=0, notice=f"the daemon could not read for several ranks: {error.detail}")
         if answer.notice:
@@ -190,12 +190,14 @@ class _Load:
             self._part()
         return answer
 
-    def _decide(self, asked: list[Listing]) -> Shared:
-        whole = decide(asked, _BOUNDLESS)
+    def _decide(self, wishes: list[Wish]) -> Shared:
+        asked = [wish.listing for wish in wishes]
+        least = WANTED_BY_MIN if any(wish.request.waits for wish in wishes) else WANTED_BY_MIN_CACHED
+        whole = decide(asked, _BOUNDLESS, least)
         if not len(whole.listing.rows):
             return whole
         self._loan = self._loader.arena.lend(whole.memory_bytes)
-        return whole if self._loan.bytes == whole.memory_bytes else decide(asked, self._loan.bytes)
+        return whole if self._loan.bytes == whole.memory_bytes else decide(asked, self._loan.bytes, least)
 
     def _fill(self, shared: Shared) -> wire.Loaded:
         notices = []

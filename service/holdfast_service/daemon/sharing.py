@@ -14,7 +14,9 @@ from holdfast_formats import arena, listing
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.listing import Listing, Rows
 
-WANTED_BY_MIN = 2  # what only one rank wants it reads itself, straight into its tensors
+# What only one rank wants it reads itself, straight into its tensors. What is in the page cache so few ranks read faster
+# from there, twice, than memory for all of it is had, filled and freed.
+WANTED_BY_MIN, WANTED_BY_MIN_CACHED = 2, 8
 ALIGNMENT = 64  # pieces stand in memory as in their file, to this modulus: elements are aligned there if they are here
 
 
@@ -33,12 +35,12 @@ class Job(NamedTuple):
     last: int
 
 
-def decide(asked: Sequence[Listing], room_bytes: int) -> Shared:
-    """The pieces that two or more ranks want, in the order of files, as far as there is room.
+def decide(asked: Sequence[Listing], room_bytes: int, wanted_by_min: int = WANTED_BY_MIN) -> Shared:
+    """The pieces that so many ranks or more want, in the order of files, as far as there is room.
 
     Raises `InvalidRequest` where ranks take different pieces for those of one file: they read different checkpoints.
     """
-    wanted = _wanted_by_several(asked)
+    wanted = _wanted_by_several(asked, wanted_by_min)
     if not len(wanted.rows):
         return Shared(wanted, 0, 0)
     head = arena.page_aligned(len(listing.encode(wanted)))
@@ -63,7 +65,7 @@ def jobs(shared: Listing, bytes_max: int) -> Iterator[Job]:
         yield Job(first, len(rows))
 
 
-def _wanted_by_several(asked: Sequence[Listing]) -> Listing:
+def _wanted_by_several(asked: Sequence[Listing], wanted_by_min: int) -> Listing:
     files = tuple(sorted({name for each in asked for name in each.files}))
     index = {name: number for number, name in enumerate(files)}
     together = [_renumbered(each, index) for each in asked]
@@ -77,7 +79,7 @@ def _wanted_by_several(asked: Sequence[Listing]) -> Listing:
         raise InvalidRequest("ranks want different bytes at one place of a file")
     firsts = np.flatnonzero(np.concatenate(([True], ~same)))
     counts = np.diff(np.append(firsts, len(rows)))
-    shared = rows[firsts[counts >= WANTED_BY_MIN]]
+    shared = rows[firsts[counts >= wanted_by_min]]
     _check_apart(shared)
     return Listing(files, shared)
 
