@@ -27,8 +27,8 @@ class RestoreReport(NamedTuple):
     bytes: int
     seconds: float
     source: Literal["slot", "directory", "http"] = "directory"  # "slot": out of the memory that it was saved from
-    node_bytes: int = 0  # of pieces that the daemon read once, for several ranks of this machine
-    own_bytes: int = 0  # of pieces that this rank read and proved for itself; 0 from slots
+    node_bytes: int = 0  # of the directory's pieces that the daemon read and proved once, for several ranks of this machine
+    own_bytes: int = 0  # of those that this rank read and proved for itself; both are 0 from slots
 
 
 class Wanted(NamedTuple):
