@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,9 +24,19 @@ from .sharing import Job, jobs
 
 log = logging.getLogger(__name__)
 
-READERS = 8  # who waits for a disk keeps several requests under way; bounds what is under way to so many chunks
+# Who waits for a disk keeps several requests under way. From memory, more threads than cores only wait for each other's
+# pages. Either bounds what is under way, to so many chunks.
+READERS_WAITING, READERS_SPARE = 8, 1
 CHUNK_BYTES = 2**20  # stays in a core's cache between being read, digested and copied
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+class Stored(NamedTuple):
+    """Where a step's files are, and whether reading them would wait for a disk or a network."""
+
+    tier: Tier
+    directory: str
+    waits: bool
 
 
 class LentMemory:
@@ -46,13 +57,13 @@ class LentMemory:
         """How much of it is in memory by now."""
         return min(os.fstat(self.fd).st_blocks * 512, self.size)
 
-    def fill(self, tier: Tier, directory: str, wanted: Listing, ended: Callable[[], bool]) -> tuple[Listing, int]:
+    def fill(self, source: Stored, wanted: Listing, ended: Callable[[], bool]) -> tuple[Listing, int]:
         """Read and prove what is wanted, each piece to its `at`, state the good ones at the head, and seal it.
 
         Returns the good ones, and how many bytes were read. Those that could not be read, or are not what was written, are
         left out. Ends early, with fewer, once `ended()`. `NoSpace` when there is no memory after all.
         """
-        filling = _Filling(tier, directory, wanted, self.fd)
+        filling = _Filling(source, wanted, self.fd)
         todo = deque(jobs(wanted, CHUNK_BYTES))
 
         def drain() -> None:
@@ -66,7 +77,7 @@ class LentMemory:
                 todo.clear()
                 raise
 
-        count = min(READERS, len(todo))
+        count = min(READERS_WAITING if source.waits else (os.cpu_count() or 1) + READERS_SPARE, len(todo))
         with ThreadPoolExecutor(max(count, 1), "holdfast-load") as threads:
             for finished in [threads.submit(drain) for _ in range(count)]:
                 finished.result()
@@ -84,8 +95,8 @@ class LentMemory:
 class _Filling:
     """What the threads that fill share: each row of `good` and `read` is written by one of them."""
 
-    def __init__(self, tier: Tier, directory: str, wanted: Listing, fd: int) -> None:
-        self._tier, self._directory, self._wanted, self._fd = tier, directory, wanted, fd
+    def __init__(self, source: Stored, wanted: Listing, fd: int) -> None:
+        self._source, self._wanted, self._fd = source, wanted, fd
         self.good = np.zeros(len(wanted.rows), np.bool_)
         self.read = np.zeros(len(wanted.rows), np.int64)
 
@@ -93,13 +104,13 @@ class _Filling:
         """Read, copy and prove the pieces of a job; a large one chunk by chunk."""
         rows = self._wanted.rows[job.first : job.last].tolist()
         number, _, start, _, at = rows[0]
-        path = f"{self._directory}/{self._wanted.files[number]}"
+        path = f"{self._source.directory}/{self._wanted.files[number]}"
         total = sum(length for _, length, *_ in rows)
         running = digest.running()
         try:
             for done in range(0, total, len(buffer)):
                 part = buffer[: min(len(buffer), total - done)]
-                got = self._tier.read_into(path, start + done, part)
+                got = self._source.tier.read_into(path, start + done, part)
                 self.read[job.first] += got
                 if got < len(part):
                     log.warning("%s is cut off at %d", path, start + done + got)

@@ -18,7 +18,7 @@ from holdfast_formats.listing import Listing
 from holdfast_service.storage import Tier
 
 from .arena import Arena, Loan
-from .lent import LentMemory
+from .lent import LentMemory, Stored
 from .sharing import WANTED_BY_MIN, WANTED_BY_MIN_CACHED, Shared, decide
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,9 @@ class _Load:
     def _read(self, wishes: list[Wish]) -> wire.Loaded:
         """Read what is to be shared; the answer to all, but for `reply_to`."""
         try:
-            answer = self._fill(self._decide(wishes))
+            waits = any(wish.request.waits for wish in wishes)
+            least = WANTED_BY_MIN if waits else WANTED_BY_MIN_CACHED
+            answer = self._fill(self._decide([wish.listing for wish in wishes], least), waits)
         except CheckpointError as error:
             answer = wire.Loaded(reply_to=0, notice=f"the daemon could not read for several ranks: {error.detail}")
         if answer.notice:
@@ -190,16 +192,14 @@ class _Load:
             self._part()
         return answer
 
-    def _decide(self, wishes: list[Wish]) -> Shared:
-        asked = [wish.listing for wish in wishes]
-        least = WANTED_BY_MIN if any(wish.request.waits for wish in wishes) else WANTED_BY_MIN_CACHED
+    def _decide(self, asked: list[Listing], least: int) -> Shared:
         whole = decide(asked, _BOUNDLESS, least)
         if not len(whole.listing.rows):
             return whole
         self._loan = self._loader.arena.lend(whole.memory_bytes)
         return whole if self._loan.bytes == whole.memory_bytes else decide(asked, self._loan.bytes, least)
 
-    def _fill(self, shared: Shared) -> wire.Loaded:
+    def _fill(self, shared: Shared, waits: bool) -> wire.Loaded:
         notices = []
         if shared.left_out:
             had, wanted = shared.listing.nbytes / MIB, (shared.listing.nbytes + shared.left_out) / MIB
@@ -210,8 +210,8 @@ class _Load:
             assert self._loan is not None
             memory = self._memory = LentMemory(f"{self.key.run}-{self.key.step}", shared.memory_bytes)
             self._loan.touched = lambda: memory.touched_bytes
-            directory = naming.checkpoint_path(self.key.run, self.key.step)
-            good, read = memory.fill(self._loader.tier, directory, shared.listing, self._deserted)
+            stored = Stored(self._loader.tier, naming.checkpoint_path(self.key.run, self.key.step), waits)
+            good, read = memory.fill(stored, shared.listing, self._deserted)
             self._loader.counts.add("node", read)
         if len(good.rows) < len(shared.listing.rows):
             bad = len(shared.listing.rows) - len(good.rows)
