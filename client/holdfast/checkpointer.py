@@ -177,9 +177,9 @@ class Checkpointer:
 
         With no `step`, the newest one that has the wanted groups: every rank of a launch gets the same answer. `ignore`
         takes patterns over `group/name`. With `strict`, missing and unexpected names raise `StateMismatch`; without it they
-        are in `last_restore`. Shapes and dtypes that differ are always refused, before anything is touched. Every byte is
-        proven before the first one is handed over, and again in place: `CorruptExtent` names file, tensor and range, and its
-        hint says so where live tensors are overwritten already.
+        are in `last_restore`. Shapes and dtypes that differ are always refused, before anything is touched. Every byte
+        is proven before it is handed over; from a directory, all of them before the first one, and again in place.
+        `CorruptExtent` names file, tensor and range, and its hint says so where live tensors are overwritten already.
         """
         began = time.monotonic()
         with self._lock:

@@ -19,9 +19,9 @@ class LaunchInfo(NamedTuple):
     rank: int
     world: int
     local_rank: int
-    local_world: int | None  # ranks on this machine, where the launcher says
     run_id: str | None
     restart_count: int
+    local_world: int | None  # how many of them are on this machine, where the launcher says
 
 
 def default_socket() -> Path:
@@ -55,9 +55,9 @@ def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:
         rank=rank,
         world=world,
         local_rank=_number(given, "LOCAL_RANK", 0),
-        local_world=_number(given, "LOCAL_WORLD_SIZE", 0) or None,
         run_id=None if run_id in (None, "", "none") else run_id,  # "none" is torchrun's default for every job
         restart_count=_number(given, "TORCHELASTIC_RESTART_COUNT", 0),
+        local_world=_number(given, "LOCAL_WORLD_SIZE", 0) or None,
     )
 
 

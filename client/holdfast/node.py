@@ -1,7 +1,7 @@
 """What several ranks of this machine want of a checkpoint, read and proven once: by the daemon, into memory that all read.
 
-The memory is sealed, so what the daemon has proven is not proven again here. What only this rank wants it reads for itself,
-and everything where sharing does not work out: that is a note, never an error.
+The memory is sealed, so what the daemon has proven need not be proven before it is copied, only while it is. What only this
+rank wants it reads for itself, and everything where sharing does not work out: that is a note, never an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ _SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK
 class LentMemory:
     """Pieces of a checkpoint's files in memory: a source of these pieces alone, which nobody can change any more."""
 
-    steady = True
     chunk_bytes = CHUNK_BYTES
     label = "the memory of this machine's daemon"
 
@@ -90,6 +89,9 @@ class LentMemory:
     def size(self, name: str) -> int | None:
         return None  # it holds parts of files
 
+    def expect(self, name: str, start: int, stop: int) -> None:
+        """Nothing: it is in memory."""
+
     def waits(self, name: str, offset: int) -> bool:
         return False
 
@@ -97,9 +99,10 @@ class LentMemory:
         """Nothing: the memory is unmapped with the last view of it."""
 
 
-class Filled(NamedTuple):
-    """What was read, headers included: bytes that the daemon proved for several ranks, and bytes that this rank did."""
+class Read(NamedTuple):
+    """What was read: bytes of extents. With headers: bytes that the daemon proved for several ranks, and that this one did."""
 
+    bytes_read: int
     node_bytes: int
     own_bytes: int
     notes: tuple[str, ...]
@@ -148,7 +151,7 @@ class Neighbours:
             os.close(fd)
 
 
-def fill(reader: CheckpointReader, wants: Sequence[Want], neighbours: Neighbours | None) -> Filled:
+def fill(reader: CheckpointReader, wants: Sequence[Want], neighbours: Neighbours | None) -> Read:
     """Prove all wants, then hand them over. What the daemon lends is proven already; nothing changes before the rest is."""
     pieces = reader.needed(wants)
     memory: LentMemory | None = None
@@ -161,12 +164,12 @@ def fill(reader: CheckpointReader, wants: Sequence[Want], neighbours: Neighbours
     reader.lent, memory = memory, None
     try:
         reader.prove(wants)
-        reader.load(wants)
+        read = reader.load(wants)
     finally:
         reader.lent = None  # unmapped before the daemon hears of it
         if neighbours is not None:
             neighbours.release(own)
-    return Filled(whole - own, own, notes)
+    return Read(read, whole - own, own, notes)
 
 
 def _first(run: tuple[int, int, int]) -> int:

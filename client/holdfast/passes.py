@@ -1,77 +1,110 @@
-"""The two passes of a load: everything is proven before anything is handed over, and what is handed over is proven again.
+"""The passes of a load: everything is proven before anything is handed over, and what is handed over is proven again.
 
-The first pass reads in chunks that stay in a core's cache until they are digested. The second reads large pieces straight
-into who receives them, and digests them there, chunk by chunk: a page that left memory in between may come back from the
-disk as another. Where only a part of a large piece is wanted, the first pass takes that part's own digest too, from bytes
-that it proves to be the piece's, so that the second need not read the rest again.
+The first pass reads in chunks that stay in a core's cache until they are digested. The second reads straight into who
+receives the bytes, where they lie there as in the file, and digests them there: a page that left memory in between may come
+back from the disk as another. Without a first pass, each chunk is proven and then handed over while it is in the cache.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from holdfast_formats import digest, proof
+from holdfast_formats.manifest import Extent
 from holdfast_formats.proof import Piece
 
 from .sources import Source
-from .wants import Touched
+from .wants import Run, copy
 
-# Who waits for a disk or a network keeps several requests under way. From memory, more threads than cores, and the one that
-# hands them work, only push each other's chunks out of the cache.
+# Who waits for a disk or a network keeps several requests under way. From memory, one thread more than cores is enough, and
+# none more on a single core: threads that take turns there only push each other's chunks out of the cache.
 READERS_WAITING, READERS_SPARE = 8, 1
-PROBES = 64  # pieces looked at to tell which it is
-
-Batch = Sequence[Touched]
-
-
-def prove(source: Source, touched: Sequence[Touched]) -> None:
-    """Read and check all of it; nothing is handed over. Raises `CorruptExtent` with file, tensor and byte range."""
-    _on_threads(source, touched, lambda: _Prover(source).take)
+BUFFERS_BYTES_MAX = 128 * 2**20  # of all threads
+AHEAD_BYTES = 64 * 2**20  # what a source is told of before it is read
+PROBES = 64  # places looked at to tell which it is
 
 
-def hand_over(source: Source, touched: Sequence[Touched], proven: bool) -> None:
-    """Read it into who receives it. Raises `CorruptExtent` where it is not what was written, even if `prove` found it so.
+class Part(NamedTuple):
+    """Extents of a run that are read together: bytes [start, stop) of the file."""
 
-    `proven` says that it did. Of a damaged piece that is larger than `chunk_bytes` and has one receiver, who takes its
-    bytes as they lie in the file, those bytes are overwritten then.
+    run: Run
+    extents: Sequence[Extent]
+    start: int
+    stop: int
+
+
+Job = Sequence[Part]  # they follow each other in the file
+
+
+def prove(source: Source, pieces: Iterable[Piece], runs: Sequence[Run], cores: int) -> None:
+    """Read and check pieces and runs; nothing is handed over. Raises `CorruptExtent` with file, tensor and byte range."""
+    reading = _Reading(source)
+    for piece in pieces:
+        reading.check(piece)
+    _on_threads(source, runs, cores, lambda: _Prover(source).take)
+
+
+def hand_over(source: Source, runs: Sequence[Run], cores: int, proven: bool) -> None:
+    """Read them into who receives them. Raises `CorruptExtent` where something is not what was written.
+
+    Of an extent that is damaged nothing is handed over; of those before it, everything. If `prove` found all of them right,
+    who takes a damaged one as it lies in the file may have been overwritten with it.
     """
-    trusted = proven and source.steady
-    _on_threads(source, touched, lambda: _Giver(source, trusted).take)
+    _on_threads(source, runs, cores, lambda: _Giver(source, in_place=proven).take)
 
 
-def _readers(source: Source, touched: Sequence[Touched]) -> int:
-    """How many threads read these pieces fastest."""
-    probed = [item.piece for item in touched[:: max(len(touched) // PROBES, 1)]]
-    waits = any(source.view(p.file, p.start, p.stop) is None and source.waits(p.file, p.start) for p in probed)
-    return max(READERS_WAITING if waits else 1, (os.cpu_count() or 1) + READERS_SPARE)
+def _jobs(runs: Sequence[Run], bytes_max: int) -> deque[Job]:
+    """Extents that follow each other in the file together, so that small ones cost one read.
 
-
-def _batches(touched: Sequence[Touched], bytes_max: int) -> deque[Batch]:
-    """Pieces that touch each other in the file together, so that small ones cost one read; large ones alone."""
-    found: deque[Batch] = deque()
-    batch: list[Touched] = []
-    file, start, stop = "", 0, 0
-    for item in touched:
-        piece = item.piece
-        if batch and piece.start == stop and piece.file == file and piece.start + piece.length - start <= bytes_max:
-            batch.append(item)
-        else:
-            batch = [item]
-            found.append(batch)
-            file, start = piece.file, piece.start
-        stop = piece.start + piece.length
+    A run that can be read as it is, and is no small one, shares its jobs with no other.
+    """
+    found: deque[Job] = deque()
+    job: list[Part] = []
+    for run in runs:
+        alone = run.octets is not None and len(run.octets) >= bytes_max
+        for part in _parts(run, bytes_max):
+            follows = job and not alone and job[-1].stop == part.start and job[-1].run.entry.file == run.entry.file
+            if follows and part.stop - job[0].start <= bytes_max:
+                job.append(part)
+            else:
+                job = [part]
+                found.append(job)
+        if alone:
+            job = []
     return found
 
 
-def _on_threads(source: Source, touched: Sequence[Touched], worker: Callable[[], Callable[[Batch], None]]) -> None:
-    """Take all batches, each thread with a worker of its own; the first error ends it and is raised."""
-    jobs = _batches(touched, source.chunk_bytes)
+def _parts(run: Run, bytes_max: int) -> Iterator[Part]:
+    """A run's extents, as many together as `bytes_max` allows; at least one."""
+    extents, base = run.entry.extents, run.entry.start
+    first, offset = run.first, run.offset
+    if run.stop == first + 1:
+        yield Part(run, extents[first : run.stop], base + offset, base + offset + extents[first].length)
+        return
+    end = offset
+    for index in range(run.first, run.stop):
+        reach = end + extents[index].length
+        if reach - offset > bytes_max and index > first:
+            yield Part(run, extents[first:index], base + offset, base + end)
+            first, offset = index, end
+        end = reach
+    yield Part(run, extents[first : run.stop], base + offset, base + end)
+
+
+def _on_threads(source: Source, runs: Sequence[Run], cores: int, worker: Callable[[], Callable[[Job], None]]) -> None:
+    """Take all jobs, each thread with a worker of its own; the first error ends it and is raised."""
+    jobs = _jobs(runs, source.chunk_bytes)
+    if not jobs:
+        return
+    waits = _waits(source, jobs)
+    expected = jobs.copy() if waits else deque()
+    ahead = AHEAD_BYTES // source.chunk_bytes
+    count = min(_readers(source, jobs, waits, cores), len(jobs))
 
     def drain() -> None:
         act = worker()
@@ -81,15 +114,15 @@ def _on_threads(source: Source, touched: Sequence[Touched], worker: Callable[[],
                     job = jobs.popleft()
                 except IndexError:
                     return
+                _expect(source, expected, min(ahead - len(jobs) + len(expected), ahead + 1))
                 act(job)
         except BaseException:
             jobs.clear()
             raise
 
-    if len(jobs) <= 1:
+    if count == 1:
         drain()
         return
-    count = min(_readers(source, touched), len(jobs))
     with ThreadPoolExecutor(count, "holdfast-read") as threads:
         running = [threads.submit(drain) for _ in range(count)]
         try:
@@ -97,6 +130,31 @@ def _on_threads(source: Source, touched: Sequence[Touched], worker: Callable[[],
                 finished.result()
         finally:
             jobs.clear()
+
+
+def _waits(source: Source, jobs: Sequence[Job]) -> bool:
+    """Whether reading some of these would wait for a disk or a network."""
+    probed = [jobs[at][0] for at in range(0, len(jobs), max(len(jobs) // PROBES, 1))]
+    return any(source.waits(part.run.entry.file, part.start) for part in probed)
+
+
+def _readers(source: Source, jobs: Sequence[Job], waits: bool, cores: int) -> int:
+    """How many threads read these jobs fastest, in the memory that they may use."""
+    wanted = READERS_WAITING
+    if not waits:
+        wanted = cores + READERS_SPARE if cores > 1 else 1
+    largest = max(max(job[-1].stop - job[0].start for job in jobs), source.chunk_bytes)
+    return max(min(wanted, BUFFERS_BYTES_MAX // largest), 1)
+
+
+def _expect(source: Source, expected: deque[Job], count: int) -> None:
+    """Tell the source of the next jobs that it has not heard of."""
+    for _ in range(count):
+        try:
+            job = expected.popleft()
+        except IndexError:
+            return
+        source.expect(job[0].run.entry.file, job[0].start, job[-1].stop)
 
 
 class _Reading:
@@ -111,24 +169,26 @@ class _Reading:
         view = self._source.view(file, start, start + size)
         if view is not None:
             return view
-        buffer = self._buffer(size)
-        return buffer[: self._source.read_into(file, start, buffer)]
-
-    def chunks(self, piece: Piece, cuts: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
-        """A piece in parts that stay in the cache, none of them across a cut; ends where the file does."""
-        step = self._source.chunk_bytes
-        for low, high in pairwise(sorted({0, *cuts, piece.length})):
-            for at in range(low, high, step):
-                size = min(step, high - at)
-                part = self.all(piece.file, piece.start + at, size)
-                yield at, part
-                if len(part) < size:
-                    return
-
-    def _buffer(self, size: int) -> memoryview:
         if len(self._memory) < size:
             self._memory = np.empty(max(size, self._source.chunk_bytes), np.uint8).data
-        return self._memory[:size]
+        buffer = self._memory[:size]
+        return buffer[: self._source.read_into(file, start, buffer)]
+
+    def check(self, piece: Piece, into: memoryview | None = None) -> None:
+        """Read a piece in parts that stay in the cache, into a buffer or in place, and check it."""
+        found, held, step = digest.running(), 0, self._source.chunk_bytes
+        for at in range(0, piece.length, step):
+            size = min(step, piece.length - at)
+            if into is None:
+                part = self.all(piece.file, piece.start + at, size)
+            else:
+                part = into[at : at + size]
+                part = part[: self._source.read_into(piece.file, piece.start + at, part)]
+            found.update(part)
+            held += len(part)
+            if len(part) < size:
+                break
+        proof.check_found(piece, held, found.hexdigest())
 
 
 class _Prover:
@@ -136,77 +196,59 @@ class _Prover:
         self._reading = _Reading(source)
         self._chunk_bytes = source.chunk_bytes
 
-    def take(self, batch: Batch) -> None:
-        first, last = batch[0].piece, batch[-1].piece
-        if first.length > self._chunk_bytes:
-            self._large(batch[0])
+    def take(self, job: Job) -> None:
+        first, start, stop = job[0], job[0].start, job[-1].stop
+        if stop - start > self._chunk_bytes:  # a single extent
+            self._reading.check(_piece(first, first.extents[0]))
             return
-        data = self._reading.all(first.file, first.start, last.stop - first.start)
-        for item in batch:
-            at = item.piece.start - first.start
-            proof.check(item.piece, data[at : at + item.piece.length])
-
-    def _large(self, item: Touched) -> None:
-        piece, part = item.piece, item.part
-        low, high = (part[0], part[0] + len(part[1])) if part is not None else (0, piece.length)
-        whole, wanted, held = digest.running(), digest.running(), 0
-        for at, data in self._reading.chunks(piece, (low, high)):
-            whole.update(data)
-            if high - low < piece.length and low <= at < high:
-                wanted.update(data)
-            held += len(data)
-        proof.check_found(piece, held, whole.hexdigest())
-        item.part_digest = wanted.hexdigest() if high - low < piece.length else piece.digest
+        data = self._reading.all(first.run.entry.file, start, stop - start)
+        for part in job:
+            _check(part, data[part.start - start : part.stop - start])
 
 
 class _Giver:
-    def __init__(self, source: Source, trusted: bool) -> None:
+    def __init__(self, source: Source, *, in_place: bool) -> None:
         self._source = source
         self._reading = _Reading(source)
-        self._trusted = trusted
+        self._in_place = in_place
 
-    def take(self, batch: Batch) -> None:
-        first, last = batch[0].piece, batch[-1].piece
-        if first.length > self._source.chunk_bytes and self._straight(batch[0]):
+    def take(self, job: Job) -> None:
+        first, start, stop = job[0], job[0].start, job[-1].stop
+        if self._in_place and len(job) == 1 and first.run.octets is not None:
+            self._straight(first, first.run.octets)
             return
-        data = self._reading.all(first.file, first.start, last.stop - first.start)
-        for item in batch:
-            at = item.piece.start - first.start
-            mine = data[at : at + item.piece.length]
-            if not self._trusted:
-                proof.check(item.piece, mine)
-            for receiver in item.receivers:
-                receiver.take(item.piece.offset, mine)
+        data = self._reading.all(first.run.entry.file, start, stop - start)
+        for part in job:
+            mine = data[part.start - start : part.stop - start]
+            _check(part, mine, part.run.octets)
+            if part.run.octets is None:
+                for receiver in part.run.receivers:
+                    receiver.take(part.extents[0].offset, mine)
 
-    def _straight(self, item: Touched) -> bool:
-        """Read a large piece into its only receiver, if it is one that can take it so and what it takes can be proven."""
-        piece, part = item.piece, item.part
-        if part is None:
-            return False
-        low, octets = part
-        expected = piece.digest if len(octets) == piece.length else item.part_digest
-        if expected is None:
-            return False
-        start = piece.start + low
-        view = self._source.view(piece.file, start, start + len(octets))
-        if view is not None and self._trusted:
-            _copy(octets, view)
-            return True
-        found, held, step = digest.running(), 0, self._source.chunk_bytes
-        for at in range(0, len(octets), step):
-            into = octets[at : at + step]
-            if view is not None:
-                _copy(into, view[at : at + step])
-                got = len(into)
-            else:
-                got = self._source.read_into(piece.file, start + at, into)
-            found.update(into[:got])
-            held += got
-            if got < len(into):
-                break
-        proof.check_found(piece, held + piece.length - len(octets), found.hexdigest(), expected)
-        return True
+    def _straight(self, part: Part, octets: memoryview) -> None:
+        at = part.extents[0].offset - part.run.offset
+        into = octets[at : at + part.stop - part.start]
+        if len(into) > self._source.chunk_bytes:  # a single extent
+            self._reading.check(_piece(part, part.extents[0]), into)
+            return
+        _check(part, into[: self._source.read_into(part.run.entry.file, part.start, into)])
 
 
-def _copy(into: memoryview, data: memoryview) -> None:
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))  # others compute meanwhile
+def _check(part: Part, data: memoryview, octets: memoryview | None = None) -> None:
+    """Check a part's extents; where the run has `octets` to be copied to, each goes to its place as soon as it is proven.
+
+    Raises `CorruptExtent`, also where `data` is shorter than the part.
+    """
+    base = part.extents[0].offset
+    shift = base - part.run.offset
+    for extent in part.extents:
+        at, length = extent.offset - base, extent.length
+        mine = data[at : at + length]
+        if digest.digest(mine) != extent.digest or len(mine) != length:
+            proof.check(_piece(part, extent), mine)
+        if octets is not None:
+            copy(octets[at + shift : at + shift + length], mine)
+
+
+def _piece(part: Part, extent: Extent) -> Piece:
+    return proof.tensor_piece(part.run.group, part.run.name, part.run.entry, extent)

@@ -6,11 +6,12 @@ Works on any `Source`, with no service running and without torch.
 from __future__ import annotations
 
 import operator
+import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import cached_property
-from itertools import compress
+from itertools import groupby
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -34,9 +35,9 @@ from holdfast_formats.region import Box, check_box, whole
 
 from . import passes
 from .sources import ProvenSource, Source
-from .wants import Touched, Want, touched
+from .wants import Run, Want, runs
 
-_OVERWRITTEN = "live tensors have been partly overwritten and must not be trained on: restore another step, or end"
+OVERWRITTEN = "live tensors have been partly overwritten and must not be trained on: restore another step, or end"
 
 Take = Callable[[Piece, memoryview], None]
 OnDamage = Callable[[Piece, CheckpointError], None]
@@ -77,16 +78,16 @@ class _Bytes:
 
 
 class _Found:
-    """Wants, the pieces that they touch, and whether those were proven."""
+    """Wants, the extents that they touch, and whether those were proven."""
 
-    def __init__(self, wants: list[Want], pieces: list[Touched]) -> None:
+    def __init__(self, wants: list[Want], runs: list[Run]) -> None:
         self.wants = wants
-        self.pieces = pieces
+        self.runs = runs
         self.proven = False
 
 
 class CheckpointReader:
-    """One committed checkpoint. Threads read and check; memory stays at a buffer of 16 MiB for each of them."""
+    """One committed checkpoint. Threads read and check, as many as `cores` feed; their buffers have 128 MiB at most."""
 
     def __init__(self, source: Source, manifest: Manifest, manifest_bytes: bytes, commit_bytes: bytes) -> None:
         self.source = source
@@ -94,6 +95,7 @@ class CheckpointReader:
         self.manifest_bytes = manifest_bytes
         self.commit_bytes = commit_bytes
         self.lent: ProvenSource | None = None  # where some of the pieces stand, proven: they are not read from the source
+        self.cores = len(os.sched_getaffinity(0))
         self._bytes = _Bytes(source)
         self._found = _Found([], [])
 
@@ -179,41 +181,56 @@ class CheckpointReader:
         Raises `CorruptExtent` with file, tensor and byte range.
         """
         found = self._touched(list(wants))
-        passes.prove(self.source, self._apart([*self._headers(found), *found.pieces])[0])
+        passes.prove(self.source, self._apart(self._headers(found))[0], self._runs_apart(found)[0], self.cores)
         found.proven = True
 
     def needed(self, wants: Iterable[Want]) -> list[Piece]:
         """The pieces that `prove` reads."""
         found = self._touched(list(wants))
-        return [item.piece for item in (*self._headers(found), *found.pieces)]
+        extents = [
+            proof.tensor_piece(run.group, run.name, run.entry, extent)
+            for run in found.runs
+            for extent in run.entry.extents[run.first : run.stop]
+        ]
+        return [*self._headers(found), *extents]
 
-    def _headers(self, found: _Found) -> list[Touched]:
-        used = {item.piece.file for item in found.pieces}
-        return [Touched(Piece(f.name, 0, f.header_bytes, f.digest)) for f in self.manifest.files if f.name in used]
+    def _headers(self, found: _Found) -> list[Piece]:
+        used = {run.entry.file for run in found.runs}
+        return [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
 
-    def _apart(self, pieces: list[Touched]) -> tuple[list[Touched], list[Touched]]:
+    def _apart(self, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
         """Those that are read from the source, and those that are lent."""
-        if self.lent is None:
+        lent = self.lent
+        if lent is None:
             return pieces, []
-        lent = [self.lent.holds(item.piece) for item in pieces]
-        return [p for p, there in zip(pieces, lent, strict=True) if not there], list(compress(pieces, lent))
+        return [piece for piece in pieces if not lent.holds(piece)], [piece for piece in pieces if lent.holds(piece)]
 
-    def load(self, wants: Iterable[Want]) -> None:
+    def _runs_apart(self, found: _Found) -> tuple[list[Run], list[Run]]:
+        """The same of runs, cut where one kind ends and the other begins."""
+        lent = self.lent
+        if lent is None:
+            return found.runs, []
+        parts = [(part, there) for run in found.runs for part, there in _cut(run, lent.holds)]
+        return [part for part, there in parts if not there], [part for part, there in parts if there]
+
+    def load(self, wants: Iterable[Want]) -> int:
         """Read what the wants touch into them; `prove` first when nothing may change if anything is damaged.
 
-        Raises `CorruptExtent`, also for what was proven and has become another since: a page may have left memory and come
-        back from the disk. Wants may have been overwritten then, which the error says.
+        Returns how many bytes of files that is, each counted once: those of whole extents. Raises `CorruptExtent`, also for
+        what was proven and has become another since: a page may have left memory and come back from the disk. Wants may
+        have been overwritten then, which the error says.
         """
         found = self._touched(list(wants))
         try:
-            own, lent = self._apart(found.pieces)
-            passes.hand_over(self.source, own, found.proven)
+            own, lent = self._runs_apart(found)
+            passes.hand_over(self.source, own, self.cores, found.proven)
             if self.lent is not None:
-                passes.hand_over(self.lent, lent, proven=True)
+                passes.hand_over(self.lent, lent, self.cores, proven=False)
         except CheckpointError as error:
             if found.proven:
-                error.hint = _OVERWRITTEN
+                error.hint = OVERWRITTEN
             raise
+        return sum(run.length for run in found.runs)
 
     def verify(self, on_bytes: Callable[[int], None] | None = None) -> list[Damage]:
         """Check every byte of every listed file; return all damages, by file and position, instead of stopping.
@@ -290,11 +307,25 @@ class CheckpointReader:
         return size
 
     def _touched(self, wants: list[Want]) -> _Found:
-        """The pieces that the wants touch. `load` finds here what `prove` worked out for the very same wants."""
+        """The extents that the wants touch. `load` finds here what `prove` worked out for the very same wants."""
         known = self._found
         if len(wants) != len(known.wants) or not all(map(operator.is_, wants, known.wants)):
-            self._found = _Found(wants, touched(self.manifest, wants, self.source.label))
+            self._found = _Found(wants, runs(self.manifest, wants, self.source.label))
         return self._found
+
+
+def _cut(run: Run, holds: Callable[[Piece], bool]) -> Iterator[tuple[Run, bool]]:
+    """A run's extents, those next to each other together that are held, or are not."""
+    extents = run.entry.extents
+    there = [holds(proof.tensor_piece(run.group, run.name, run.entry, e)) for e in extents[run.first : run.stop]]
+    first = run.first
+    for held, same in groupby(there):
+        stop = first + len(list(same))
+        low = extents[first].offset - run.offset
+        high = extents[stop - 1].offset + extents[stop - 1].length - run.offset
+        octets = run.octets[low:high] if run.octets is not None else None
+        yield run._replace(first=first, stop=stop, octets=octets), held
+        first = stop
 
 
 def _refuse(piece: Piece, error: CheckpointError) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from holdfast_formats import values
 from holdfast_formats.manifest import Manifest
 
-from . import node, staging
+from . import staging
+from .config import launch_info
 from .launch import Launch
 from .reader import CheckpointReader
 from .session import Session
@@ -27,6 +29,7 @@ class RestoreReport(NamedTuple):
     bytes: int
     seconds: float
     source: Literal["slot", "directory", "http"] = "directory"  # "slot": out of the memory that it was saved from
+    bytes_read: int = 0  # of the checkpoint's files: whole extents, each counted once
     node_bytes: int = 0  # of the directory's pieces that the daemon read and proved once, for several ranks of this machine
     own_bytes: int = 0  # of those that this rank read and proved for itself; both are 0 from slots
 
@@ -45,15 +48,14 @@ def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch
     Raises `StateMismatch` before anything is touched, `CorruptExtent` naming file, tensor and range.
     """
     session, launch = who
+    reader.cores = _own_cores()
     held = values.for_rank(reader.state, launch.rank)
     restoration = state.prepare(_stored(reader.manifest, held), *wanted)
     landings = staging.land(restoration.leaves)
     wants = [landing.want for landing in landings]
     cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
-    warm, notes = fill(reader, wants, session.held, launch.rank)
-    filled = node.Filled(0, 0, ())
-    if not warm:
-        filled = node.fill(reader, wants, session.neighbours(launch.peers) if cold == "directory" else None)
+    neighbours = session.neighbours(launch.peers) if cold == "directory" else None
+    filled = fill(reader, wants, session.held, launch.rank, neighbours)
     staging.finish(landings)
     restoration.apply()
     remapped = [f"{name}: taken from another rank of the saved world" for name in held.remapped]
@@ -61,13 +63,20 @@ def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
-        notes=(*restoration.notes, *remapped, *notes, *filled.notes),
+        notes=(*restoration.notes, *remapped, *filled.notes),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
-        source="slot" if warm else cold,
+        source="slot" if filled.from_slots else cold,
+        bytes_read=filled.bytes_read,
         node_bytes=filled.node_bytes,
         own_bytes=filled.own_bytes,
     )
+
+
+def _own_cores() -> int:
+    """This rank's part of the machine: all of it that it may use, unless others restore beside it on the same cores."""
+    allowed = len(os.sched_getaffinity(0))
+    return allowed if allowed < (os.cpu_count() or 1) else max(allowed // (launch_info().local_world or 1), 1)
 
 
 def _stored(manifest: Manifest, held: values.RankValues) -> Stored:

@@ -26,21 +26,19 @@ HTTP_CHUNK_BYTES = EXTENT_BYTES_MAX  # a request for each extent
 class Source(Protocol):
     """The files of one checkpoint, by plain name. Safe for threads; `label` says to people where they are.
 
-    A source that is `steady` holds bytes that nobody can change any more: what was proven once stays proven. It is read best
-    `chunk_bytes` at a time.
+    It is read best `chunk_bytes` at a time.
     """
 
     @property
     def label(self) -> str: ...
     @property
-    def steady(self) -> bool: ...
-    @property
     def chunk_bytes(self) -> int: ...
     def size(self, name: str) -> int | None: ...  # None when there is no such file
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...  # bytes read; fewer only at the file's end
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes: ...
-    def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # bytes in memory; None: they must be read
+    def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # memory nobody can change; None: read it
     def waits(self, name: str, offset: int) -> bool: ...  # whether reading there would wait for a disk or a network; a guess
+    def expect(self, name: str, start: int, stop: int) -> None: ...  # those bytes will be read soon
     def close(self) -> None: ...
 
 
@@ -63,7 +61,6 @@ def _read(source: Source, name: str, offset: int, length: int | None) -> bytes:
 class DirectorySource:
     """The files of a checkpoint's directory, read with no service running. Follows no link out of the directory."""
 
-    steady = False  # a page may leave memory and come back from the disk as another
     chunk_bytes = FILE_CHUNK_BYTES
 
     def __init__(self, path: Path) -> None:
@@ -91,8 +88,7 @@ class DirectorySource:
             descriptor = self._descriptor(name)
         done = 0
         if len(buffer) >= READ_AHEAD_BYTES_MIN:  # the disk is asked for all of it at once
-            with suppress(OSError):
-                os.posix_fadvise(descriptor, offset, len(buffer), os.POSIX_FADV_WILLNEED)
+            self.expect(name, offset, offset + len(buffer))
         while done < len(buffer):
             try:
                 got = os.preadv(descriptor, (buffer[done:] if done else buffer,), offset + done)
@@ -114,6 +110,10 @@ class DirectorySource:
             return os.preadv(self._descriptor(name), (bytearray(1),), offset, os.RWF_NOWAIT) != 1
         except (OSError, AttributeError):  # it would, or the system cannot tell
             return True
+
+    def expect(self, name: str, start: int, stop: int) -> None:
+        with suppress(OSError):  # many requests wait at the disk at once, whoever waits for them
+            os.posix_fadvise(self._descriptor(name), start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close every file; the source can still be used and opens them again."""
@@ -161,7 +161,6 @@ class DirectorySource:
 class HttpSource:
     """The files of a checkpoint as the service hands them over, by Range requests. Closing it closes the `Api`."""
 
-    steady = False
     chunk_bytes = HTTP_CHUNK_BYTES
 
     def __init__(self, api: Api, run: str, step: int) -> None:
@@ -192,6 +191,9 @@ class HttpSource:
 
     def waits(self, name: str, offset: int) -> bool:
         return True
+
+    def expect(self, name: str, start: int, stop: int) -> None:
+        """Nothing: what is asked for twice is sent twice."""
 
     def close(self) -> None:
         self._api.close()

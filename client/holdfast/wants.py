@@ -1,20 +1,20 @@
-"""What somebody wants of a checkpoint's tensors, and what that means for its pieces: which are read, and who receives."""
+"""What somebody wants of a checkpoint's tensors, and what that means for its extents: which are read, and who receives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast_formats import proof, transfer
+from holdfast_formats import transfer
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.manifest import Manifest, TensorEntry
-from holdfast_formats.proof import Piece
-from holdfast_formats.reading import resolve
-from holdfast_formats.region import Box, ByteView, byte_box, byte_span, byte_view, check_box, flat_boxes, intersect
+from holdfast_formats.reading import extents_of, resolve
+from holdfast_formats.region import Box, ByteView, byte_box, byte_span, byte_view, check_box
+
+COPIED_ALONE_BYTES = 2**14  # below, handing over the interpreter costs more than the copy
 
 
 class Want(NamedTuple):
@@ -51,43 +51,103 @@ class Receiver(NamedTuple):
             return
         low, high = max(self.first - offset, 0), min(self.first + len(self.octets) - offset, len(data))
         at = low + offset - self.first
-        self.octets[at : at + high - low] = data[low:high]
+        copy(self.octets[at : at + high - low], data[low:high])
 
 
-class Touched:
-    """A piece that is read, and who receives from it; `part_digest` is what `passes.prove` leaves to `passes.hand_over`."""
+def copy(into: memoryview, data: memoryview) -> None:
+    """Copy bytes; where there are many, so that other threads can compute meanwhile."""
+    if len(data) < COPIED_ALONE_BYTES:
+        into[:] = data
+    else:
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
 
-    __slots__ = ("part_digest", "piece", "receivers")
 
-    def __init__(self, piece: Piece) -> None:
-        self.piece = piece
-        self.receivers: list[Receiver] = []
-        self.part_digest: str | None = None
+class Run(NamedTuple):
+    """Extents [first, stop) of a tensor, and who receives from every one of them.
+
+    `octets` is the part of the one receiver's memory into which the run's bytes can be read as they are, where there is one.
+    """
+
+    group: str
+    name: str
+    entry: TensorEntry
+    first: int
+    stop: int
+    receivers: tuple[Receiver, ...]
+    octets: memoryview | None
 
     @property
-    def part(self) -> tuple[int, memoryview] | None:
-        """The bytes of the one receiver that they can be read into as they are, and where in the piece they begin."""
-        if len(self.receivers) != 1:
-            return None
-        octets, first, offset = self.receivers[0].octets, self.receivers[0].first, self.piece.offset
-        if octets is None:
-            return None
-        low, high = max(first - offset, 0), min(first + len(octets) - offset, self.piece.length)
-        return low, octets[low + offset - first : high + offset - first]
+    def offset(self) -> int:
+        """The run's first byte, counted from the tensor's."""
+        return self.entry.extents[self.first].offset
+
+    @property
+    def length(self) -> int:
+        last = self.entry.extents[self.stop - 1]
+        return last.offset + last.length - self.offset
 
 
-def touched(manifest: Manifest, wants: Iterable[Want], label: str) -> list[Touched]:
-    """The pieces that the wants need, by file and position. Raises `StateMismatch` naming a tensor that does not fit."""
-    found: dict[tuple[str, int], Touched] = {}
+def runs(manifest: Manifest, wants: Iterable[Want], label: str) -> list[Run]:
+    """The extents that the wants need, by file and position, each in one run.
+
+    Raises `StateMismatch` naming a tensor that does not fit.
+    """
+    tensors: dict[tuple[str, str], tuple[TensorEntry, list[Receiver]]] = {}
     for want in wants:
         name, entry = resolve(manifest, want.group, want.name, label)
-        receiver = _receiver(want, entry)
-        for piece in _pieces(receiver, want.group, name, entry):
-            key = (piece.file, piece.start)
-            if key not in found:
-                found[key] = Touched(piece)
-            found[key].receivers.append(receiver)
-    return sorted(found.values(), key=attrgetter("piece"))
+        tensors.setdefault((want.group, name), (entry, []))[1].append(_receiver(want, entry))
+    placed = sorted((entry.file, entry.start, key, entry, receivers) for key, (entry, receivers) in tensors.items())
+    return [run for _, _, (group, name), entry, receivers in placed for run in _runs(group, name, entry, receivers)]
+
+
+def _runs(group: str, name: str, entry: TensorEntry, receivers: Sequence[Receiver]) -> Iterator[Run]:
+    """Cut a tensor's extents where those who receive from them change."""
+    if len(receivers) == 1:
+        octets = receivers[0].octets
+        if octets is not None and len(entry.extents) == 1 and len(octets) == entry.extents[0].length:
+            yield Run(group, name, entry, 0, 1, tuple(receivers), octets)  # small tensors, of which there may be many
+            return
+        for first, stop in extents_of(entry.extents, receivers[0].box, receivers[0].view):
+            yield from _split(group, name, entry, first, stop, (receivers[0],))
+        return
+    edges: dict[int, list[int]] = {}  # where receivers begin, or end
+    for number, receiver in enumerate(receivers):
+        for touched in extents_of(entry.extents, receiver.box, receiver.view):
+            for edge in touched:
+                edges.setdefault(edge, []).append(number)
+    active: dict[int, Receiver] = {}
+    first = 0
+    for edge in sorted(edges):
+        if active:
+            yield from _split(group, name, entry, first, edge, tuple(active.values()))
+        for number in edges[edge]:
+            if active.pop(number, None) is None:
+                active[number] = receivers[number]
+        first = edge
+
+
+def _split(
+    group: str, name: str, entry: TensorEntry, first: int, stop: int, receivers: tuple[Receiver, ...]
+) -> Iterator[Run]:
+    """A run, or up to three where one receiver takes all of its extents but only a part of the first or the last one."""
+    octets = receivers[0].octets if len(receivers) == 1 else None
+    if octets is None:
+        yield Run(group, name, entry, first, stop, receivers, None)
+        return
+    begin, end = receivers[0].first, receivers[0].first + len(octets)
+    extents = entry.extents
+    low = first + (extents[first].offset < begin)
+    high = stop - (extents[stop - 1].offset + extents[stop - 1].length > end)
+    if low >= high:
+        yield Run(group, name, entry, first, stop, receivers, None)
+        return
+    if first < low:
+        yield Run(group, name, entry, first, low, receivers, None)
+    last = extents[high - 1]
+    inner = octets[extents[low].offset - begin : last.offset + last.length - begin]
+    yield Run(group, name, entry, low, high, receivers, inner)
+    if high < stop:
+        yield Run(group, name, entry, high, stop, receivers, None)
 
 
 def _receiver(want: Want, entry: TensorEntry) -> Receiver:
@@ -106,17 +166,3 @@ def _receiver(want: Want, entry: TensorEntry) -> Receiver:
     straight = into.flags.c_contiguous and into.nbytes == span[1] - span[0]
     octets = into.reshape(-1).view(np.uint8).data if straight else None
     return Receiver(into, view, box, span[0], octets)
-
-
-def _pieces(receiver: Receiver, group: str, name: str, entry: TensorEntry) -> Iterator[Piece]:
-    itemsize, shape = receiver.view.itemsize, receiver.view.shape
-    start = receiver.first
-    stop = start + len(receiver.octets) if receiver.octets is not None else byte_span(receiver.box, shape, itemsize)[1]
-    for extent in entry.extents:
-        if extent.offset >= stop or extent.offset + extent.length <= start:
-            continue
-        if receiver.octets is None:
-            parts = flat_boxes(extent.offset // itemsize, (extent.offset + extent.length) // itemsize, shape)
-            if all(intersect(part, receiver.box) is None for part in parts):
-                continue
-        yield proof.tensor_piece(group, name, entry, extent)

@@ -10,6 +10,7 @@ import fcntl
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,13 +24,15 @@ from holdfast_formats.region import Box
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec, box_bytes
 
+from . import node
 from .mapping import Mapping
-from .reader import CheckpointReader
+from .node import Neighbours
+from .reader import OVERWRITTEN, CheckpointReader
 from .sources import Source
 from .transport import Transport
 from .wants import Want
 
-CHUNK_BYTES = 2**21  # nothing is copied to be proven, so a chunk need not fit a core's cache
+CHUNK_BYTES = 2**20  # read together where it does not stand in one piece; an extent at a time is proven and copied
 
 _Placed = tuple[int, str, str, TensorEntry]  # first byte in its file, group, name, entry
 
@@ -92,33 +95,59 @@ def take_held(link: Transport, step: int) -> list[HeldSlot]:
     return held
 
 
-def fill(
-    reader: CheckpointReader, wants: Sequence[Want], take: Callable[[int], Sequence[HeldSlot]], rank: int
-) -> tuple[bool, tuple[str, ...]]:
-    """Prove all wants, then hand them over, from held slots if `take` finds any.
+class Filled(NamedTuple):
+    """Where wants were filled from, what spoke against the slots, and how many bytes of extents were read.
 
-    Returns whether it did, and notes on what spoke against it. Nothing that is wrong with slots is an error: nothing has
-    been handed over then, and the reader's own source is to be read instead.
+    Of what was not from slots, headers included: bytes that the daemon proved for several ranks, and that this one did.
+    """
+
+    from_slots: bool
+    notes: tuple[str, ...]
+    bytes_read: int
+    node_bytes: int = 0
+    own_bytes: int = 0
+
+
+def fill(
+    reader: CheckpointReader,
+    wants: Sequence[Want],
+    take: Callable[[int], Sequence[HeldSlot]],
+    rank: int,
+    neighbours: Neighbours | None = None,
+) -> Filled:
+    """Fill all wants: from held slots if `take` finds any, else as the reader does, which proves everything first.
+
+    Nothing that is wrong with slots is an error: the reader's own source is then read instead, as if nothing had been, and
+    together with `neighbours`. Only where that cannot be used either may wants have been overwritten with a part of what the
+    slots held, which is proven, but a part; the error says so.
     """
     notes: tuple[str, ...] = ()
+    overwritten = False
     try:
         slots = take(reader.manifest.step)
         if slots:
-            _fill_from(slots, reader, wants, rank)
-            return True, ()
+            overwritten = True
+            return Filled(True, (), _fill_from(slots, reader, wants, rank))
     except CheckpointError as error:
         notes = (f"held in memory, but not restored from there: {error.detail}",)
-    return False, notes
+    try:
+        read = node.fill(reader, wants, neighbours)
+        return Filled(False, (*notes, *read.notes), read.bytes_read, read.node_bytes, read.own_bytes)
+    except CheckpointError as error:
+        if overwritten:
+            error.hint = OVERWRITTEN
+        raise
 
 
-def _fill_from(slots: Sequence[HeldSlot], reader: CheckpointReader, wants: Sequence[Want], rank: int) -> None:
+def _fill_from(slots: Sequence[HeldSlot], reader: CheckpointReader, wants: Sequence[Want], rank: int) -> int:
+    """In one pass: a locked slot is nobody's to write to, so what was proven can be copied at once."""
     with ExitStack() as stack:
         for slot in slots:
             stack.callback(slot.close)
         source = HeldSource(reader.source, reader.manifest, slots, rank)
         held = CheckpointReader(source, reader.manifest, reader.manifest_bytes, reader.commit_bytes)
-        held.prove(wants)
-        held.load(wants)
+        held.cores = reader.cores
+        return held.load(wants)
 
 
 class HeldSource:
@@ -127,7 +156,6 @@ class HeldSource:
     The slots stay its maker's, and locked as long as it is used.
     """
 
-    steady = True  # a locked slot is nobody's to write to
     chunk_bytes = CHUNK_BYTES
 
     def __init__(self, base: Source, manifest: Manifest, slots: Sequence[HeldSlot], rank: int) -> None:
@@ -196,6 +224,9 @@ class HeldSource:
 
     def waits(self, name: str, offset: int) -> bool:
         return False
+
+    def expect(self, name: str, start: int, stop: int) -> None:
+        """Nothing: it stands in memory."""
 
     def close(self) -> None:
         """Nothing: slots and files are their owners'."""

@@ -1,13 +1,15 @@
-"""Loads in two passes: what is read into whom, at any chunk size, and what is found when a file changes in between."""
+"""The passes of a load: what is read into whom, at any chunk size, and what is found when a file changes in between."""
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from holdfast import passes
 from holdfast.reader import CheckpointReader
 from holdfast.sources import DirectorySource
 from holdfast.wants import Want
@@ -84,8 +86,8 @@ def test_any_receiver_at_any_chunk_size(shared: Built, chunk_bytes: int) -> None
                 np.testing.assert_array_equal(into, array[box.slices].view("<u8"))
 
 
-def test_only_what_is_wanted_is_read_again(shared: Built) -> None:
-    """Rows that end inside an extent cost the second pass their own bytes, and the first the whole extents."""
+def test_only_extents_that_are_wanted_are_read(shared: Built) -> None:
+    """Rows that end inside an extent cost each pass whole extents, and no other; the load says how many bytes those are."""
     source = Counting(shared.path)
     source.chunk_bytes = 100
     rows = want("model", "embed.weight", Box((30, 0), (20, 24)), 2)  # bytes 1440 to 2400: of two extents of 1000
@@ -95,8 +97,104 @@ def test_only_what_is_wanted_is_read_again(shared: Built) -> None:
         header = sum(f.header_bytes for f in reader.manifest.files if f.name == reader.entry("model", "embed.weight").file)
         assert sum(source.lengths) == header + 2000
         source.lengths.clear()
-        reader.load([rows])
-        assert sum(source.lengths) == rows.into.nbytes
+        assert reader.load([rows]) == 2000
+        assert sum(source.lengths) == 2000
+
+
+def test_columns_of_wide_rows_read_only_their_extents(tmp_path: Path) -> None:
+    """Of rows much longer than an extent, columns need few of each row's extents, and get what slicing gives."""
+    array = np.random.default_rng(1).standard_normal((5, 2000)).astype(np.float32)  # rows of eight extents of 1000
+    built = build(tmp_path / "c", {"model": {"w": array}})
+    source = Counting(built.path)
+    columns = want("model", "w", Box((1, 500), (3, 300)), 4)  # bytes 2000 to 3200 of each row of 8000
+    with CheckpointReader.open(source) as reader:
+        source.lengths.clear()
+        assert reader.load([columns]) == sum(source.lengths) == 3 * 2000
+    np.testing.assert_array_equal(columns.into, array[1:4, 500:800].view("<u4"))
+
+
+def test_receivers_that_share_extents(shared: Built) -> None:
+    """Overlapping rows, columns and the whole of one tensor, wanted at once: each extent is read once, each gets its own."""
+    array = shared.arrays["optim"]["layers.0.q.weight/exp_avg"]
+    boxes = [Box((0, 0), (10, 40)), Box((5, 0), (3, 40)), Box((0, 3), (24, 9)), Box((20, 0), (4, 40)), Box((20, 1), (1, 1))]
+    for chunk_bytes in (100, 1500, 2**19):
+        wants = [want("optim", "layers.0.q.weight/exp_avg", box, 8) for box in [*boxes, whole(array.shape)]]
+        for chosen in (wants, wants[:2], wants[3:5], wants[::-1]):
+            with CheckpointReader.open(chunked(shared, chunk_bytes)) as reader:
+                reader.prove(chosen)
+                assert reader.load(chosen) <= array.nbytes
+            for wanted in chosen:
+                np.testing.assert_array_equal(wanted.into, array[wanted.box.slices].view("<u8"))
+                wanted.into[:] = 0
+
+
+@pytest.mark.parametrize("ahead_bytes", [0, 3000, 10**6])
+def test_a_disk_that_makes_wait_is_told_ahead(shared: Built, monkeypatch: pytest.MonkeyPatch, ahead_bytes: int) -> None:
+    """Where reading would wait, the source hears of everything once, in order, before it is read, and not too far ahead."""
+    told: list[tuple[int, int]] = []
+    read: list[int] = []
+
+    class Slow(DirectorySource):
+        chunk_bytes = 1000
+
+        def waits(self, name: str, offset: int) -> bool:
+            return True
+
+        def expect(self, name: str, start: int, stop: int) -> None:
+            told.append((start, stop))
+            assert len(told) - len(read) <= ahead_bytes // 1000 + 1
+
+        def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+            read.append(offset)
+            return super().read_into(name, offset, buffer)
+
+    monkeypatch.setattr(passes, "READERS_WAITING", 1)
+    monkeypatch.setattr(passes, "AHEAD_BYTES", ahead_bytes)
+    array = shared.arrays["optim"]["layers.0.q.weight/exp_avg"]
+    with CheckpointReader.open(Slow(shared.path)) as reader:
+        read.clear()
+        reader.load([want("optim", "layers.0.q.weight/exp_avg", whole(array.shape), 8)])
+        start = reader.entry("optim", "layers.0.q.weight/exp_avg").start
+    ends = [*range(1000, array.nbytes, 1000), array.nbytes]
+    assert told == [(start + a, start + b) for a, b in zip([0, *ends], ends, strict=False)]
+    assert read == [begin for begin, _ in told]
+
+
+@pytest.mark.parametrize("chunk_bytes", [300, 2500, 2**19])
+def test_unproven_bytes_are_never_handed_over(built: Built, chunk_bytes: int) -> None:
+    """A load that nobody proved first checks every extent before it is copied: nothing of a damaged one arrives."""
+    tensor = built.manifest.tensors["optim"]["layers.0.q.weight/exp_avg"]
+    array = built.arrays["optim"]["layers.0.q.weight/exp_avg"]
+    flip(built.path / tensor.file, tensor.start + 3500)
+    for box in (whole(array.shape), Box((1, 0), (20, 40)), Box((0, 1), (24, 39))):
+        wanted = want("optim", "layers.0.q.weight/exp_avg", box, 8)
+        with CheckpointReader.open(chunked(built, chunk_bytes)) as reader, pytest.raises(CorruptExtent):
+            reader.load([wanted])
+        arrived = np.zeros(array.shape, "<u8")
+        arrived[box.slices] = wanted.into
+        assert not arrived.reshape(-1)[3000 // 8 : 4000 // 8].any()
+
+
+@pytest.mark.parametrize("cores", [1, 2, 40])
+def test_threads_keep_to_the_cores_and_to_their_memory(shared: Built, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """One core is one thread; more are as many and one; and never so many that their buffers pass the limit."""
+    used: set[int] = set()
+
+    class Watched(DirectorySource):
+        chunk_bytes = 8
+
+        def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+            used.add(threading.get_ident())
+            return super().read_into(name, offset, buffer)
+
+    monkeypatch.setattr(passes, "BUFFERS_BYTES_MAX", 5000)  # of extents of 1000
+    array = shared.arrays["optim"]["layers.0.q.weight/exp_avg"]
+    wanted = want("optim", "layers.0.q.weight/exp_avg", whole(array.shape), 8)
+    with CheckpointReader.open(Watched(shared.path)) as reader:
+        reader.cores = cores
+        used.clear()
+        reader.load([wanted])
+    assert 1 <= len(used) <= {1: 1, 2: 3, 40: 5}[cores]
 
 
 def test_many_small_tensors(tmp_path: Path) -> None:
@@ -151,13 +249,10 @@ def test_a_file_cut_off_under_the_reader(built: Built, chunk_bytes: int) -> None
 
 
 @pytest.mark.parametrize("chunk_bytes", [300, 2**19])
-@pytest.mark.parametrize("is_steady", [True, False])
-def test_a_source_with_its_bytes_in_memory_is_viewed(built: Built, is_steady: bool, chunk_bytes: int) -> None:
-    """Bytes that a source has in memory are not read; they are proven all the same, once if nobody can change them."""
+def test_a_source_with_its_bytes_in_memory_is_viewed(built: Built, chunk_bytes: int) -> None:
+    """Bytes that a source has in memory are not read; they are proven all the same, and damage is not handed over."""
 
     class Held(DirectorySource):
-        steady = is_steady
-
         def view(self, name: str, start: int, stop: int) -> memoryview:
             return memoryview((self.path / name).read_bytes())[start:stop]
 
@@ -173,10 +268,12 @@ def test_a_source_with_its_bytes_in_memory_is_viewed(built: Built, is_steady: bo
     source.chunk_bytes = chunk_bytes
     with CheckpointReader.open(source) as reader:
         reader.prove(wanted)
-        reader.load(wanted)
-        reader.load([wanted[0]])
+        reader.load(wanted[:1])
+        reader.load(wanted[1:])
         for got in wanted:
             np.testing.assert_array_equal(got.into, array[got.box.slices].view("<u8"))
         flip(built.path / tensor.file, tensor.start + 1500, 6)
+        wanted[0].into[:] = 0
         with pytest.raises(CorruptExtent):
-            (reader.prove if is_steady else reader.load)(wanted[:1])
+            reader.load(wanted[:1])
+        assert not wanted[0].into.reshape(-1)[1000 // 8 : 2000 // 8].any()

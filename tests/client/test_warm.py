@@ -28,7 +28,7 @@ from tests.crash.rank_process import content
 from tests.daemons import RunningDaemon, running, wait_until
 
 RANK_PROCESS = Path(__file__).parent.parent / "crash" / "rank_process.py"
-SIZE = 20_000_003  # two extents a rank, and neither rank's part begins at an extent
+SIZE = 20_000_003  # many extents a rank, and neither rank's part begins at an extent
 WORLD = 2
 _launches = itertools.count()
 
@@ -134,40 +134,65 @@ def test_after_an_orderly_end_nothing_is_held(daemon: RunningDaemon) -> None:
     checkpointer.close()
 
 
-def test_a_damaged_slot_is_not_used(daemon: RunningDaemon) -> None:
-    """One wrong byte in memory: the directory is read instead, the report says why, and every value is right."""
-    saved_and_killed(daemon)
+def damage_slots(daemon: RunningDaemon, where: int) -> None:
+    """One bit of the tensor turned round in every slot of one rank."""
     for path in shared_memory(daemon)[:1]:
         with open(path, "r+b") as file:
             made = arena.read_superblock(memoryview(file.read()))
             for slot in range(made.slots):
-                file.seek(made.data_offset(slot) + SIZE // 2)
+                file.seek(made.data_offset(slot) + where)
                 byte = file.read(1)[0]
                 file.seek(-1, os.SEEK_CUR)
                 file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("where", [0, SIZE // 2, SIZE - 1])
+def test_a_damaged_slot_is_made_good_from_the_directory(daemon: RunningDaemon, where: int) -> None:
+    """One wrong bit in memory, wherever: the directory is read instead, the report says why, and every value is right."""
+    saved_and_killed(daemon)
+    damage_slots(daemon, where)
     checkpointer = restored(daemon)
     assert checkpointer.last_restore.source == "directory"
     assert "held in memory" in checkpointer.last_restore.notes[-1] and "'w'" in checkpointer.last_restore.notes[-1]
     checkpointer.close()
 
 
-def test_damage_everywhere_touches_nothing(daemon: RunningDaemon) -> None:
-    """Where neither the slots nor the directory are sound, the live state is what it was."""
+def test_damage_everywhere_says_what_became_of_live_tensors(daemon: RunningDaemon) -> None:
+    """Where neither slots nor directory are sound, the error says that live tensors have been partly overwritten.
+
+    What was overwritten is what was saved: nothing unproven ever arrives.
+    """
     saved_and_killed(daemon)
-    for path in shared_memory(daemon):
-        with open(path, "r+b") as file:
-            size = os.fstat(file.fileno()).st_size
-            for at in range(4096 * 3, size - 4096, 4096 * 64):
-                file.seek(at)
-                file.write(b"\xff\x00")
+    damage_slots(daemon, SIZE - 1)
     for file in (daemon.root / "r" / "checkpoints" / "step-00000001").glob("*.safetensors"):
         with open(file, "r+b") as tensors:
             tensors.seek(WORLD * SIZE - 10)
             tensors.write(b"damage")
     state = {"model": {"w": torch.full((WORLD * SIZE,), 7, dtype=torch.uint8)}}
     checkpointer = Checkpointer("r", state, socket=daemon.socket)
-    with pytest.raises(CorruptExtent):
+    with pytest.raises(CorruptExtent) as caught:
         checkpointer.restore(groups=["model"])
+    assert "partly overwritten and must not be trained on" in caught.value.hint
+    live, saved = state["model"]["w"].numpy(), content(1, 0, WORLD * SIZE)
+    arrived = live == saved
+    assert ((live == 7) | arrived).all() and 0 < arrived.sum() < WORLD * SIZE
+    checkpointer.close()
+
+
+def test_without_slots_damage_touches_nothing(daemon: RunningDaemon) -> None:
+    """Where nothing is held and the directory is damaged, the live state is what it was."""
+    saved_and_killed(daemon)
+    restored(daemon).close()
+    wait_until(lambda: arena_bytes(daemon) == 0)
+    for file in (daemon.root / "r" / "checkpoints" / "step-00000001").glob("*.safetensors"):
+        with open(file, "r+b") as tensors:
+            tensors.seek(WORLD * SIZE - 10)
+            tensors.write(b"damage")
+    state = {"model": {"w": torch.full((WORLD * SIZE,), 7, dtype=torch.uint8)}}
+    checkpointer = Checkpointer("r", state, socket=daemon.socket)
+    with pytest.raises(CorruptExtent) as caught:
+        checkpointer.restore(groups=["model"])
+    assert "overwritten" not in caught.value.hint
     assert bool((state["model"]["w"] == 7).all())
     checkpointer.close()
 
@@ -185,7 +210,8 @@ def test_the_daemon_dies_while_its_slots_are_read(tmp_path: Path) -> None:
 
     into = np.zeros(WORLD * SIZE, np.uint8)
     with open_checkpoint(daemon.root, None, "r", 1) as reader:
-        assert fill(reader, [Want("model", "w", Box((0,), (WORLD * SIZE,)), into)], take, 0) == (True, ())
+        filled = fill(reader, [Want("model", "w", Box((0,), (WORLD * SIZE,)), into)], take, 0)
+        assert filled == (True, (), WORLD * SIZE)
     assert np.array_equal(into, content(1, 0, WORLD * SIZE))
     link.close()
 

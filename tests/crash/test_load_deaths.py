@@ -19,7 +19,7 @@ import torch
 
 from holdfast import Checkpointer
 from holdfast.link import Link
-from holdfast.node import Filled, Neighbours, fill
+from holdfast.node import Neighbours, Read, fill
 from holdfast.place import open_checkpoint
 from holdfast.wants import Want
 from holdfast_formats import wire
@@ -68,9 +68,9 @@ class Restored(NamedTuple):
     """A restore of one rank: where it reads to, and what becomes of it."""
 
     into: np.ndarray
-    filling: Future[Filled]
+    filling: Future[Read]
 
-    def check(self, timeout_s: float = 60) -> Filled:
+    def check(self, timeout_s: float = 60) -> Read:
         """Every value is right."""
         found = self.filling.result(timeout_s)
         assert np.array_equal(self.into, content())
@@ -97,7 +97,7 @@ def connected(daemon: RunningDaemon) -> Iterator[Callable[[int], list[Restored]]
         link.close()
 
 
-def read(root: Path, into: np.ndarray, neighbours: Neighbours) -> Filled:
+def read(root: Path, into: np.ndarray, neighbours: Neighbours) -> Read:
     with open_checkpoint(root, None, "r", 1) as reader:
         return fill(reader, [Want("model", "w", Box((0,), (SIZE,)), into)], neighbours)
 

@@ -102,6 +102,23 @@ def test_the_boxes_of_all_ranks_of_a_node() -> None:
     assert nothing == ((), 0, 0) and nothing.ratio == 1.0
 
 
+@pytest.mark.parametrize(
+    ("shape", "box", "offsets"),
+    [
+        ((5, 40), Box((1, 12), (3, 5)), [50, 90, 130]),
+        ((5, 40), Box((1, 12), (3, 15)), [50, 60, 90, 100, 130, 140]),
+        ((5, 40), Box((0, 0), (5, 38)), list(range(0, 200, 10))),
+        ((2, 3, 40), Box((0, 1, 0), (2, 2, 10)), [40, 80, 160, 200]),
+        ((2, 3, 40), Box((0, 2, 30), (2, 1, 10)), [110, 230]),
+    ],
+)
+def test_columns_touch_only_some_extents(shape: Shape, box: Box, offsets: list[int]) -> None:
+    """Where a row is longer than an extent, those that lie between two of the box's rows are not read."""
+    entry = entry_of("U8", shape, [10] * 30)
+    made = reading.plan(manifest(t=entry), [Wanted("g", "t", box)], gap_bytes=0)
+    assert [piece.offset for read in made.reads for piece in read.pieces] == offsets
+
+
 def test_small_gaps_are_read_and_dropped() -> None:
     """A gap is bridged when it is small, and a small part of what is read; it counts as read and not as needed."""
     lengths = {"a": 3200, "b": 50, "c": 3200, "d": 200, "e": 10}
