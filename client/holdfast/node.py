@@ -100,7 +100,7 @@ class LentMemory:
 
 
 class Read(NamedTuple):
-    """What was read: bytes of extents. With headers: bytes that the daemon proved for several ranks, and that this one did."""
+    """What was read: bytes of extents. With headers: bytes that the daemon proved for several ranks, and that this did."""
 
     bytes_read: int
     node_bytes: int
