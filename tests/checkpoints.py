@@ -56,6 +56,8 @@ def build(
     step: int = 5,
     aliases: Mapping[str, Mapping[str, str]] | None = None,
     file_bytes_max: int = 5000,
+    config: bytes = b'{"model_type": "tiny"}\n',
+    extent_bytes: int = EXTENT_BYTES,
 ) -> Built:
     """Write a committed checkpoint into `directory`, which is made."""
     directory.mkdir(parents=True)
@@ -74,7 +76,9 @@ def build(
             raw = held[spec.group][spec.name].tobytes()
             assert start == len(data)
             data += raw
-            placed = TensorEntry(spec.dtype, spec.shape, plan.name, start, tuple(_extents(raw)), "[Replicate()]")
+            placed = TensorEntry(
+                spec.dtype, spec.shape, plan.name, start, tuple(_extents(raw, extent_bytes)), "[Replicate()]"
+            )
             tensors[spec.group][spec.name] = placed
         (directory / plan.name).write_bytes(data)
         files.append(FileEntry(plan.name, len(data), len(plan.header), digest(plan.header)))
@@ -82,7 +86,7 @@ def build(
         naming.index_file_name(group): index.encode([plan for plan in plans if plan.group == group]) for group in held
     }
     small[naming.STATE] = values.merge(step, {"loss": 2.5}, list(held), {0: {"extra": {"lr": "0.1"}}})
-    small["config.json"] = b'{"model_type": "tiny"}\n'
+    small["config.json"] = config
     small["empty.txt"] = b""
     for name, data in small.items():
         (directory / name).write_bytes(data)
@@ -139,9 +143,9 @@ def _cached(descriptor: int) -> bool:
         return False
 
 
-def _extents(raw: bytes) -> Iterator[Extent]:
-    for offset in range(0, len(raw), EXTENT_BYTES):
-        part = raw[offset : offset + EXTENT_BYTES]
+def _extents(raw: bytes, size: int) -> Iterator[Extent]:
+    for offset in range(0, len(raw), size):
+        part = raw[offset : offset + size]
         yield Extent(offset, len(part), digest(part))
 
 

@@ -20,6 +20,7 @@ from holdfast_formats.errors import CheckpointError
 
 if TYPE_CHECKING:
     from .api import Api
+    from .checkpoint import Checkpoint, open
     from .checkpointer import Checkpointer, SaveWarning
     from .fragments import Fragment
     from .reader import CheckpointReader
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Api",
+    "Checkpoint",
     "CheckpointError",
     "CheckpointReader",
     "Checkpointer",
@@ -38,9 +40,11 @@ __all__ = [
     "SaveTicket",
     "SaveWarning",
     "__version__",
+    "open",
 ]
 _HOME = {
     "Api": "api",
+    "Checkpoint": "checkpoint",
     "CheckpointReader": "reader",
     "Checkpointer": "checkpointer",
     "Fragment": "fragments",
@@ -48,6 +52,7 @@ _HOME = {
     "SaveResult": "tickets",
     "SaveTicket": "tickets",
     "SaveWarning": "checkpointer",
+    "open": "checkpoint",
 }
 
 

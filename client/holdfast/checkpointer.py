@@ -19,12 +19,14 @@ from holdfast_formats.layout import FILE_BYTES_MAX
 from . import assets as asset_files
 from . import collecting, device, settled, staging
 from . import launch as launches
+from .declared import declare
 from .growth import Need
 from .handover import Handover, Sealable
 from .place import open_checkpoint, place
 from .preparation import Preparation
 from .restoring import RestoreReport, Wanted, load
 from .routes import Routes
+from .rulebook import LayoutSource, RulesSource
 from .session import Session, Who
 from .slots import Slots
 from .state import Snapshot, TrainState
@@ -51,6 +53,10 @@ class Checkpointer:
     daemon is found by `root` (its directory; one is started there if none serves it), `socket` or `url`; with none of
     them, the user's daemon is used, else one is started on ./holdfast-data. `fenced` is the caller's promise to call
     `fence()` before changing any tensor of the state, except in the step of an optimizer that is part of it.
+
+    `layout` says that plain tensors of the groups model, master and ema, and what optimizers keep of them, are this rank's
+    local ones: cut, fused and padded as it says (`holdfast.declared`). `rules` extends the tables of architectures, `config`
+    is the model's config.json, if it is not among the assets. DTensors and Fragments go on saying themselves where they lie.
     """
 
     def __init__(  # noqa: PLR0913 - the public entry: two required arguments, the rest named and optional
@@ -68,6 +74,9 @@ class Checkpointer:
         policy: wire.Policy = "newest-wins",
         fenced: bool = False,
         file_bytes_max: int = FILE_BYTES_MAX,
+        layout: LayoutSource | None = None,
+        rules: RulesSource = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """Nothing is contacted yet. Raises `InvalidRequest` for names, assets or options that are not allowed."""
         self.run = naming.check_run(run)
@@ -76,8 +85,10 @@ class Checkpointer:
         if policy not in get_args(wire.Policy):
             raise InvalidRequest(f"policy must be one of {', '.join(get_args(wire.Policy))}, not {policy!r}")
         self._launch = launches.current(run, launch)
-        self._state = TrainState(state, self._launch.rank, self._launch.world)
-        self._assets = asset_files.collect(assets) if self._launch.rank == 0 else {}
+        found = asset_files.collect(assets) if self._launch.rank == 0 or layout is not None else {}
+        declared = None if layout is None else declare(layout, self._launch, (config, found), rules)
+        self._state = TrainState(state, self._launch.rank, self._launch.world, declared)
+        self._assets = found if self._launch.rank == 0 else {}
         self._fenced, self._file_bytes_max, self._policy = fenced, file_bytes_max, policy
         self._lock = threading.RLock()
         self._tickets = Tickets()

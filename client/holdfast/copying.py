@@ -37,20 +37,20 @@ def copy_checkpoint(reader: CheckpointReader, out: Path, groups: Sequence[str], 
         with ExitStack() as opened:
             descriptors = {file.name: _create(out / file.name, file.bytes, written, opened) for file in files}
 
-            def write(piece: Piece, data: memoryview) -> None:
-                _write(descriptors[piece.file], piece.start, data)
+            def take(piece: Piece, data: memoryview) -> None:
+                write(descriptors[piece.file], piece.start, data)
 
-            reader.stream([piece for file in files for piece in reader.pieces(file.name)], write, on_bytes=on_bytes)
+            reader.stream([piece for file in files for piece in reader.pieces(file.name)], take, on_bytes=on_bytes)
             if not groups:
                 for name, data in ((naming.MANIFEST, reader.manifest_bytes), (naming.COMMIT, reader.commit_bytes)):
-                    _write(_create(out / name, len(data), written, opened), 0, memoryview(data))
+                    write(_create(out / name, len(data), written, opened), 0, memoryview(data))
     except BaseException as error:
         for path in written:
             path.unlink(missing_ok=True)
         if made:
             out.rmdir()
         if isinstance(error, OSError):
-            raise _translated(out, error) from error
+            raise translated(out, error) from error
         raise
     return Copied(len(written), sum(file.bytes for file in files), committed=not groups)
 
@@ -77,7 +77,7 @@ def _prepare(out: Path) -> bool:
             return False
         out.mkdir(parents=True)
     except OSError as error:
-        raise _translated(out, error) from error
+        raise translated(out, error) from error
     return True
 
 
@@ -89,13 +89,15 @@ def _create(path: Path, size: int, written: list[Path], opened: ExitStack) -> in
     return descriptor
 
 
-def _write(descriptor: int, offset: int, data: memoryview) -> None:
+def write(descriptor: int, offset: int, data: memoryview) -> None:
+    """Write all of the bytes there."""
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)
 
 
-def _translated(out: Path, error: OSError) -> StorageFailed | NoSpace:
+def translated(out: Path, error: OSError) -> StorageFailed | NoSpace:
+    """The error by name of a file or directory that could not be written."""
     if error.errno in _NO_SPACE:
         return NoSpace(f"{out}: no space left", hint="free some space, or choose another directory")
     return StorageFailed(f"{out} cannot be written: {error.strerror}", hint="check its permissions", errno=error.errno)

@@ -33,6 +33,7 @@ class Fragment:
 
     It is the box whose corner is `offset` (and whose shape is the tensor's), or the elements [start, stop) of the
     row-major global tensor when `flat` is given. The tensor stays the caller's: saves read it, restores write into it.
+    `held` is the parameter that an optimizer knows it as, where that is another object.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Fragment:
         *,
         offset: Sequence[int] | None = None,
         flat: tuple[int, int] | None = None,
+        held: torch.Tensor | None = None,
     ) -> None:
         if (offset is None) == (flat is None):
             raise InvalidRequest("a Fragment has either an offset or a flat range", hint="give offset= or flat=, not both")
         if is_dtensor(tensor):
             raise InvalidRequest("a DTensor says itself where it lies", hint="hand it over as it is, without a Fragment")
         self.tensor = tensor
+        self.held = tensor if held is None else held
         self.shape: Shape = tuple(int(n) for n in shape)
         self.offset = None if offset is None else tuple(int(n) for n in offset)
         self.flat = None if flat is None else (int(flat[0]), int(flat[1]))

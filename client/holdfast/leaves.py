@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.region import Shape
+from holdfast_formats.roles import Heir
 from holdfast_formats.tensors import TensorSpec
 
 from . import fragments
@@ -23,7 +24,10 @@ Key = tuple[str, str]  # group, name
 
 
 class Leaf(NamedTuple):
-    """A global tensor and the pieces of it that live in this process; shape and boxes count the format's elements."""
+    """A global tensor and the pieces of it that live in this process; shape and boxes count the format's elements.
+
+    `plain` is one that does not say itself where it lies: no DTensor, no Fragment.
+    """
 
     group: str
     name: str
@@ -31,6 +35,7 @@ class Leaf(NamedTuple):
     shape: Shape
     pieces: tuple[Piece, ...]
     placement: str
+    plain: bool = False
 
     @property
     def key(self) -> Key:
@@ -47,6 +52,8 @@ class Stored(NamedTuple):
     specs: Mapping[str, Mapping[str, tuple[str, Shape]]]
     aliases: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Mapping[str, str]]
+    config: Mapping[str, Any] | None = None  # the model's config.json, where a layout has to know it
+    stream: Heir | None = None  # whose random streams this rank continues, where layouts say it
 
     def spec(self, group: str, name: str) -> tuple[str, Shape] | None:
         found = self.specs.get(group, {}).get(name)
@@ -153,7 +160,8 @@ def describe(group: str, name: str, value: Storable, local: torch.Tensor | None 
     path = f"{group}/{name}"
     placed: Placed = fragments.pieces(value, path) if local is None else fragments.pieces_like(value, local, path)
     typed = local if local is not None else value.tensor if isinstance(value, Fragment) else value
-    leaf = Leaf(group, name, safetensors_name(typed.dtype, path), placed.shape, placed.pieces, placed.placement)
+    plain = not isinstance(value, Fragment) and not fragments.is_dtensor(value)
+    leaf = Leaf(group, name, safetensors_name(typed.dtype, path), placed.shape, placed.pieces, placed.placement, plain)
     TensorSpec(group, name, leaf.dtype, leaf.shape).check()
     return leaf, placed.mesh
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,14 +12,14 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast_formats.errors import InvalidRequest
 
-from . import trees
+from . import flat_parameters, trees
 from .fragments import Fragment, Storable, local_tensor
 from .leaves import RANK_PREFIX, Content, Plan, Selection, Stored
 from .torch_dtypes import has_memory
 
 EXTRA_STATE = "_extra_state"
 # What wrappers put into the names of a module that they wrap in place; none of it is the model's own name.
-_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _WRAPPER_CLASSES = ("DistributedDataParallel", "DataParallel")
 
 
@@ -47,10 +47,14 @@ def clean(name: str) -> str:
 
 
 class ModuleState(NamedTuple):
-    """The live tensors of a module by clean name, and by clean name the submodules with a value of their own."""
+    """The live tensors of a module by clean name, and by clean name the submodules with a value of their own.
+
+    `release` is to be called once tensors were restored.
+    """
 
     tensors: dict[str, Storable]
     extras: dict[str, tuple[nn.Module, Any]]
+    release: tuple[Callable[[], None], ...] = ()
 
 
 def module_state(module: nn.Module, path: str) -> ModuleState:
@@ -59,9 +63,12 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
         inner = module_state(module.module, path)
         if "n_averaged" in inner.tensors:
             raise InvalidRequest(f"{path}: the averaged model has a tensor of its own called 'n_averaged'")
-        return ModuleState({**inner.tensors, "n_averaged": module.n_averaged}, inner.extras)
+        return ModuleState({**inner.tensors, "n_averaged": module.n_averaged}, inner.extras, inner.release)
     module = unwrap(module)
-    _refuse_flat_parameters(module, path)
+    if flat_parameters.is_flat(module):
+        found = flat_parameters.flat_state(module, path)
+        cleaned = {clean(name): value for name, value in found.tensors.items()}
+        return ModuleState(cleaned, {clean(name): value for name, value in found.extras.items()}, found.release)
     owners = {clean(_below(name, EXTRA_STATE)): child for name, child in module.named_modules(remove_duplicate=False)}
     tensors: dict[str, Storable] = {}
     extras: dict[str, tuple[nn.Module, Any]] = {}
@@ -82,20 +89,11 @@ def _below(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _refuse_flat_parameters(module: nn.Module, path: str) -> None:
-    for name, child in module.named_modules():
-        if type(child).__name__ == "FullyShardedDataParallel":
-            raise InvalidRequest(
-                f"{_below(path, name)}: FullyShardedDataParallel hides the parameters in flat ones",
-                hint="shard with torch.distributed.fsdp.fully_shard (FSDP2), or declare the shards as Fragments",
-            )
-
-
 def parameter_names(tensors: Mapping[str, Storable], prefix: str = "") -> dict[int, tuple[str, Storable]]:
-    """Names by the identity of what an optimizer holds; of a Fragment that is its local tensor. The first name counts."""
+    """Names by the identity of what an optimizer holds of each. The first name counts."""
     named: dict[int, tuple[str, Storable]] = {}
     for name, value in tensors.items():
-        held = value.tensor if isinstance(value, Fragment) else value
+        held = value.held if isinstance(value, Fragment) else value
         named.setdefault(id(held), (prefix + name, value))
     return named
 
@@ -104,7 +102,11 @@ def tied(tensors: Mapping[str, Storable]) -> dict[str, str]:
     """Alias -> first name, for tensors that are the same elements of the same memory."""
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
+    fragments: dict[int, str] = {}
     for name, value in tensors.items():
+        if isinstance(value, Fragment) and fragments.setdefault(id(value), name) != name:
+            aliases[name] = fragments[id(value)]  # also where this rank's part of both is empty
+            continue
         local = local_tensor(value)
         if not has_memory(local) or local.numel() == 0:
             continue  # the first is refused by name where the leaf is made
@@ -157,6 +159,7 @@ class NamedTensors(NamedTuple):
             stored_name = self._stored_name(name)
             if name not in aliases and selection.takes(self.group, stored_name):
                 plan.want(self.group, stored_name, value)
+        plan.actions += self.state.release
         names = {self._stored_name(alias): self._stored_name(canonical) for alias, canonical in aliases.items()}
         plan.aliases[self.group] = {a: c for a, c in names.items() if selection.takes(self.group, a)}
         for name, (owner, _) in self.state.extras.items():

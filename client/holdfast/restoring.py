@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
-from holdfast_formats import values
 from holdfast_formats.manifest import Manifest
 
-from . import staging
+from . import rulebook, staging
 from .config import launch_info
+from .heritage import Heritage, heritage
 from .launch import Launch
 from .reader import CheckpointReader
 from .session import Session
@@ -49,8 +49,10 @@ def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch
     """
     session, launch = who
     reader.cores = _own_cores()
-    held = values.for_rank(reader.state, launch.rank)
-    restoration = state.prepare(_stored(reader.manifest, held), *wanted)
+    layout = None if state.declared is None else state.declared.layout
+    own = heritage(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
+    config = None if layout is None else rulebook.config_of(reader)
+    restoration = state.prepare(_stored(reader.manifest, own, config), *wanted)
     landings = staging.land(restoration.leaves)
     wants = [landing.want for landing in landings]
     cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
@@ -58,12 +60,11 @@ def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch
     filled = fill(reader, wants, session.held, launch.rank, neighbours)
     staging.finish(landings)
     restoration.apply()
-    remapped = [f"{name}: taken from another rank of the saved world" for name in held.remapped]
     return RestoreReport(
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
         unexpected=tuple(restoration.unexpected),
-        notes=(*restoration.notes, *remapped, *filled.notes),
+        notes=(*restoration.notes, *own.notes, *filled.notes),
         bytes=sum(want.into.nbytes for want in wants),
         seconds=0.0,
         source="slot" if filled.from_slots else cold,
@@ -79,9 +80,9 @@ def _own_cores() -> int:
     return allowed if allowed < (os.cpu_count() or 1) else max(allowed // (launch_info().local_world or 1), 1)
 
 
-def _stored(manifest: Manifest, held: values.RankValues) -> Stored:
+def _stored(manifest: Manifest, own: Heritage, config: Mapping[str, Any] | None) -> Stored:
     specs = {
         group: {name: (entry.dtype, entry.shape) for name, entry in tensors.items()}
         for group, tensors in manifest.tensors.items()
     }
-    return Stored(specs, manifest.aliases, held.values)
+    return Stored(specs, manifest.aliases, own.values, config, own.stream)

@@ -1,13 +1,16 @@
 """The random streams of this process: Python's, numpy's, torch's on the CPU and on every CUDA device.
 
 Each stream is a tensor `ranks/<rank>/rng/<stream>` of the group `extra`; what is no array stands in the JSON value `rng`.
-A rank that the saving world did not have continues the streams of rank `rank mod saved ranks`, mixed with its own number,
-so that no two ranks draw the same: each stream is seeded anew from a digest of the saved stream's bytes and the rank.
+Where save and restore both have a layout, a rank continues the streams of the rank that stood at its place
+(`holdfast_formats.roles`), else those of its own number. A rank without either continues another rank's, that of the
+coordinates modulo the saved sizes or else of `rank mod saved ranks`, mixed with its own number, so that no two ranks draw
+the same: each stream is seeded anew from a digest of the saved stream's bytes and the rank.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CorruptManifest
+from holdfast_formats.roles import Heir
 
 from . import json_values
 from .leaves import RANK_PREFIX, Content, Plan, Selection, Stored
@@ -114,7 +118,7 @@ class RandomState(NamedTuple):
         if text is None or not ranks:
             plan.notes.append("the checkpoint has no random streams: this process keeps its own")
             return plan
-        source = self.rank if self.rank in ranks else ranks[self.rank % len(ranks)]
+        source, exact = _heir(self.rank, stored.stream, ranks)
         tensors = {}
         for name in (name for name in names if name.startswith(_prefix(source))):
             dtype, shape = names[name]
@@ -123,14 +127,21 @@ class RandomState(NamedTuple):
             )
             plan.want(GROUP, name, buffer)
         streams = Streams(tensors, json_values.loads(text, KEY))
-        if source == self.rank:
-            plan.actions.append(lambda: _install_checked(streams))
-        else:
-            plan.actions.append(lambda: _install_checked(mixed(streams, self.rank)))
+        plan.actions.append(lambda: _install_checked(streams if exact else mixed(streams, self.rank)))
+        if not exact:
             plan.notes.append(
                 f"rank {self.rank} has no saved random streams: it continues rank {source}'s, mixed with its number"
             )
+        elif source != self.rank:
+            plan.notes.append(f"rank {self.rank} continues the random streams of rank {source}, which stood at its place")
         return plan
+
+
+def _heir(rank: int, known: Heir | None, saved: Sequence[int]) -> Heir:
+    """Whose streams this rank continues, of the ranks that saved any."""
+    if known is not None and known.rank in saved:
+        return known
+    return Heir(rank, True) if rank in saved else Heir(saved[rank % len(saved)], False)
 
 
 def _install_checked(streams: Streams) -> None:

@@ -28,8 +28,10 @@ from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 
 from . import extras, optimizers, rng
+from .declared import Declared, Live
 from .extras import Stateful, Value
-from .fragments import Fragment, Storable
+from .fragments import Fragment, Storable, is_dtensor
+from .landing import land
 from .leaves import Content, Key, Known, Leaf, Plan, Selection, Stored, check_groups
 from .modules import ModuleState, NamedTensors, module_state, parameter_names
 from .optimizers import OptimizerDocument, OptimizerState
@@ -93,13 +95,14 @@ class _Walk(NamedTuple):
 class TrainState:
     """The live training state of one rank. It refers to the caller's objects and holds no copy of them."""
 
-    def __init__(self, state: Mapping[str, Any], rank: int, world: int) -> None:
+    def __init__(self, state: Mapping[str, Any], rank: int, world: int, declared: Declared | None = None) -> None:
         if not isinstance(state, Mapping):
             raise InvalidRequest(f"the state must be a mapping of names to objects, not a {type(state).__name__}")
         if not 0 <= rank < world:
             raise InvalidRequest(f"rank {rank} of a world of {world}")
         self.state = state
         self.rank = rank
+        self.declared = declared
         self._known: dict[Key, Known] = {}  # what earlier snapshots found, so that later ones need not look again
         self._walk: _Walk | None = None
         self._parts()  # refuses at once what can be seen at once
@@ -120,8 +123,8 @@ class TrainState:
             part.collect(content)
         leaves = (*walk.content.leaves.values(), *content.leaves.values())
         aliases = {group: dict(names) for group, names in walk.content.aliases.items()}
-        values = _by_group(walk.parts.groups, {**walk.content.values, **content.values})
-        mesh = {**walk.content.mesh, **content.mesh}
+        values = self._values(walk.parts.groups, {**walk.content.values, **content.values})
+        mesh = {**walk.content.mesh, **content.mesh} if self.declared is None else self.declared.mesh
         return Snapshot(walk.parts.groups, leaves, values, aliases, mesh, len(walk.content.leaves))
 
     def _part_of(self, groups: Collection[str]) -> Snapshot:
@@ -129,13 +132,15 @@ class TrainState:
         wanted = check_groups(groups, parts.groups)
         content = Content(known=self._known)
         for part in parts.all:
-            if part.groups & wanted:
+            # What an optimizer keeps lies where its parameters do, so a layout asks for these as well.
+            if part.groups & wanted or (self.declared is not None and part in parts.named):
                 part.collect(content)
         kept = tuple(group for group in parts.groups if group in wanted)
+        content = content if self.declared is None else self.declared.outward(content, _live(parts.named))
         return Snapshot(
             kept,
             tuple(leaf for leaf in content.leaves.values() if leaf.group in wanted),
-            _by_group(kept, content.values),
+            self._values(kept, content.values),
             {group: aliases for group, aliases in content.aliases.items() if group in wanted},
             content.mesh,
             0,
@@ -159,6 +164,8 @@ class TrainState:
         if watch.possible:
             tensors = [part.tensors() for part in parts.named] + [part.tensors() for part in parts.optimizers]
             watch.see_memory(chain.from_iterable(tensors))
+        if self.declared is not None:
+            content = self.declared.outward(content, _live(parts.named))
         return _Walk(parts, content, documents, watch, dict(self.state))
 
     def _holds(self, walk: _Walk) -> bool:
@@ -184,7 +191,20 @@ class TrainState:
             )
         parts = self._parts(stored)
         selection = Selection(check_groups(groups, parts.groups), tuple(ignore))
-        return restoration([part.plan(stored, selection) for part in parts.all], stored, selection, strict)
+        if self.declared is None:
+            return restoration([part.plan(stored, selection) for part in parts.all], stored, selection, strict)
+        live = _live(parts.named)
+        shown = self.declared.inward(stored, selection.groups, live)
+        plans = [part.plan(shown.stored, selection) for part in parts.all]
+        for plan in plans:
+            plan.wanted = [leaf for leaf in plan.wanted if leaf.key in shown.held or not live.is_empty(leaf)]
+        return land(restoration(plans, shown.stored, selection, strict), shown.held, shown.notes)
+
+    def _values(self, groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
+        found = _by_group(groups, values)
+        if self.declared is not None and OPTIM in found:
+            found[OPTIM] = {key: self.declared.outward_text(key, text) for key, text in found[OPTIM].items()}
+        return found
 
     def _parts(self, stored: Stored | None = None) -> Parts:
         """The state's entries as they are now: modules and tensors, then optimizers, then what is loaded, then RNG."""
@@ -212,6 +232,17 @@ def _by_group(groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dic
         if group in found:
             found[group][key] = text
     return found
+
+
+def _live(named: Sequence[NamedTensors]) -> Live:
+    """What the named tensors say; a mapping that is no module has all its tensors for parameters."""
+    tensors = {(part.group, name): value for part in named for name, value in part.state.tensors.items()}
+    foreign = frozenset(key for key, value in tensors.items() if isinstance(value, Fragment) or is_dtensor(value))
+    model = next((part.state.tensors for group in (MODEL, MASTER) for part in named if part.group == group), {})
+    parameters = [name for name, value in model.items() if isinstance(value, nn.Parameter)]
+    return Live(
+        tuple(parameters or model), foreign, frozenset(key for key, value in tensors.items() if 0 in value.shape) - foreign
+    )
 
 
 def _check_key(key: object) -> None:

@@ -38,7 +38,8 @@ def declare(
     the layout's form. Raises `StateMismatch`, with tensor and numbers, where layout, config and live shapes disagree.
     """
     keyed = group == KEYED_GROUP
-    layout = _with_forms(layout, local, rules, keyed)
+    parameters = tuple(parameters)
+    layout = with_forms(layout, (*parameters, *(split_key(name, keyed)[0] for name in local)), rules)
     specs = _stored_specs(layout, rules, local, parameters, keyed)
     held = {tensor.name: tensor for tensor in Holding(layout, group, specs, rules).of(rank).tensors}
     found: dict[str, Declared] = {}
@@ -58,11 +59,10 @@ def declare(
     return found
 
 
-def _with_forms(layout: Layout, local: Specs, rules: Rules, keyed: bool) -> Layout:
-    """The layout with the forms that the live names show, where it does not state them."""
+def with_forms(layout: Layout, parameters: Iterable[str], rules: Rules) -> Layout:
+    """The layout with the forms that live parameters' names show, where it does not state them."""
     shown: dict[str, str] = {}
-    for name in local:
-        parameter, _ = split_key(name, keyed)
+    for parameter in parameters:
         fusion = rules.fusion(parameter)
         if fusion is not None:  # the architecture's own fused tensor has the architecture's own pattern
             shown.setdefault(fusion.kind, "" if rules.stored(fusion.of[0]) == fusion else _LOCAL_FORMS[fusion.kind])

@@ -82,6 +82,75 @@ class File(BaseModel):
     )
 
 
+class ShardPart(BaseModel):
+    """Element `offset + i` of a stored tensor stands at element `start + Σ i·strides` of the local one, row-major."""
+
+    tensor: str
+    offset: list[int]
+    shape: list[int]
+    start: int
+    strides: list[int]
+
+
+class ShardTensor(BaseModel):
+    name: str
+    dtype: str
+    shape: list[int]
+    start: int = Field(description="first byte in the shard's file")
+    bytes: int
+    padding: int = Field(description="elements that no part covers: zeros")
+    parts: list[ShardPart]
+
+
+class StoredTensor(BaseModel):
+    dtype: str
+    shape: list[int]
+    file: str
+    start: int = Field(description="first byte in the file; its elements follow, row-major")
+
+
+class ShardExtent(BaseModel):
+    tensor: str
+    start: int = Field(description="first byte in the file")
+    length: int
+    digest: str = Field(description="xxh3-64 of the whole extent")
+
+
+class ShardRead(BaseModel):
+    """Bytes [start, stop) of a file in one read; the extents in it are wanted, what lies between them is not."""
+
+    file: str
+    start: int
+    stop: int
+    extents: list[ShardExtent]
+
+
+class ShardPlan(BaseModel):
+    """What a rank holds in a layout and which stored bytes it is made of, a page of its tensors at a time.
+
+    `reads` and `sources` are of this page's tensors; counts and bytes are of the whole shard.
+    """
+
+    run: str
+    step: int
+    manifest_sha256: str
+    group: str
+    layout: str = Field(description="the layout's one canonical text")
+    rank: int
+    etag: str = Field(description="of the shard's file")
+    tensors: int
+    bytes: int = Field(description="length of the shard's file, of which the first `header_bytes` are its header")
+    header_bytes: int
+    needed: int = Field(description="bytes of stored tensors that the shard holds, each counted once")
+    read: int = Field(description="bytes of the extents that must be read for them")
+    ratio: float = Field(description="read ÷ needed")
+    notes: list[str] = Field(description="what the layout decided on the way: replicated, padded, cut unevenly")
+    items: list[ShardTensor]
+    sources: dict[str, StoredTensor]
+    reads: list[ShardRead]
+    next: str | None = Field(default=None, description="the cursor of the page behind this one")
+
+
 class Round(BaseModel):
     id: int
     run: str

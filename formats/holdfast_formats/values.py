@@ -9,7 +9,8 @@ A value on which all ranks agree is stored once, under `all`; the others under `
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from .errors import CorruptManifest, InvalidRequest
@@ -19,10 +20,14 @@ Values = dict[str, dict[str, str]]  # group -> key -> JSON document as text
 
 
 class RankValues(NamedTuple):
-    """What state.json holds for one rank. `remapped` names the values that another rank wrote, by the rule of `for_rank`."""
+    """What state.json holds for one rank, by the rule of `for_rank`. Names are `group/key`.
+
+    `remapped` names the values that another rank wrote, `ranked` all those on which ranks did not agree.
+    """
 
     values: Values
     remapped: tuple[str, ...]
+    ranked: tuple[str, ...] = ()
 
 
 def merge(step: int, metrics: Mapping[str, float], groups: Sequence[str], ranks: Mapping[int, Values]) -> bytes:
@@ -57,29 +62,50 @@ def _merge_one(held: Mapping[int, str], world: int) -> dict[str, Any]:
     return {"ranks": {str(rank): value for rank, value in parsed.items()}}
 
 
-def for_rank(encoded: bytes, rank: int) -> RankValues:
+def for_rank(encoded: bytes, rank: int, heirs: Callable[[str, str], int] | None = None) -> RankValues:
     """The values that `rank` restores.
 
     What all ranks agreed on goes to every rank, what differed to the rank that wrote it. A rank that wrote nothing, as in a
-    larger world, gets what writer number `rank mod writers` wrote, counted in rank order, and the name is reported.
-    Raises `CorruptManifest` when the document is not ours.
+    larger world, gets what writer number `rank mod writers` wrote, counted in rank order, and the name is reported. `heirs`
+    says for a group and key whose value it is instead. Raises `CorruptManifest` when the document is not ours.
     """
+    values: Values = {}
+    remapped: list[str] = []
+    ranked: list[str] = []
+    with _read(encoded) as groups:
+        for group, entries in groups.items():
+            values[group] = {}
+            for key, entry in entries.items():
+                name = f"{group}/{key}"
+                value, moved = _pick(entry, rank if heirs is None else heirs(group, key))
+                values[group][key] = json.dumps(value, sort_keys=True)
+                if moved:
+                    remapped.append(name)
+                if "all" not in entry:
+                    ranked.append(name)
+    return RankValues(values, tuple(sorted(remapped)), tuple(sorted(ranked)))
+
+
+def by_rank(encoded: bytes, group: str) -> dict[str, dict[int, str]]:
+    """The values of a group on which ranks did not agree: by key, then by the rank that wrote it, in rank order."""
+    with _read(encoded) as groups:
+        differing = {key: entry["ranks"] for key, entry in groups.get(group, {}).items() if "all" not in entry}
+        return {
+            key: {int(rank): json.dumps(ranks[rank], sort_keys=True) for rank in sorted(ranks, key=int)}
+            for key, ranks in differing.items()
+        }
+
+
+@contextmanager
+def _read(encoded: bytes) -> Iterator[dict[str, Any]]:
+    """The document's groups; `CorruptManifest` for whatever in it is not ours."""
     try:
         document = json.loads(encoded, parse_constant=_no_constant)
         if document["format"] != FORMAT:
             raise ValueError(f"format {document['format']} is not {FORMAT}")
-        values: Values = {}
-        remapped: list[str] = []
-        for group, entries in document["groups"].items():
-            values[group] = {}
-            for key, entry in entries.items():
-                value, moved = _pick(entry, rank)
-                values[group][key] = json.dumps(value, sort_keys=True)
-                if moved:
-                    remapped.append(f"{group}/{key}")
+        yield document["groups"]
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CorruptManifest(f"state.json cannot be read: {error}", file="state.json") from error
-    return RankValues(values, tuple(sorted(remapped)))
 
 
 def _pick(entry: Mapping[str, Any], rank: int) -> tuple[Any, bool]:

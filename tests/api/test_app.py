@@ -17,13 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import holdfast_service
 from holdfast_formats import errors, naming
-from holdfast_service.api import files, operations, pages, runs, uploads
+from holdfast_service.api import files, operations, pages, runs, shards, uploads
 from holdfast_service.api.contents import encode_cursor
 from holdfast_service.control import roots
 from tests.checkpoints import build_root
 from tests.serving import Served, served
 
-ROUTERS: tuple[APIRouter, ...] = (runs.router, files.router, uploads.router, operations.router, pages.router)
+ROUTERS: tuple[APIRouter, ...] = (runs.router, files.router, shards.router, uploads.router, operations.router, pages.router)
 TINY = "/v1/runs/tiny"
 
 

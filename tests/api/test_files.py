@@ -8,10 +8,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import zstandard
 
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
-from holdfast_service.api.delivery import not_modified, parse_range
+from holdfast_service.api.delivery import not_modified, parse_range, prefers_zstd, weights
 from tests.checkpoints import build_root, flip
 from tests.serving import Served, served
 
@@ -176,3 +177,26 @@ def test_not_modified() -> None:
     assert not_modified("*", '"b"')
     assert not not_modified('"a"', '"b"')
     assert not not_modified(None, '"b"')
+
+
+def test_compression(service: Served, http: httpx.Client) -> None:
+    """A file is packed for who prefers zstd, with a validator of its own; who names it among others gets a length."""
+    path = largest(service)
+    url = f"{STEP}/files/{path.name}"
+    with http.stream("GET", url, headers={"Accept-Encoding": "zstd"}) as packed:
+        raw = b"".join(packed.iter_raw())
+    assert zstandard.ZstdDecompressor().decompressobj().decompress(raw) == path.read_bytes()
+    assert (packed.headers["content-encoding"], packed.headers["vary"]) == ("zstd", "Accept-Encoding")
+    assert "content-length" not in packed.headers
+    plain = http.get(url, headers={"Accept-Encoding": "gzip, deflate, zstd"})
+    assert plain.headers["content-length"] == str(path.stat().st_size)
+    assert packed.headers["etag"] == plain.headers["etag"][:-1] + '-zstd"'
+
+
+def test_preferences() -> None:
+    """Weights are read as RFC 9110 has them; zstd is preferred where nothing but plain bytes is named as high."""
+    assert weights("a;q=0.5, B ;q=0, c;x=1;q=0.250") == {"a": 0.5, "b": 0.0, "c": 0.25}
+    for header in ("zstd", "ZSTD", "zstd;q=0.5", "zstd, identity", "gzip;q=0.5, zstd;q=0.9", "identity;q=0, zstd"):
+        assert prefers_zstd(header)
+    for header in ("", "*", "gzip, zstd", "zstd;q=0", "zstd;q=0.1, identity", "zstd;q=0.5, gzip", "identity"):
+        assert not prefers_zstd(header)

@@ -11,6 +11,7 @@ import torch
 from holdfast import rng
 from holdfast.state import TrainState
 from holdfast_formats.errors import CorruptManifest
+from holdfast_formats.roles import Heir
 from tests.client.checkpoint_in_memory import Checkpoint, restore, save
 
 
@@ -134,3 +135,23 @@ def test_cuda_streams_go_on():
     checkpoint.fill(restoration)
     restoration.apply()
     assert not torch.equal(torch.rand(3, device="cuda"), expected)
+
+
+def test_streams_follow_the_place():
+    """Where layouts say whose streams they are, a rank goes on with them as they are, or mixed where nobody stood there."""
+    snapshots, expected = [], []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        random.seed(rank)
+        np.random.seed(rank)
+        snapshots.append(TrainState({}, rank, 2).snapshot())
+        expected.append(draw())
+    checkpoint = Checkpoint(*snapshots)
+    for heir in (Heir(1, True), Heir(1, False)):
+        stored = checkpoint.stored(1)._replace(stream=heir)
+        restoration = TrainState({}, 2, 4).prepare(stored)
+        checkpoint.fill(restoration)
+        restoration.apply()
+        assert (draw() == expected[1]) == heir.exact
+        assert ("stood at its place" in restoration.notes[0]) == heir.exact
+        assert "rank 2" in restoration.notes[0] and "rank 1" in restoration.notes[0]

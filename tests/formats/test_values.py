@@ -134,3 +134,22 @@ def test_random_bytes_give_named_errors(noise: bytes) -> None:
         except CorruptManifest:
             continue
         assert json.loads(encoded)["format"] == 1
+
+
+def test_values_by_heirs() -> None:
+    """Whose value a rank gets can be said for each; what ranks agreed on is everybody's, and what differed is named."""
+    encoded = values.merge(1, {}, ["extra"], {r: {"extra": {"a": str(r), "b": str(-r), "c": "7"}} for r in range(3)})
+    found = values.for_rank(encoded, 0, lambda group, key: {"a": 2, "b": 5}[key] if group == "extra" and key != "c" else 9)
+    assert found.values == {"extra": {"a": "2", "b": "-2", "c": "7"}}
+    assert (found.remapped, found.ranked) == (("extra/b",), ("extra/a", "extra/b"))
+
+
+def test_values_of_all_ranks() -> None:
+    """What differed can be had from every rank that wrote it, in rank order; what all agreed on is not among it."""
+    ranks = {r: {"optim": {"a": f'"{r}"', "c": "7"} if r != 3 else {"c": "7"}} for r in range(12)}
+    found = values.by_rank(values.merge(1, {}, ["optim"], ranks), "optim")
+    assert list(found) == ["a"]
+    assert list(found["a"].items()) == [(r, f'"{r}"') for r in range(12) if r != 3]
+    assert values.by_rank(values.merge(1, {}, ["optim"], ranks), "nope") == {}
+    with pytest.raises(CorruptManifest):
+        values.by_rank(b"{}", "optim")

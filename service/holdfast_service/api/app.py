@@ -6,9 +6,12 @@ import asyncio
 
 from fastapi import FastAPI
 
-from . import files, operations, pages, problems, runs, uploads
+from . import files, operations, pages, problems, runs, shards, uploads
 from .contents import OpenedCheckpoints
+from .planned import PlannedShards
 from .services import Services
+from .stalls import StallLimit
+from .streams import Streams
 
 __all__ = ["Services", "create_app"]
 
@@ -18,6 +21,10 @@ Errors are problems (RFC 9457) with `code`, `retryable` and `hint`. Lists come i
 _TAGS = [
     {"name": "runs", "description": "Training runs and their committed checkpoints"},
     {"name": "contents", "description": "Manifest, tensors and files of a checkpoint; files take single ranges"},
+    {
+        "name": "shards",
+        "description": "What a rank of any layout holds: a safetensors file, or the plan to read it from storage",
+    },
     {"name": "uploads", "description": "Saves of ranks that share no memory with the daemon: slots brought in chunks"},
     {"name": "operations", "description": "Rounds under way, nodes, health and metrics"},
 ]
@@ -34,8 +41,11 @@ def create_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     app.state.opened = OpenedCheckpoints(services.tier)
+    app.state.planned = PlannedShards(services.tier)
+    app.state.streams = Streams(services.tier)
     app.state.chunks = asyncio.Semaphore(uploads.CHUNKS_MAX)
-    for room in (runs, files, uploads, operations, pages):
+    for room in (runs, files, shards, uploads, operations, pages):
         app.include_router(room.router)
     problems.install(app)
+    app.add_middleware(StallLimit)
     return app

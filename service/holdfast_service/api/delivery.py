@@ -1,4 +1,4 @@
-"""Files over HTTP: single ranges, validators, and bodies of which every byte was proven before it left (I7)."""
+"""Bodies over HTTP: single ranges, validators, compression, and every byte proven before it leaves (I7)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import NamedTuple
 
 import aiofiles
+import zstandard
 from starlette.responses import Response, StreamingResponse
 
 from holdfast_formats import proof
@@ -18,21 +20,26 @@ from holdfast_formats.errors import CorruptManifest, Damaged, InvalidRequest, No
 from holdfast_formats.proof import Piece
 from holdfast_service.storage import Tier
 
+from . import problems
+
 log = logging.getLogger(__name__)
 
+ZSTD_LEVEL = 3
+SENT_BYTES = 2**19  # handed to the server at once: where larger ones are copied, fresh memory costs more than the copy
 _RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
+_WEIGHT = re.compile(r"q=(0(?:\.\d{0,3})?|1(?:\.0{0,3})?)")
 Fetch = Callable[[str, int, int], Awaitable[bytes]]  # file, first byte, length -> the bytes, fewer only at the file's end
+Body = Callable[[int, int], AsyncGenerator[bytes, None]]  # first byte, one behind the last -> the bytes
 
 
 class Delivery(NamedTuple):
-    """A file that can be sent: what it is, its pieces, and where its bytes come from."""
+    """What can be sent: its length, its strong validator, and its bytes. `vary` names what else the answer depends on."""
 
-    name: str
     media_type: str
     etag: str
     size: int
-    pieces: Sequence[Piece]
-    fetch: Fetch
+    body: Body
+    vary: tuple[str, ...] = ()
 
 
 class TransferAborted(Exception):
@@ -98,42 +105,100 @@ def not_modified(header: str | None, etag: str) -> bool:
     return header is not None and any(tag.strip().removeprefix("W/") in (etag, "*") for tag in header.split(","))
 
 
-def describe(delivery: Delivery) -> dict[str, str]:
-    """The headers that a file always has."""
-    return {
-        "Accept-Ranges": "bytes",
-        "ETag": delivery.etag,
-        "Content-Length": str(delivery.size),
+def weights(header: str) -> dict[str, float]:
+    """What an Accept or Accept-Encoding header names, in lower case, each with its weight (RFC 9110 § 12.4.2)."""
+    found: dict[str, float] = {}
+    for item in header.lower().split(","):
+        name, *parameters = (part.strip() for part in item.split(";"))
+        weight = next((match for match in map(_WEIGHT.fullmatch, parameters) if match), None)
+        found[name] = float(weight[1]) if weight else 1.0
+    return found
+
+
+def prefers_zstd(header: str) -> bool:
+    """Whether an Accept-Encoding header asks for zstd: not as one of several, but before every other compression.
+
+    Clients that take whatever they are given name several. They get the length and the ranges that only plain bytes have.
+    """
+    named = weights(header)
+    zstd, plain = named.pop("zstd", 0.0), named.pop("identity", 0.0)
+    return zstd > 0 and zstd >= plain and all(zstd > weight for weight in named.values())
+
+
+def describe(delivery: Delivery, packed: bool = False) -> dict[str, str]:
+    """The headers that a body always has. A packed one is another representation: its validator is another, too."""
+    headers = {
+        "ETag": f'{delivery.etag[:-1]}-zstd"' if packed else delivery.etag,
+        "Vary": ", ".join((*delivery.vary, "Accept-Encoding")),
         "Content-Type": delivery.media_type,
         "X-Content-Type-Options": "nosniff",
     }
+    if packed:
+        return {**headers, "Content-Encoding": "zstd"}
+    return {**headers, "Accept-Ranges": "bytes", "Content-Length": str(delivery.size)}
 
 
 async def deliver(delivery: Delivery, asked: Mapping[str, str]) -> Response:
-    """200, 206 or 304. Raises `Damaged` while nothing is sent, `InvalidRequest` for a range outside the file."""
-    headers = describe(delivery)
-    if not_modified(asked.get("if-none-match"), delivery.etag):
-        return Response(status_code=304, headers={"ETag": delivery.etag})
+    """200, 206, 304, or 416 for a range outside the body. Raises what the body does, while nothing is sent.
+
+    A range is one of the plain bytes, whatever the asker says of compression.
+    """
+    packed = "range" not in asked and prefers_zstd(asked.get("accept-encoding", ""))
+    headers = describe(delivery, packed)
+    if not_modified(asked.get("if-none-match"), headers["ETag"]):
+        return _unchanged(headers)
     wanted = asked.get("range")
     if asked.get("if-range") not in (None, delivery.etag):
         wanted = None
-    span = parse_range(wanted, delivery.size)
+    try:
+        span = parse_range(wanted, delivery.size)
+    except InvalidRequest as error:
+        return problems.problem_response(error, 416, {"Content-Range": f"bytes */{delivery.size}"})
     start, stop = span or (0, delivery.size)
-    headers["Content-Length"] = str(stop - start)
+    if not packed:
+        headers["Content-Length"] = str(stop - start)
     if span is not None:
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{delivery.size}"
-    body = _proven(delivery, start, stop)
+    body = delivery.body(start, stop)
     first = await anext(body, b"")
-    return StreamingResponse(_rest(first, body), 206 if span else 200, headers)
+    sent = _rest(first, body)
+    return StreamingResponse(_packed(sent) if packed else sent, 206 if span else 200, headers)
 
 
-async def _proven(delivery: Delivery, start: int, stop: int) -> AsyncIterator[bytes]:
-    """The bytes [start, stop), read as whole pieces and checked before they are cut."""
-    for batch in proof.batches(proof.overlapping(delivery.pieces, start, stop)):
-        at = batch[0].start
-        data = memoryview(await delivery.fetch(delivery.name, at, batch[-1].stop - at))
-        await asyncio.to_thread(_check, batch, data)
-        yield bytes(data[max(start - at, 0) : min(stop, batch[-1].stop) - at])
+def deliver_head(delivery: Delivery, asked: Mapping[str, str]) -> Response:
+    """The headers that `deliver` would answer with, and nothing read for them."""
+    packed = "range" not in asked and prefers_zstd(asked.get("accept-encoding", ""))
+    headers = describe(delivery, packed)
+    if not_modified(asked.get("if-none-match"), headers["ETag"]):
+        return _unchanged(headers)
+    response = Response(headers=headers)
+    if packed:
+        del response.headers["Content-Length"]  # nobody knows it
+    return response
+
+
+def _unchanged(headers: Mapping[str, str]) -> Response:
+    return Response(status_code=304, headers={name: headers[name] for name in ("ETag", "Vary")})
+
+
+def proven(name: str, pieces: Sequence[Piece], fetch: Fetch) -> Body:
+    """The body of a stored file: whole pieces are read, and checked before they are cut."""
+
+    async def body(start: int, stop: int) -> AsyncGenerator[bytes, None]:
+        for batch in proof.batches(proof.overlapping(pieces, start, stop)):
+            at = batch[0].start
+            data = memoryview(await fetch(name, at, batch[-1].stop - at))
+            await asyncio.to_thread(_check, batch, data)
+            for part in parts_of(data[max(start - at, 0) : min(stop, batch[-1].stop) - at]):
+                yield part
+
+    return body
+
+
+def parts_of(data: memoryview) -> Iterator[bytes]:
+    """Copies of the bytes, in parts of a size that goes through the server well; the memory may be used again then."""
+    for at in range(0, len(data), SENT_BYTES):
+        yield bytes(data[at : at + SENT_BYTES])
 
 
 def _check(batch: Sequence[Piece], data: memoryview) -> None:
@@ -141,11 +206,22 @@ def _check(batch: Sequence[Piece], data: memoryview) -> None:
         proof.check(piece, data[piece.start - batch[0].start : piece.stop - batch[0].start])
 
 
-async def _rest(first: bytes, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    try:
+async def _rest(first: bytes, body: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(body):
+        yield first
+        try:
+            async for part in body:
+                yield part
+        except (Damaged, StorageFailed) as error:
+            log.error("transfer cut: %s", error)
+            raise TransferAborted(error.detail) from error
+
+
+async def _packed(body: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    packer = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compressobj()
+    async with aclosing(body):
         async for part in body:
-            yield part
-    except (Damaged, StorageFailed) as error:
-        log.error("transfer cut: %s", error)
-        raise TransferAborted(error.detail) from error
+            packed = await asyncio.to_thread(packer.compress, part)
+            if packed:
+                yield packed
+    yield packer.flush()

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from holdfast_formats import naming, proof, rest
 from holdfast_formats.digest import digest
-from holdfast_formats.errors import InvalidRequest, NoSuchResource
+from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.proof import Piece
 
 from . import contents, delivery, problems
@@ -21,7 +21,6 @@ from .contents import Contents, OpenedCheckpoints
 from .delivery import Delivery
 from .services import Cursor, Limit, Services, Wired
 
-ZSTD_LEVEL = 3
 _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
 _MEDIA_TYPES = {".json": "application/json", ".txt": "text/plain; charset=utf-8"}
 
@@ -52,10 +51,10 @@ def get_manifest(request: Request, services: Wired, run: str, step: str) -> Resp
     encoded = _opened(request).manifest_bytes(run, found.step)
     sha256 = hashlib.sha256(encoded).hexdigest()
     headers = {"ETag": f'"{sha256}"', "Vary": "Accept-Encoding"}
-    if _accepts_zstd(request.headers.get("accept-encoding", "")):
+    if delivery.weights(request.headers.get("accept-encoding", "")).get("zstd", 0.0) > 0:
         headers["ETag"] = f'"{sha256}-zstd"'  # another representation, so another strong validator
         headers["Content-Encoding"] = "zstd"
-        encoded = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(encoded)
+        encoded = zstandard.ZstdCompressor(level=delivery.ZSTD_LEVEL).compress(encoded)
     if delivery.not_modified(request.headers.get("if-none-match"), headers["ETag"]):
         headers.pop("Content-Encoding", None)
         return Response(status_code=304, headers=headers)
@@ -82,22 +81,16 @@ async def get_file(request: Request, services: Wired, run: str, step: str, name:
     """Whole extents are read and checked before their bytes are sent.
 
     Damage found before the first byte is a `corrupt-extent` problem; found later, it cuts the connection. One range a
-    request; others are ignored.
+    request; others are ignored. Sent with zstd where Accept-Encoding prefers it, and then without a length.
     """
     whole = "range" not in request.headers
     sending = await asyncio.to_thread(_delivery, _opened(request), services, (run, step, name), whole)
-    try:
-        return await delivery.deliver(sending, request.headers)
-    except InvalidRequest as error:
-        return problems.problem_response(error, 416, {"Content-Range": f"bytes */{sending.size}"})
+    return await delivery.deliver(sending, request.headers)
 
 
 @router.head(f"{_CHECKPOINT}/files/{{name}}", response_class=Response, summary="A file's length and validator")
 def head_file(request: Request, services: Wired, run: str, step: str, name: str) -> Response:
-    sending = _delivery(_opened(request), services, (run, step, name), True)
-    if delivery.not_modified(request.headers.get("if-none-match"), sending.etag):
-        return Response(status_code=304, headers={"ETag": sending.etag})
-    return Response(headers=delivery.describe(sending))
+    return delivery.deliver_head(_delivery(_opened(request), services, (run, step, name), True), request.headers)
 
 
 def _delivery(opened: OpenedCheckpoints, services: Services, path: tuple[str, str, str], whole: bool) -> Delivery:
@@ -117,7 +110,7 @@ def _delivery(opened: OpenedCheckpoints, services: Services, path: tuple[str, st
         fetch = delivery.fetch_posix(services.files_root / held.directory)
     else:
         fetch = delivery.fetch_tier(services.tier, held.directory)
-    return Delivery(name, _media_type(name), etag, entry.bytes, held.pieces[name], fetch)
+    return Delivery(_media_type(name), etag, entry.bytes, delivery.proven(name, held.pieces[name], fetch))
 
 
 def _unlisted(opened: OpenedCheckpoints, run: str, step: int, name: str) -> Delivery:
@@ -131,16 +124,8 @@ def _unlisted(opened: OpenedCheckpoints, run: str, step: int, name: str) -> Deli
 
     piece = Piece(name, 0, len(data), digest(data))
     etag = f'"{hashlib.sha256(data).hexdigest()}"'
-    return Delivery(name, "application/json", etag, len(data), (piece,), fetch)
+    return Delivery("application/json", etag, len(data), delivery.proven(name, (piece,), fetch))
 
 
 def _media_type(name: str) -> str:
     return _MEDIA_TYPES.get(PurePosixPath(name).suffix, "application/octet-stream")
-
-
-def _accepts_zstd(header: str) -> bool:
-    for part in header.split(","):
-        coding, _, weight = part.partition(";")
-        if coding.strip() == "zstd" and weight.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000"):
-            return True
-    return False

@@ -1,0 +1,184 @@
+"""A committed checkpoint as a mapping of tensors, for programs that read one: whole tensors, boxes, any rank's shard.
+
+    with holdfast.open("run@latest", root="holdfast-data") as checkpoint:
+        weight = checkpoint.read("model.embed_tokens.weight")
+        shard = checkpoint.shard("tp=4,pp=2", rank=3, framework="torch")
+
+No service need run where the directory can be seen, and torch is needed for `framework="torch"` alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from holdfast_formats import naming, reading
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.holding import Held, Holding, of_manifest
+from holdfast_formats.manifest import Manifest
+from holdfast_formats.parts import LocalTensor, of_box
+from holdfast_formats.reading import ReadPlan, Wanted
+from holdfast_formats.region import Box, Shape, check_box, whole
+
+from . import rulebook, shards
+from .api import Api
+from .library import LATEST, open_source, parse_target
+from .reader import CheckpointReader
+from .rulebook import LayoutSource, RulesSource
+from .shards import Framework
+from .sources import HttpSource, Source
+
+_ADDRESS = re.compile(r"(https?://.+?)/v1/runs/([^/]+)/checkpoints/([^/]+)/?")
+
+
+class Tensor(NamedTuple):
+    """A stored tensor: safetensors dtype, shape in elements, size in bytes."""
+
+    dtype: str
+    shape: Shape
+    bytes: int
+
+
+class Checkpoint:
+    """Reads one checkpoint; every byte that is handed over was proven. A context manager, safe for threads."""
+
+    def __init__(self, source: Source, cleanup: ExitStack | None = None) -> None:
+        """The source is the checkpoint's from here on, and so is `cleanup`. Raises what `CheckpointReader.open` raises."""
+        self._cleanup = cleanup or ExitStack()
+        try:
+            self.reader = CheckpointReader.open(source)
+        except BaseException:
+            self._cleanup.close()
+            raise
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files or the connection; arrays that were read stay good."""
+        self.reader.close()
+        self._cleanup.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.reader.manifest
+
+    @property
+    def run(self) -> str:
+        return self.manifest.run
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return self.manifest.groups
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """What is stored, by group, then by name."""
+        return {
+            group: {name: Tensor(entry.dtype, entry.shape, entry.nbytes) for name, entry in held.items()}
+            for group, held in self.manifest.tensors.items()
+        }
+
+    @cached_property
+    def config(self) -> Mapping[str, Any] | None:
+        """The model's config.json, where the checkpoint has one that is a JSON object."""
+        return rulebook.config_of(self.reader)
+
+    def read(self, name: str, box: Box | None = None, group: str = "model", framework: Framework = "numpy") -> Any:
+        """A tensor, or a box of it; a name that is an alias stands for its tensor.
+
+        Raises `StateMismatch` naming a tensor or box that is not there, `CorruptExtent` naming file, tensor and range.
+        """
+        shards.check_framework(framework)
+        entry = self.reader.entry(group, name)
+        box = Box(*map(tuple, box)) if box is not None else whole(entry.shape)
+        check_box(box, entry.shape, name)
+        return self.fill([of_box(name, entry.dtype, name, box)], group, framework)[name]
+
+    def holding(self, layout: LayoutSource, group: str = "model", rules: RulesSource = None) -> Holding:
+        """What every rank of a layout holds of a group: `of(rank)` says it, in parts of stored tensors.
+
+        Nothing is read but the model's config.json. `rules` is a TOML file, or what it would hold, that extends the tables.
+        Raises `InvalidRequest` for what is no layout, `StateMismatch` naming the tensor that it cannot be cut into.
+        """
+        return of_manifest(self.manifest, group, rulebook.layout_of(layout), self.config, rulebook.read_rules(rules))
+
+    def held(self, layout: LayoutSource, rank: int, group: str = "model", rules: RulesSource = None) -> Held:
+        """What one rank holds, with notes on what is uneven, padded or held by all; for many ranks use `holding`."""
+        return self.holding(layout, group, rules).of(rank)
+
+    def shard(
+        self,
+        layout: LayoutSource,
+        rank: int,
+        group: str = "model",
+        rules: RulesSource = None,
+        framework: Framework = "numpy",
+    ) -> dict[str, Any]:
+        """The local tensors of a rank in a layout, by name; `held` says what each is made of, and what to note of it.
+
+        Names that the model ties share one array. Only the extents that hold something of the shard are read.
+        """
+        shards.check_framework(framework)
+        wanted = rulebook.layout_of(layout)
+        arrays = self.fill(self.held(wanted, rank, group, rules).tensors, group, framework)
+        if wanted.mesh.pp == 1:  # with several stages, the other one has its own
+            tied = self.manifest.aliases.get(group, {})
+            arrays |= {alias: arrays[name] for alias, name in tied.items() if name in arrays and alias not in arrays}
+        return arrays
+
+    def plan(self, tensors: Sequence[LocalTensor], group: str = "model") -> ReadPlan:
+        """What has to be read to fill these local tensors, and how many of its bytes they need."""
+        wanted = (Wanted(group, part.tensor, part.box) for local in tensors for part in local.parts)
+        return reading.plan(self.manifest, wanted)
+
+    def fill(self, tensors: Sequence[LocalTensor], group: str = "model", framework: Framework = "numpy") -> dict[str, Any]:
+        """The arrays of local tensors that are made of parts of this group's, by name; padding is zero."""
+        memory = [shards.allocate(local) for local in tensors]
+        arrays = {local.name: shards.array(local, octets, framework) for local, octets in zip(tensors, memory, strict=True)}
+        # Nobody sees the memory before all of it is proven, so one pass is enough.
+        self.reader.load(
+            want for local, octets in zip(tensors, memory, strict=True) for want in shards.wants(group, local, octets)
+        )
+        return arrays
+
+
+def open(where: str | Path, *, root: str | Path | None = None, url: str | None = None) -> Checkpoint:
+    """Open a committed checkpoint for reading: a directory, RUN@STEP (or RUN@latest, or RUN), or its address.
+
+    An address is http://host:port/v1/runs/RUN/checkpoints/STEP. RUN@STEP is looked up in the directory `root`, at the
+    service `url`, or where the command line would look. Raises `NotFound`, `NotCommitted` or `CorruptManifest` by name.
+    """
+    cleanup = ExitStack()
+    if isinstance(where, str) and "://" in where:
+        return Checkpoint(_addressed(where), cleanup)
+    target = parse_target(str(where) if "/" in str(where) or isinstance(where, str) else f"./{where}")
+    return Checkpoint(cleanup.enter_context(open_source(target, Path(root) if root is not None else None, url)), cleanup)
+
+
+def _addressed(address: str) -> Source:
+    found = _ADDRESS.fullmatch(address)
+    step = found[3] if found else ""
+    if found is None or not (step == LATEST or (step.isascii() and step.isdigit())):
+        raise InvalidRequest(
+            f"{address!r} is not the address of a checkpoint", hint="http://HOST:PORT/v1/runs/RUN/checkpoints/STEP"
+        )
+    api, run = Api(found[1]), naming.check_run(unquote(found[2]))
+    try:
+        return HttpSource(api, run, api.checkpoint(run, LATEST if step == LATEST else int(step)).step)
+    except BaseException:
+        api.close()
+        raise

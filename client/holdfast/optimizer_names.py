@@ -1,0 +1,106 @@
+"""An optimizer's document under other names, and the documents of several ranks as one.
+
+Works on the JSON text that `optimizers` describes: parameters are named in `groups`, `state` and `masters`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_PARTS = frozenset({"groups", "state", "masters", "kinds"})
+
+
+def renamed(text: str, names: Mapping[str, Sequence[str]]) -> str:
+    """The document with every parameter under its new names, of which it may have several, or none.
+
+    A name that `names` lacks stays. Where two parameters become one, the first one's values are taken.
+    """
+    document = _parsed(text)
+    if document is None:
+        return text
+    state: dict[str, Any] = {}
+    for name, kept in _items(document["state"]):
+        for new in names.get(name, (name,)):
+            state.setdefault(new, kept)
+    masters = {key: _all_renamed(listed, names) for key, listed in _items(document["masters"])}
+    groups: dict[str, Any] = {}
+    for first, group in _items(document["groups"]):
+        params = _all_renamed(group["params"], names)
+        if params or not group["params"]:
+            groups[params[0] if params else first] = {**group, "params": params}
+    return _text({**document, "groups": _ordered(groups), "state": _ordered(state), "masters": _ordered(masters)})
+
+
+def merged(texts: Sequence[str]) -> str:
+    """One document that knows the parameters of all of them; of what several know, the first one's values are taken."""
+    documents = [_parsed(text) for text in texts]
+    known = [document for document in documents if document is not None]
+    if len(known) < len(documents) or len(texts) == 1:
+        return texts[0]
+    state: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
+    masters: dict[str, dict[str, None]] = {}
+    groups: dict[str, Any] = {}
+    seen: set[str] = set()
+    for document in known:
+        for name, kept in _items(document["state"]):
+            state.setdefault(name, kept)
+        for key, kind in _items(document["kinds"]):
+            kinds.setdefault(key, kind)
+        for key, names in _items(document["masters"]):
+            masters.setdefault(key, {}).update(dict.fromkeys(names))
+        for first, group in _items(document["groups"]):
+            params = [name for name in group["params"] if name not in seen]
+            seen.update(params)
+            _join(groups, first, {**group, "params": params})
+    listed = {key: list(names) for key, names in masters.items()}
+    found = {"groups": groups, "state": state, "masters": listed, "kinds": kinds}
+    return _text({**known[0], **{part: _ordered(held) for part, held in found.items()}})
+
+
+def _join(groups: dict[str, Any], first: str, group: dict[str, Any]) -> None:
+    """Add parameters to the group that has their hyper-parameters already, or make one for them."""
+    params = group["params"]
+    alike = next((known for known in groups.values() if _hyper(known) == _hyper(group)), None)
+    if alike is not None:
+        alike["params"] += params
+    elif params:
+        groups[params[0]] = group
+    else:
+        groups.setdefault(first, group)
+
+
+def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _all_renamed(listed: Iterable[str], names: Mapping[str, Sequence[str]]) -> list[str]:
+    return list(dict.fromkeys(new for name in listed for new in names.get(name, (name,))))
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    """The document, if it is one whose parts are plain objects."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return None
+    plain = isinstance(document, dict) and set(document) >= _PARTS
+    plain = plain and all(isinstance(document[part], dict) and "$dict" not in document[part] for part in _PARTS)
+    return document if plain and all("params" in group for _, group in _items(document["groups"])) else None
+
+
+def _items(held: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Keys and values in the order in which they were saved."""
+    return [(key, held[key]) for key in held.get("$keys", sorted(key for key in held if key != "$keys"))]
+
+
+def _ordered(held: Mapping[str, Any]) -> dict[str, Any]:
+    """An object that says its order where that is not the sorted one, as `json_values` writes it."""
+    keys = list(held)
+    return dict(held) if keys == sorted(keys) else {**held, "$keys": keys}
+
+
+def _text(document: Any) -> str:
+    return json.dumps(document, sort_keys=True, allow_nan=False, separators=(",", ":"))

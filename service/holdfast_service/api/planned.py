@@ -1,0 +1,230 @@
+"""Planned shards: what a rank holds of a checkpoint in a layout, worked out once and kept for a while."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import msgspec
+
+from holdfast_formats import holding, layouts, proof, reading, rest, shard_file
+from holdfast_formats.errors import CorruptManifest, NoSuchResource, StateMismatch
+from holdfast_formats.holding import Held, Holding
+from holdfast_formats.reading import ReadPlan, Wanted
+from holdfast_formats.shard_file import Placed
+from holdfast_service.daemon.extents import Source
+from holdfast_service.storage import Tier
+
+from .contents import Contents, decode_cursor, encode_cursor
+from .streams import Recipe
+
+PLANNED_MAX = 32  # shards that are kept planned, as long as
+PARTS_MAX = 200_000  # they have no more parts together, of about 500 bytes each
+HOLDINGS_MAX = 4  # layouts that are kept worked out, until they have given shards of as many parts
+CONFIG = "config.json"
+CONFIG_BYTES_MAX = 2**20
+NOTES_MAX = 100
+EXTENTS_MAX = 20_000  # of one page, unless a single tensor has more
+
+
+class Asked(NamedTuple):
+    """Whose shard: the layout as it was spelled, the rank in it, and the group of tensors."""
+
+    layout: str
+    rank: int
+    group: str
+
+
+class PlannedShard:
+    """One rank's shard of one checkpoint: its file, its validator, and which stored bytes it is made of."""
+
+    def __init__(self, contents: Contents, asked: Asked, held: Held) -> None:
+        """`asked` has the layout's canonical text. Raises `StateMismatch` by name for what no file can hold."""
+        manifest = contents.manifest
+        entries = manifest.tensors[asked.group]
+        shapes = {name: entry.shape for name, entry in entries.items()}
+        metadata = {
+            "run": manifest.run,
+            "step": str(manifest.step),
+            "layout": asked.layout,
+            "rank": str(asked.rank),
+            "group": asked.group,
+        }
+        file = shard_file.lay_out(held.tensors, shapes, metadata)
+        # The parts count too: the same header could hold other bytes where the rules for a model have changed.
+        made_of = msgspec.msgpack.encode([contents.sha256, file.header, [local.parts for local in held.tensors]])
+        self.etag = f'"{hashlib.sha256(made_of).hexdigest()[:32]}"'
+        self.recipe = Recipe(file, Source(contents.directory, contents.sha256), asked.group, entries)
+        self.parts = sum(len(local.parts) for local in held.tensors) + len(held.tensors)
+        self._contents = contents
+        self._asked = asked
+        self._notes = held.notes
+
+    @cached_property
+    def _totals(self) -> tuple[int, int]:
+        plan = self._plan(self.recipe.file.tensors)
+        return plan.needed, plan.read
+
+    def page(self, cursor: str | None, limit: int) -> rest.ShardPlan:
+        """The plan of the tensors behind `cursor`: `limit` of them, or fewer where they have very many extents."""
+        placed = self.recipe.file.tensors
+        first = self._position(cursor)
+        last, extents = first, 0
+        while last < min(first + limit, len(placed)):
+            named = {part.tensor for part in placed[last].local.parts}
+            extents += sum(len(self.recipe.entries[name].extents) for name in named)
+            if extents > EXTENTS_MAX and last > first:
+                break
+            last += 1
+        shown = placed[first:last]
+        needed, read = self._totals
+        manifest = self._contents.manifest
+        return rest.ShardPlan(
+            run=manifest.run,
+            step=manifest.step,
+            manifest_sha256=self._contents.sha256,
+            group=self._asked.group,
+            layout=self._asked.layout,
+            rank=self._asked.rank,
+            etag=self.etag,
+            tensors=len(placed),
+            bytes=self.recipe.file.bytes,
+            header_bytes=len(self.recipe.file.header),
+            needed=needed,
+            read=read,
+            ratio=round(read / needed, 4) if needed else 1.0,
+            notes=_told(self._notes),
+            items=[_item(one) for one in shown],
+            sources={name: self._stored(name) for one in shown for name in (part.tensor for part in one.local.parts)},
+            reads=_reads(self._plan(shown)),
+            next=encode_cursor(str(last)) if last < len(placed) else None,
+        )
+
+    def _position(self, cursor: str | None) -> int:
+        if cursor is None:
+            return 0
+        at = decode_cursor(cursor, 1)[0]
+        return int(at) if at.isascii() and at.isdigit() and len(at) < 12 else len(self.recipe.file.tensors)
+
+    def _plan(self, placed: tuple[Placed, ...]) -> ReadPlan:
+        group = self._asked.group
+        wanted = (Wanted(group, part.tensor, part.box) for one in placed for part in one.local.parts)
+        return reading.plan(self._contents.manifest, wanted)
+
+    def _stored(self, name: str) -> rest.StoredTensor:
+        entry = self.recipe.entries[name]
+        return rest.StoredTensor(dtype=entry.dtype, shape=list(entry.shape), file=entry.file, start=entry.start)
+
+
+class PlannedShards:
+    """The planned shards, newest use last. One is planned at a time: it is work for a processor, not for a disk."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._planning = threading.Lock()
+        self._holdings: OrderedDict[tuple[str, str, str], Holding] = OrderedDict()
+        self._given = 0  # parts that came out of the holdings, which keep what ranks have in common
+        self._shards: OrderedDict[tuple[str, Asked], PlannedShard] = OrderedDict()
+
+    def find(self, contents: Contents, asked: Asked) -> PlannedShard:
+        """The shard; `NoSuchResource` for an unknown group, `InvalidRequest` or `StateMismatch` for layouts that are wrong.
+
+        Every spelling of a layout has one shard.
+        """
+        layout = layouts.parse(asked.layout)
+        asked = asked._replace(layout=layouts.text(layout))
+        key = (contents.sha256, asked)
+        with self._planning:
+            if key not in self._shards:
+                shard = PlannedShard(contents, asked, self._holding(contents, asked).of(asked.rank))
+                self._keep(key, shard)
+                return shard
+            self._shards.move_to_end(key)
+            return self._shards[key]
+
+    def _keep(self, key: tuple[str, Asked], shard: PlannedShard) -> None:
+        self._shards[key] = shard
+        parts = sum(one.parts for one in self._shards.values())
+        while len(self._shards) > 1 and (len(self._shards) > PLANNED_MAX or parts > PARTS_MAX):
+            parts -= self._shards.popitem(last=False)[1].parts
+        self._given += shard.parts
+        if self._given > PARTS_MAX:
+            self._holdings.clear()
+            self._given = 0
+
+    def _holding(self, contents: Contents, asked: Asked) -> Holding:
+        key = (contents.sha256, asked.layout, asked.group)
+        if key not in self._holdings:
+            layout, config = layouts.parse(asked.layout), self._config(contents)
+            self._holdings[key] = holding.of_manifest(contents.manifest, asked.group, layout, config)
+            if len(self._holdings) > HOLDINGS_MAX:
+                self._holdings.popitem(last=False)
+        self._holdings.move_to_end(key)
+        return self._holdings[key]
+
+    def _config(self, contents: Contents) -> Mapping[str, Any] | None:
+        """The checkpoint's config.json, proven; None where it has none. `StateMismatch` where it is no JSON object."""
+        entry = contents.manifest.file(CONFIG)
+        if entry is None or entry.header_bytes or entry.bytes > CONFIG_BYTES_MAX:
+            return None
+        try:
+            encoded = self._tier.read(f"{contents.directory}/{CONFIG}", 0, entry.bytes)
+        except NoSuchResource as error:
+            raise CorruptManifest(f"{CONFIG} is missing", file=CONFIG) from error
+        proof.check(contents.pieces[CONFIG][0], encoded)
+        try:
+            config = json.loads(encoded)
+        except (ValueError, RecursionError):
+            config = None
+        if not isinstance(config, dict):
+            raise StateMismatch(
+                f"{CONFIG} of this checkpoint is not a JSON object", hint="name the rules: rules=llama, or none"
+            )
+        return config
+
+
+def _told(notes: tuple[str, ...]) -> list[str]:
+    more = len(notes) - NOTES_MAX
+    return [*notes[:NOTES_MAX], *([f"and {more} more"] if more > 0 else [])]
+
+
+def _item(placed: Placed) -> rest.ShardTensor:
+    local = placed.local
+    return rest.ShardTensor(
+        name=local.name,
+        dtype=local.dtype,
+        shape=list(local.shape),
+        start=placed.start,
+        bytes=placed.stop - placed.start,
+        padding=local.padding,
+        parts=[
+            rest.ShardPart(
+                tensor=part.tensor,
+                offset=list(part.box.offset),
+                shape=list(part.box.shape),
+                start=part.start,
+                strides=list(part.strides),
+            )
+            for part in local.parts
+        ],
+    )
+
+
+def _reads(plan: ReadPlan) -> list[rest.ShardRead]:
+    return [
+        rest.ShardRead(
+            file=read.file,
+            start=read.start,
+            stop=read.stop,
+            extents=[
+                rest.ShardExtent(tensor=str(piece.tensor), start=piece.start, length=piece.length, digest=piece.digest)
+                for piece in read.pieces
+            ],
+        )
+        for read in plan.reads
+    ]

@@ -1,0 +1,107 @@
+"""Routes: what a rank holds of a checkpoint in any layout, as a safetensors file or as the plan to read it from storage."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import Response
+
+from holdfast_formats import rest
+
+from . import contents, delivery, problems
+from .delivery import Delivery
+from .planned import Asked, PlannedShard, PlannedShards
+from .services import Cursor, Limit, Wired
+from .streams import Streams
+
+SHARD = "/runs/{run}/checkpoints/{step}/shard"
+MEDIA_TYPE = "application/octet-stream"
+JSON = "application/json"
+LAYOUT_CHARACTERS_MAX = 8192
+RANK_MAX = 2**31 - 1
+
+router = APIRouter(prefix="/v1", tags=["shards"], responses=problems.RESPONSES)
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The shard, or its plan where Accept asks for JSON",
+        "content": {MEDIA_TYPE: {}, JSON: {"schema": {"$ref": "#/components/schemas/ShardPlan"}}},
+        "model": rest.ShardPlan,
+    },
+    206: {"description": "The bytes of the range"},
+    304: {"description": "The asker has it already"},
+    416: problems.RESPONSES["default"],
+}
+
+
+def _asked(
+    layout: Annotated[
+        str,
+        Query(
+            max_length=LAYOUT_CHARACTERS_MAX,
+            description="the layout, as text or JSON; empty: one rank that holds everything",
+            openapi_examples={
+                "one rank": {"value": ""},
+                "tensor and pipeline parallel": {"value": "tp=4,pp=2"},
+                "experts, and parameters sharded by rows": {"value": "tp=2,ep=4,sharding=8:stage3:dim0"},
+            },
+        ),
+    ] = "",
+    rank: Annotated[int, Query(ge=0, le=RANK_MAX, description="the rank in this layout")] = 0,
+    group: Annotated[str, Query(max_length=64, description="the group of tensors")] = "model",
+) -> Asked:
+    return Asked(layout, rank, group)
+
+
+def _shard(request: Request, services: Wired, run: str, step: str, asked: Annotated[Asked, Depends(_asked)]) -> PlannedShard:
+    held = request.app.state.opened.open(run, contents.find(services, run, step).step)
+    planned: PlannedShards = request.app.state.planned
+    return planned.find(held, asked)
+
+
+Shard = Annotated[PlannedShard, Depends(_shard)]
+
+
+@router.get(SHARD, response_class=Response, responses=_ANSWERS, summary="A rank's shard in any layout, or the plan of it")
+async def get_shard(request: Request, shard: Shard, cursor: Cursor = None, limit: Limit = 100) -> Response:
+    """A standard safetensors file of what the rank holds, put together while it is sent, every extent proven before.
+
+    Single ranges and `If-Range` work as for files. The same checkpoint, layout, rank and group have the same strong ETag and
+    the same bytes, however the layout is spelled. `Accept-Encoding: zstd` is understood; then there is no length.
+
+    With `Accept: application/json` the answer is the plan: a page of local tensors, what they are made of, and which extents
+    of which files to read, with their digests. `cursor` and `limit` count for plans alone.
+    """
+    if _prefers_plan(request.headers.get("accept", "")):
+        return await asyncio.to_thread(_plan, shard, request.headers.get("if-none-match"), cursor, limit)
+    return await delivery.deliver(_delivery(request, shard), request.headers)
+
+
+@router.head(SHARD, response_class=Response, summary="A shard's length and validator")
+def head_shard(request: Request, shard: Shard, cursor: Cursor = None, limit: Limit = 100) -> Response:
+    """The headers that GET answers with. No extent is read for them."""
+    if _prefers_plan(request.headers.get("accept", "")):
+        return _plan(shard, request.headers.get("if-none-match"), cursor, limit)
+    return delivery.deliver_head(_delivery(request, shard), request.headers)
+
+
+def _delivery(request: Request, shard: PlannedShard) -> Delivery:
+    streams: Streams = request.app.state.streams
+    return Delivery(MEDIA_TYPE, shard.etag, shard.recipe.file.bytes, partial(streams.body, shard.recipe), ("Accept",))
+
+
+def _plan(shard: PlannedShard, known: str | None, cursor: str | None, limit: int) -> Response:
+    encoded = shard.page(cursor, limit).model_dump_json().encode()
+    headers = {"ETag": f'"{hashlib.sha256(encoded).hexdigest()[:32]}"', "Vary": "Accept, Accept-Encoding"}
+    if delivery.not_modified(known, headers["ETag"]):
+        return Response(status_code=304, headers=headers)
+    return Response(encoded, media_type=JSON, headers=headers)
+
+
+def _prefers_plan(accept: str) -> bool:
+    """Whether an Accept header names JSON, and not the bytes with as much weight. Ranges of types, as in */*, mean bytes."""
+    named = delivery.weights(accept)
+    return named.get(JSON, 0.0) > named.get(MEDIA_TYPE, 0.0)

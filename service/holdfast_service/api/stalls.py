@@ -1,0 +1,26 @@
+"""A limit on how long a client may take for nothing: who stalls gives up its place among those that are served."""
+
+from __future__ import annotations
+
+import anyio
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .delivery import TransferAborted
+
+STALL_MAX_S = 120.0
+
+
+class StallLimit:
+    """Cuts the connection of a client to which no further part of a body could be sent for so long."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            with anyio.move_on_after(STALL_MAX_S) as limit:
+                await send(message)
+            if limit.cancelled_caught:
+                raise TransferAborted(f"{scope['path']}: the client took nothing for {STALL_MAX_S:.0f} s")
+
+        await self._app(scope, receive, send_in_time)

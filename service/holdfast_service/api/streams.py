@@ -1,0 +1,206 @@
+"""Shards as streams: window by window out of proven extents, a few windows ahead of the socket, in bounded memory (I7)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast_formats import parts, proof, reading, shard_file, transfer
+from holdfast_formats.errors import DeadlineExceeded
+from holdfast_formats.manifest import TensorEntry
+from holdfast_formats.proof import Piece
+from holdfast_formats.region import Box, Shape, byte_span, byte_view
+from holdfast_formats.shard_file import ShardFile, Strip
+from holdfast_formats.transfer import Direction, Elements
+from holdfast_service.daemon.extents import Octets, ProvenExtents, Source
+from holdfast_service.storage import Tier
+
+from .delivery import parts_of
+
+WINDOW_BYTES = 2**21
+AHEAD = 2  # windows that are put together while one is sent
+STREAMS_MAX = 16  # of 3 windows and what the server holds: 128 MiB in all, and the extents' slabs
+STREAM_WAIT_MAX_S = 30.0
+THREADS_MAX = 4
+
+
+class Recipe(NamedTuple):
+    """A shard's file and what it is made of: a checkpoint, and the stored tensors of one of its groups."""
+
+    file: ShardFile
+    source: Source
+    group: str
+    entries: Mapping[str, TensorEntry]
+
+
+class Place(NamedTuple):
+    """Where a box of a stored tensor of `shape` goes: `held` has the box's shape, all of it in units of the strip.
+
+    Where its bytes [start, stop) of the tensor stand together in the window too, the first one does so at `at`.
+    """
+
+    held: Elements
+    box: Box
+    shape: Shape
+    start: int
+    stop: int
+    at: int
+
+    def straight(self, piece: Piece) -> int | None:
+        """Where in the window the piece stands as it is stored; None where it has to be cut or scattered."""
+        inside = self.start <= piece.offset and piece.offset + piece.length <= self.stop
+        return self.at + piece.offset - self.start if inside else None
+
+
+class Streams:
+    """The bodies of all shards that are being sent."""
+
+    def __init__(self, tier: Tier, streams_max: int = STREAMS_MAX) -> None:
+        self.extents = ProvenExtents(tier)
+        self._threads = ThreadPoolExecutor(THREADS_MAX, "holdfast-shard")
+        self._room = asyncio.Semaphore(streams_max)
+
+    async def body(self, recipe: Recipe, start: int, stop: int) -> AsyncGenerator[bytes, None]:
+        """Bytes [start, stop) of a shard's file, window by window.
+
+        The first one comes after the first window was proven. Raises `Damaged` and `StorageFailed`, and `DeadlineExceeded`
+        where too many others are being sent.
+        """
+        header = recipe.file.header
+        todo = shard_file.windows(recipe.file, start, stop, WINDOW_BYTES)
+        ahead: deque[tuple[tuple[int, int], asyncio.Future[Octets]]] = deque()
+        spare: list[Octets] = []  # windows that were sent
+        loop = asyncio.get_running_loop()
+
+        def begin() -> None:
+            span = next(todo, None)
+            if span is not None:
+                memory = spare.pop() if spare else np.empty(WINDOW_BYTES, np.uint8)
+                filling = loop.run_in_executor(self._threads, self._fill, recipe, span, memory)
+                filling.add_done_callback(_heard)
+                ahead.append((span, filling))
+
+        async with self._admitted():
+            try:
+                for _ in range(AHEAD):
+                    begin()
+                if start < len(header):
+                    if ahead:
+                        await ahead[0][1]
+                    for part in parts_of(memoryview(header)[start:stop]):
+                        yield part
+                while ahead:
+                    (low, high), filling = ahead.popleft()
+                    window = await filling
+                    begin()
+                    for part in parts_of(window.data[max(start - low, 0) : min(stop, high) - low]):
+                        yield part
+                    spare.append(window)
+            finally:
+                for _, filling in ahead:
+                    filling.cancel()
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        try:
+            await asyncio.wait_for(self._room.acquire(), STREAM_WAIT_MAX_S)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(
+                f"{STREAMS_MAX} shards are being sent, and none of them ended in {STREAM_WAIT_MAX_S:.0f} s",
+                hint="ask again later; with Accept: application/json the service says which bytes to read from storage",
+            ) from None
+        try:
+            with self.extents.opened():
+                yield
+        finally:
+            self._room.release()
+
+    def _fill(self, recipe: Recipe, span: tuple[int, int], memory: Octets) -> Octets:
+        """One window, in a thread. A stream that has ended meanwhile does not stop it: it gives its slabs back by itself.
+
+        What is returned is all of `memory`; the window is the beginning of it.
+        """
+        low, high = span
+        window = memory[: high - low]
+        wanted: dict[Piece, list[Place]] = {}
+        missing = sum(_place(recipe, strip, window, wanted) for strip in shard_file.strips(recipe.file, low, high))
+        straight = {piece: places[0].straight(piece) for piece, places in wanted.items() if len(places) == 1}
+        as_stored = [(piece, at) for piece, at in straight.items() if at is not None]
+        for following, at in _runs(as_stored):
+            length = following[-1].stop - following[0].start
+            self.extents.read(recipe.source, following, window[at : at + length])
+            missing -= length
+        with self.extents.opened():
+            scattered = [piece for piece in wanted if straight.get(piece) is None]
+            for run, data in self.extents.lend(recipe.source, scattered):
+                missing -= _scatter(run, data, wanted)
+        assert missing == 0, f"{missing} bytes of window [{low}, {high}) were not found"
+        return memory
+
+
+def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, list[Place]]) -> int:
+    """Note under each extent what of a strip it fills; zero the padding. Returns how many bytes are to be filled."""
+    memory = window[strip.at : strip.stop].view(transfer.element_dtype(strip.itemsize))
+    if strip.is_padded:
+        memory[:] = 0
+    for part in strip.parts:
+        entry = recipe.entries[part.tensor]
+        view = byte_view(entry.dtype, entry.shape)
+        start, stop = byte_span(part.box, view.shape, strip.itemsize)
+        together = stop - start == (part.stop - part.start) * strip.itemsize == part.box.volume * strip.itemsize
+        span = (start, stop, strip.at + part.start * strip.itemsize) if together else (0, 0, 0)
+        place = Place(parts.view(memory, part), part.box, view.shape, *span)
+        for first, last in reading.extents_of(entry.extents, part.box, view):
+            for extent in entry.extents[first:last]:
+                wanted.setdefault(proof.tensor_piece(recipe.group, part.tensor, entry, extent), []).append(place)
+    return sum(part.box.volume for part in strip.parts) * strip.itemsize
+
+
+def _runs(listed: Iterable[tuple[Piece, int]]) -> Iterator[tuple[list[Piece], int]]:
+    """Pieces that follow each other both in a file and in the window, and where in the window they begin."""
+    run: list[Piece] = []
+    begin = 0
+    for piece, at in sorted(listed, key=lambda one: (one[0].file, one[0].start)):
+        follows = run and piece.file == run[0].file and piece.start == run[-1].stop
+        if run and not (follows and at - begin == piece.start - run[0].start):
+            yield run, begin
+            run = []
+        if not run:
+            begin = at
+        run.append(piece)
+    if run:
+        yield run, begin
+
+
+def _scatter(run: Sequence[Piece], data: Octets, wanted: Mapping[Piece, list[Place]]) -> int:
+    """Copy what the window has of pieces that follow each other; returns how many bytes.
+
+    What belongs to one tensor and goes to the same places is moved at once.
+    """
+    moved = first = 0
+    for last in range(1, len(run) + 1):
+        if last < len(run) and run[last].tensor == run[first].tensor and _same(wanted[run[last]], wanted[run[first]]):
+            continue
+        octets = data[run[first].start - run[0].start : run[last - 1].stop - run[0].start]
+        for place in wanted[run[first]]:
+            itemsize = place.held.dtype.itemsize
+            units, offset = octets.view(place.held.dtype), run[first].offset // itemsize
+            moved += itemsize * transfer.move(Direction.SCATTER, units, offset, place.held, place.box, place.shape)
+        first = last
+    return moved
+
+
+def _same(places: Sequence[Place], others: Sequence[Place]) -> bool:
+    return len(places) == len(others) and all(a is b for a, b in zip(places, others, strict=True))
+
+
+def _heard(filling: asyncio.Future[Octets]) -> None:
+    """A window that nobody waits for any more may have failed: that is not news."""
+    if not filling.cancelled():
+        filling.exception()

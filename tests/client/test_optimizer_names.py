@@ -1,0 +1,66 @@
+"""Optimizers' documents under other names, and several as one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from holdfast import json_values
+from holdfast.optimizer_names import merged, renamed
+
+
+def document(groups: dict[str, Any], state: dict[str, Any], masters: dict[str, list[str]]) -> str:
+    return json_values.dumps({"groups": groups, "state": state, "masters": masters, "kinds": {}}, "optim")
+
+
+def test_one_name_becomes_several_and_comes_back() -> None:
+    """A fused parameter's entries become those of its parts; going back, the first part's are taken. Order is kept."""
+    text = document(
+        {"qkv": {"params": ["qkv", "b"], "lr": 0.5}, "a": {"params": ["a"], "lr": 0.1}, "#2": {"params": []}},
+        {"qkv": {"seen": 3}, "a": {"seen": 4}},
+        {"main_param": ["qkv", "a"]},
+    )
+    there = renamed(text, {"qkv": ["q", "k"]})
+    found = json_values.loads(there, "optim")
+    assert found["groups"] == {
+        "q": {"params": ["q", "k", "b"], "lr": 0.5},
+        "a": {"params": ["a"], "lr": 0.1},
+        "#2": {"params": []},
+    }
+    assert list(found["groups"]) == ["q", "a", "#2"]
+    assert found["state"] == {"q": {"seen": 3}, "k": {"seen": 3}, "a": {"seen": 4}}
+    assert found["masters"] == {"main_param": ["q", "k", "a"]}
+    assert json_values.loads(renamed(there, {"q": ["qkv"], "k": ["qkv"]}), "optim") == json_values.loads(text, "optim")
+
+
+def test_a_parameter_of_nobody_is_left_out() -> None:
+    """What another rank holds has no name here: its group goes when nothing of it is left."""
+    text = document({"a": {"params": ["a"]}, "b": {"params": ["b"]}}, {"a": {"seen": 1}}, {"m": ["a", "b"]})
+    found = json.loads(renamed(text, {"a": []}))
+    assert (set(found["groups"]), found["state"], found["masters"]) == ({"b"}, {}, {"m": ["b"]})
+
+
+def test_documents_of_several_ranks() -> None:
+    """Parameters of all are known; groups with equal hyper-parameters are one; of a common name the first's are taken."""
+    first = document(
+        {"a": {"params": ["a"], "lr": 0.1}, "n": {"params": ["n"], "lr": 0.2}}, {"a": {"seen": 1}}, {"m": ["a"]}
+    )
+    second = document({"b": {"params": ["b", "a"], "lr": 0.1}, "c": {"params": ["c"], "lr": 0.3}}, {"a": {"seen": 2}}, {})
+    found = json_values.loads(merged([first, second]), "optim")
+    assert found["groups"] == {
+        "a": {"params": ["a", "b"], "lr": 0.1},
+        "n": {"params": ["n"], "lr": 0.2},
+        "c": {"params": ["c"], "lr": 0.3},
+    }
+    assert found["state"] == {"a": {"seen": 1}}
+    assert found["masters"] == {"m": ["a"]}
+    assert merged([first]) == first
+    assert json_values.loads(merged([first, first]), "optim") == json_values.loads(first, "optim")
+
+
+def test_what_is_no_such_document_stays() -> None:
+    """Text of another kind is handed on as it is."""
+    odd = document({"$a": {"params": ["$a"]}}, {}, {})
+    for text in ("[1]", "not json", '{"groups": {}}', odd):
+        assert renamed(text, {"a": ["b"]}) == text
+        assert merged([text, document({}, {}, {})]) == text
