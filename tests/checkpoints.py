@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,6 +124,23 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1 << bit
     path.write_bytes(data)
+
+
+def forget(directory: Path) -> None:
+    """Make the page cache forget the files of a checkpoint, so that reading them waits for the disk."""
+    limit = time.monotonic() + 30
+    for path in directory.iterdir():
+        with open(path, "rb") as file:
+            while path.stat().st_size and _cached(file.fileno()):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                assert time.monotonic() < limit, f"{path} stays in the page cache"
+
+
+def _cached(descriptor: int) -> bool:
+    try:
+        return os.preadv(descriptor, (bytearray(1),), 0, os.RWF_NOWAIT) == 1
+    except OSError:  # it would wait, or the file system cannot tell
+        return False
 
 
 def _extents(raw: bytes, size: int) -> Iterator[Extent]:

@@ -201,7 +201,7 @@ class Checkpointer:
                 self._prepare_unasked(step, groups)
                 return 0
             with collecting.paused(), open_checkpoint(root, url, self.run, chosen) as reader:
-                who = (self._session, self._launch.rank)
+                who = (self._session, self._launch)
                 restored = load(reader, self._state, who, Wanted(groups, ignore, strict))
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
             for note in restored.notes:

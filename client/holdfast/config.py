@@ -21,7 +21,7 @@ class LaunchInfo(NamedTuple):
     local_rank: int
     run_id: str | None
     restart_count: int
-    local_world: int  # how many of them are on this machine
+    local_world: int | None  # how many of them are on this machine, where the launcher says
 
 
 def default_socket() -> Path:
@@ -42,7 +42,10 @@ def default_url() -> str:
 
 
 def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:
-    """Read RANK, WORLD_SIZE, the local ones, torchrun's run id and restart count; `InvalidRequest` for what is no number."""
+    """Read RANK, WORLD_SIZE, the same of this machine, and torchrun's run id and restart count.
+
+    `InvalidRequest` for what is no number.
+    """
     given = os.environ if environment is None else environment
     rank, world = _number(given, "RANK", 0), _number(given, "WORLD_SIZE", 1)
     if rank >= world:
@@ -54,7 +57,7 @@ def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:
         local_rank=_number(given, "LOCAL_RANK", 0),
         run_id=None if run_id in (None, "", "none") else run_id,  # "none" is torchrun's default for every job
         restart_count=_number(given, "TORCHELASTIC_RESTART_COUNT", 0),
-        local_world=max(_number(given, "LOCAL_WORLD_SIZE", 1), 1),
+        local_world=_number(given, "LOCAL_WORLD_SIZE", 0) or None,
     )
 
 

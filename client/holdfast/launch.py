@@ -11,17 +11,21 @@ import torch
 
 from holdfast_formats.errors import InvalidRequest
 
-from .config import launch_info
+from .config import LaunchInfo, launch_info
 
 _constructed: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 
 class Launch(NamedTuple):
-    """`name` is the same on all ranks that were started together, and new at every start."""
+    """`name` is the same on all ranks that were started together, and new at every start.
+
+    `peers` of them are on this machine, this one included: as far as that is known, else all.
+    """
 
     rank: int
     world: int
     name: str
+    peers: int
 
 
 def current(run: str, given: str | None) -> Launch:
@@ -32,23 +36,28 @@ def current(run: str, given: str | None) -> Launch:
     when several ranks have nothing in common from which a name could be made.
     """
     information = launch_info()
+    rank, world, name = _identity(run, given, information)
+    return Launch(rank, world, name, min(information.local_world or world, world))
+
+
+def _identity(run: str, given: str | None, information: LaunchInfo) -> tuple[int, int, str]:
     ordinal = next(_constructed[run])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         if given is not None:
-            return Launch(rank, world, given)
-        return Launch(rank, world, _agree(f"holdfast/{run}/{information.restart_count}/{ordinal}", rank, world))
+            return rank, world, given
+        return rank, world, _agree(f"holdfast/{run}/{information.restart_count}/{ordinal}", rank, world)
     rank, world = information.rank, information.world
     if given is not None:
-        return Launch(rank, world, given)
+        return rank, world, given
     if world == 1:
-        return Launch(rank, world, uuid.uuid4().hex)
+        return rank, world, uuid.uuid4().hex
     if information.run_id is None:
         raise InvalidRequest(
             f"{world} ranks cannot tell that they belong to one launch",
             hint="call torch.distributed.init_process_group() first, or pass launch= with a name new at every start",
         )
-    return Launch(rank, world, f"{information.run_id}/{information.restart_count}/{ordinal}")
+    return rank, world, f"{information.run_id}/{information.restart_count}/{ordinal}"
 
 
 def _agree(key: str, rank: int, world: int) -> str:

@@ -95,6 +95,12 @@ class Link:
                     raise
         return _expected(message, reply, kind)
 
+    def ask(
+        self, message: wire.Request, kind: type[_Reply], fds: tuple[int, ...] = (), timeout_s: float = REPLY_TIMEOUT_S
+    ) -> _Reply:
+        """Like `request`, with descriptors, but of the present daemon alone: `DaemonGone` as soon as that is lost."""
+        return _expected(message, self._ask(message, time.monotonic() + timeout_s, fds), kind)
+
     def take_fd(self) -> int:
         """The descriptor that came with the last reply; the caller closes it. The link keeps one for the next daemon."""
         with self._condition:

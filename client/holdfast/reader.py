@@ -8,9 +8,10 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import cached_property
+from itertools import groupby
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from holdfast_formats.reading import resolve
 from holdfast_formats.region import Box, check_box, whole
 
 from . import passes
-from .sources import Source
+from .sources import ProvenSource, Source
 from .wants import Run, Want, runs
 
 OVERWRITTEN = "live tensors have been partly overwritten and must not be trained on: restore another step, or end"
@@ -93,6 +94,7 @@ class CheckpointReader:
         self.manifest = manifest
         self.manifest_bytes = manifest_bytes
         self.commit_bytes = commit_bytes
+        self.lent: ProvenSource | None = None  # where some of the pieces stand, proven: they are not read from the source
         self.cores = len(os.sched_getaffinity(0))
         self._bytes = _Bytes(source)
         self._found = _Found([], [])
@@ -179,10 +181,37 @@ class CheckpointReader:
         Raises `CorruptExtent` with file, tensor and byte range.
         """
         found = self._touched(list(wants))
-        used = {run.entry.file for run in found.runs}
-        headers = [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
-        passes.prove(self.source, headers, found.runs, self.cores)
+        passes.prove(self.source, self._apart(self._headers(found))[0], self._runs_apart(found)[0], self.cores)
         found.proven = True
+
+    def needed(self, wants: Iterable[Want]) -> list[Piece]:
+        """The pieces that `prove` reads."""
+        found = self._touched(list(wants))
+        extents = [
+            proof.tensor_piece(run.group, run.name, run.entry, extent)
+            for run in found.runs
+            for extent in run.entry.extents[run.first : run.stop]
+        ]
+        return [*self._headers(found), *extents]
+
+    def _headers(self, found: _Found) -> list[Piece]:
+        used = {run.entry.file for run in found.runs}
+        return [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
+
+    def _apart(self, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+        """Those that are read from the source, and those that are lent."""
+        lent = self.lent
+        if lent is None:
+            return pieces, []
+        return [piece for piece in pieces if not lent.holds(piece)], [piece for piece in pieces if lent.holds(piece)]
+
+    def _runs_apart(self, found: _Found) -> tuple[list[Run], list[Run]]:
+        """The same of runs, cut where one kind ends and the other begins."""
+        lent = self.lent
+        if lent is None:
+            return found.runs, []
+        parts = [(part, there) for run in found.runs for part, there in _cut(run, lent.holds)]
+        return [part for part, there in parts if not there], [part for part, there in parts if there]
 
     def load(self, wants: Iterable[Want]) -> int:
         """Read what the wants touch into them; `prove` first when nothing may change if anything is damaged.
@@ -193,7 +222,10 @@ class CheckpointReader:
         """
         found = self._touched(list(wants))
         try:
-            passes.hand_over(self.source, found.runs, self.cores, found.proven)
+            own, lent = self._runs_apart(found)
+            passes.hand_over(self.source, own, self.cores, found.proven)
+            if self.lent is not None:
+                passes.hand_over(self.lent, lent, self.cores, proven=False)
         except CheckpointError as error:
             if found.proven:
                 error.hint = OVERWRITTEN
@@ -280,6 +312,20 @@ class CheckpointReader:
         if len(wants) != len(known.wants) or not all(map(operator.is_, wants, known.wants)):
             self._found = _Found(wants, runs(self.manifest, wants, self.source.label))
         return self._found
+
+
+def _cut(run: Run, holds: Callable[[Piece], bool]) -> Iterator[tuple[Run, bool]]:
+    """A run's extents, those next to each other together that are held, or are not."""
+    extents = run.entry.extents
+    there = [holds(proof.tensor_piece(run.group, run.name, run.entry, e)) for e in extents[run.first : run.stop]]
+    first = run.first
+    for held, same in groupby(there):
+        stop = first + len(list(same))
+        low = extents[first].offset - run.offset
+        high = extents[stop - 1].offset + extents[stop - 1].length - run.offset
+        octets = run.octets[low:high] if run.octets is not None else None
+        yield run._replace(first=first, stop=stop, octets=octets), held
+        first = stop
 
 
 def _refuse(piece: Piece, error: CheckpointError) -> None:

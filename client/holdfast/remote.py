@@ -72,6 +72,11 @@ class RemoteLink:
         assert isinstance(reply, kind), f"{type(message).__name__} is not answered by {kind.__name__}"
         return reply
 
+    def ask(
+        self, message: wire.Request, kind: type[_Reply], fds: tuple[int, ...] = (), timeout_s: float = REQUEST_TIMEOUT_S
+    ) -> _Reply:
+        raise DaemonGone("a rank without shared memory sends and is sent no descriptors")
+
     def take_fd(self) -> int:
         """The descriptor of the segment that was reserved last; the caller closes it."""
         with self._lock:

@@ -11,6 +11,7 @@ from holdfast_formats.manifest import Manifest
 from . import rulebook, staging
 from .config import launch_info
 from .heritage import Heritage, heritage
+from .launch import Launch
 from .reader import CheckpointReader
 from .session import Session
 from .sources import HttpSource
@@ -29,6 +30,8 @@ class RestoreReport(NamedTuple):
     seconds: float
     source: Literal["slot", "directory", "http"] = "directory"  # "slot": out of the memory that it was saved from
     bytes_read: int = 0  # of the checkpoint's files: whole extents, each counted once
+    node_bytes: int = 0  # of the directory's pieces that the daemon read and proved once, for several ranks of this machine
+    own_bytes: int = 0  # of those that this rank read and proved for itself; both are 0 from slots
 
 
 class Wanted(NamedTuple):
@@ -39,23 +42,24 @@ class Wanted(NamedTuple):
     strict: bool
 
 
-def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, int], wanted: Wanted) -> RestoreReport:
+def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch], wanted: Wanted) -> RestoreReport:
     """Fill the live state of this rank, out of the slots that hold the step where there are any.
 
     Raises `StateMismatch` before anything is touched, `CorruptExtent` naming file, tensor and range.
     """
-    session, rank = who
+    session, launch = who
     reader.cores = _own_cores()
     layout = None if state.declared is None else state.declared.layout
-    own = heritage(reader.manifest, reader.state, rank, None if layout is None else layout.mesh)
+    own = heritage(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rulebook.config_of(reader)
     restoration = state.prepare(_stored(reader.manifest, own, config), *wanted)
     landings = staging.land(restoration.leaves)
     wants = [landing.want for landing in landings]
-    filled = fill(reader, wants, session.held, rank)
+    cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
+    neighbours = session.neighbours(launch.peers) if cold == "directory" else None
+    filled = fill(reader, wants, session.held, launch.rank, neighbours)
     staging.finish(landings)
     restoration.apply()
-    cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
     return RestoreReport(
         step=reader.manifest.step,
         missing=tuple(restoration.missing),
@@ -65,13 +69,15 @@ def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, int], 
         seconds=0.0,
         source="slot" if filled.from_slots else cold,
         bytes_read=filled.bytes_read,
+        node_bytes=filled.node_bytes,
+        own_bytes=filled.own_bytes,
     )
 
 
 def _own_cores() -> int:
     """This rank's part of the machine: all of it that it may use, unless others restore beside it on the same cores."""
     allowed = len(os.sched_getaffinity(0))
-    return allowed if allowed < (os.cpu_count() or 1) else max(allowed // launch_info().local_world, 1)
+    return allowed if allowed < (os.cpu_count() or 1) else max(allowed // (launch_info().local_world or 1), 1)
 
 
 def _stored(manifest: Manifest, own: Heritage, config: Mapping[str, Any] | None) -> Stored:

@@ -13,6 +13,7 @@ from holdfast_formats.errors import CheckpointError, DaemonGone, NoSuchCheckpoin
 from . import device, growth
 from .handover import Handover
 from .leaves import Leaf
+from .node import Neighbours
 from .place import Place, committed_steps, connect, open_checkpoint
 from .preparation import Preparation
 from .slots import Slots
@@ -132,6 +133,10 @@ class Session:
     def held(self, step: int) -> list[HeldSlot]:
         """The slots from which a step was committed, where the daemon still holds them; the caller closes them."""
         return [] if self._link is None else take_held(self._link, step)
+
+    def neighbours(self, peers: int) -> Neighbours | None:
+        """The other ranks of this launch on this machine; None where there are none, or no daemon that they share."""
+        return Neighbours(self._link, peers) if self._link is not None and peers > 1 else None
 
     def _say(self, notice: str) -> None:
         log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)

@@ -14,6 +14,7 @@ from typing import Protocol
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchResource, StorageFailed
 from holdfast_formats.manifest import EXTENT_BYTES_MAX
+from holdfast_formats.proof import Piece
 
 from .api import Api
 
@@ -38,6 +39,12 @@ class Source(Protocol):
     def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # memory nobody can change; None: read it
     def waits(self, name: str, offset: int) -> bool: ...  # whether reading there would wait for a disk or a network; a guess
     def close(self) -> None: ...
+
+
+class ProvenSource(Source, Protocol):
+    """A steady source of some pieces, all of them proven by whoever made it."""
+
+    def holds(self, piece: Piece) -> bool: ...
 
 
 def _read(source: Source, name: str, offset: int, length: int | None) -> bytes:

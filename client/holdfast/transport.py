@@ -16,6 +16,9 @@ class Transport(Protocol):
     def alive(self) -> bool: ...
     def next_id(self) -> int: ...
     def request(self, message: wire.Request, kind: type[Reply], timeout_s: float = ...) -> Reply: ...
+    def ask(self, message: wire.Request, kind: type[Reply], fds: tuple[int, ...] = (), timeout_s: float = ...) -> Reply:
+        """Like `request`, with descriptors, but of the present daemon alone: `DaemonGone` as soon as that is lost."""
+
     def take_fd(self) -> int: ...  # the segment's memory, after `Reserve`; the caller closes it
-    def take_fds(self, count: int) -> list[int]: ...  # after `Held`; the caller closes them
+    def take_fds(self, count: int) -> list[int]: ...  # after `Held` or `Load`; the caller closes them
     def close(self, ended: bool = False) -> None: ...  # `ended`: as planned, so nothing need be held for a restart

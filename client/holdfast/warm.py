@@ -24,7 +24,9 @@ from holdfast_formats.region import Box
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec, box_bytes
 
+from . import node
 from .mapping import Mapping
+from .node import Neighbours
 from .reader import OVERWRITTEN, CheckpointReader
 from .sources import Source
 from .transport import Transport
@@ -94,19 +96,30 @@ def take_held(link: Transport, step: int) -> list[HeldSlot]:
 
 
 class Filled(NamedTuple):
-    """Where wants were filled from, what spoke against the slots, and how many bytes of extents were read."""
+    """Where wants were filled from, what spoke against the slots, and how many bytes of extents were read.
+
+    Of what was not from slots, headers included: bytes that the daemon proved for several ranks, and that this one did.
+    """
 
     from_slots: bool
     notes: tuple[str, ...]
     bytes_read: int
+    node_bytes: int = 0
+    own_bytes: int = 0
 
 
-def fill(reader: CheckpointReader, wants: Sequence[Want], take: Callable[[int], Sequence[HeldSlot]], rank: int) -> Filled:
+def fill(
+    reader: CheckpointReader,
+    wants: Sequence[Want],
+    take: Callable[[int], Sequence[HeldSlot]],
+    rank: int,
+    neighbours: Neighbours | None = None,
+) -> Filled:
     """Fill all wants: from held slots if `take` finds any, else as the reader does, which proves everything first.
 
-    Nothing that is wrong with slots is an error: the reader's own source is then read instead, as if nothing had been. Only
-    where that cannot be used either may wants have been overwritten with a part of what the slots held, which is proven, but
-    a part; the error says so.
+    Nothing that is wrong with slots is an error: the reader's own source is then read instead, as if nothing had been, and
+    together with `neighbours`. Only where that cannot be used either may wants have been overwritten with a part of what the
+    slots held, which is proven, but a part; the error says so.
     """
     notes: tuple[str, ...] = ()
     overwritten = False
@@ -118,8 +131,8 @@ def fill(reader: CheckpointReader, wants: Sequence[Want], take: Callable[[int], 
     except CheckpointError as error:
         notes = (f"held in memory, but not restored from there: {error.detail}",)
     try:
-        reader.prove(wants)
-        return Filled(False, notes, reader.load(wants))
+        read = node.fill(reader, wants, neighbours)
+        return Filled(False, (*notes, *read.notes), read.bytes_read, read.node_bytes, read.own_bytes)
     except CheckpointError as error:
         if overwritten:
             error.hint = OVERWRITTEN

@@ -18,6 +18,11 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+def number(data: Any) -> int:
+    """The digest as a number, for comparing many."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
 def running() -> xxhash.xxh3_64:
     """The digest of a buffer that comes in parts: `update(part)`, and `hexdigest()` at the end."""
     return xxhash.xxh3_64()

@@ -28,6 +28,7 @@ from holdfast_service.daemon.adoption import Adoption
 from holdfast_service.daemon.arena import Arena
 from holdfast_service.daemon.budget import Budget
 from holdfast_service.daemon.keeping import FdStore, HolderProcess, Keeper
+from holdfast_service.daemon.loader import Loader
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saver import Saver
 from holdfast_service.daemon.server import Daemon, Identity
@@ -97,7 +98,8 @@ def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket |
         adoption = Adoption(arena, saver, decisions)
         decisions.recover(adoption.start)
         identity = Identity(config.node, str(root), __version__, url)
-        daemon = Daemon(config.socket.absolute(), identity, (arena, saver, decisions, adoption))
+        loader = Loader(tier, arena)
+        daemon = Daemon(config.socket.absolute(), identity, (arena, saver, decisions, adoption, loader))
         stack.callback(daemon.close)
         remote = RemoteRanks((arena, saver, decisions), config.silence_max)
         stack.callback(remote.close)
@@ -134,6 +136,7 @@ def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket |
                 remove=decisions.remove,
                 files_root=Path(root),
                 remote=remote,
+                restore_bytes=loader.counts.all,
             ),
             listener,
         )

@@ -23,6 +23,11 @@ METRICS: dict[str, Metric] = {
     "holdfast_rounds_open": Metric("gauge", "Rounds that are under way"),
     "holdfast_arena_bytes": Metric("gauge", "Shared memory held for staging"),
     "holdfast_ranks": Metric("gauge", "Ranks connected to this daemon"),
+    "holdfast_restore_read_bytes": Metric(
+        "counter",
+        "Bytes read for restores by ranks of one machine: by the node for several, or by a rank for itself",
+        ("by",),
+    ),
     "holdfast_storage_free_bytes": Metric("gauge", "Bytes that can still be written"),
 }
 

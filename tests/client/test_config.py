@@ -29,7 +29,7 @@ def test_url(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_launch() -> None:
     """torchrun's variables; without them rank 0 of 1; its default run id is none."""
-    assert config.launch_info({}) == (0, 1, 0, None, 0, 1)
+    assert config.launch_info({}) == (0, 1, 0, None, 0, None)
     given = {
         "RANK": "3",
         "WORLD_SIZE": "8",

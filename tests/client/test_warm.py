@@ -211,7 +211,7 @@ def test_the_daemon_dies_while_its_slots_are_read(tmp_path: Path) -> None:
     into = np.zeros(WORLD * SIZE, np.uint8)
     with open_checkpoint(daemon.root, None, "r", 1) as reader:
         filled = fill(reader, [Want("model", "w", Box((0,), (WORLD * SIZE,)), into)], take, 0)
-        assert filled == (True, (), WORLD * SIZE)
+        assert filled[:3] == (True, (), WORLD * SIZE)
     assert np.array_equal(into, content(1, 0, WORLD * SIZE))
     link.close()
 

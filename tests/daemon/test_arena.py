@@ -173,7 +173,7 @@ class TestOutgrown:
 
     def test_a_save_that_does_not_end_costs_slots_in_the_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The wait has an end: then there are fewer slots, never more bytes than the budget has."""
-        monkeypatch.setattr(arena_module, "OUTGROWN_WAIT_S", 0.05)
+        monkeypatch.setattr(arena_module, "RETURN_WAIT_S", 0.05)
         node = Arena(memory_of(ASKED.segment_bytes + self.LARGER.segment_bytes - 1))
         old, slot = self.outgrown(node)
         new = node.reserve(self.LARGER, "r", OWNER)

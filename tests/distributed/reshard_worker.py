@@ -2,7 +2,8 @@
 
     reshard_worker.py save|restore SOCKET OUTPUT MESH[,MESH…]
 
-Each rank checks nothing itself: rank 0 writes the digest of every full tensor, gathered by torch, to OUTPUT.MESH.json.
+Each rank checks nothing itself: rank 0 writes the digest of every full tensor, gathered by torch, to OUTPUT.MESH.json, and
+every rank what it read to OUTPUT.MESH.rank-R.json.
 """
 
 from __future__ import annotations
@@ -128,7 +129,10 @@ def main() -> None:
             before = {id(p) for p in state["model"].parameters()}
             with Checkpointer("r", state, socket=socket) as checkpointer:
                 assert checkpointer.restore() == 3
-                assert checkpointer.last_restore is not None and not checkpointer.last_restore.missing
+                report = checkpointer.last_restore
+                assert report is not None and not report.missing
+            read = {"node": report.node_bytes, "own": report.own_bytes, "notes": report.notes}
+            Path(f"{output}.{mesh}.rank-{dist.get_rank()}.json").write_text(json.dumps(read))
             assert before == {id(p) for p in state["model"].parameters()}, "restored in place"
             with Checkpointer(f"again-{dist.get_world_size()}-{mesh}", state, socket=socket) as checkpointer:
                 checkpointer.save(3, wait="durable")

@@ -41,5 +41,6 @@ class Collected(Collector):
             "holdfast_rounds_open": [((), open_rounds)],
             "holdfast_arena_bytes": [((), node.arena_bytes)],
             "holdfast_ranks": [((), node.ranks)],
+            "holdfast_restore_read_bytes": [((by,), size) for by, size in self._services.restore_bytes().items()],
             "holdfast_storage_free_bytes": [((), self._services.tier.free_bytes())],
         }

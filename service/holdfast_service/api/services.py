@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,8 @@ LIMIT_MAX = 1000
 class Services:
     """The rooms below. `files_root` is the tier's directory where it has one: then files are read from it directly.
 
-    `remote` takes uploads; a service without a daemon has none.
+    `remote` takes uploads; a service without a daemon has none. `restore_bytes` says how many bytes were read for restores,
+    by whom.
     """
 
     tier: Tier
@@ -32,6 +33,7 @@ class Services:
     remove: Callable[[str, int], None]
     files_root: Path | None = None
     remote: RemoteRanks | None = None
+    restore_bytes: Callable[[], Mapping[str, int]] = dict
 
 
 def _services(request: Request) -> Services:

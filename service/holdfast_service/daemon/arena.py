@@ -18,7 +18,15 @@ from .spill import Spill, fewer_notice, refusal
 
 log = logging.getLogger(__name__)
 
-OUTGROWN_WAIT_S = 30.0  # how long a rank's new segment waits for its old one, where memory has no room for both
+RETURN_WAIT_S = 30.0  # how long a rank's new segment waits for its old one, or a loan, where memory has no room for both
+
+
+class Loan:
+    """Memory of the arena's budget that is no segment, for a while. `touched` says how much of it is in use by now."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = size
+        self.touched: Callable[[], int] = lambda: 0
 
 
 class Arena:
@@ -37,18 +45,20 @@ class Arena:
         self._budget, self._keeper, self._spill, self._make_room = budget, keeper, spill, make_room
         self._lock = threading.Condition()
         self._segments: set[Segment] = set()
+        self._loans: set[Loan] = set()
 
     @property
     def bytes(self) -> int:
-        """Memory that segments take; those on disk take none."""
+        """Memory that segments and loans take; segments on disk take none."""
         with self._lock:
             return self._taken()
 
     def reserve(self, asked: Geometry, label: str, owner: Owner | None = None) -> Segment:
         """A new segment of as many of the slots as memory has room for, or of one on disk; `notice` says if it is not all.
 
-        Where the owner's outgrown segment is in the way, it is waited for. `LimitExceeded`, with the numbers, when neither
-        memory nor disk has room for one slot. With an owner, its descriptor is kept beyond this daemon's death.
+        Where the owner's outgrown segment is in the way, or memory that is lent, it is waited for. `LimitExceeded`, with
+        the numbers, when neither memory nor disk has room for one slot. With an owner, its descriptor is kept beyond this
+        daemon's death.
         """
         with self._lock:
             short = self._fitting(asked) < asked.slots
@@ -56,13 +66,26 @@ class Arena:
             self._make_room()
         with self._lock:
             if self._fitting(asked) < asked.slots:
-                self._lock.wait_for(lambda: self._fitting(asked) == asked.slots or not self._leaving(owner), OUTGROWN_WAIT_S)
+                self._lock.wait_for(lambda: self._fitting(asked) == asked.slots or not self._leaving(owner), RETURN_WAIT_S)
             segment = self._make(asked, label, owner)
             self._segments.add(segment)
         if segment.notice:
             log.warning("%s: %s", label, segment.notice)
         self._keep(segment)
         return segment
+
+    def lend(self, size: int) -> Loan:
+        """Room for so many bytes, or for as many as there are: perhaps none. Who has it calls `take_back`, and soon."""
+        with self._lock:
+            loan = Loan(min(size, self._room().bytes))
+            self._loans.add(loan)
+            return loan
+
+    def take_back(self, loan: Loan) -> None:
+        """What was lent is free again; doing so twice is harmless."""
+        with self._lock:
+            self._loans.discard(loan)
+            self._lock.notify_all()
 
     def take_over(self, geometry: Geometry, owner: Owner) -> Segment | None:
         """The segment that this rank had in an earlier attempt, if it fits and its process is gone; else None.
@@ -153,17 +176,21 @@ class Arena:
         return segment
 
     def _taken(self) -> int:
-        return sum(segment.geometry.segment_bytes for segment in self._segments if not segment.spilled)
+        segments = sum(segment.geometry.segment_bytes for segment in self._segments if not segment.spilled)
+        return segments + sum(loan.bytes for loan in self._loans)
 
     def _room(self) -> Room:
         touched = sum(segment.touched_bytes for segment in self._segments if not segment.spilled)
+        touched += sum(loan.touched() for loan in self._loans)
         return self._budget.room(self._taken(), touched)
 
     def _fitting(self, asked: Geometry) -> int:
         return fitting(asked, self._room())
 
     def _leaving(self, owner: Owner | None) -> bool:
-        """Whether a segment of this rank's, be it of an earlier attempt, goes as soon as what it holds is saved."""
+        """Whether memory is lent, or a segment of this rank's, be it of an earlier attempt, goes once it is saved."""
+        if self._loans:
+            return True
         who = owner and owner._replace(attempt=0)
         return any(s.retired and s.owner is not None and s.owner._replace(attempt=0) == who for s in self._segments)
 

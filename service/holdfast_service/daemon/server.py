@@ -23,6 +23,8 @@ from holdfast_formats.errors import (
 
 from .adoption import Adoption
 from .arena import Arena
+from .lent import read_listing
+from .loader import Key, Loader, Wish
 from .peer import Peer
 from .ports import Decisions
 from .rounds import Participant
@@ -47,12 +49,12 @@ class Identity(NamedTuple):
 
 
 class Daemon:
-    """The data plane of a node: arena, saver, and the socket at which ranks find them."""
+    """The data plane of a node: arena, saver, loader, and the socket at which ranks find them."""
 
-    def __init__(self, path: Path, identity: Identity, parts: tuple[Arena, Saver, Decisions, Adoption]) -> None:
+    def __init__(self, path: Path, identity: Identity, parts: tuple[Arena, Saver, Decisions, Adoption, Loader]) -> None:
         self.path = path
         self.identity = identity
-        self.arena, self.saver, self.decisions, self.adoption = parts
+        self.arena, self.saver, self.decisions, self.adoption, self.loader = parts
         self._lock = threading.Lock()
         self._conversations: set[_Conversation] = set()
         self._closing = threading.Event()
@@ -79,6 +81,7 @@ class Daemon:
         self._closing.set()
         self._listener.close()
         self.path.unlink(missing_ok=True)
+        self.loader.close()
         self.adoption.close()
         self.saver.close()
         with self._lock:
@@ -139,6 +142,8 @@ class _Conversation:
             wire.Abandon: self._abandon,
             wire.Choose: self._choose,
             wire.Held: self._held,
+            wire.Load: self._load,
+            wire.Unload: self._unload,
             wire.Farewell: self._farewell,
         }
 
@@ -160,6 +165,7 @@ class _Conversation:
         finally:
             if self._who is not None:
                 self._daemon.saver.gone(self._who)
+            self._daemon.loader.leave(self)
             self._daemon.forget(self)
             self._connection.close()
             for segment in self._segments:
@@ -309,6 +315,24 @@ class _Conversation:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _load(self, request: wire.Load) -> None:
+        """The answer comes from the loader, once the other ranks have asked as well and all is read."""
+        who = self._known()
+        if not self._fds:
+            raise InvalidRequest("what is to be read is listed in a memfd that comes along")
+        fd = self._fds.pop(0)
+        try:
+            wanted = read_listing(fd)
+        finally:
+            os.close(fd)
+        self._daemon.loader.ask(Key(who.run, who.attempt, request.step), Wish(self, request, wanted, self._send))
+
+    def _unload(self, request: wire.Unload) -> wire.Reply:
+        self._known()
+        self._daemon.loader.leave(self)
+        self._daemon.loader.counts.add("rank", request.read_bytes)
+        return wire.Done(reply_to=request.id)
 
     def _farewell(self, request: wire.Farewell) -> None:
         self._daemon.saver.holds.end(self._known().run)

@@ -1,0 +1,116 @@
+"""Which pieces of a step are read once for several ranks, and where each stands in the memory that holds them.
+
+Arithmetic alone: the loader reads what is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast_formats import arena, listing
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.listing import Listing, Rows
+
+# What only one rank wants it reads itself, straight into its tensors. What is in the page cache so few ranks read faster
+# from there, twice, than memory for all of it is had, filled and freed.
+WANTED_BY_MIN, WANTED_BY_MIN_CACHED = 2, 8
+ALIGNMENT = 64  # pieces stand in memory as in their file, to this modulus: elements are aligned there if they are here
+
+
+class Shared(NamedTuple):
+    """What is shared, with `at` filled in, and the room for it; `left_out` bytes there was no room for."""
+
+    listing: Listing
+    memory_bytes: int
+    left_out: int
+
+
+class Job(NamedTuple):
+    """Rows [first, last) of a listing, which follow one another in a file and in memory."""
+
+    first: int
+    last: int
+
+
+def decide(asked: Sequence[Listing], room_bytes: int, wanted_by_min: int = WANTED_BY_MIN) -> Shared:
+    """The pieces that so many ranks or more want, in the order of files, as far as there is room.
+
+    Raises `InvalidRequest` where ranks take different pieces for those of one file: they read different checkpoints.
+    """
+    wanted = _wanted_by_several(asked, wanted_by_min)
+    if not len(wanted.rows):
+        return Shared(wanted, 0, 0)
+    head = arena.page_aligned(len(listing.encode(wanted)))
+    _place(wanted.rows, head)
+    ends = wanted.rows["at"] + wanted.rows["length"]
+    fitting = int(np.searchsorted(ends, room_bytes, "right"))
+    kept = Listing(wanted.files, wanted.rows[:fitting])
+    return Shared(kept, int(ends[fitting - 1]) if fitting else 0, wanted.nbytes - kept.nbytes)
+
+
+def jobs(shared: Listing, bytes_max: int) -> Iterator[Job]:
+    """How to read it: small pieces that follow one another together, up to `bytes_max`; larger ones alone."""
+    rows = shared.rows
+    starts_run = _begins_run(rows).tolist()
+    ends = np.cumsum(rows["length"], dtype=np.uint64).tolist()
+    first, base = 0, 0
+    for row, begins in enumerate(starts_run):
+        if row > first and (begins or ends[row] - base > bytes_max):
+            yield Job(first, row)
+            first, base = row, ends[row - 1]
+    if len(rows):
+        yield Job(first, len(rows))
+
+
+def _wanted_by_several(asked: Sequence[Listing], wanted_by_min: int) -> Listing:
+    files = tuple(sorted({name for each in asked for name in each.files}))
+    index = {name: number for number, name in enumerate(files)}
+    together = [_renumbered(each, index) for each in asked]
+    rows = np.concatenate(together) if together else np.empty(0, listing.ROW)
+    if not len(rows):
+        return Listing(files, rows)
+    rows = rows[np.lexsort((rows["digest"], rows["length"], rows["start"], rows["file"]))]
+    before, after = rows[:-1], rows[1:]
+    same = (before["file"] == after["file"]) & (before["start"] == after["start"])
+    if not (before["digest"] == after["digest"])[same].all() or not (before["length"] == after["length"])[same].all():
+        raise InvalidRequest("ranks want different bytes at one place of a file")
+    firsts = np.flatnonzero(np.concatenate(([True], ~same)))
+    counts = np.diff(np.append(firsts, len(rows)))
+    shared = rows[firsts[counts >= wanted_by_min]]
+    _check_apart(shared)
+    return Listing(files, shared)
+
+
+def _renumbered(each: Listing, index: dict[str, int]) -> Rows:
+    rows = each.rows.copy()
+    numbers = np.array([index[name] for name in each.files], np.uint32)
+    rows["file"] = numbers[rows["file"]] if len(rows) else rows["file"]
+    return rows
+
+
+def _check_apart(rows: Rows) -> None:
+    before, after = rows[:-1], rows[1:]
+    across = (before["file"] == after["file"]) & (before["start"] + before["length"] > after["start"])
+    if across.any():
+        raise InvalidRequest("ranks want pieces of a file that lie across one another")
+
+
+def _begins_run(rows: Rows) -> np.ndarray:
+    """For each row, whether it does not follow the one before it in its file."""
+    before, after = rows[:-1], rows[1:]
+    follows = (before["file"] == after["file"]) & (before["start"] + before["length"] == after["start"])
+    return np.concatenate(([True], ~follows))[: len(rows)]
+
+
+def _place(rows: Rows, head: int) -> None:
+    """Fill in `at`: runs one behind the other from `head` on, each aligned as it is in its file."""
+    runs = np.flatnonzero(_begins_run(rows))
+    lengths = np.add.reduceat(rows["length"].astype(np.int64), runs)
+    rooms = -(-(lengths + ALIGNMENT) // ALIGNMENT) * ALIGNMENT
+    bases = head + np.concatenate(([0], np.cumsum(rooms)[:-1]))
+    firsts = rows["start"][runs].astype(np.int64)
+    shifts = bases + firsts % ALIGNMENT - firsts
+    rows["at"] = rows["start"].astype(np.int64) + np.repeat(shifts, np.diff(np.append(runs, len(rows))))
