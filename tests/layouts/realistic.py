@@ -6,6 +6,7 @@ bytes, and extents are as long as the whole model's save makes them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -43,9 +44,8 @@ def _real(name: str, small: models.Model, layers: int, config: dict[str, int], s
         "optim": {f"{tensor}/{key}": ("F32", shape) for tensor, shape in weights.items() for key in KEYS}
         | {f"{tensor}/step": ("F32", ()) for tensor in weights},
     }
-    size = sum(dtypes.nbytes(dtype, prod(shape)) for specs in groups.values() for dtype, shape in specs.values())
     known: dict[str, Any] = {**small.config, **config}
-    return Real(name, groups, rules.choose(known, weights), size * layers // small.layers)
+    return Real(name, groups, rules.choose(known, weights), nbytes(groups) * layers // small.layers)
 
 
 def llama() -> Real:
@@ -109,13 +109,17 @@ def neox() -> Real:
 REAL = {"llama": llama, "moe": moe, "neox": neox}
 
 
-def manifest(real: Real) -> Manifest:
-    """Files, places and extents as a save would make them; the digests are nobody's."""
-    length = extent_bytes(real.whole_bytes)
-    tensors: dict[str, dict[str, TensorEntry]] = {group: {} for group in real.groups}
-    specs = (TensorSpec(g, name, *spec) for g, listed in real.groups.items() for name, spec in listed.items())
+def manifest(groups: Mapping[str, Specs], whole_bytes: int) -> Manifest:
+    """Files, places and extents as a save of `whole_bytes` would make them; the digests are nobody's."""
+    length = extent_bytes(whole_bytes)
+    tensors: dict[str, dict[str, TensorEntry]] = {group: {} for group in groups}
+    specs = (TensorSpec(group, name, *spec) for group, listed in groups.items() for name, spec in listed.items())
     for file in pack(specs):
         for spec, start in file.tensors:
             extents = tuple(Extent(at, min(length, spec.nbytes - at), "0" * 16) for at in range(0, spec.nbytes, length))
             tensors[spec.group][spec.name] = TensorEntry(spec.dtype, spec.shape, file.name, start, extents)
     return Manifest(1, "r", 1, 1, "2026-01-01T00:00:00Z", 1, {}, {}, (), tensors, {})
+
+
+def nbytes(groups: Mapping[str, Specs]) -> int:
+    return sum(dtypes.nbytes(dtype, prod(shape)) for specs in groups.values() for dtype, shape in specs.values())

@@ -25,7 +25,7 @@ CASES = [(model, name, group) for model, names in LAYOUTS.items() for name in na
 @cache
 def stored(model: str) -> tuple[Real, Manifest]:
     real = REAL[model]()
-    return real, manifest(real)
+    return real, manifest(real.groups, real.whole_bytes)
 
 
 @pytest.mark.parametrize(("model", "layout", "group"), CASES)
