@@ -23,7 +23,7 @@ from .layouts import Layout
 from .manifest import Manifest
 from .mesh import Coordinate
 from .parts import LocalTensor, full, fuse, resolve, stack
-from .region import Box
+from .region import Box, Shape
 from .rules import Fusion, Rules, choose
 
 KEYED_GROUP = "optim"  # its names are <parameter>/<key>
@@ -95,14 +95,16 @@ class Holding:
         self._layers = rules.layers if rules.layers is not None else _count(self._elements, "stage")
         self._tied = {a: t for a, t in {**rules.aliases(), **(aliases or {})}.items() if t in specs and a not in specs}
         self._as_stored = not self._elements.sources and not any(layout.forms)
-        self._cutter = Cutter(layout)
+        self._cutter = Cutter(layout, self._elements.by_name.values())
         self._personal = {name: spec for name, spec in specs.items() if name.startswith(_RANKS)}
         self._placed = self._place()
         self._cells: dict[tuple[int, ...], _Cell] = {}
+        self._alike: dict[tuple[int, int, tuple[Shape, ...]], _Cell] = {}
 
     def of(self, rank: int) -> Held:
         """What one rank holds; `InvalidRequest` for a rank outside the layout's world."""
-        at, cell = self._cell(rank)
+        at = self._coordinate(rank)
+        cell = self._cell(at)
         tensors: list[LocalTensor] = []
         for index, listed in ((at.sharding, cell.dense), (at.esharding, cell.experts)):
             for dealt in listed:
@@ -114,7 +116,11 @@ class Holding:
 
     def share(self, rank: int) -> Share:
         """How much one rank holds, without making its tensors; for whole worlds."""
-        at, cell = self._cell(rank)
+        at = self._coordinate(rank)
+        key = (at.pp, at.ep, self._cutter.shapes(at))
+        cell = self._alike.get(key)
+        if cell is None:  # whatever their boxes are, ranks with equal shapes hold as much
+            cell = self._alike[key] = self._cell(at)
         count, octets = len(cell.common), cell.common_bytes
         for index, listed in ((at.sharding, cell.dense), (at.esharding, cell.experts)):
             for dealt in listed:
@@ -157,14 +163,16 @@ class Holding:
             known[stage] = 0 if stage == "first" else self.layout.mesh.pp - 1
         return known[stage]
 
-    def _cell(self, rank: int) -> tuple[Coordinate, _Cell]:
+    def _coordinate(self, rank: int) -> Coordinate:
         if not 0 <= rank < self.layout.mesh.world:
             raise InvalidRequest(f"rank {rank} is none of the {self.layout.mesh.world} ranks of this layout")
-        at = self.layout.mesh.coordinate(rank)
+        return self.layout.mesh.coordinate(rank)
+
+    def _cell(self, at: Coordinate) -> _Cell:
         key = (at.pp, at.ep, at.tp, at.etp)
         if key not in self._cells:
             self._cells[key] = self._work_out(at)
-        return at, self._cells[key]
+        return self._cells[key]
 
     def _work_out(self, at: Coordinate) -> _Cell:
         cells = [self._placed.get((stage, expert), []) for stage in (-1, at.pp) for expert in (-1, at.ep)]
@@ -270,7 +278,7 @@ class Holding:
             if rule is None or target in cuts or self._stage(rule.stage, {}) not in (-1, at.pp):
                 continue
             tied = self._elements.by_name[target]._replace(rule=rule)
-            yield self._cutter.cut(tied, at).of(tied)._replace(name=alias)
+            yield self._cutter.cut(tied._replace(name=alias), at).of(tied)._replace(name=alias)
 
     def _deal(self, tensors: list[LocalTensor], count: int) -> list[_Dealt]:
         """Who of `count` sharding ranks keeps what. Of an optimizer every key is dealt out like its parameter."""

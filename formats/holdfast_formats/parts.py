@@ -129,6 +129,11 @@ def flat(local: LocalTensor, start: int, stop: int) -> LocalTensor:
 
 def rows(local: LocalTensor, first: int, last: int) -> LocalTensor:
     """Rows [first, last) of a local tensor: a cut along dimension 0."""
+    if len(local.parts) == 1 and local.parts[0].box.shape == local.shape:  # the part is all of it, row-major
+        tensor, box, _, steps = local.parts[0]
+        shape = (last - first, *local.shape[1:])
+        part = Part(tensor, Box((box.offset[0] + first, *box.offset[1:]), shape), 0, steps)
+        return LocalTensor(local.name, local.dtype, shape, (part,) if first < last else ())
     row = prod(local.shape[1:])
     return flat(local, first * row, last * row)._replace(shape=(last - first, *local.shape[1:]))
 
