@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,13 +132,13 @@ class Holding:
                 octets += sum(dtypes.nbytes(dealt.scalars[i].dtype, 1) for i in scalars.tolist())
         return Share(count, octets)
 
-    def _place(self) -> dict[tuple[int, int], list[Element]]:
-        """The elements by pipeline stage and expert-parallel rank; -1 for what all of them hold."""
+    def _place(self) -> dict[tuple[int, int], list[tuple[int, Element]]]:
+        """The elements by pipeline stage and expert-parallel rank, each with its number; -1 for what all of them hold."""
         mesh = self.layout.mesh
         experts = self._rules.experts if self._rules.experts is not None else _count(self._elements, "expert")
         stages: dict[int | str, int] = {}
-        found: dict[tuple[int, int], list[Element]] = {}
-        for element in self._elements.by_name.values():
+        found: dict[tuple[int, int], list[tuple[int, Element]]] = {}
+        for number, element in enumerate(self._elements.by_name.values()):
             if element.name in self._personal:
                 continue
             rule = element.rule
@@ -151,7 +152,7 @@ class Holding:
                         hint="choose an ep that divides the number of experts",
                     )
                 expert = rule.expert // (experts // mesh.ep)
-            found.setdefault((stage, expert), []).append(element)
+            found.setdefault((stage, expert), []).append((number, element))
         return found
 
     def _stage(self, stage: int | str, known: dict[int | str, int]) -> int:
@@ -176,10 +177,7 @@ class Holding:
 
     def _work_out(self, at: Coordinate) -> _Cell:
         cells = [self._placed.get((stage, expert), []) for stage in (-1, at.pp) for expert in (-1, at.ep)]
-        elements = [element for cell in cells for element in cell]
-        if sum(map(bool, cells)) > 1:
-            chosen = {element.name for element in elements}
-            elements = [element for name, element in self._elements.by_name.items() if name in chosen]
+        elements = [element for _, element in sorted(chain(*cells))]
         cuts: _Cuts = {element.name: (element, self._cutter.cut(element, at)) for element in elements}
         dense: list[LocalTensor] = []
         experts: list[LocalTensor] = []
@@ -198,11 +196,13 @@ class Holding:
         """Every local tensor of these elements in the layout's forms, and whether it belongs to experts."""
         done: set[str] = set()
         for element, cut in cuts.values():
+            if element.name in done:
+                continue
             expert = element.rule is not None and element.rule.expert is not None
             fusion = None if self._as_stored else self._form(element)
             if fusion is None:
                 yield cut.of(element), expert
-            elif element.name not in done:
+            else:
                 names = [part + element.key for part in fusion.of]
                 done.update(names)
                 yield self._fused(fusion, element, [cuts[name] for name in names if name in cuts], at), expert
