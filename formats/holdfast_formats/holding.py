@@ -256,7 +256,8 @@ class Holding:
     ) -> list[tuple[str, Box]]:
         """The rank's slice of the whole fused tensor: it may hold nothing of some of the parts."""
         rule, mesh = held[0][0].rule, self.layout.mesh
-        size, index = (mesh.etp, at.etp) if rule is not None and rule.axis == "etp" else (mesh.tp, at.tp)
+        axis = "" if rule is None else rule.axis  # what no axis cuts, each of its ranks holds whole
+        size, index = {"tp": (mesh.tp, at.tp), "etp": (mesh.etp, at.etp), "": (1, 0)}[axis]
         rows = sum(element.shape[fusion.dimension] for element, _ in held)
         if rows % size:
             raise StateMismatch(f"tensor {name!r}: {rows} rows do not divide by {size} ranks", hint="use another form")
