@@ -6,7 +6,7 @@ few kinds of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -48,16 +48,28 @@ class _Kind(NamedTuple):
 class Cutter:
     """Cuts elements for the ranks of one layout."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, elements: Iterable[Element] = ()) -> None:
         self._layout = layout
-        self._cuts: dict[_Kind, dict[int, Cut]] = {}
+        self._kinds: dict[_Kind, tuple[Element, dict[int, Cut]]] = {}
         self._of: dict[str, dict[int, Cut]] = {}
+        for element in elements:
+            self._add(element)
 
     def cut(self, element: Element, at: Coordinate) -> Cut:
         """The box of the rank at a coordinate; `StateMismatch`, with the numbers, where the element's rule refuses."""
         cuts = self._of.get(element.name)
-        if cuts is None:
-            cuts = self._of[element.name] = self._cuts.setdefault(_kind(element), {})
+        return self._at(element, self._add(element) if cuts is None else cuts, at)
+
+    def shapes(self, at: Coordinate) -> tuple[Shape, ...]:
+        """The local shape of every kind: what ranks hold of the same elements is as much where these are equal."""
+        return tuple(self._at(first, cuts, at).shape for first, cuts in self._kinds.values())
+
+    def _add(self, element: Element) -> dict[int, Cut]:
+        _, cuts = self._kinds.setdefault(_kind(element), (element, {}))
+        self._of[element.name] = cuts
+        return cuts
+
+    def _at(self, element: Element, cuts: dict[int, Cut], at: Coordinate) -> Cut:
         index = at.etp if element.rule is not None and element.rule.axis == "etp" else at.tp
         found = cuts.get(index)
         if found is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from .layouts import Layout
 from .manifest import Manifest
 from .mesh import Coordinate
 from .parts import LocalTensor, full, fuse, resolve, stack
-from .region import Box
+from .region import Box, Shape
 from .rules import Fusion, Rules, choose
 
 KEYED_GROUP = "optim"  # its names are <parameter>/<key>
@@ -95,14 +96,16 @@ class Holding:
         self._layers = rules.layers if rules.layers is not None else _count(self._elements, "stage")
         self._tied = {a: t for a, t in {**rules.aliases(), **(aliases or {})}.items() if t in specs and a not in specs}
         self._as_stored = not self._elements.sources and not any(layout.forms)
-        self._cutter = Cutter(layout)
+        self._cutter = Cutter(layout, self._elements.by_name.values())
         self._personal = {name: spec for name, spec in specs.items() if name.startswith(_RANKS)}
         self._placed = self._place()
         self._cells: dict[tuple[int, ...], _Cell] = {}
+        self._alike: dict[tuple[int, int, tuple[Shape, ...]], _Cell] = {}
 
     def of(self, rank: int) -> Held:
         """What one rank holds; `InvalidRequest` for a rank outside the layout's world."""
-        at, cell = self._cell(rank)
+        at = self._coordinate(rank)
+        cell = self._cell(at)
         tensors: list[LocalTensor] = []
         for index, listed in ((at.sharding, cell.dense), (at.esharding, cell.experts)):
             for dealt in listed:
@@ -114,7 +117,11 @@ class Holding:
 
     def share(self, rank: int) -> Share:
         """How much one rank holds, without making its tensors; for whole worlds."""
-        at, cell = self._cell(rank)
+        at = self._coordinate(rank)
+        key = (at.pp, at.ep, self._cutter.shapes(at))
+        cell = self._alike.get(key)
+        if cell is None:  # whatever their boxes are, ranks with equal shapes hold as much
+            cell = self._alike[key] = self._cell(at)
         count, octets = len(cell.common), cell.common_bytes
         for index, listed in ((at.sharding, cell.dense), (at.esharding, cell.experts)):
             for dealt in listed:
@@ -125,13 +132,13 @@ class Holding:
                 octets += sum(dtypes.nbytes(dealt.scalars[i].dtype, 1) for i in scalars.tolist())
         return Share(count, octets)
 
-    def _place(self) -> dict[tuple[int, int], list[Element]]:
-        """The elements by pipeline stage and expert-parallel rank; -1 for what all of them hold."""
+    def _place(self) -> dict[tuple[int, int], list[tuple[int, Element]]]:
+        """The elements by pipeline stage and expert-parallel rank, each with its number; -1 for what all of them hold."""
         mesh = self.layout.mesh
         experts = self._rules.experts if self._rules.experts is not None else _count(self._elements, "expert")
         stages: dict[int | str, int] = {}
-        found: dict[tuple[int, int], list[Element]] = {}
-        for element in self._elements.by_name.values():
+        found: dict[tuple[int, int], list[tuple[int, Element]]] = {}
+        for number, element in enumerate(self._elements.by_name.values()):
             if element.name in self._personal:
                 continue
             rule = element.rule
@@ -145,7 +152,7 @@ class Holding:
                         hint="choose an ep that divides the number of experts",
                     )
                 expert = rule.expert // (experts // mesh.ep)
-            found.setdefault((stage, expert), []).append(element)
+            found.setdefault((stage, expert), []).append((number, element))
         return found
 
     def _stage(self, stage: int | str, known: dict[int | str, int]) -> int:
@@ -157,21 +164,20 @@ class Holding:
             known[stage] = 0 if stage == "first" else self.layout.mesh.pp - 1
         return known[stage]
 
-    def _cell(self, rank: int) -> tuple[Coordinate, _Cell]:
+    def _coordinate(self, rank: int) -> Coordinate:
         if not 0 <= rank < self.layout.mesh.world:
             raise InvalidRequest(f"rank {rank} is none of the {self.layout.mesh.world} ranks of this layout")
-        at = self.layout.mesh.coordinate(rank)
+        return self.layout.mesh.coordinate(rank)
+
+    def _cell(self, at: Coordinate) -> _Cell:
         key = (at.pp, at.ep, at.tp, at.etp)
         if key not in self._cells:
             self._cells[key] = self._work_out(at)
-        return at, self._cells[key]
+        return self._cells[key]
 
     def _work_out(self, at: Coordinate) -> _Cell:
         cells = [self._placed.get((stage, expert), []) for stage in (-1, at.pp) for expert in (-1, at.ep)]
-        elements = [element for cell in cells for element in cell]
-        if sum(map(bool, cells)) > 1:
-            chosen = {element.name for element in elements}
-            elements = [element for name, element in self._elements.by_name.items() if name in chosen]
+        elements = [element for _, element in sorted(chain(*cells))]
         cuts: _Cuts = {element.name: (element, self._cutter.cut(element, at)) for element in elements}
         dense: list[LocalTensor] = []
         experts: list[LocalTensor] = []
@@ -190,11 +196,13 @@ class Holding:
         """Every local tensor of these elements in the layout's forms, and whether it belongs to experts."""
         done: set[str] = set()
         for element, cut in cuts.values():
+            if element.name in done:
+                continue
             expert = element.rule is not None and element.rule.expert is not None
             fusion = None if self._as_stored else self._form(element)
             if fusion is None:
                 yield cut.of(element), expert
-            elif element.name not in done:
+            else:
                 names = [part + element.key for part in fusion.of]
                 done.update(names)
                 yield self._fused(fusion, element, [cuts[name] for name in names if name in cuts], at), expert
@@ -248,7 +256,8 @@ class Holding:
     ) -> list[tuple[str, Box]]:
         """The rank's slice of the whole fused tensor: it may hold nothing of some of the parts."""
         rule, mesh = held[0][0].rule, self.layout.mesh
-        size, index = (mesh.etp, at.etp) if rule is not None and rule.axis == "etp" else (mesh.tp, at.tp)
+        axis = "" if rule is None else rule.axis  # what no axis cuts, each of its ranks holds whole
+        size, index = {"tp": (mesh.tp, at.tp), "etp": (mesh.etp, at.etp), "": (1, 0)}[axis]
         rows = sum(element.shape[fusion.dimension] for element, _ in held)
         if rows % size:
             raise StateMismatch(f"tensor {name!r}: {rows} rows do not divide by {size} ranks", hint="use another form")
@@ -270,7 +279,7 @@ class Holding:
             if rule is None or target in cuts or self._stage(rule.stage, {}) not in (-1, at.pp):
                 continue
             tied = self._elements.by_name[target]._replace(rule=rule)
-            yield self._cutter.cut(tied, at).of(tied)._replace(name=alias)
+            yield self._cutter.cut(tied._replace(name=alias), at).of(tied)._replace(name=alias)
 
     def _deal(self, tensors: list[LocalTensor], count: int) -> list[_Dealt]:
         """Who of `count` sharding ranks keeps what. Of an optimizer every key is dealt out like its parameter."""

@@ -129,22 +129,34 @@ def flat(local: LocalTensor, start: int, stop: int) -> LocalTensor:
 
 def rows(local: LocalTensor, first: int, last: int) -> LocalTensor:
     """Rows [first, last) of a local tensor: a cut along dimension 0."""
+    if len(local.parts) == 1 and local.parts[0].box.shape == local.shape:  # the part is all of it, row-major
+        tensor, box, _, steps = local.parts[0]
+        shape = (last - first, *local.shape[1:])
+        part = Part(tensor, Box((box.offset[0] + first, *box.offset[1:]), shape), 0, steps)
+        return LocalTensor(local.name, local.dtype, shape, (part,) if first < last else ())
     row = prod(local.shape[1:])
     return flat(local, first * row, last * row)._replace(shape=(last - first, *local.shape[1:]))
 
 
 def fuse(name: str, dtype: str, pieces: Sequence[tuple[str, Box]], dimension: int, groups: int) -> LocalTensor:
     """One tensor out of boxes of others, along `dimension`: of each box the first of `groups` equal parts, then of each
-    the second, and so on. One group is one box after the other. `StateMismatch` where the groups do not divide a box.
+    the second, and so on. One group is one box after the other. `StateMismatch` where the groups do not divide a box, and
+    where boxes differ in another dimension.
     """
     lengths = []
+    first = pieces[0][1].shape
     for tensor, box in pieces:
+        if box.shape[:dimension] != first[:dimension] or box.shape[dimension + 1 :] != first[dimension + 1 :]:
+            raise StateMismatch(
+                f"{name!r}: {list(box.shape)} of {tensor!r} and {list(first)} of {pieces[0][0]!r} do not fit together along "
+                f"dimension {dimension}",
+                hint="the parts of a fused tensor must be cut alike",
+            )
         if box.shape[dimension] % groups:
             raise StateMismatch(
                 f"{name!r}: {box.shape[dimension]} of {tensor!r} in dimension {dimension} are no {groups} equal groups"
             )
         lengths.append(box.shape[dimension] // groups)
-    first = pieces[0][1].shape
     shape = (*first[:dimension], sum(lengths) * groups, *first[dimension + 1 :])
     steps = strides(shape)
     parts: list[Part] = []

@@ -7,7 +7,7 @@ read together: a request costs more than a few bytes that nobody wants.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from . import proof
 from .errors import StateMismatch
 from .manifest import EXTENT_BYTES_MAX, Extent, Manifest, TensorEntry
 from .proof import Piece
-from .region import Box, ByteView, byte_box, byte_span, byte_view, check_box, next_inside, union_volume, widest_gap
+from .region import Box, ByteView, Shape, byte_box, byte_span, byte_view, check_box, next_inside, union_volume, widest_gap
 
 GAP_BYTES = 2**16  # read and dropped rather than asked for apart
 GAP_SHARE = 32  # gaps are at most one part in so many of what a read brings
@@ -143,7 +143,7 @@ def _touched(tensor: _Tensor) -> tuple[list[tuple[int, int]], int]:
     if any(box.shape == entry.shape for box in boxes):
         return [(0, len(extents))], extents[-1].offset + extents[-1].length
     view = byte_view(entry.dtype, entry.shape, tensor.name)
-    inside = [byte_box(entry.dtype, box, entry.shape, tensor.name) for box in boxes]
+    inside = [byte_box(entry.dtype, box, entry.shape, tensor.name) for box in _joined(boxes, entry.shape)]
     needed = union_volume(inside) * view.itemsize
     if len(inside) == 1:
         return extents_of(extents, inside[0], view), needed
@@ -154,6 +154,19 @@ def _touched(tensor: _Tensor) -> tuple[list[tuple[int, int]], int]:
         else:
             merged.append((first, stop))
     return merged, needed
+
+
+def _joined(boxes: Collection[Box], shape: Shape) -> Collection[Box]:
+    """Boxes of whole rows, where there are no others, made as few as they can be: many ranks cut dimension 0."""
+    if len(boxes) == 1 or any(box.shape[1:] != shape[1:] for box in boxes):
+        return boxes
+    ends: list[list[int]] = []
+    for low, rows in sorted((box.offset[0], box.shape[0]) for box in boxes):
+        if ends and low <= ends[-1][1]:
+            ends[-1][1] = max(ends[-1][1], low + rows)
+        else:
+            ends.append([low, low + rows])
+    return [Box((low, *(0,) * (len(shape) - 1)), (high - low, *shape[1:])) for low, high in ends]
 
 
 def _index(extents: Sequence[Extent], offset: int) -> int:

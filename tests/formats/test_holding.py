@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
 from holdfast_formats import parts, rules
+from holdfast_formats.cutting import Cutter
 from holdfast_formats.declaring import declare
 from holdfast_formats.elements import take_apart
 from holdfast_formats.errors import InvalidRequest, NoSuchResource, StateMismatch
@@ -166,6 +168,32 @@ def test_how_much_a_rank_holds_is_what_its_tensors_hold() -> None:
                 assert holding.share(rank) == Share(len(tensors), sum(4 * tensor.volume for tensor in tensors))
 
 
+def test_work_grows_with_kinds_and_places_not_with_tensors_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of tensor is cut once a tensor-parallel rank, however many layers there are; and of the ranks that hold equal
+    shapes one is worked out.
+    """
+    counted: Counter[str] = Counter()
+
+    def counting(owner: type, name: str) -> None:
+        counted_one = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            counted[name] += 1
+            return counted_one(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counting(Cutter, "_cut")
+    counting(Holding, "_work_out")
+    for layers in (2, 20):
+        counted.clear()
+        model = models.llama(layers)
+        holding = Holding(parse("tp=2,pp=2,sharding=4:stage3"), "model", specs_of(model), rules_of(model))
+        assert sum(holding.share(rank).bytes for rank in range(16)) >= sum(4 * a.size for a in model.arrays().values())
+        assert counted["_work_out"] == 2  # stages
+        assert counted["_cut"] == 2 * 7  # q, k and v, o, gate and up, down, norms, vocabulary
+
+
 def test_a_contiguous_form_gives_each_rank_its_slice_of_the_whole() -> None:
     """Cut as one tensor, the first of two ranks may hold all of the gate and nothing of what comes up."""
     arrays = models.llama().arrays()
@@ -182,6 +210,20 @@ def test_a_contiguous_form_gives_each_rank_its_slice_of_the_whole() -> None:
         }
         specs = {"a": ("F32", (8,)), "b": ("F32", (10,))}
         hold(parse("tp=4,gate_up=contiguous"), 0, "model", specs, rules.choose(None, specs, extra=table))
+
+
+def test_a_contiguous_form_of_what_no_axis_cuts_is_whole() -> None:
+    """Tensors that every tensor-parallel rank holds are not cut for being fused."""
+    table = {
+        "name": "whole",
+        "tensors": [{"name": "{part}", "part": ["a", "b"], "stage": "every"}],
+        "fusions": [{"kind": "gate_up", "name": "ab", "of": ["a", "b"]}],
+    }
+    specs = {"a": ("F32", (3,)), "b": ("F32", (2,))}
+    team = rules.choose(None, specs, extra=table)
+    for rank in (0, 1):
+        (fused,) = hold(parse("tp=2,gate_up=contiguous"), rank, "model", specs, team).tensors
+        assert fused.shape == (5,) and fused.padding == 0
 
 
 def test_experts_are_stacked_with_gate_and_up_apart_where_the_layout_says_so() -> None:
