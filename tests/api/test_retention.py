@@ -126,9 +126,11 @@ def test_who_reads_over_http_holds(service: Served, http: httpx.Client) -> None:
     """While a file is sent, and a while after it, its checkpoint is not removed; looking at its entry holds nothing."""
     assert http.get(f"{TINY}/checkpoints/5").status_code == 200
     assert service.services.rotation.readers.held("tiny") == {}
+    assert http.get(f"{TINY}/checkpoints/15/shard").status_code == 200
+    assert set(service.services.rotation.readers.held("tiny")) == {15}
     name = http.get(f"{TINY}/checkpoints/10/files").json()["items"][-1]["name"]
     assert http.get(f"{TINY}/checkpoints/10/files/{name}", headers={"Range": "bytes=0-3"}).status_code == 206
-    assert set(service.services.rotation.readers.held("tiny")) == {10}
+    assert set(service.services.rotation.readers.held("tiny")) == {10, 15}
     refused = http.delete(f"{TINY}/checkpoints/10")
     assert (refused.status_code, refused.json()["code"]) == (409, "in-use")
     assert 0 < refused.json()["seconds"] <= 60

@@ -136,4 +136,4 @@ class Rotating(RuleBasedStateMachine):
 
 
 TestRotating = Rotating.TestCase
-TestRotating.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestRotating.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
