@@ -41,8 +41,9 @@ def services(root: Path) -> Iterator[Services]:
         )
 
     try:
-        yield Services(tier, catalog, str(root), "9.9", node, decisions.remove, root)
+        yield Services(tier, catalog, str(root), "9.9", node, decisions.rotation, root)
     finally:
+        decisions.close()
         catalog.close()
 
 

@@ -75,9 +75,13 @@ class Api:
         return self._get(_step_path(run, step), rest.Checkpoint)
 
     def remove(self, run: str, step: int) -> None:
-        """Remove a checkpoint; `Pinned` when it may not go."""
+        """Remove a checkpoint; `Pinned`, `InUse` or `NewestVerified` when it may not go. `retention` says more."""
+        self.request("DELETE", _step_path(run, step))
+
+    def request(self, method: str, path: str, **parts: Any) -> httpx.Response:
+        """Any request, as httpx takes it; what is not a success is raised as the error it stands for."""
         with self._translated():
-            self._checked(self._http.delete(_step_path(run, step)))
+            return self._checked(self._http.request(method, path, **parts))
 
     def manifest_bytes(self, run: str, step: Step = "latest") -> bytes:
         """The manifest as it is stored; compressed on the way when both sides can."""

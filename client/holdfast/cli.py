@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .commands import demo, doctor, ls, restore, rm, serve, show, verify
+from .commands import demo, doctor, keep, ls, marks, restore, rm, serve, show, verify
 
 EXIT_STATUSES = (
     "Exit status: 0 done · 1 something has to be mended (doctor), or an error of no other kind · 2 the request is wrong · "
@@ -24,7 +24,8 @@ app = typer.Typer(
 # serve hands its flags on as they are: the daemon's own parser is the one place that knows them.
 _AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command("serve", add_help_option=False, context_settings=_AS_GIVEN)(serve.serve)
-for _command in (ls.ls, show.show, verify.verify, restore.restore, rm.rm, doctor.doctor, demo.demo):
+_KEEPING = (keep.keep, marks.pin, marks.unpin, marks.label, rm.rm)
+for _command in (ls.ls, show.show, verify.verify, restore.restore, *_KEEPING, doctor.doctor, demo.demo):
     app.command(epilog=EXIT_STATUSES)(_command)
 
 

@@ -4,7 +4,8 @@
     ├── Refused                      the request is wrong: change it, do not retry
     │   ├── InvalidRequest           invalid-request 400
     │   ├── StateMismatch            state-mismatch 422
-    │   └── LimitExceeded            limit-exceeded 413
+    │   ├── LimitExceeded            limit-exceeded 413
+    │   └── PreconditionRequired     precondition-required 428
     ├── NotFound                     404
     │   ├── NoSuchRun                no-such-run
     │   ├── NoSuchCheckpoint         no-such-checkpoint
@@ -12,7 +13,10 @@
     ├── Conflict                     somebody else was first: look, then decide
     │   ├── StaleAttempt             stale-attempt 409
     │   ├── AlreadyCommitted         already-committed 409
+    │   ├── PreconditionFailed       precondition-failed 412
     │   ├── Pinned                   pinned 409
+    │   ├── InUse                    in-use 409
+    │   ├── NewestVerified           newest-verified 409
     │   └── RootBusy                 root-busy 409
     ├── Damaged                      500: bytes are not what they were; do not retry, restore another step
     │   ├── CorruptExtent            corrupt-extent
@@ -23,6 +27,7 @@
         ├── DaemonGone               daemon-gone
         ├── StorageFailed            storage-failed
         ├── NoSpace                  no-space 507
+        ├── QuotaExceeded            quota-exceeded 507
         ├── DeadlineExceeded         deadline-exceeded 504
         ├── RoundAborted             round-aborted
         ├── GenerationDropped        generation-dropped
@@ -90,6 +95,12 @@ class LimitExceeded(Refused):
     code, status = "limit-exceeded", 413
 
 
+class PreconditionRequired(Refused):
+    """A change that must say, by If-Match, what it changes."""
+
+    code, status = "precondition-required", 428
+
+
 class NotFound(CheckpointError):
     status = 404
 
@@ -120,8 +131,28 @@ class AlreadyCommitted(Conflict):
     code = "already-committed"
 
 
+class PreconditionFailed(Conflict):
+    """What is to be changed is not any more what it was when it was read."""
+
+    code, status = "precondition-failed", 412
+
+
 class Pinned(Conflict):
+    """The checkpoint is pinned or labelled: nobody removes it."""
+
     code = "pinned"
+
+
+class InUse(Conflict):
+    """The checkpoint is being read, or holds files of somebody else."""
+
+    code = "in-use"
+
+
+class NewestVerified(Conflict):
+    """The checkpoint is the newest one of its run that is known to be sound (I10)."""
+
+    code = "newest-verified"
 
 
 class RootBusy(Conflict):
@@ -167,6 +198,12 @@ class NoSpace(Unavailable):
     code, status = "no-space", 507
 
 
+class QuotaExceeded(Unavailable):
+    """The save does not fit into the bytes that the run's policy grants it."""
+
+    code, status = "quota-exceeded", 507
+
+
 class DeadlineExceeded(Unavailable):
     code, status = "deadline-exceeded", 504
 
@@ -201,12 +238,16 @@ LEAVES: tuple[type[CheckpointError], ...] = (
     InvalidRequest,
     StateMismatch,
     LimitExceeded,
+    PreconditionRequired,
     NoSuchRun,
     NoSuchCheckpoint,
     NoSuchResource,
     StaleAttempt,
     AlreadyCommitted,
+    PreconditionFailed,
     Pinned,
+    InUse,
+    NewestVerified,
     RootBusy,
     CorruptExtent,
     CorruptManifest,
@@ -215,6 +256,7 @@ LEAVES: tuple[type[CheckpointError], ...] = (
     DaemonGone,
     StorageFailed,
     NoSpace,
+    QuotaExceeded,
     DeadlineExceeded,
     RoundAborted,
     GenerationDropped,

@@ -90,6 +90,7 @@ def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket |
         catalog = Catalog.open(config.catalog_url)
         stack.callback(catalog.close)
         decisions = Decisions(tier, catalog, config.keep)
+        stack.callback(decisions.close)
         keeper = _keeper(root, config)
         stack.callback(keeper.close)
         saver = Saver(tier, decisions, config.node)
@@ -133,7 +134,7 @@ def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket |
                 root=str(root),
                 version=__version__,
                 node=node,
-                remove=decisions.remove,
+                rotation=decisions.rotation,
                 files_root=Path(root),
                 remote=remote,
                 restore_bytes=loader.counts.all,

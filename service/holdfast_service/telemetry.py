@@ -20,6 +20,10 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "holdfast_info": Metric("gauge", "1, labelled with node and version", ("node", "version")),
     "holdfast_rounds": Metric("counter", "Rounds that ended, by how", ("state",)),
+    "holdfast_rounds_failed": Metric(
+        "counter", "Rounds that ended without a checkpoint, by the code of the error", ("code",)
+    ),
+    "holdfast_checkpoints_removed": Metric("counter", "Checkpoints removed since the start, by why", ("why",)),
     "holdfast_rounds_open": Metric("gauge", "Rounds that are under way"),
     "holdfast_arena_bytes": Metric("gauge", "Shared memory held for staging"),
     "holdfast_ranks": Metric("gauge", "Ranks connected to this daemon"),

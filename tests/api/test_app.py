@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import msgspec
 import pytest
 import zstandard
 from fastapi import FastAPI
@@ -17,13 +16,21 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import holdfast_service
 from holdfast_formats import errors, naming
-from holdfast_service.api import files, operations, pages, runs, shards, uploads
+from holdfast_service.api import files, operations, pages, retention, runs, shards, uploads
 from holdfast_service.api.contents import encode_cursor
-from holdfast_service.control import roots
+from holdfast_service.control import run_files
 from tests.checkpoints import build_root
 from tests.serving import Served, served
 
-ROUTERS: tuple[APIRouter, ...] = (runs.router, files.router, shards.router, uploads.router, operations.router, pages.router)
+ROUTERS: tuple[APIRouter, ...] = (
+    runs.router,
+    retention.router,
+    files.router,
+    shards.router,
+    uploads.router,
+    operations.router,
+    pages.router,
+)
 TINY = "/v1/runs/tiny"
 
 
@@ -196,8 +203,7 @@ def test_remove(tmp_path: Path) -> None:
         assert http.delete(f"{TINY}/checkpoints/5").status_code == 204
         assert http.get(f"{TINY}/checkpoints/5").status_code == 404
         assert not (tmp_path / naming.checkpoint_path("tiny", 5)).exists()
-        held = roots.read_run_file(running.services.tier, "tiny")
-        roots.write_run_file(running.services.tier, "tiny", msgspec.structs.replace(held, pins=[10]))
+        run_files.write_run_file(running.services.tier, "tiny", run_files.RunFile(pins=(10,)))
         refused = http.delete(f"{TINY}/checkpoints/10")
         assert (refused.status_code, refused.json()["code"]) == (409, "pinned")
         assert http.delete(f"{TINY}/checkpoints/5").json()["code"] == "no-such-checkpoint"

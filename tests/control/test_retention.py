@@ -1,82 +1,233 @@
-"""Retention decides by I10, for every history there can be."""
+"""Retention decides by its rules and by I10, for every history, policy and clock there can be."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterable
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats.errors import InvalidRequest
-from holdfast_service.control.retention import Kept, Policy, decide
+from holdfast_formats.retention import Best, RetentionPolicy
+from holdfast_service.control.retention import Candidate, Decision, decide, foresee, span
 
+NOW = 1_000_000.0
+HOLDS = ("it is pinned", "it has the label best", "it is being read")
+METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.integers(-3, 3).map(float), max_size=2)
 HISTORIES = st.lists(
-    st.builds(Kept, st.integers(0, 10**15), st.booleans(), st.booleans()), max_size=20, unique_by=lambda kept: kept.step
+    st.builds(
+        Candidate,
+        st.integers(0, 40),
+        st.floats(NOW - 50, NOW + 5),
+        st.booleans(),
+        METRICS,
+        st.lists(st.sampled_from(HOLDS), max_size=1).map(tuple),
+    ),
+    max_size=14,
+    unique_by=lambda c: c.step,
 )
-LIMITS = st.integers(1, 5)
+SMALL = st.none() | st.integers(1, 12)
+BEST = st.builds(
+    Best,
+    metric=st.sampled_from(["loss", "accuracy", "nobody"]),
+    mode=st.sampled_from(["min", "max"]),
+    count=st.integers(1, 4),
+    keep_unmeasured=st.booleans(),
+)
+POLICIES = st.builds(
+    RetentionPolicy,
+    last=SMALL,
+    every_steps=SMALL,
+    steps_apart=SMALL,
+    every_seconds=SMALL,
+    within_seconds=st.none() | st.floats(0.5, 60),
+    best=st.lists(BEST, max_size=2).map(tuple),
+    steps=st.lists(st.integers(0, 40), max_size=2).map(tuple),
+)
+RULES = ("last", "every_steps", "steps_apart", "every_seconds", "within_seconds", "best")
 
 
-def removed(checkpoints: list[Kept], keep_last: int | None) -> set[int]:
-    return {decision.step for decision in decide(checkpoints, Policy(keep_last)) if not decision.keep}
+def made(*steps: int, verified: bool = True) -> list[Candidate]:
+    """Checkpoints of these steps, each committed at as many seconds."""
+    return [Candidate(step, float(step), verified) for step in steps]
 
 
-def test_the_last_verified_ones_stay() -> None:
-    """Of four verified checkpoints and a limit of two, the two oldest go, and every decision says why."""
-    decisions = decide([Kept(step, True, False) for step in (10, 40, 20, 30)], Policy(2))
-    assert [(d.step, d.keep) for d in decisions] == [(40, True), (30, True), (20, False), (10, False)]
-    assert decisions[1].reason == "it is number 2 of the 2 newest verified ones that are kept"
-    assert decisions[2].reason == "2 newer checkpoints are verified, 2 are kept"
+def kept(candidates: Iterable[Candidate], now: float = NOW, **policy: Any) -> list[int]:
+    """The steps that a policy keeps, ascending."""
+    return sorted(d.step for d in decide(list(candidates), RetentionPolicy(**policy), now) if d.keep)
+
+
+def removed(candidates: Iterable[Candidate], policy: RetentionPolicy, now: float = NOW) -> set[int]:
+    return {d.step for d in decide(list(candidates), policy, now) if not d.keep}
+
+
+def newest_verified(candidates: Iterable[Candidate]) -> int:
+    return max((c.step for c in candidates if c.verified), default=-1)
+
+
+def test_every_decision_says_why() -> None:
+    """What is kept says what keeps it, and all of that; what goes says why each rule does not keep it."""
+    history = [Candidate(10, 10.0), Candidate(20, 20.0, metrics={"loss": 2.0}), Candidate(25, 25.0), Candidate(30, 30.0)]
+    policy = RetentionPolicy(last=1, every_steps=20, best=(Best(metric="loss", count=1),))
+    assert decide(history, policy, NOW) == [
+        Decision(30, True, ("it is the newest verified checkpoint", "last 1: it is number 1 of the newest verified ones")),
+        Decision(
+            25,
+            False,
+            (
+                "last 1: 1 newer checkpoints are verified",
+                "every 20 steps: its step is no multiple of that",
+                "best 1 by min loss: it was saved without this metric",
+            ),
+        ),
+        Decision(20, True, ("every 20 steps: its step is a multiple of that", "best 1 by min loss: with 2 it is number 1")),
+        Decision(
+            10,
+            False,
+            (
+                "last 1: 3 newer checkpoints are verified",
+                "every 20 steps: its step is no multiple of that",
+                "best 1 by min loss: it was saved without this metric",
+            ),
+        ),
+    ]
 
 
 def test_nothing_goes_before_its_successor_is_verified() -> None:
     """A newer checkpoint that was not read back takes no one's place."""
-    history = [Kept(10, True, False), Kept(20, False, False), Kept(30, False, False)]
-    assert removed(history, 1) == set()
-    assert removed([*history, Kept(40, True, False)], 1) == {10, 20, 30}
+    history = [*made(10), *made(20, 30, verified=False)]
+    assert kept(history, last=1) == [10, 20, 30]
+    assert kept([*history, *made(40)], last=1) == [40]
 
 
-def test_pinned_stays_and_counts() -> None:
-    """A pinned checkpoint stays outside the window, and is one of the verified ones inside it."""
-    history = [Kept(10, True, True), Kept(20, True, False), Kept(30, True, True), Kept(40, True, False)]
-    assert removed(history, 2) == {20}
+def test_no_rule_keeps_all() -> None:
+    """A policy that only grants bytes, or only names steps, lets nothing go."""
+    for policy in ({}, {"quota_bytes": 1}, {"steps": (3,)}):
+        assert len(kept(made(*range(100)), **policy)) == 100
 
 
-def test_no_limit_keeps_all() -> None:
-    """Without a limit nothing goes."""
-    assert removed([Kept(step, True, False) for step in range(100)], None) == set()
+def test_holds_keep_whatever_the_policy_says() -> None:
+    """A pin, a label and a reader each keep a checkpoint, which counts like any other; so does a step that is named."""
+    history = [
+        Candidate(10, 0, holds=("it is pinned",)),
+        Candidate(20, 0, False, holds=("it has the label best",)),
+        Candidate(30, 0, holds=("it is being read",)),
+        *made(40, 50, 60),
+    ]
+    assert kept(history, last=2, steps=(40,)) == [10, 20, 30, 40, 50, 60]
+    assert kept(history, last=4) == [10, 20, 30, 40, 50, 60]
 
 
-@pytest.mark.parametrize("keep_last", [0, -1])
-def test_a_limit_below_one_is_refused(keep_last: int) -> None:
-    """There is no policy that keeps nothing."""
-    with pytest.raises(InvalidRequest):
-        decide([], Policy(keep_last))
+def test_of_equals_the_first_one_stays() -> None:
+    """A checkpoint that is only as good as an earlier one does not take its place; what has no such metric is not ranked."""
+    losses = {1: 3.0, 2: 2.0, 3: 2.0, 4: None, 5: 2.0, 6: 9.0}
+    history = [Candidate(step, 0.0, metrics={} if loss is None else {"loss": loss}) for step, loss in losses.items()]
+    assert kept(history, best=(Best(metric="loss", count=2),)) == [2, 3, 6]
+    assert kept(history, best=(Best(metric="loss", mode="max", count=2),)) == [1, 6]
+    assert kept(history, best=(Best(metric="loss", count=1, keep_unmeasured=True),)) == [2, 4, 6]
+    assert kept(history, best=(Best(metric="nobody", count=3),)) == [6]
 
 
-@given(HISTORIES, LIMITS)
-def test_newest_verified_is_never_removed(history: list[Kept], keep_last: int) -> None:
-    """I10, for any history: the newest verified checkpoint stays, and so does everything newer."""
-    gone = removed(history, keep_last)
-    verified = [kept.step for kept in history if kept.verified]
-    assert all(step < max(verified) for step in gone) if verified else not gone
+def test_numbers_that_are_none_are_not_ranked() -> None:
+    """Whatever a manifest may say, no NaN or infinity is the best."""
+    values = (float("nan"), float("-inf"), 5.0, 7.0)
+    history = [Candidate(step, 0.0, metrics={"loss": value}) for step, value in enumerate(values)]
+    assert kept([*history, *made(9)], best=(Best(metric="loss", count=1),)) == [2, 9]
 
 
-@given(HISTORIES, LIMITS)
-def test_enough_verified_ones_are_newer(history: list[Kept], keep_last: int) -> None:
-    """What goes is not pinned and has `keep_last` newer verified ones that stay; nothing else stays with that many."""
-    gone = removed(history, keep_last)
-    for kept in history:
-        newer = [other.step for other in history if other.verified and other.step > kept.step]
-        assert (kept.step in gone) == (len(newer) >= keep_last and not kept.pinned)
-        if kept.step in gone:
-            assert len(set(newer) - gone) >= keep_last
+def test_a_clock_that_jumps_breaks_no_chain() -> None:
+    """After a jump of the clock, in either direction, one checkpoint is kept for it and the chain goes on from there."""
+    times = {1: 0, 2: 50, 3: 100, 4: 100_000, 5: 100_050, 6: 200, 7: 250, 8: 300, 9: 310}
+    history = [Candidate(step, float(at)) for step, at in times.items()]
+    assert kept(history, every_seconds=100) == [1, 3, 4, 6, 8, 9]
 
 
-@given(HISTORIES, LIMITS, st.randoms())
-def test_order_does_not_matter_and_one_pass_is_enough(history: list[Kept], keep_last: int, random: object) -> None:
+def test_a_commit_from_the_future_is_within_any_time() -> None:
+    """A checkpoint that claims to be newer than now counts as new."""
+    assert kept([Candidate(1, NOW + 500), Candidate(2, NOW - 20), Candidate(3, NOW)], within_seconds=10) == [1, 3]
+
+
+def test_durations_are_said_in_the_largest_unit() -> None:
+    """As people say them."""
+    assert [span(s) for s in (0.5, 59, 5400, 86_400, 200_000)] == ["0.5 s", "59 s", "1.5 h", "1 d", "2.3 d"]
+
+
+def test_room_is_foreseen_among_what_is_superseded() -> None:
+    """What will go once the new one is verified may go before it, oldest first; the newest verified one never."""
+    incoming = Candidate(50, NOW, metrics={"loss": 1.0})
+    history = [*made(10, 20, 30), *made(40, verified=False)]
+    assert foresee(history, incoming, RetentionPolicy(last=1), NOW) == [10, 20]
+    assert foresee(history, incoming, RetentionPolicy(last=3), NOW) == [10]
+    assert foresee(made(10, verified=False), incoming, RetentionPolicy(last=1), NOW) == []
+    best = RetentionPolicy(best=(Best(metric="loss", count=1),))
+    assert foresee([Candidate(5, 0, metrics={"loss": 2.0}), *made(9)], incoming, best, NOW) == [5]
+
+
+@given(HISTORIES, POLICIES, st.floats(NOW - 100, NOW + 100))
+def test_the_newest_verified_stays_and_everything_newer(
+    history: list[Candidate], policy: RetentionPolicy, now: float
+) -> None:
+    """I10: whatever goes is older than a verified checkpoint that stays; nothing goes where none is verified."""
+    assert all(step < newest_verified(history) for step in removed(history, policy, now))
+
+
+@given(HISTORIES, POLICIES, st.floats(NOW - 100, NOW + 100))
+def test_the_union_of_the_rules(history: list[Candidate], policy: RetentionPolicy, now: float) -> None:
+    """With several rules goes exactly what goes with each of them alone."""
+    alone = []
+    for rule in RULES:
+        if getattr(policy, rule) in (None, ()):
+            continue
+        one = RetentionPolicy(**{rule: getattr(policy, rule), "steps": policy.steps})
+        alone.append(removed(history, one, now))
+    assert removed(history, policy, now) == (set.intersection(*alone) if alone else set())
+    assert bool(alone) == policy.limits
+
+
+@given(HISTORIES, POLICIES, st.randoms(use_true_random=False), st.floats(0, 1000))
+def test_once_is_enough_in_any_order(history: list[Candidate], policy: RetentionPolicy, random: Any, later: float) -> None:
     """Any order of the same checkpoints gives the same decisions, and what is left is left by a second pass."""
-    gone = removed(history, keep_last)
+    first = decide(history, policy, NOW)
     shuffled = list(history)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert removed(shuffled, keep_last) == gone
-    assert removed([kept for kept in history if kept.step not in gone], keep_last) == set()
-    assert len(decide(history, Policy(keep_last))) == len(history)
+    random.shuffle(shuffled)
+    assert decide(shuffled, policy, NOW) == first
+    assert [d.step for d in first] == sorted((c.step for c in history), reverse=True)
+    gone = {d.step for d in first if not d.keep}
+    rest = [c for c in history if c.step not in gone]
+    assert removed(rest, policy, NOW) == set()
+    if policy.within_seconds is None:  # only "within" looks at the clock: time alone removes nothing else
+        assert removed(rest, policy, NOW + later) == set()
+
+
+@given(HISTORIES, POLICIES)
+def test_what_is_not_verified_goes_only_where_it_would_go_verified(
+    history: list[Candidate], policy: RetentionPolicy
+) -> None:
+    """One that was not read back goes only if it is superseded and would go were it sound; it displaces nobody."""
+    gone = removed(history, policy)
+    for c in (c for c in history if not c.verified):
+        others = [other for other in history if other.step != c.step]
+        sound = removed([*others, c._replace(verified=True)], policy)
+        assert (c.step in gone) == (c.step in sound and c.step < newest_verified(history))
+        assert removed(others, policy) == gone - {c.step}
+
+
+@given(HISTORIES, POLICIES)
+def test_holds_hold(history: list[Candidate], policy: RetentionPolicy) -> None:
+    """Nothing that is pinned, labelled, read or named goes, and everything that goes or stays has a reason."""
+    for decision in decide(history, policy, NOW):
+        (c,) = (c for c in history if c.step == decision.step)
+        assert decision.keep or not (c.holds or c.step in policy.steps)
+        assert decision.reasons
+
+
+@given(HISTORIES, POLICIES, METRICS)
+def test_what_is_foreseen_is_superseded_and_goes_anyway(
+    history: list[Candidate], policy: RetentionPolicy, metrics: dict[str, float]
+) -> None:
+    """Making room removes nothing that stays once the new checkpoint is verified, and leaves the newest verified one."""
+    incoming = Candidate(41, NOW, True, metrics)
+    early = foresee(history, incoming, policy, NOW)
+    assert early == sorted(early)
+    assert set(early) <= removed([*history, incoming], policy)
+    assert all(step < newest_verified(history) for step in early)

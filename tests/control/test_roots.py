@@ -17,7 +17,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_service.control import roots
 from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.roots import RunFile
+from holdfast_service.control.run_files import RunFile, read_run_file, write_run_file
 from holdfast_service.storage import MemoryTier
 from tests.control.checkpoints import a_manifest, a_row, put_checkpoint
 
@@ -94,45 +94,9 @@ def test_moved_checkpoint_is_refused(tier: MemoryTier, target: str) -> None:
     assert "run/checkpoints/step-00000005" in caught.value.hint
 
 
-def test_run_file_round_trip(tier: MemoryTier) -> None:
-    """What is written is read; without a file the defaults are."""
-    assert roots.read_run_file(tier, "run") == RunFile(format=1, keep_last=None, pins=[], labels={})
-    written = RunFile(keep_last=3, pins=[100, 5], labels={"best": [5]})
-    roots.write_run_file(tier, "run", written)
-    assert roots.read_run_file(tier, "run") == written
-
-
-def test_write_keep_last_keeps_the_rest(tier: MemoryTier) -> None:
-    """Changing the limit changes neither pins nor labels."""
-    roots.write_run_file(tier, "run", RunFile(keep_last=3, pins=[7], labels={"best": [7]}))
-    roots.write_keep_last(tier, "run", None)
-    assert roots.read_run_file(tier, "run") == RunFile(keep_last=None, pins=[7], labels={"best": [7]})
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\xff",
-        b"[]",
-        b'{"format": 2}',
-        b'{"keep_last": 0}',
-        b'{"pins": [-1]}',
-        b'{"pins": ["5"]}',
-        b'{"surprise": 1}',
-        b" " * (roots.RUN_FILE_BYTES_MAX + 1),
-    ],
-)
-def test_unreadable_run_file_is_named(tier: MemoryTier, data: bytes) -> None:
-    """A run file that is not ours is never taken for one without pins."""
-    tier.put("run/run.json", data)
-    with pytest.raises(CorruptManifest, match=r"run/run\.json"):
-        roots.read_run_file(tier, "run")
-
-
 def test_run_names_are_checked(tier: MemoryTier) -> None:
     """A name that is no run's never becomes a path."""
-    for call in (roots.read_run_file, roots.committed):
+    for call in (read_run_file, roots.committed):
         with pytest.raises(InvalidRequest):
             call(tier, "../outside")
 
@@ -141,7 +105,7 @@ def test_reconcile_lists_what_is_found(tier: MemoryTier, catalog: Catalog) -> No
     """An empty catalog learns runs, limits and checkpoints; what was only found is not verified."""
     put_checkpoint(tier, a_manifest("a", 1))
     put_checkpoint(tier, a_manifest("a", 2, attempt=4))
-    roots.write_run_file(tier, "b", RunFile(keep_last=2))
+    write_run_file(tier, "b", RunFile(keep_last=2))
     assert roots.reconcile(tier, catalog) == []
     assert listed(catalog, "a") == {1: False, 2: False}
     assert catalog.checkpoint("a", 1) == a_row("a", 1)

@@ -180,6 +180,7 @@ class SaverWorld:
 
     def close(self) -> None:
         self.saver.close()
+        self.decisions.close()
         self.catalog.close()
         self._directory.cleanup()
 

@@ -115,6 +115,7 @@ class Node:
             self.saver.close()
             wait_until(lambda: self.keeper.kept == {})
             assert self.arena.bytes == 0
+        self.decisions.close()
         self.catalog.close()
         self._directory.cleanup()
 

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -122,7 +123,9 @@ def test_what_is_kept_gives_way() -> None:
             for rank in ranks:
                 rank.leave()
             if reason == "removed":
-                world.decisions.remove(RUN, 1)
+                while not world.catalog.checkpoint(RUN, 1).verified:  # which reads it
+                    time.sleep(0.01)
+                world.decisions.rotation.remove(RUN, 1, newest=True)
                 world.saver.holds.expire(1.0)
             elif reason == "needed":
                 rest = 2**30 - world.arena.bytes

@@ -121,6 +121,7 @@ def test_retention_waits_for_verification() -> None:
             rank.save(step)
             rank.wait(step)
         world.saver.close()
+        assert world.decisions.rotation.settle()
         assert world.committed() == [3]
         assert world.catalog.checkpoint(RUN, 3).verified
         world.saver = type(world.saver)(world.tier, world.decisions, "node")

@@ -6,33 +6,44 @@ from typing import Annotated
 
 import typer
 
-from holdfast import console
+from holdfast import console, retention
 from holdfast.api import Api
 from holdfast.config import default_url
-from holdfast.library import parse_target
 from holdfast_formats.errors import InvalidRequest
 
+from .marks import Checkpoint, named
 from .options import AsJson, Url
 
-Checkpoint = Annotated[str, typer.Argument(metavar="RUN@STEP", help="The checkpoint; its step has to be named.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing; say whether it could be removed.")]
+Force = Annotated[
+    str | None, typer.Option("--force", metavar=retention.FORCE_NEWEST, help="Remove even the newest verified checkpoint.")
+]
 
 
-def rm(checkpoint: Checkpoint, yes: Yes = False, url: Url = None, as_json: AsJson = False) -> None:
+def rm(
+    checkpoint: Checkpoint,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    force: Force = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
     """Remove a checkpoint. Only the service can, because it knows who reads it and what is pinned."""
     with console.reporting(as_json):
-        target = parse_target(checkpoint)
-        if target.step is None:
-            raise InvalidRequest(f"{checkpoint!r} names no step", hint="give RUN@STEP: what is removed is never guessed")
+        run, step = named(checkpoint)
+        if force not in (None, retention.FORCE_NEWEST):
+            raise InvalidRequest(f"--force {force!r} is not known", hint=f"the only one is {retention.FORCE_NEWEST}")
         with Api(url or default_url()) as api:
-            found = api.checkpoint(target.run, target.step)
-            if not yes:
+            found = retention.try_remove(api, run, step, force is not None)
+            if not yes and not dry_run:
                 if as_json:
                     raise InvalidRequest("nothing was removed: with --json, --yes has to be given")
-                question = f"Remove {found.run}@{found.step} ({console.human_bytes(found.bytes)}) from {api.url}?"
+                question = f"Remove {run}@{step} ({console.human_bytes(found.bytes)}) from {api.url}?"
                 typer.confirm(question, abort=True, err=True)
-            api.remove(found.run, found.step)
+            if not dry_run:
+                retention.remove(api, run, step, force is not None)
     if as_json:
-        console.print_json({"removed": found.model_dump()})
+        console.print_json({"would remove" if dry_run else "removed": found.model_dump()})
     else:
-        console.out().print(f"removed {found.run}@{found.step}", markup=False)
+        console.out().print(f"{'would remove' if dry_run else 'removed'} {run}@{step}", markup=False)

@@ -6,9 +6,10 @@ import asyncio
 
 from fastapi import FastAPI
 
-from . import files, operations, pages, problems, runs, shards, uploads
+from . import files, operations, pages, problems, retention, runs, shards, uploads
 from .contents import OpenedCheckpoints
 from .planned import PlannedShards
+from .reading import HeldWhileSending
 from .services import Services
 from .stalls import StallLimit
 from .streams import Streams
@@ -20,6 +21,7 @@ _DESCRIPTION = """Committed checkpoints of training runs: what there is, and its
 Errors are problems (RFC 9457) with `code`, `retryable` and `hint`. Lists come in pages: pass `next` back as `cursor`."""
 _TAGS = [
     {"name": "runs", "description": "Training runs and their committed checkpoints"},
+    {"name": "retention", "description": "What a run keeps and why: policy, pins, labels, removal"},
     {"name": "contents", "description": "Manifest, tensors and files of a checkpoint; files take single ranges"},
     {
         "name": "shards",
@@ -40,12 +42,13 @@ def create_app(services: Services) -> FastAPI:
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )
     app.state.services = services
-    app.state.opened = OpenedCheckpoints(services.tier)
+    app.state.opened = OpenedCheckpoints(services.tier, services.rotation.readers)
     app.state.planned = PlannedShards(services.tier)
     app.state.streams = Streams(services.tier)
     app.state.chunks = asyncio.Semaphore(uploads.CHUNKS_MAX)
-    for room in (runs, files, shards, uploads, operations, pages):
+    for room in (runs, retention, files, shards, uploads, operations, pages):
         app.include_router(room.router)
     problems.install(app)
     app.add_middleware(StallLimit)
+    app.add_middleware(HeldWhileSending)
     return app

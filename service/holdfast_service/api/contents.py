@@ -17,8 +17,10 @@ from holdfast_formats import naming, proof, rest
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchCheckpoint, NoSuchResource, NotCommitted
 from holdfast_formats.layout import natural_key
 from holdfast_formats.manifest import Manifest
+from holdfast_service.control.readers import Readers
 from holdfast_service.storage import Tier
 
+from .reading import hold
 from .services import Services
 
 OPENED_MAX = 8  # manifests kept decoded; one of 100 000 tensors takes about 100 MB
@@ -61,8 +63,9 @@ class Contents:
 class OpenedCheckpoints:
     """The decoded manifests, newest use last. COMMIT is read again each time, so a replaced checkpoint is never mixed up."""
 
-    def __init__(self, tier: Tier) -> None:
-        self._tier = tier
+    def __init__(self, tier: Tier, readers: Readers) -> None:
+        """Who opens a checkpoint is one of its `readers` from then on: see `reading`."""
+        self._tier, self._readers = tier, readers
         self._held: OrderedDict[bytes, Contents] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -83,7 +86,9 @@ class OpenedCheckpoints:
         return contents
 
     def commit_bytes(self, run: str, step: int) -> bytes:
+        """COMMIT as it lies on storage now. It comes before everything else (I5), so here reading begins."""
         directory = naming.checkpoint_path(run, step)
+        hold(self._readers, run, step)
         try:
             return self._tier.read(f"{directory}/{naming.COMMIT}")
         except NoSuchResource as error:

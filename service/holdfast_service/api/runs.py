@@ -31,8 +31,3 @@ def list_checkpoints(services: Wired, run: str, cursor: Cursor = None, limit: Li
 @router.get("/runs/{run}/checkpoints/{step}", summary="One checkpoint, by step or as `latest`")
 def get_checkpoint(services: Wired, run: str, step: str) -> rest.Checkpoint:
     return contents.find(services, run, step)
-
-
-@router.delete("/runs/{run}/checkpoints/{step}", status_code=204, summary="Remove a checkpoint; 409 when it is pinned")
-def remove_checkpoint(services: Wired, run: str, step: int) -> None:
-    services.remove(run, services.catalog.checkpoint(run, step).step)

@@ -11,6 +11,7 @@ from fastapi import Depends, Query, Request
 
 from holdfast_formats import rest
 from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.rotation import Rotation
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.storage import Tier
 
@@ -30,7 +31,7 @@ class Services:
     root: str
     version: str
     node: Callable[[], rest.Node]
-    remove: Callable[[str, int], None]
+    rotation: Rotation
     files_root: Path | None = None
     remote: RemoteRanks | None = None
     restore_bytes: Callable[[], Mapping[str, int]] = dict

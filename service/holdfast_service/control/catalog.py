@@ -263,6 +263,12 @@ class Catalog:
             counted = session.execute(select(RoundRow.state, func.count()).group_by(RoundRow.state)).all()
         return dict.fromkeys(ROUND_STATES, 0) | {state: count for state, count in counted}
 
+    def failure_counts(self) -> dict[str, int]:
+        """How many rounds ended without a checkpoint, by the code of what ended them."""
+        counted = select(RoundRow.code, func.count()).where(RoundRow.code.is_not(None)).group_by(RoundRow.code)
+        with self._read() as session:
+            return {str(code): count for code, count in session.execute(counted)}
+
     @contextmanager
     def _read(self) -> Iterator[Session]:
         with _translated(), Session(self._reading) as session:

@@ -21,7 +21,7 @@ def publish(tier: Tier, plan: Plan, created: str) -> Manifest:
     """
     staging = naming.staging_path(plan.run, plan.step, plan.attempt)
     receipts = _read_receipts(tier, staging)
-    small = [_put(tier, staging, naming.index_file_name(group), _index(plan, group)) for group in plan.groups]
+    small = [_put(tier, staging, naming.index_file_name(group), encode_index(plan, group)) for group in plan.groups]
     small.append(_put(tier, staging, naming.STATE, plan.state))
     made = compose(plan, receipts, small, created)
     encoded = manifest.encode(made)
@@ -86,7 +86,8 @@ def _read_receipts(tier: Tier, staging: str) -> list[Receipt]:
     return [decode_receipt(tier.read(f"{staging}/{naming.RECEIPTS}/{name}")) for name in names]
 
 
-def _index(plan: Plan, group: str) -> bytes:
+def encode_index(plan: Plan, group: str) -> bytes:
+    """A group's index file."""
     return index.encode(file.layout for file in plan.files if file.layout.group == group)
 
 

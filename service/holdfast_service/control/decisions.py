@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from typing import Literal
 
 from holdfast_formats import naming, rest
-from holdfast_formats.errors import CheckpointError, GenerationDropped, NoSuchCheckpoint, NotFound, Pinned, StorageFailed
+from holdfast_formats.errors import CheckpointError, Damaged, GenerationDropped, NotFound, StorageFailed
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.plan import Plan
 from holdfast_formats.table import SlotTable
 from holdfast_service.storage import Tier
 
-from . import commit, planner, removal, retention, roots
+from . import commit, planner, removal, roots
+from .admission import Admission
 from .catalog import Catalog
+from .readers import Readers
+from .rotation import Rotation
+from .run_files import RunFiles
 
 log = logging.getLogger(__name__)
+
+RESTORE_MAX_S = 3600.0  # a launch that has restored and neither saved nor parted since reads no longer than this
 
 
 def utc_now() -> str:
@@ -32,6 +39,15 @@ class Decisions:
         self._tier = tier
         self._catalog = catalog
         self._keep_last = keep_last
+        self._files = RunFiles(tier)
+        self.readers = Readers()
+        self.rotation = Rotation(tier, catalog, (self._files, self.readers))
+        self._admission = Admission(tier, catalog, (self._files, self.rotation))
+        self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
+
+    def close(self) -> None:
+        """Remove what is due, stop."""
+        self.rotation.close()
 
     def recover(self, adopt: Callable[[], Collection[int]] = tuple) -> None:
         """At start: sweep what no commit ever published, make the catalog say what the directories say, end old rounds.
@@ -49,10 +65,16 @@ class Decisions:
         """The attempt number of this launch; the first rank of a launch declares it."""
         naming.check_run(run)
         attempt = self._catalog.declare_attempt(run, launch, world, utc_now())
-        wanted = keep_last if keep_last is not None else self._catalog.keep_last(run) or self._keep_last
-        if wanted != self._catalog.keep_last(run):
-            self._catalog.set_keep_last(run, wanted)
-            roots.write_keep_last(self._tier, run, wanted)
+        try:
+            before = self._files.read(run)
+            wanted = keep_last if keep_last is not None else before.keep_last or self._keep_last
+            file = self._files.change(run, lambda file: file.model_copy(update={"keep_last": wanted}))
+            if file.policy is not None and keep_last not in (None, file.policy.last):
+                log.info("%s: keep_last=%s of the trainer gives way to the run's policy", run, keep_last)
+            if self._catalog.keep_last(run) != file.in_force.last:
+                self._catalog.set_keep_last(run, file.in_force.last)
+        except Damaged as error:  # training goes on; nothing of the run is removed until its file is mended
+            log.error("%s", error)
         return attempt
 
     def begin(self, run: str, step: int, attempt: int, world: int) -> int:
@@ -76,6 +98,10 @@ class Decisions:
     def plan(self, tables: Sequence[SlotTable]) -> Plan:
         return planner.plan(tables)
 
+    def admit(self, plan: Plan) -> None:
+        """Whether what is planned fits; `QuotaExceeded` or `NoSpace` with the numbers, before a byte of it is written."""
+        self._admission.admit(plan)
+
     def commit(self, round_id: int, plan: Plan) -> Manifest:
         """Publish, then record; when this returns the checkpoint may be announced.
 
@@ -92,6 +118,7 @@ class Decisions:
             self._catalog.end_round(round_id, "committed", utc_now())
         except CheckpointError as error:
             log.error("%s@%s is committed, but the catalog does not know: %s", made.run, made.step, error.detail)
+        self.parted(made.run, made.attempt)  # what all ranks have saved anew, all of them have restored
         return made
 
     def abort(self, round_id: int, error: CheckpointError, staging: str | None) -> None:
@@ -109,44 +136,31 @@ class Decisions:
         known, answer = self._catalog.asked(run, attempt, turn)
         if known:
             return answer
-        listed = {checkpoint.step for checkpoint in self._all_checkpoints(run)}
+        listed = {checkpoint.step for checkpoint in roots.all_checkpoints(self._catalog, run)}
         if listed != set(roots.committed(self._tier, run)):
             roots.reconcile(self._tier, self._catalog)
         if step is None:
             step = self._catalog.newest(run, groups)
         else:
             self._catalog.checkpoint(run, step)
-        return self._catalog.answer(run, attempt, turn, step)
+        chosen = self._catalog.answer(run, attempt, turn, step)
+        if chosen is not None:
+            self.parted(run, attempt)
+            self._restored[run, attempt] = chosen
+            self.readers.hold(run, chosen, f"attempt {attempt}", RESTORE_MAX_S)
+        return chosen
+
+    def reading(self, run: str, step: int) -> AbstractContextManager[None]:
+        """Nothing removes the checkpoint while the block reads it; `NoSuchCheckpoint` for one that is being removed."""
+        return self.readers.reading(run, step, "the daemon")
 
     def verified(self, run: str, step: int) -> None:
         """A checkpoint was read back and found sound; only now may older ones go (I10)."""
         self._catalog.mark_verified(run, step)
-        pins = roots.read_run_file(self._tier, run).pins
-        kept = [retention.Kept(c.step, c.verified, c.step in pins) for c in self._all_checkpoints(run)]
-        for decision in retention.decide(kept, retention.Policy(self._catalog.keep_last(run))):
-            if not decision.keep:
-                log.info("removing %s@%s: %s", run, decision.step, decision.reason)
-                self.remove(run, decision.step)
+        self.rotation.due(run)
 
-    def remove(self, run: str, step: int) -> None:
-        """Remove a checkpoint for good (I4); `NoSuchCheckpoint` when it is not there, `Pinned` when it is pinned."""
-        self._catalog.checkpoint(run, step)
-        if step in roots.read_run_file(self._tier, run).pins:
-            raise Pinned(f"{run}@{step} is pinned", hint="remove the pin first")
-        try:
-            left = removal.remove_checkpoint(self._tier, run, step)
-        except NoSuchCheckpoint:
-            log.info("%s@%s was gone already", run, step)
-        else:
-            if left is not None:
-                log.warning("bytes of %s@%s stay in trash until the next start: %s", run, step, left.detail)
-        self._catalog.forget_checkpoint(run, step)
-
-    def _all_checkpoints(self, run: str) -> list[rest.Checkpoint]:
-        found, cursor = [], None
-        while True:
-            page = self._catalog.checkpoints(run, cursor, 1000)
-            found += page.items
-            if page.next is None:
-                return found
-            cursor = page.next
+    def parted(self, run: str, attempt: int) -> None:
+        """The ranks of this attempt read what they restored no more."""
+        step = self._restored.pop((run, attempt), None)
+        if step is not None:
+            self.readers.release(run, step, f"attempt {attempt}")

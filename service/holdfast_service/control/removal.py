@@ -7,6 +7,7 @@ from itertools import count
 
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, NoSuchCheckpoint, NoSuchResource
+from holdfast_formats.manifest import Manifest
 from holdfast_service.storage import Tier
 
 # Also what begins like them is known: SQLite keeps files beside its own.
@@ -20,6 +21,11 @@ def remove_checkpoint(tier: Tier, run: str, step: int) -> CheckpointError | None
     Raises `NoSuchCheckpoint` when it is not there. Returns None, or the failure that left bytes of it in trash/ for the
     next sweep to remove: the checkpoint is gone in both cases. Pins are the caller's to look at.
     """
+    return unlink(tier, discard(tier, run, step))
+
+
+def discard(tier: Tier, run: str, step: int) -> str:
+    """The first half of a removal: rename to trash/, durably, and return where to; `NoSuchCheckpoint` when it is gone."""
     source = naming.checkpoint_path(run, step)
     for name in _trash_names(step):
         target = f"{run}/{naming.TRASH}/{name}"
@@ -31,12 +37,23 @@ def remove_checkpoint(tier: Tier, run: str, step: int) -> CheckpointError | None
             raise NoSuchCheckpoint(
                 f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them"
             ) from error
-        break
+        return target
+    raise AssertionError("there is always a next name")
+
+
+def unlink(tier: Tier, trashed: str) -> CheckpointError | None:
+    """The second half: free the bytes of what `discard` returned, or return the failure that left them to the next sweep."""
     try:
-        tier.remove_tree(target)
+        tier.remove_tree(trashed)
     except CheckpointError as error:
         return error
     return None
+
+
+def foreign_files(tier: Tier, made: Manifest) -> list[str]:
+    """Names inside a checkpoint's directory that its manifest does not know: somebody else's, so it is not removed."""
+    known = {naming.COMMIT, naming.MANIFEST, *(file.name for file in made.files)}
+    return [name for name in tier.list(naming.checkpoint_path(made.run, made.step)) if name not in known]
 
 
 def sweep(tier: Tier) -> list[str]:

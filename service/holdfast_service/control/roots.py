@@ -1,10 +1,8 @@
-"""Reading a root: its runs, their checkpoints and run files. The directory is the truth, and the catalog is told of it."""
+"""Reading a root: its runs and their checkpoints. The directory is the truth, and the catalog is told of it."""
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from holdfast_formats import manifest, naming, rest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, NoSuchCheckpoint, NotCommitted
@@ -12,21 +10,10 @@ from holdfast_formats.manifest import Manifest
 from holdfast_service.storage import Tier
 
 from .catalog import PAGE_ITEMS_MAX, Catalog
+from .run_files import read_run_file
 
-RUN_FILE_FORMAT = 1
-RUN_FILE_BYTES_MAX = 2**20
 COMMIT_BYTES_MAX = 2**16
 MANIFEST_BYTES_MAX = 2**31
-_Step = Annotated[int, msgspec.Meta(ge=0, le=naming.STEP_MAX)]
-
-
-class RunFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """run.json, the only mutable file of a run: how many checkpoints retention keeps, pinned steps, steps by label."""
-
-    format: int = RUN_FILE_FORMAT
-    keep_last: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
-    pins: list[_Step] = []
-    labels: dict[str, list[_Step]] = {}
 
 
 class Problem(NamedTuple):
@@ -75,31 +62,6 @@ def load_manifest(tier: Tier, run: str, step: int) -> Manifest:
     return made
 
 
-def read_run_file(tier: Tier, run: str) -> RunFile:
-    """What run.json says, the defaults where there is none; `CorruptManifest` when it cannot be read."""
-    path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
-    if tier.size(path) is None:
-        return RunFile()
-    try:
-        read = msgspec.json.decode(_read_bounded(tier, path, RUN_FILE_BYTES_MAX), type=RunFile)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _bad_run_file(path, str(error)) from error
-    if read.format != RUN_FILE_FORMAT:
-        raise _bad_run_file(path, f"format {read.format} is not {RUN_FILE_FORMAT}")
-    return read
-
-
-def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
-    """Replace run.json, atomically and durably."""
-    encoded = msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
-    tier.replace(f"{naming.check_run(run)}/{naming.RUN_FILE}", encoded)
-
-
-def write_keep_last(tier: Tier, run: str, keep_last: int | None) -> None:
-    """Change how many checkpoints run.json says to keep; pins and labels stay."""
-    write_run_file(tier, run, msgspec.structs.replace(read_run_file(tier, run), keep_last=keep_last))
-
-
 def reconcile(tier: Tier, catalog: Catalog) -> list[Problem]:
     """Make the catalog say what the directories say; return what is on disk but cannot be listed.
 
@@ -112,7 +74,7 @@ def reconcile(tier: Tier, catalog: Catalog) -> list[Problem]:
     for run in found:
         problems += _reconcile_run(tier, catalog, run)
     for run in set(_all_runs(catalog)) - set(found):
-        for listed in _all_checkpoints(catalog, run):
+        for listed in all_checkpoints(catalog, run):
             catalog.forget_checkpoint(run, listed.step)
     return problems
 
@@ -122,11 +84,11 @@ def _reconcile_run(tier: Tier, catalog: Catalog, run: str) -> list[Problem]:
     keep_last = catalog.keep_last(run)
     try:
         if tier.size(f"{run}/{naming.RUN_FILE}") is not None:
-            keep_last = read_run_file(tier, run).keep_last
+            keep_last = read_run_file(tier, run).in_force.last
     except CheckpointError as error:
         problems.append(Problem(run, None, error))
     catalog.set_keep_last(run, keep_last)
-    listed = {checkpoint.step: checkpoint for checkpoint in _all_checkpoints(catalog, run)}
+    listed = {checkpoint.step: checkpoint for checkpoint in all_checkpoints(catalog, run)}
     for step in _steps(tier, run):
         try:
             there = rest.describe(load_manifest(tier, run, step))
@@ -157,7 +119,8 @@ def _all_runs(catalog: Catalog) -> list[str]:
             return names
 
 
-def _all_checkpoints(catalog: Catalog, run: str) -> list[rest.Checkpoint]:
+def all_checkpoints(catalog: Catalog, run: str) -> list[rest.Checkpoint]:
+    """Every checkpoint that the catalog lists of a run, newest step first."""
     items: list[rest.Checkpoint] = []
     cursor = None
     while True:
@@ -175,11 +138,3 @@ def _read_bounded(tier: Tier, path: str, bytes_max: int) -> bytes:
             f"{path} is over the limit of {bytes_max} bytes", hint="it cannot be a file of ours", file=path
         )
     return data
-
-
-def _bad_run_file(path: str, why: str) -> CorruptManifest:
-    return CorruptManifest(
-        f"{path} cannot be read: {why}",
-        hint="mend or remove it; a new one has no pins, labels or limit",
-        file=naming.RUN_FILE,
-    )

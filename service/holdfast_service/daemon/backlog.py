@@ -88,6 +88,7 @@ class Backlog:
         plan = self._decisions.plan([sealed.table for sealed in current.sealed.values()])
         planned = time.monotonic()
         self._tier.remove_tree(staging)
+        self._decisions.admit(plan)
         write(self._tier, plan, staging, {rank: s.data for rank, s in current.sealed.items()}, self._node)
         written = time.monotonic()
         made = self._decisions.commit(current.id, plan)

@@ -50,7 +50,8 @@ class Checks:
 
     def _check(self, made: Manifest) -> None:
         try:
-            verify(self._tier, naming.checkpoint_path(made.run, made.step))
+            with self._decisions.reading(made.run, made.step):
+                verify(self._tier, naming.checkpoint_path(made.run, made.step))
             self._decisions.verified(made.run, made.step)
         except Damaged as error:
             log.error("%s@%s is damaged right after its commit: %s", made.run, made.step, error.detail)

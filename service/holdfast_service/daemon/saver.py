@@ -171,6 +171,7 @@ class Saver:
             present.discard(who)
             if not present:
                 self._present.pop((who.run, who.attempt), None)
+                self._decisions.parted(who.run, who.attempt)
             for current in [r for k, r in self._open.items() if (k.run, k.attempt) == (who.run, who.attempt)]:
                 back = any(other.rank == who.rank for other in present)
                 if current.participants.get(who.rank) is who and who.rank not in current.sealed:

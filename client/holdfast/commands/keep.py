@@ -1,0 +1,164 @@
+"""`holdfast keep`: what a run keeps, and why."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.text import Text
+
+from holdfast import console, retention
+from holdfast.api import Api
+from holdfast.config import default_url
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.retention import Best, Preview, RetentionPolicy
+
+from .options import AsJson, Url
+
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_MEASURE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.")]
+Last = Annotated[int | None, typer.Option("--last", metavar="N", help="The newest N.")]
+EverySteps = Annotated[int | None, typer.Option("--every-steps", metavar="N", help="Steps that are multiples of N.")]
+StepsApart = Annotated[int | None, typer.Option("--steps-apart", metavar="N", help="One after every N steps at least.")]
+Every = Annotated[
+    str | None, typer.Option("--every", metavar="TIME", help="One after every 30s, 10min, 6h, 1d, 2w at least.")
+]
+Within = Annotated[str | None, typer.Option("--within", metavar="TIME", help="Those committed in the last 6h, 3d, …")]
+BestBy = Annotated[
+    list[str] | None,
+    typer.Option("--best", metavar="METRIC:N[:max]", help="The N with the lowest (or highest) metric; several times."),
+]
+Steps = Annotated[list[int] | None, typer.Option("--step", metavar="STEP", help="This step; several times.")]
+Quota = Annotated[str | None, typer.Option("--quota", metavar="BYTES", help="Refuse saves beyond this, such as 2TB.")]
+KeepAll = Annotated[bool, typer.Option("--all", help="Everything: no rule.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be kept and removed, and why.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def keep(  # noqa: PLR0913 — one option a rule
+    run: Run,
+    last: Last = None,
+    every_steps: EverySteps = None,
+    steps_apart: StepsApart = None,
+    every: Every = None,
+    within: Within = None,
+    best: BestBy = None,
+    step: Steps = None,
+    quota: Quota = None,
+    keep_all: KeepAll = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Set what a run keeps, or show it. A checkpoint stays when any rule, a pin or a label keeps it.
+
+    The rules given replace those that were set. Without any, the present ones and their verdicts are shown. What is not
+    verified yet takes nobody's place, and the newest verified checkpoint always stays.
+    """
+    with console.reporting(as_json):
+        rules = {
+            "last": last,
+            "every_steps": every_steps,
+            "steps_apart": steps_apart,
+            "every_seconds": parse_duration(every),
+            "within_seconds": parse_duration(within),
+            "best": [parse_best(text) for text in best or []] or None,
+            "steps": step,
+            "quota_bytes": parse_bytes(quota),
+        }
+        given = {name: value for name, value in rules.items() if value is not None}
+        if keep_all and given.keys() - {"quota_bytes"}:
+            raise InvalidRequest("--all keeps everything: no other rule goes with it")
+        with Api(url or default_url()) as api:
+            changes = bool(given or keep_all) and not dry_run
+            if changes:
+                shown = _change(api, run, _policy(given), (yes, as_json))
+            else:
+                shown = retention.preview(api, run, _policy(given) if given or keep_all else None)
+    if as_json:
+        console.print_json({"changed": changes, **shown.model_dump()})
+    elif changes:
+        console.out().print(Text.assemble(("set  ", "green"), _said(shown)))
+    else:
+        show(shown)
+
+
+def _change(api: Api, run: str, wanted: RetentionPolicy, how: tuple[bool, bool]) -> Preview:
+    """Set the policy, after asking if anything goes; nobody else's change in between is lost."""
+    yes, as_json = how
+    before = retention.policy(api, run)
+    foreseen = retention.preview(api, run, wanted)
+    if not yes and any(not verdict.keep for verdict in foreseen.verdicts):
+        if as_json:
+            raise InvalidRequest("nothing was changed: checkpoints would be removed; with --json, --yes has to be given")
+        show(foreseen)
+        typer.confirm(f"Remove them from {api.url}, now and whenever the rules say so?", abort=True, err=True)
+    return retention.set_policy(api, run, wanted, before.tag)
+
+
+def show(preview: Preview) -> None:
+    """A table of verdicts with their reasons."""
+    out = console.out()
+    table = console.table("STEP", "VERDICT", "AGE", "BYTES", "WHY", right=("STEP", "BYTES"))
+    for verdict in preview.verdicts:
+        kept = Text("keep", "green") if verdict.keep else Text("remove", "red")
+        size = console.human_bytes(verdict.bytes)
+        table.add_row(str(verdict.step), kept, console.human_age(verdict.created), size, Text("; ".join(verdict.reasons)))
+    out.print(table)
+    out.print(_said(preview), markup=False)
+
+
+def _said(preview: Preview) -> str:
+    kept = sum(verdict.keep for verdict in preview.verdicts)
+    removed = len(preview.verdicts) - kept
+    rules = ", ".join(f"{k} {v}" for k, v in preview.policy.model_dump(exclude_defaults=True).items()) or "everything"
+    sizes = console.human_bytes(preview.bytes_kept), console.human_bytes(preview.bytes_removed)
+    return f"kept: {kept} ({sizes[0]}), removed: {removed} ({sizes[1]}); the rules: {rules}"
+
+
+def _policy(rules: dict[str, Any]) -> RetentionPolicy:
+    try:
+        return RetentionPolicy.model_validate(rules)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidRequest(
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", hint="see holdfast keep --help"
+        ) from error
+
+
+def parse_duration(text: str | None) -> float | None:
+    """6h -> 21600 seconds; `InvalidRequest` without a unit."""
+    if text is None:
+        return None
+    match = _MEASURE.fullmatch(text.strip())
+    if match is None or match[2] not in _SECONDS:
+        raise InvalidRequest(f"{text!r} is not a time", hint=f"a number and one of {', '.join(_SECONDS)}, such as 6h")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_bytes(text: str | None) -> int | None:
+    """2TB -> 2 * 10**12, 2TiB -> 2 * 2**40; `InvalidRequest` for another unit."""
+    if text is None:
+        return None
+    match = _MEASURE.fullmatch(text.strip())
+    if match is None or match[2].upper() not in _BYTES:
+        raise InvalidRequest(f"{text!r} is not a number of bytes", hint="such as 500GB, 2TB or 2TiB")
+    return int(float(match[1]) * _BYTES[match[2].upper()])
+
+
+def parse_best(text: str) -> Best:
+    """loss:3 -> the three lowest, accuracy:2:max -> the two highest; a metric's name may have colons itself."""
+    match = re.fullmatch(r"(.+?):(\d+)(?::(min|max))?", text)
+    try:
+        if match is None:
+            raise ValueError
+        return Best(metric=match[1], count=int(match[2]), mode="max" if match[3] == "max" else "min")
+    except ValueError as error:  # also what pydantic raises
+        raise InvalidRequest(f"{text!r} is not METRIC:N or METRIC:N:max", hint="such as loss:3 or accuracy:2:max") from error

@@ -1,0 +1,59 @@
+"""`holdfast pin`, `unpin` and `label`: checkpoints that nothing removes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from holdfast import console, retention
+from holdfast.api import Api
+from holdfast.config import default_url
+from holdfast.library import parse_target
+from holdfast_formats.errors import InvalidRequest
+
+from .options import AsJson, Url
+
+Checkpoint = Annotated[str, typer.Argument(metavar="RUN@STEP", help="The checkpoint; its step has to be named.")]
+Label = Annotated[str, typer.Argument(metavar="LABEL", help="Letters, digits and . _ -; several checkpoints may have it.")]
+Remove = Annotated[bool, typer.Option("--remove", help="Take the label away.")]
+
+
+def pin(checkpoint: Checkpoint, url: Url = None, as_json: AsJson = False) -> None:
+    """Pin a checkpoint: nothing removes it until it is unpinned."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        run, step = named(checkpoint)
+        retention.pin(api, run, step)
+    _print({"run": run, "step": step, "pinned": True}, f"pinned {run}@{step}", as_json)
+
+
+def unpin(checkpoint: Checkpoint, url: Url = None, as_json: AsJson = False) -> None:
+    """Take a pin away: from then on the run's rules decide."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        run, step = named(checkpoint)
+        retention.unpin(api, run, step)
+    _print({"run": run, "step": step, "pinned": False}, f"unpinned {run}@{step}", as_json)
+
+
+def label(checkpoint: Checkpoint, label: Label, remove: Remove = False, url: Url = None, as_json: AsJson = False) -> None:
+    """Label a checkpoint: nothing removes it while it has one."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        run, step = named(checkpoint)
+        (retention.unlabel if remove else retention.label)(api, run, step, label)
+    told = f"took {label} away from {run}@{step}" if remove else f"labelled {run}@{step} {label}"
+    _print({"run": run, "step": step, "label": label, "removed": remove}, told, as_json)
+
+
+def named(checkpoint: str) -> tuple[str, int]:
+    """RUN@STEP -> both; `InvalidRequest` where the step would have to be guessed."""
+    target = parse_target(checkpoint)
+    if target.step is None:
+        raise InvalidRequest(f"{checkpoint!r} names no step", hint="give RUN@STEP: what is kept or removed is never guessed")
+    return target.run, target.step
+
+
+def _print(result: dict[str, object], told: str, as_json: bool) -> None:
+    if as_json:
+        console.print_json(result)
+    else:
+        console.out().print(told, markup=False)

@@ -1,0 +1,93 @@
+"""Routes: what a run keeps. Its policy, which is changed with If-Match; previews; pins, labels and removal."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Header, Query
+from starlette.responses import JSONResponse, Response
+
+from holdfast_formats import rest
+from holdfast_formats.errors import PreconditionRequired
+from holdfast_formats.retention import Preview, RetentionPolicy, check_label
+from holdfast_service.control import run_files
+
+from . import delivery, problems
+from .services import Wired
+
+_CHECKPOINT = "/runs/{run}/checkpoints/{step}"
+
+router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSES)
+IfMatch = Annotated[str | None, Header(description="the ETag of the policy that was read; needed to change it")]
+IfNoneMatch = Annotated[str | None, Header(description="the ETag of the policy that is known already")]
+DryRun = Annotated[bool, Query(description="change nothing, only say what would happen")]
+Force = Annotated[Literal["newest-verified"] | None, Query(description="remove even the newest verified checkpoint")]
+
+
+@router.get("/runs/{run}/policy", summary="The policy in force", response_model=RetentionPolicy)
+def get_policy(services: Wired, run: str, if_none_match: IfNoneMatch = None) -> Response:
+    """Its ETag is what `If-Match` has to say to change it. Until one is set, it is the trainer's `keep_last`."""
+    file = services.rotation.file(run)
+    if delivery.not_modified(if_none_match, file.tag):
+        return Response(status_code=304, headers={"ETag": file.tag})
+    return JSONResponse(file.in_force.model_dump(), headers={"ETag": file.tag})
+
+
+@router.put("/runs/{run}/policy", summary="Set the policy; what it keeps and removes", response_model=Preview)
+def put_policy(
+    services: Wired, run: str, policy: RetentionPolicy, if_match: IfMatch = None, dry_run: DryRun = False
+) -> Response:
+    """428 without `If-Match`, 412 when the policy has been changed since. `dry_run` changes nothing, and needs none."""
+    rotation = services.rotation
+    if dry_run:
+        file = rotation.file(run)
+        if if_match is not None:
+            run_files.check_tag(file, if_match)
+        return JSONResponse(rotation.preview(run, policy).model_dump(), headers={"ETag": file.tag})
+    if if_match is None:
+        raise PreconditionRequired(
+            f"the policy of {run} can be changed only with If-Match",
+            hint=f"GET /v1/runs/{run}/policy, and give back its ETag",
+        )
+    preview = rotation.preview(run, policy)
+    file = rotation.set_policy(run, policy, if_match)
+    return JSONResponse(preview.model_dump(), headers={"ETag": file.tag})
+
+
+@router.get("/runs/{run}/retention", summary="What the policy in force keeps and removes, and why")
+def get_retention(services: Wired, run: str) -> Preview:
+    """All checkpoints of the run in one document: a verdict holds for the others beside it, at one moment."""
+    return services.rotation.preview(run)
+
+
+@router.put(f"{_CHECKPOINT}/pin", status_code=204, summary="Pin a checkpoint: nothing removes it")
+def put_pin(services: Wired, run: str, step: int) -> None:
+    services.rotation.mark(run, step, lambda file: run_files.pinned(file, step))
+
+
+@router.delete(f"{_CHECKPOINT}/pin", status_code=204, summary="Take the pin away")
+def delete_pin(services: Wired, run: str, step: int) -> None:
+    services.rotation.unmark(run, lambda file: run_files.unpinned(file, step))
+
+
+@router.put(f"{_CHECKPOINT}/labels/{{label}}", status_code=204, summary="Label a checkpoint: nothing removes it")
+def put_label(services: Wired, run: str, step: int, label: str) -> None:
+    check_label(label)
+    services.rotation.mark(run, step, lambda file: run_files.labelled(file, step, label))
+
+
+@router.delete(f"{_CHECKPOINT}/labels/{{label}}", status_code=204, summary="Take the label away")
+def delete_label(services: Wired, run: str, step: int, label: str) -> None:
+    services.rotation.unmark(run, lambda file: run_files.unlabelled(file, step, label))
+
+
+@router.delete(
+    _CHECKPOINT,
+    status_code=204,
+    summary="Remove a checkpoint",
+    responses={200: {"model": rest.Checkpoint, "description": "With `dry_run`: what would be removed"}},
+)
+def remove_checkpoint(services: Wired, run: str, step: int, force: Force = None, dry_run: DryRun = False) -> Response:
+    """409 when it is pinned, labelled, being read, or the newest verified one and `force` does not say so."""
+    found = services.rotation.remove(run, step, newest=force is not None, dry_run=dry_run)
+    return JSONResponse(found.model_dump()) if dry_run else Response(status_code=204)

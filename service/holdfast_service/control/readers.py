@@ -1,0 +1,91 @@
+"""Readers: which checkpoints are being read, so that nothing removes them meanwhile. Every hold ends by itself at some time.
+
+Who reads the bare directory is not known here: removal renames first, and what a reader has open stays readable.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+
+from holdfast_formats.errors import NoSuchCheckpoint
+
+READ_MAX_S = 86_400.0  # the longest that one reader may take
+LINGER_S = 60.0  # a reader that asks for one range after the other holds in between
+
+_Key = tuple[str, int]
+
+
+class Readers:
+    """The holds of all readers that this process knows. Thread-safe. `freed` hears the run of each hold that is released."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._holds: dict[_Key, dict[str, float]] = {}  # by reader: until when
+        self._removing: set[_Key] = set()
+        self._numbers = count()
+        self.freed: Callable[[str], None] = lambda run: None
+
+    def hold(self, run: str, step: int, who: str, seconds: float) -> None:
+        """Nothing removes the checkpoint for so long; again for the same `who` is a renewal.
+
+        Raises `NoSuchCheckpoint` for one that is being removed.
+        """
+        with self._lock:
+            if (run, step) in self._removing:
+                raise NoSuchCheckpoint(f"{run}@{step} is being removed", hint=f"holdfast ls {run} lists what there is")
+            self._holds.setdefault((run, step), {})[who] = self._clock() + seconds
+
+    def release(self, run: str, step: int, who: str) -> None:
+        """End a hold; does nothing for one that has ended."""
+        with self._lock:
+            held = self._holds.get((run, step), {})
+            if held.pop(who, None) is None:
+                return
+            if not held:
+                del self._holds[run, step]
+        self.freed(run)
+
+    @contextmanager
+    def reading(self, run: str, step: int, what: str, linger_s: float = 0.0) -> Iterator[None]:
+        """Hold a checkpoint for the length of a block, and for `linger_s` behind it; for `READ_MAX_S` at most."""
+        who = f"{what} {next(self._numbers)}"
+        self.hold(run, step, who, READ_MAX_S)
+        try:
+            yield
+        finally:
+            if linger_s:
+                with suppress(NoSuchCheckpoint):  # it took longer than a reader may
+                    self.hold(run, step, what, linger_s)
+            self.release(run, step, who)
+
+    def held(self, run: str) -> dict[int, float]:
+        """The steps of a run that are being read, and the seconds after which none of their holds is left."""
+        now = self._clock()
+        with self._lock:
+            for key in [key for key in self._holds if key[0] == run]:
+                left = {who: until for who, until in self._holds[key].items() if until > now}
+                if left:
+                    self._holds[key] = left
+                else:
+                    del self._holds[key]
+            return {key[1]: max(held.values()) - now for key, held in self._holds.items() if key[0] == run}
+
+    @contextmanager
+    def removing(self, run: str, step: int) -> Iterator[bool]:
+        """Whether nobody reads this checkpoint; then nobody begins to for the length of the block."""
+        with self._lock:
+            now = self._clock()
+            free = all(until <= now for until in self._holds.get((run, step), {}).values())
+            if free:
+                self._removing.add((run, step))
+        try:
+            yield free
+        finally:
+            if free:
+                with self._lock:
+                    self._removing.discard((run, step))

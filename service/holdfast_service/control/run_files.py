@@ -1,0 +1,142 @@
+"""run.json, the only mutable file of a run: its retention policy, pins and labels. FORMAT.md § 9 states it."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CorruptManifest, LimitExceeded, PreconditionFailed
+from holdfast_formats.retention import COUNT_MAX, STEPS_MAX, RetentionPolicy, Step
+from holdfast_service.storage import Tier
+
+RUN_FILE_BYTES_MAX = 2**20
+LABELS_MAX = 1000
+ANY_TAG = "*"  # If-Match: whatever is there now
+
+
+class RunFile(BaseModel):
+    """What run.json says. `keep_last` is what the trainer asked for, and counts while nobody has set a policy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[1] = 1
+    keep_last: Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)] | None = None
+    pins: tuple[Step, ...] = ()
+    labels: dict[str, tuple[Step, ...]] = {}
+    policy: RetentionPolicy | None = None
+
+    @property
+    def in_force(self) -> RetentionPolicy:
+        """The policy that holds: the one that was set, else the trainer's `keep_last`."""
+        if self.policy is not None:
+            return self.policy
+        return RetentionPolicy(last=None if self.keep_last is None else min(self.keep_last, COUNT_MAX))
+
+    @property
+    def tag(self) -> str:
+        """The strong validator (ETag) of the policy that holds."""
+        stated = f"{self.policy is not None}{self.in_force.model_dump_json()}"
+        return f'"{hashlib.sha256(stated.encode()).hexdigest()[:32]}"'
+
+    def labels_of(self, step: int) -> tuple[str, ...]:
+        return tuple(sorted(label for label, steps in self.labels.items() if step in steps))
+
+
+def read_run_file(tier: Tier, run: str) -> RunFile:
+    """What run.json says, the defaults where there is none; `CorruptManifest` when it cannot be read."""
+    path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
+    if tier.size(path) is None:
+        return RunFile()
+    data = tier.read(path, 0, RUN_FILE_BYTES_MAX + 1)
+    if len(data) > RUN_FILE_BYTES_MAX:
+        raise _unreadable(path, f"it is over the limit of {RUN_FILE_BYTES_MAX} bytes")
+    try:
+        return RunFile.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _unreadable(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
+    """Replace run.json, atomically and durably; `LimitExceeded` for more marks than it may hold."""
+    path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
+    marks = max(len(file.pins), sum(map(len, file.labels.values())))
+    encoded = file.model_dump_json(indent=1).encode() + b"\n"
+    if marks > STEPS_MAX or len(file.labels) > LABELS_MAX or len(encoded) > RUN_FILE_BYTES_MAX:
+        raise LimitExceeded(
+            f"{path} would hold {marks} marks and {len(file.labels)} labels in {len(encoded)} bytes",
+            hint=f"at most {STEPS_MAX} pins or labelled steps, {LABELS_MAX} labels, {RUN_FILE_BYTES_MAX} bytes: remove some",
+        )
+    tier.replace(path, encoded)
+
+
+class RunFiles:
+    """The run files of a root. Every change reads and replaces under one lock, so that none is lost."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._lock = threading.Lock()
+
+    def read(self, run: str) -> RunFile:
+        return read_run_file(self._tier, run)
+
+    def change(self, run: str, act: Callable[[RunFile], RunFile]) -> RunFile:
+        """Replace the run's file by what `act` makes of it; a change that changes nothing writes nothing."""
+        with self._lock:
+            before = self.read(run)
+            after = act(before)
+            if after != before:
+                write_run_file(self._tier, run, after)
+            return after
+
+    def set_policy(self, run: str, policy: RetentionPolicy, tag: str) -> RunFile:
+        """Set the run's policy if `tag` is the validator of the one in force; else `PreconditionFailed`."""
+
+        def act(before: RunFile) -> RunFile:
+            check_tag(before, tag)
+            return before.model_copy(update={"policy": policy})
+
+        return self.change(run, act)
+
+
+def check_tag(file: RunFile, header: str) -> None:
+    """`PreconditionFailed` unless an If-Match header names the policy in force (RFC 9110 § 13.1.1)."""
+    tags = [tag.strip() for tag in header.split(",")]
+    if ANY_TAG not in tags and file.tag not in tags:
+        raise PreconditionFailed(
+            "the policy has been changed since it was read",
+            hint="read it again, then decide; its ETag is what If-Match has to say",
+            etag=file.tag,
+        )
+
+
+def pinned(file: RunFile, step: int) -> RunFile:
+    return file.model_copy(update={"pins": tuple(sorted({*file.pins, step}))})
+
+
+def unpinned(file: RunFile, step: int) -> RunFile:
+    return file.model_copy(update={"pins": tuple(s for s in file.pins if s != step)})
+
+
+def labelled(file: RunFile, step: int, label: str) -> RunFile:
+    steps = tuple(sorted({*file.labels.get(label, ()), step}))
+    return file.model_copy(update={"labels": {**file.labels, label: steps}})
+
+
+def unlabelled(file: RunFile, step: int, label: str) -> RunFile:
+    left = tuple(s for s in file.labels.get(label, ()) if s != step)
+    others = {name: steps for name, steps in file.labels.items() if name != label}
+    return file.model_copy(update={"labels": {**others, label: left} if left else others})
+
+
+def _unreadable(path: str, why: str) -> CorruptManifest:
+    return CorruptManifest(
+        f"{path} cannot be read: {why}",
+        hint="mend or remove it; a new one has no pins, labels or policy",
+        file=naming.RUN_FILE,
+    )

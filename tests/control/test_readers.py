@@ -1,0 +1,75 @@
+"""Readers hold what they read, for a bounded time, against every removal."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_formats.errors import NoSuchCheckpoint
+from holdfast_service.control.readers import READ_MAX_S, Readers
+
+
+class Clock:
+    """A clock that a test turns."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def free(readers: Readers, step: int = 5) -> bool:
+    with readers.removing("run", step) as free:
+        return free
+
+
+def test_a_reader_holds_for_the_length_of_its_block_and_a_while() -> None:
+    """Inside the block, and for what it lingers, nothing removes the checkpoint; its neighbours are not held."""
+    clock = Clock()
+    readers = Readers(clock)
+    with readers.reading("run", 5, "HTTP", linger_s=60), readers.reading("run", 7, "the daemon"):
+        assert not free(readers) and free(readers, 6)
+        assert set(readers.held("run")) == {5, 7}
+    assert readers.held("run") == {5: 60.0}
+    assert not free(readers) and free(readers, 7)
+    clock.now += 60
+    assert free(readers)
+    assert readers.held("run") == readers.held("other") == {}
+
+
+def test_a_hold_is_renewed_and_bounded() -> None:
+    """The same reader again holds for longer; a block that never ends holds for a day and no more."""
+    clock = Clock()
+    readers = Readers(clock)
+    readers.hold("run", 5, "me", 10)
+    clock.now += 9
+    readers.hold("run", 5, "me", 10)
+    clock.now += 9
+    assert not free(readers)
+    readers.release("run", 5, "me")
+    readers.release("run", 5, "me")
+    assert free(readers)
+    with readers.reading("run", 5, "slow"):
+        clock.now += READ_MAX_S
+        assert free(readers)
+
+
+def test_what_is_being_removed_is_not_read_any_more() -> None:
+    """Who comes while a removal is under way is told so, and not handed half a checkpoint."""
+    readers = Readers(Clock())
+    with readers.removing("run", 5) as free_now:
+        assert free_now
+        with pytest.raises(NoSuchCheckpoint, match="run@5"):
+            readers.hold("run", 5, "late", 1)
+        readers.hold("run", 6, "another", 1)
+    readers.hold("run", 5, "in time", 1)
+
+
+def test_the_end_of_a_hold_is_told() -> None:
+    """Every release names its run; one that ends by itself is not told."""
+    readers = Readers(Clock())
+    told: list[str] = []
+    readers.freed = told.append
+    with readers.reading("a", 1, "x"), readers.reading("b", 1, "x"):
+        pass
+    readers.release("a", 1, "nobody")
+    assert told == ["b", "a"]

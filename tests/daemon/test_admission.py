@@ -1,0 +1,143 @@
+"""Admission: a save that cannot fit makes room as the policy allows, or is refused by name before a byte is written."""
+
+from __future__ import annotations
+
+import time
+
+from holdfast_formats import naming
+from holdfast_formats.retention import RetentionPolicy
+from holdfast_service.control import admission
+from holdfast_service.storage import MemoryTier
+from tests.daemon.saver_world import RUN, Rank, SaverWorld, saver_world
+
+
+class Counted(MemoryTier):
+    """A tier that knows which files were begun."""
+
+    def __init__(self, capacity_bytes: int = 2**40) -> None:
+        super().__init__(capacity_bytes)
+        self.created: list[str] = []
+
+    def create(self, path: str, size: int):  # type: ignore[no-untyped-def]
+        self.created.append(path)
+        return super().create(path, size)
+
+
+def save(world: SaverWorld, rank: Rank, step: int) -> dict | None:
+    """Save a step to its end: None once it is verified and rotated, else the problem that the ticket says."""
+    rank.outcomes.pop(step, None)
+    rank.save(step)
+    outcome = rank.wait(step)
+    if outcome.problem is None:
+        while not world.catalog.checkpoint(RUN, step).verified:
+            time.sleep(0.005)
+    assert world.decisions.rotation.settle()
+    return outcome.problem
+
+
+def grant(world: SaverWorld, **rules: object) -> None:
+    world.decisions.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
+
+
+def size_of(world: SaverWorld, step: int) -> int:
+    return world.catalog.checkpoint(RUN, step).bytes
+
+
+def test_a_save_over_the_quota_is_refused_early() -> None:
+    """The ticket says what is needed, used and granted; nothing was written; with more room the same step is saved."""
+    tier = Counted()
+    with saver_world(tier) as world:
+        (rank,) = world.launch(1)
+        assert save(world, rank, 1) is None
+        size = size_of(world, 1)
+        grant(world, last=5, quota_bytes=2 * size - 1)
+        tier.created.clear()
+        problem = save(world, rank, 2)
+        assert problem is not None
+        assert (problem["code"], problem["status"], problem["retryable"]) == ("quota-exceeded", 507, True)
+        assert (problem["used"], problem["quota"]) == (size, 2 * size - 1)
+        assert problem["needed"] == size
+        assert "holdfast keep r --dry-run" in problem["hint"]
+        assert tier.created == [] and tier.list(f"{RUN}/{naming.STAGING}") == []
+        assert world.catalog.failure_counts() == {"quota-exceeded": 1}
+        assert world.committed() == [1]
+        grant(world, last=5, quota_bytes=3 * size)
+        assert save(world, rank, 2) is None
+        assert world.committed() == [1, 2]
+
+
+def test_room_is_made_among_superseded_checkpoints() -> None:
+    """With room for two and a half checkpoints "last 2" goes on for ever; the newest verified one is there throughout."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        assert save(world, rank, 1) is None
+        grant(world, last=2, quota_bytes=size_of(world, 1) * 5 // 2)
+        for step in range(2, 6):
+            assert save(world, rank, step) is None
+            assert world.committed() == [step - 1, step]
+        assert world.decisions.rotation.removed["space"] == 3
+
+
+def test_the_newest_verified_makes_no_room() -> None:
+    """With room for one and a half checkpoints the one that is there stays, whatever would be kept afterwards (I10)."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        assert save(world, rank, 1) is None
+        grant(world, last=1, quota_bytes=size_of(world, 1) * 3 // 2)
+        problem = save(world, rank, 2)
+        assert problem is not None and problem["code"] == "quota-exceeded"
+        assert world.committed() == [1]
+
+
+def test_a_disk_that_has_no_room_is_refused_early() -> None:
+    """Free bytes are compared with the plan, some left for the catalog; what rules of any run let go is removed first."""
+    tier = Counted()
+    with saver_world(tier) as world:
+        (rank,) = world.launch(1)
+        for step in (1, 2, 3):
+            assert save(world, rank, step) is None
+        used = 2**40 - tier.free_bytes()
+        assert save(world, rank, 4) is None
+        tier._capacity_bytes = used + size_of(world, 4) + admission.SPARE_BYTES + 40_000
+        tier.created.clear()
+        problem = save(world, rank, 5)
+        assert problem is not None and problem["code"] == "no-space"
+        assert problem["needed"] > problem["free"] == tier.free_bytes()
+        assert tier.created == []
+        assert world.committed() == [1, 2, 3, 4]
+        tier._capacity_bytes += problem["needed"] - problem["free"] - size_of(world, 1)  # one more, once another has gone
+        grant(world, last=2)
+        tier.put("other/run.json", b"?")  # another run's broken file is no reason to refuse
+        assert save(world, rank, 5) is None
+        assert world.committed() == [4, 5]
+
+
+def test_an_unreadable_quota_refuses_no_save() -> None:
+    """A save is worth more than a limit that nobody can read; and nothing is removed without knowing what is pinned."""
+    with saver_world(keep_last=1) as world:
+        (rank,) = world.launch(1)
+        assert save(world, rank, 1) is None
+        world.tier.replace(f"{RUN}/{naming.RUN_FILE}", b"?")
+        for step in (2, 3):
+            assert save(world, rank, step) is None
+        assert world.committed() == [1, 2, 3]
+        (again,) = world.launch(1)
+        assert again.attempt == 2
+
+
+def test_what_a_launch_restored_is_held_until_it_saves_or_parts() -> None:
+    """The step that `restore()` was told stays while its ranks may read it, and not longer."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        for step in (1, 2):
+            assert save(world, rank, step) is None
+        readers = world.decisions.readers
+        for way in ("commits", "parts"):
+            (next_rank,) = world.launch(1)
+            assert world.decisions.choose(RUN, next_rank.attempt, 0, 1, ()) == 1
+            assert list(readers.held(RUN)) == [1]
+            if way == "commits":
+                assert save(world, next_rank, 3) is None
+            else:
+                next_rank.leave()
+            assert readers.held(RUN) == {}
