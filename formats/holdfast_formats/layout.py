@@ -19,6 +19,7 @@ from .tensors import TensorSpec
 FILE_BYTES_MAX = 5_000_000_000  # what Hugging Face cuts at, in decimal gigabytes
 EXTENT_BYTES_MIN = 2**18  # digests of less cost more than they save a reader
 EXTENTS_MAX = 2**16  # about as many as a checkpoint has, beside one at the end of each tensor: a manifest of 3 MB
+TENSOR_EXTENTS = 8  # of a tensor at least, unless they would be shorter than the least: some ranks want an eighth of it
 FORMAT_METADATA = {"format": "pt"}  # transformers refuses a file that lacks it
 
 
@@ -43,7 +44,16 @@ def extent_bytes(data_bytes: int) -> int:
 
     Who wants a part of a tensor reads few bytes besides when extents are short. Each tensor's begin at multiples of this.
     """
-    return min(max(1 << (-(-data_bytes // EXTENTS_MAX) - 1).bit_length(), EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
+    return _power_of_two(-(-data_bytes // EXTENTS_MAX), EXTENT_BYTES_MAX)
+
+
+def tensor_extent_bytes(tensor_bytes: int, extent_bytes: int) -> int:
+    """How long the extents of one of its tensors are: shorter, where few would make up a small tensor."""
+    return _power_of_two(-(-tensor_bytes // TENSOR_EXTENTS), extent_bytes)
+
+
+def _power_of_two(least: int, most: int) -> int:
+    return min(max(1 << (least - 1).bit_length(), EXTENT_BYTES_MIN), most)
 
 
 def pack(specs: Iterable[TensorSpec], file_bytes_max: int = FILE_BYTES_MAX) -> list[FilePlan]:

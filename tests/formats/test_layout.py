@@ -43,6 +43,15 @@ def test_the_length_of_extents_follows_from_the_bytes(data_bytes: int, length: i
     assert layout.extent_bytes(data_bytes) == length
 
 
+@pytest.mark.parametrize(
+    ("tensor_bytes", "length"),
+    [(0, 2**18), (2**21, 2**18), (2**21 + 1, 2**19), (3 * 2**20, 2**19), (2**26, 2**23), (2**40, 2**23)],
+)
+def test_a_small_tensor_has_shorter_extents(tensor_bytes: int, length: int) -> None:
+    """An eighth of it at most, where that is no less than 256 KiB."""
+    assert layout.tensor_extent_bytes(tensor_bytes, 2**23) == length
+
+
 @given(specs(), st.integers(1, 200))
 def test_every_tensor_has_one_place(tensors: list[TensorSpec], limit: int) -> None:
     """Each tensor is in one file of its group, where the file's own header says, and files hold nothing else."""

@@ -17,16 +17,12 @@ NODES = (8, 4, 2, 1)  # ranks
 CONTIGUOUS_MAX, STRIDED_MAX = 1.05, 1.5
 
 # Digests are of whole extents, and these nodes want a part of each: the most that any node reads for a byte it needs, by
-# model, layout and ranks of a node. Column shards: 1/tp of every row. Experts: 3 or 6 MiB, of which a node wants half.
+# model, layout and ranks of a node. Column shards: 1/tp of every row. Thirds: extents that two nodes want.
 EXCEEDING = {
     ("llama", "tp4-heads-shared", 1): 1.92,
     ("llama", "tp4-padded", 1): 1.92,
     ("llama", "fsdp2", 1): 1.09,
     ("neox", "tp4", 1): 2.20,
-    ("moe", "tp2", 1): 1.98,
-    ("moe", "tp2-etp2-ep2", 1): 1.95,
-    ("moe", "ep2-fsdp2", 2): 1.96,
-    ("moe", "ep2-fsdp2", 1): 2.01,
 }
 
 

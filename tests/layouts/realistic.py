@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import dtypes, rules
 from holdfast_formats.elements import Specs
-from holdfast_formats.layout import extent_bytes, pack
+from holdfast_formats.layout import extent_bytes, pack, tensor_extent_bytes
 from holdfast_formats.manifest import Extent, Manifest, TensorEntry
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
@@ -111,11 +111,12 @@ REAL = {"llama": llama, "moe": moe, "neox": neox}
 
 def manifest(groups: Mapping[str, Specs], whole_bytes: int) -> Manifest:
     """Files, places and extents as a save of `whole_bytes` would make them; the digests are nobody's."""
-    length = extent_bytes(whole_bytes)
+    longest = extent_bytes(whole_bytes)
     tensors: dict[str, dict[str, TensorEntry]] = {group: {} for group in groups}
     specs = (TensorSpec(group, name, *spec) for group, listed in groups.items() for name, spec in listed.items())
     for file in pack(specs):
         for spec, start in file.tensors:
+            length = tensor_extent_bytes(spec.nbytes, longest)
             extents = tuple(Extent(at, min(length, spec.nbytes - at), "0" * 16) for at in range(0, spec.nbytes, length))
             tensors[spec.group][spec.name] = TensorEntry(spec.dtype, spec.shape, file.name, start, extents)
     return Manifest(1, "r", 1, 1, "2026-01-01T00:00:00Z", 1, {}, {}, (), tensors, {})

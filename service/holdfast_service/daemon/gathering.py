@@ -14,6 +14,7 @@ import numpy as np
 
 from holdfast_formats.digest import running
 from holdfast_formats.holdings import Bytes, Holding, gather, hold, hold_all
+from holdfast_formats.layout import tensor_extent_bytes
 from holdfast_formats.manifest import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.plan import Origin, PlannedFile, PlannedTensor
 
@@ -53,7 +54,7 @@ class Gathered(NamedTuple):
 
 
 class FileBytes:
-    """What a planned file consists of, and how its bytes are gathered; its extents have `extent_bytes`, a power of two."""
+    """What a planned file consists of, and how its bytes are gathered; no extent is longer than `extent_bytes`."""
 
     def __init__(self, file: PlannedFile, slots: Slots, extent_bytes: int) -> None:
         self._extent_bytes = extent_bytes
@@ -126,6 +127,8 @@ def _gather(cut: Cut, offset: int, target: Bytes) -> None:
 
 def _gather_digested(cut: Cut, target: Bytes, extent_bytes: int) -> Iterator[Extent]:
     """Gather a whole cut, and yield its extents: part by part, so that a digest finds the bytes in a core's cache."""
+    assert cut.tensor is not None  # a header has one digest, which the plan knows
+    extent_bytes = tensor_extent_bytes(cut.tensor.spec.nbytes, extent_bytes)
     part_bytes = cut.length if any(held.span is None for held in cut.held) else CACHED_BYTES
     found, low = running(), 0
     for at in range(0, cut.length, part_bytes):
