@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from holdfast_formats import dtypes, index, layout, manifest, naming, values
+from holdfast_formats import dtypes, index, manifest, naming, packing, values
 from holdfast_formats.digest import digest
 from holdfast_formats.manifest import Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.tensors import TensorSpec
@@ -69,7 +69,7 @@ def build(
     ]
     files: list[FileEntry] = []
     tensors: dict[str, dict[str, TensorEntry]] = {group: {} for group in held}
-    plans = layout.pack(specs, file_bytes_max)
+    plans = packing.pack(specs, file_bytes_max)
     for plan in plans:
         data = bytearray(plan.header)
         for spec, start in plan.tensors:

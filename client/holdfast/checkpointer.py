@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from holdfast_formats import naming, wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, GenerationDropped, InvalidRequest
-from holdfast_formats.layout import FILE_BYTES_MAX
+from holdfast_formats.packing import FILE_BYTES_MAX
 
 from . import assets as asset_files
 from . import collecting, device, settled, staging

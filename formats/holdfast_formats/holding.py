@@ -19,10 +19,10 @@ from . import dtypes, sharding
 from .cutting import Cut, Cutter, slab
 from .elements import Element, Elements, Specs, heads_unknown, one_for_all, split_key, take_apart
 from .errors import InvalidRequest, NoSuchResource, StateMismatch
-from .layout import natural_key
 from .layouts import Layout
 from .manifest import Manifest
 from .mesh import Coordinate
+from .packing import natural_key
 from .parts import LocalTensor, full, fuse, resolve, stack
 from .region import Box, Shape
 from .rules import Fusion, Rules, choose

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from .layout import FilePlan
+from .packing import FilePlan
 
 
 def encode(files: Iterable[FilePlan]) -> bytes:

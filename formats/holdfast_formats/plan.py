@@ -8,8 +8,8 @@ import msgspec
 
 from . import naming
 from .errors import CorruptManifest
-from .layout import FilePlan, extent_bytes
 from .manifest import Extent, FileEntry
+from .packing import FilePlan, extent_bytes
 from .region import Box
 from .table import Blob
 from .tensors import TensorSpec

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from . import dtypes, parts, safetensors
 from .errors import StateMismatch
-from .layout import FORMAT_METADATA
+from .packing import FORMAT_METADATA
 from .parts import LocalTensor, Part
 from .region import Shape, byte_box, byte_view
 from .safetensors import Stored

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from holdfast_formats import index, layout, manifest, naming, values
+from holdfast_formats import index, manifest, naming, packing, values
 from holdfast_formats.digest import digest
 from holdfast_formats.manifest import EXTENT_BYTES_MAX, Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.tensors import TensorSpec
@@ -22,7 +22,7 @@ def build_sparse(directory: Path) -> None:
     """A committed checkpoint with one tensor of zeros in a file that takes no room."""
     directory.mkdir(parents=True)
     spec = TensorSpec("model", "big", "F32", (SHARD_BYTES // 4096, 1024))
-    plans = layout.pack([spec])
+    plans = packing.pack([spec])
     with open(directory / plans[0].name, "wb") as file:
         file.write(plans[0].header)
         file.truncate(plans[0].bytes)

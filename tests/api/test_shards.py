@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from holdfast_formats import dtypes, layouts, naming, parts
 from holdfast_formats.digest import digest
 from holdfast_formats.holding import of_manifest
-from holdfast_formats.layout import natural_key
+from holdfast_formats.packing import natural_key
 from holdfast_formats.parts import LocalTensor, Part
 from holdfast_formats.region import Box
 from holdfast_service.api import planned, streams

@@ -12,7 +12,7 @@ from safetensors.numpy import load
 
 from holdfast_formats import dtypes, manifest, naming
 from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, CorruptManifest, StateMismatch
-from holdfast_formats.layout import EXTENT_BYTES_MIN
+from holdfast_formats.packing import EXTENT_BYTES_MIN
 from holdfast_formats.region import Box, byte_box, byte_view, flat_boxes
 from holdfast_formats.table import Blob, SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec

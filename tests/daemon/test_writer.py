@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast_formats import layout, naming
+from holdfast_formats import naming, packing
 from holdfast_formats.errors import StorageFailed
 from holdfast_formats.region import Box, whole
 from holdfast_formats.tensors import TensorSpec
@@ -51,7 +51,7 @@ def test_small_windows_give_the_same_files(
     expected = shards(sizes).save(reference)
     monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 1024)
     monkeypatch.setattr(gathering, "CACHED_BYTES", 512)
-    monkeypatch.setattr(layout, "EXTENT_BYTES_MIN", extent_bytes)
+    monkeypatch.setattr(packing, "EXTENT_BYTES_MIN", extent_bytes)
     tier = MemoryTier(alignment=alignment)
     made = shards(sizes, world).save(tier)
     names = [file.name for file in expected.files if file.header_bytes]
@@ -65,7 +65,7 @@ def test_small_windows_give_the_same_files(
 def test_wide_elements_across_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that begins inside an element of a strided tensor gets the rest of that element from all its holders."""
     monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 1024)
-    monkeypatch.setattr(layout, "EXTENT_BYTES_MIN", 1024)
+    monkeypatch.setattr(packing, "EXTENT_BYTES_MIN", 1024)
     content = np.random.default_rng(0).integers(0, 256, 8 * 101 * 7, np.uint8).tobytes()
     made = Shards(2)
     spec = TensorSpec("model", "w", "F64", (101, 7))
@@ -80,7 +80,7 @@ def test_wide_elements_across_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_are_written_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every write begins and ends at a block from memory that is aligned, but for the file's end; none overlaps another."""
     monkeypatch.setattr(gathering, "EXTENT_BYTES_MAX", 2**13)
-    monkeypatch.setattr(layout, "EXTENT_BYTES_MIN", 2**13)
+    monkeypatch.setattr(packing, "EXTENT_BYTES_MIN", 2**13)
     written: list[tuple[int, int, int]] = []
 
     class Watched(MemoryTier):

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from holdfast_formats import dtypes, index, layout, naming, safetensors
+from holdfast_formats import dtypes, index, naming, packing, safetensors
 from holdfast_formats.digest import digest
 from holdfast_formats.manifest import Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.region import Box, Shape
@@ -62,7 +62,7 @@ def content(spec: TensorSpec) -> bytes:
     return bytes((len(spec.name) + 7 * i) % top for i in range(spec.nbytes))
 
 
-def file_bytes(plan: layout.FilePlan) -> bytes:
+def file_bytes(plan: packing.FilePlan) -> bytes:
     """The whole file that a plan stands for."""
     return plan.header + b"".join(content(spec) for spec, _ in plan.tensors)
 
@@ -76,7 +76,7 @@ def cut_extents(data: bytes, itemsize: int) -> tuple[Extent, ...]:
 
 def manifest_of(tensors: list[TensorSpec], file_bytes_max: int = 64, **changes: Any) -> Manifest:
     """The manifest of these tensors as if they had been saved."""
-    plans = layout.pack(tensors, file_bytes_max)
+    plans = packing.pack(tensors, file_bytes_max)
     files = [FileEntry(p.name, p.bytes, len(p.header), digest(p.header)) for p in plans]
     entries: dict[str, dict[str, TensorEntry]] = {}
     for plan in plans:

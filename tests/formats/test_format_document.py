@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast_formats
-from holdfast_formats import arena, dtypes, layout, manifest, naming, safetensors, tensors, wire
+from holdfast_formats import arena, dtypes, manifest, naming, packing, safetensors, tensors, wire
 from holdfast_formats.digest import digest
 
 DOCUMENT = Path(holdfast_formats.__file__).with_name("FORMAT.md").read_text()
@@ -116,7 +116,7 @@ def test_the_files_are_as_documented() -> None:
     """§ 5 and § 10 state the order of dtypes and the limits."""
     assert f"`{' '.join(dtypes.BITS)}`" in section(5)
     assert f"a multiple of {safetensors.DATA_ALIGNMENT_BYTES} bytes" in section(5)
-    assert f"{layout.FILE_BYTES_MAX:,}".replace(",", " ") in section(5)
+    assert f"{packing.FILE_BYTES_MAX:,}".replace(",", " ") in section(5)
     assert f"{safetensors.HEADER_BYTES_MAX:,}".replace(",", " ") in section(10)
 
 

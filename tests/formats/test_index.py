@@ -6,7 +6,7 @@ import json
 
 from hypothesis import given
 
-from holdfast_formats import index, layout
+from holdfast_formats import index, packing
 from holdfast_formats.tensors import TensorSpec
 
 from .strategies import specs
@@ -16,7 +16,7 @@ from .strategies import specs
 def test_index_names_every_tensors_file(tensors: list[TensorSpec]) -> None:
     """`weight_map` has each tensor once with the file that holds it, sorted; `total_size` counts tensor bytes only."""
     for group in {spec.group for spec in tensors}:
-        plans = [plan for plan in layout.pack(tensors, 40) if plan.group == group]
+        plans = [plan for plan in packing.pack(tensors, 40) if plan.group == group]
         document = json.loads(index.encode(reversed(plans)))
         assert document == {
             "metadata": {"total_size": sum(s.nbytes for s in tensors if s.group == group)},

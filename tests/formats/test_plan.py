@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import layout
+from holdfast_formats import packing
 from holdfast_formats.errors import CorruptManifest
 from holdfast_formats.manifest import Extent, FileEntry
 from holdfast_formats.plan import Plan, PlannedFile, Receipt, decode_receipt, encode_receipt
@@ -47,19 +47,19 @@ def test_a_hostile_receipt_is_refused(broken: bytes) -> None:
 
 def test_a_plan_counts_its_files() -> None:
     """The bytes of a plan are those of its files, headers included."""
-    plans = layout.pack(SAMPLE_SPECS, 32)
+    plans = packing.pack(SAMPLE_SPECS, 32)
     files = tuple(PlannedFile(plan, ()) for plan in plans)
     plan = Plan("run", 500, 2, 1, ("model", "optim"), files, {}, (), {}, {}, b"{}")
     assert plan.bytes == sum(p.bytes for p in plans) > 0
-    assert plan.extent_bytes == layout.EXTENT_BYTES_MIN
+    assert plan.extent_bytes == packing.EXTENT_BYTES_MIN
 
 
 def test_the_length_of_extents_does_not_depend_on_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the tensors' bytes count, however they are packed and however long headers are."""
-    monkeypatch.setattr(layout, "EXTENT_BYTES_MIN", 1)
-    monkeypatch.setattr(layout, "EXTENTS_MAX", 2)
+    monkeypatch.setattr(packing, "EXTENT_BYTES_MIN", 1)
+    monkeypatch.setattr(packing, "EXTENTS_MAX", 2)
     data_bytes = sum(spec.nbytes for spec in SAMPLE_SPECS)
     for limit in (1, 32, 10_000):
-        files = tuple(PlannedFile(plan, ()) for plan in layout.pack(SAMPLE_SPECS, limit))
+        files = tuple(PlannedFile(plan, ()) for plan in packing.pack(SAMPLE_SPECS, limit))
         plan = Plan("run", 500, 2, 1, ("model", "optim"), files, {}, (), {}, {}, b"{}")
-        assert plan.extent_bytes == layout.extent_bytes(data_bytes) == 32 >= data_bytes / 2
+        assert plan.extent_bytes == packing.extent_bytes(data_bytes) == 32 >= data_bytes / 2

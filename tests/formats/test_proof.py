@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import index, layout, proof
+from holdfast_formats import index, packing, proof
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
 from holdfast_formats.proof import Piece
 from holdfast_formats.tensors import TensorSpec
 
 from .strategies import SAMPLE_SPECS, content, file_bytes, manifest_of, sample_manifest, specs
 
-PLANS = {plan.name: plan for plan in layout.pack(SAMPLE_SPECS, 64)}
+PLANS = {plan.name: plan for plan in packing.pack(SAMPLE_SPECS, 64)}
 FILES = {name: file_bytes(plan) for name, plan in PLANS.items()}
 
 
@@ -26,7 +26,7 @@ FILES = {name: file_bytes(plan) for name, plan in PLANS.items()}
 def test_pieces_tile_every_file(tensors: list[TensorSpec]) -> None:
     """Of any checkpoint, every byte of every file is in exactly one piece, and each piece proves what was written."""
     made = manifest_of(tensors)
-    plans = {plan.name: plan for plan in layout.pack(tensors, 64)}
+    plans = {plan.name: plan for plan in packing.pack(tensors, 64)}
     found = proof.pieces(made)
     assert set(found) == {file.name for file in made.files}
     for file in made.files:
@@ -71,7 +71,7 @@ def test_a_file_of_another_length_is_named_with_its_tensors() -> None:
     """A missing or shortened file says which tensors are lost, the first three by name; a longer one loses none."""
     tensors = [TensorSpec("model", f"t{i}", "U8", (4,)) for i in range(5)]
     made = manifest_of(tensors)
-    (plan,) = layout.pack(tensors)
+    (plan,) = packing.pack(tensors)
     proof.check_size(made, plan.name, plan.bytes)
     proof.check_size(made, "not of the manifest", 7)
     with pytest.raises(CorruptManifest, match="is missing; tensors lost: 't0', 't1', 't2' and 2 more") as caught:

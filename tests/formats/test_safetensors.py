@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors import torch as library_torch
 
-from holdfast_formats import dtypes, layout, safetensors
+from holdfast_formats import dtypes, packing, safetensors
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
 from holdfast_formats.safetensors import Stored
 
@@ -73,7 +73,7 @@ def test_header_is_the_torch_librarys(
 @given(specs())
 def test_the_library_reads_our_files(tensors: list) -> None:
     """Files with 4 KiB headers give the library the same names, dtypes, shapes and bytes that went in."""
-    for plan in layout.pack(tensors, 40):
+    for plan in packing.pack(tensors, 40):
         read = dict(library.deserialize(file_bytes(plan)))
         assert len(plan.header) % safetensors.DATA_ALIGNMENT_BYTES == 0
         assert set(read) == {spec.name for spec, _ in plan.tensors}
@@ -177,7 +177,7 @@ def test_a_broken_header_is_refused(case: str) -> None:
 @given(specs(), st.data())
 def test_what_we_accept_the_library_accepts(tensors: list, data: st.DataObject) -> None:
     """One changed byte in the header: we refuse it by name, or the library reads the same tensors out of it."""
-    for plan in layout.pack(tensors)[:1]:
+    for plan in packing.pack(tensors)[:1]:
         file = bytearray(file_bytes(plan))
         used = len(plan.header.rstrip())
         file[data.draw(st.integers(0, used - 1))] = data.draw(st.integers(0, 255))

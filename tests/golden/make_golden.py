@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from holdfast_formats import dtypes, index, layout, manifest, naming, values
+from holdfast_formats import dtypes, index, manifest, naming, packing, values
 from holdfast_formats.digest import digest
-from holdfast_formats.layout import FilePlan
 from holdfast_formats.manifest import Extent, FileEntry, Manifest, TensorEntry
+from holdfast_formats.packing import FilePlan
 from holdfast_formats.tensors import TensorSpec
 
 RUN, STEP = "golden", 500
@@ -104,7 +104,7 @@ def files() -> dict[str, bytes]:
         for group, tensors in STATE.items()
         for name, array in tensors.items()
     ]
-    plans = layout.pack(specs, FILE_BYTES_MAX)
+    plans = packing.pack(specs, FILE_BYTES_MAX)
     small = {naming.index_file_name(group): index.encode(p for p in plans if p.group == group) for group in STATE}
     small[naming.STATE] = values.merge(STEP, METRICS, tuple(STATE), RANKS)
     small["config.json"] = CONFIG

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import dtypes, rules
 from holdfast_formats.elements import Specs
-from holdfast_formats.layout import extent_bytes, pack, tensor_extent_bytes
 from holdfast_formats.manifest import Extent, Manifest, TensorEntry
+from holdfast_formats.packing import extent_bytes, pack, tensor_extent_bytes
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 

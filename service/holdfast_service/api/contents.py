@@ -15,8 +15,8 @@ from typing import Any
 from holdfast_formats import manifest as manifests
 from holdfast_formats import naming, proof, rest
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchCheckpoint, NoSuchResource, NotCommitted
-from holdfast_formats.layout import natural_key
 from holdfast_formats.manifest import Manifest
+from holdfast_formats.packing import natural_key
 from holdfast_service.control.readers import Readers
 from holdfast_service.storage import Tier
 

@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast_formats import values
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.layout import FILE_BYTES_MAX, pack
+from holdfast_formats.packing import FILE_BYTES_MAX, pack
 from holdfast_formats.plan import Origin, Plan, PlannedAsset, PlannedFile, PlannedTensor
 from holdfast_formats.region import Box, first_overlap
 from holdfast_formats.table import SlotTable

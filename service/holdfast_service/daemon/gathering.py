@@ -14,8 +14,8 @@ import numpy as np
 
 from holdfast_formats.digest import running
 from holdfast_formats.holdings import Bytes, Holding, gather, hold, hold_all
-from holdfast_formats.layout import tensor_extent_bytes
 from holdfast_formats.manifest import EXTENT_BYTES_MAX, Extent
+from holdfast_formats.packing import tensor_extent_bytes
 from holdfast_formats.plan import Origin, PlannedFile, PlannedTensor
 
 CACHED_BYTES = 2**19  # what a core's own cache holds besides what it comes from

@@ -10,7 +10,7 @@ import safetensors as library
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import layout, safetensors
+from holdfast_formats import packing, safetensors
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
 from holdfast_formats.tensors import TensorSpec
 
@@ -22,7 +22,7 @@ HF_NAME = re.compile(r"(model|optim)(-\d{5}-of-\d{5})?\.safetensors")
 @given(specs(), st.integers(1, 200), st.data())
 def test_files_do_not_depend_on_the_order_of_tensors(tensors: list[TensorSpec], limit: int, data: st.DataObject) -> None:
     """Whoever lists the tensors, in whatever order, the same files come out."""
-    assert layout.pack(tensors, limit) == layout.pack(data.draw(st.permutations(tensors)), limit)
+    assert packing.pack(tensors, limit) == packing.pack(data.draw(st.permutations(tensors)), limit)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_files_do_not_depend_on_the_order_of_tensors(tensors: list[TensorSpec], 
 )
 def test_the_length_of_extents_follows_from_the_bytes(data_bytes: int, length: int) -> None:
     """A power of two that gives about 65 536 extents, within 256 KiB and the format's 16 MiB."""
-    assert layout.extent_bytes(data_bytes) == length
+    assert packing.extent_bytes(data_bytes) == length
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def test_the_length_of_extents_follows_from_the_bytes(data_bytes: int, length: i
 )
 def test_a_small_tensor_has_shorter_extents(tensor_bytes: int, length: int) -> None:
     """An eighth of it at most, where that is no less than 256 KiB."""
-    assert layout.tensor_extent_bytes(tensor_bytes, 2**23) == length
+    assert packing.tensor_extent_bytes(tensor_bytes, 2**23) == length
 
 
 @given(specs(), st.integers(1, 200))
 def test_every_tensor_has_one_place(tensors: list[TensorSpec], limit: int) -> None:
     """Each tensor is in one file of its group, where the file's own header says, and files hold nothing else."""
-    plans = layout.pack(tensors, limit)
+    plans = packing.pack(tensors, limit)
     placed = [spec for plan in plans for spec, _ in plan.tensors]
     assert sorted(placed, key=lambda s: (s.group, s.name)) == sorted(tensors, key=lambda s: (s.group, s.name))
     for plan in plans:
@@ -71,19 +71,19 @@ def test_every_tensor_has_one_place(tensors: list[TensorSpec], limit: int) -> No
 @given(specs(), st.integers(1, 200))
 def test_no_file_is_over_the_limit_unless_one_tensor_is(tensors: list[TensorSpec], limit: int) -> None:
     """Data over the limit means a single tensor with bytes; and no two neighbours would have fitted into one file."""
-    plans = layout.pack(tensors, limit)
+    plans = packing.pack(tensors, limit)
     sizes = [plan.bytes - len(plan.header) for plan in plans]
     for plan, size in zip(plans, sizes, strict=True):
         assert size <= limit or len([spec for spec, _ in plan.tensors if spec.nbytes]) == 1
     for before, after, size in zip(plans, plans[1:], sizes, strict=False):
-        first = min((s for s, _ in after.tensors), key=lambda s: layout.natural_key(s.name))
+        first = min((s for s, _ in after.tensors), key=lambda s: packing.natural_key(s.name))
         assert before.group != after.group or size + first.nbytes > limit
 
 
 @given(specs(), st.integers(1, 200))
 def test_names_are_hugging_faces(tensors: list[TensorSpec], limit: int) -> None:
     """One file is `group.safetensors`, several are numbered from one and state how many there are."""
-    plans = layout.pack(tensors, limit)
+    plans = packing.pack(tensors, limit)
     assert len({plan.name for plan in plans}) == len(plans)
     for group in {spec.group for spec in tensors}:
         names = [plan.name for plan in plans if plan.group == group]
@@ -97,51 +97,51 @@ def test_names_are_hugging_faces(tensors: list[TensorSpec], limit: int) -> None:
 def test_layers_are_packed_in_natural_order() -> None:
     """Layer 2 goes into an earlier file than layer 10; inside one file the library's order by dtype and name holds."""
     tensors = [TensorSpec("model", f"layers.{i}.w", "F32", (1,)) for i in (10, 2, 1)]
-    names = [plan.tensors[0][0].name for plan in layout.pack(tensors, 4)]
+    names = [plan.tensors[0][0].name for plan in packing.pack(tensors, 4)]
     assert names == ["layers.1.w", "layers.2.w", "layers.10.w"]
-    together = [spec.name for spec, _ in layout.pack([*tensors, TensorSpec("model", "z", "I64", ())])[0].tensors]
+    together = [spec.name for spec, _ in packing.pack([*tensors, TensorSpec("model", "z", "I64", ())])[0].tensors]
     assert together == ["z", "layers.1.w", "layers.10.w", "layers.2.w"]
 
 
 def test_a_file_of_the_limit_exactly_is_one_file() -> None:
     """The limit counts tensor bytes, and reaching it is allowed; a larger tensor stands alone."""
     pair = [TensorSpec("model", name, "U8", (4,)) for name in "ab"]
-    assert len(layout.pack(pair, 8)) == 1
-    assert len(layout.pack(pair, 7)) == 2
-    alone = layout.pack([*pair, TensorSpec("model", "aa", "U8", (100,))], 8)
+    assert len(packing.pack(pair, 8)) == 1
+    assert len(packing.pack(pair, 7)) == 2
+    alone = packing.pack([*pair, TensorSpec("model", "aa", "U8", (100,))], 8)
     assert [[s.name for s, _ in plan.tensors] for plan in alone] == [["a"], ["aa"], ["b"]]
 
 
 @given(st.lists(NAMES, unique=True))
 def test_natural_order_is_total(names: list[str]) -> None:
     """Different names have different keys that compare, also where digits of other scripts stand in them."""
-    keys = sorted(layout.natural_key(name) for name in [*names, "a1", "a01", "a", "a\u0663", "a²", "1"])
+    keys = sorted(packing.natural_key(name) for name in [*names, "a1", "a01", "a", "a\u0663", "a²", "1"])
     assert len(set(keys)) == len({*names, "a1", "a01", "a", "a\u0663", "a²", "1"})
 
 
 def test_a_name_twice_is_refused() -> None:
     """Names are unique in a group, and only there; the refusal names both group and tensor."""
     tensor = TensorSpec("model", "w", "F32", (1,))
-    assert len(layout.pack([tensor, TensorSpec("ema", "w", "F32", (1,))])) == 2
+    assert len(packing.pack([tensor, TensorSpec("ema", "w", "F32", (1,))])) == 2
     for limit in (1, 100):
         with pytest.raises(StateMismatch, match="'model' has two tensors named 'w'"):
-            layout.pack([tensor, TensorSpec("model", "w", "BF16", (2,))], limit)
+            packing.pack([tensor, TensorSpec("model", "w", "BF16", (2,))], limit)
 
 
 def test_what_no_file_could_hold_is_refused() -> None:
     """A limit below one byte, a group that is no file name and a tensor without a name are refused before packing."""
     with pytest.raises(InvalidRequest, match="file_bytes_max"):
-        layout.pack([], 0)
+        packing.pack([], 0)
     with pytest.raises(InvalidRequest, match="group name"):
-        layout.pack([TensorSpec("../up", "w", "F32", (1,))])
+        packing.pack([TensorSpec("../up", "w", "F32", (1,))])
     with pytest.raises(LimitExceeded):
-        layout.pack([TensorSpec("model", "", "F32", (1,))])
-    assert layout.pack([]) == []
+        packing.pack([TensorSpec("model", "", "F32", (1,))])
+    assert packing.pack([]) == []
 
 
 def test_a_packed_file_is_what_the_library_opens(tmp_path: Path) -> None:
     """The plan's header and the tensors' bytes, written one behind the other, are a file for any safetensors reader."""
-    for plan in layout.pack([TensorSpec("model", f"l.{i}", "F32", (2, i)) for i in range(4)], 24):
+    for plan in packing.pack([TensorSpec("model", f"l.{i}", "F32", (2, i)) for i in range(4)], 24):
         (tmp_path / plan.name).write_bytes(file_bytes(plan))
         with library.safe_open(tmp_path / plan.name, "np") as opened:
             names = opened.keys()
