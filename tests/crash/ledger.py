@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass
 class Lane:
-    """Faults of one kind. `bytes_lost` were committed and are gone; `bytes_wrong` were handed over and are not what was saved."""
+    """Faults of one kind. `bytes_lost`: committed, and gone. `bytes_wrong`: handed over, and not what was saved."""
 
     tried: int = 0
     survived: int = 0
