@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,20 @@ def mounted(at: Path, *how: object) -> Iterator[Path]:
     try:
         yield at
     finally:
-        command("umount", at)
+        _unmount(at)
+
+
+def _unmount(at: Path) -> None:
+    """What a process that was killed had open is closed a moment after it has ended."""
+    limit = time.monotonic() + COMMAND_TIMEOUT_S
+    while True:
+        try:
+            command("umount", at)
+            return
+        except subprocess.CalledProcessError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(0.1)
 
 
 @contextmanager
