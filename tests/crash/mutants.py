@@ -175,7 +175,7 @@ MUTATIONS = (
         "service/holdfast_service/daemon/verifier.py",
         '        proof.check_size(made, file.name, tier.size(f"{directory}/{file.name}"))\n',
         "        pass\n",
-        ("tests/daemon/test_write_path.py",),
+        ("tests/daemon/test_verifier.py",),
     ),
     Mutation(
         "digests of what a reader streams",

@@ -1,4 +1,4 @@
-"""DURABILITY.md says what holds, by whom, and which test breaks without it: all of that exists, and cites the same number."""
+"""DURABILITY.md says what holds, by whom, and which test breaks without it: all of them exist, and cite the number."""
 
 from __future__ import annotations
 
