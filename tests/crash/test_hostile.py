@@ -140,6 +140,7 @@ def test_a_disk_that_becomes_read_only(place: Path) -> None:
         check_saved(world, rank, 3)
 
 
+@pytest.mark.crash_slow
 @needs_root
 def test_an_ext4_that_gives_up(place: Path) -> None:
     """The kernel finds an ext4 damaged and lets nobody write: the daemon names it; mounted anew, it serves as before."""
@@ -298,6 +299,7 @@ def test_too_little_address_space(place: Path) -> None:
     ledger.survived(LANE)
 
 
+@pytest.mark.crash_slow
 @needs_root
 def test_dev_shm_too_small(place: Path) -> None:
     """Shared memory is no file in /dev/shm: 64 KiB there are enough for any state."""
@@ -314,6 +316,7 @@ def test_dev_shm_too_small(place: Path) -> None:
     ledger.survived(LANE)
 
 
+@pytest.mark.crash_slow
 def test_a_second_daemon_while_the_first_one_saves(place: Path) -> None:
     """It is refused by name, and the save that was under way is committed."""
     with running(place / "root", "--write-bytes-per-second", "2000000") as daemon:

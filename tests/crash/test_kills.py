@@ -41,7 +41,6 @@ IN_THE_DAEMON = (
 )
 IN_MAKE_TEST = {
     ("before COMMIT", "daemon"),
-    ("mid rotation", "daemon"),
     ("mid stage", "one rank"),
 }
 _launches = itertools.count()
@@ -269,7 +268,7 @@ def test_killed_while_a_step_is_restored(victim: str, place: Place, monkeypatch:
     ledger.survived(LANE)
 
 
-@pytest.mark.parametrize("point", ["mid export", "before COMMIT of the export"])
+@pytest.mark.parametrize("point", ["mid export", pytest.param("before COMMIT of the export", marks=pytest.mark.crash_slow)])
 def test_a_copy_that_is_killed_is_no_checkpoint(point: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """`holdfast restore` dies: what it left is refused by name, the checkpoint and a new copy are whole."""
     from tests.checkpoints import build_root

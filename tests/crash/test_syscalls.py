@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from holdfast.place import committed_steps
@@ -22,6 +24,8 @@ from tests.daemon.saver_world import RUN, SIZE, SaverWorld
 
 CALLS_MAX = 2000
 KEEP = 2
+LARGE_WINDOW_BYTES = 2**19
+LARGE_BYTES = 2 * LARGE_WINDOW_BYTES + 1000
 LANE = "failing system calls"
 MUST_FAIL = {"open", "mkdir", "fallocate", "pwritev", "fsync", "renameat2", "preadv", "sql commit", "rmdir", "unlink"}
 
@@ -89,15 +93,16 @@ class Trial:
 def try_all(root: Path, made: Callable[[int], Fault], causes: Sequence[str]) -> set[str]:
     """Saves with the first, second, … call failing until one passes; which calls failed."""
     trial, failed, at = Trial(root), set(), 1
+    before = trial.visible()
     while True:
-        before = trial.visible()
         fault = made(at)
         ledger.tried(LANE)
         problem = trial.save(fault)
         cause = causes[-1] if fault.failed == "sql commit" else causes[0]
         trial.check(before, problem, fault, cause)
         assert trial.save() is None, f"the save after a failed {fault.failed}"
-        assert trial.step in trial.visible()
+        before = trial.visible()
+        assert trial.step in before
         ledger.survived(LANE)
         if not fault.failed:
             assert problem is None
@@ -156,6 +161,47 @@ def test_shared_memory_that_cannot_be_made_or_mapped(root: Path) -> None:
         assert made.bytes == 0 and len(os.listdir("/proc/self/fd")) == descriptors, name
         ledger.survived(LANE)
     made.drop(made.reserve(asked, "rank0", None))
+
+
+def test_every_call_of_a_large_file(tmp_path: Path) -> None:
+    """Past the page cache too: the failure is named, no descriptor stays open, and the next try writes every byte."""
+    tier = PosixTier(tmp_path / "root")
+    data = mmap.mmap(-1, LARGE_BYTES)  # aligned, as windows are
+    data.write(np.random.default_rng(0).bytes(LARGE_BYTES))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    failed, at = set(), 1
+    while True:
+        ledger.tried(LANE)
+        fault = Fault(at, errno.EIO)
+        try:
+            with steered(fault):
+                write_large(tier, memoryview(data))
+        except StorageFailed as error:
+            assert os.strerror(errno.EIO) in error.detail and error.hint
+        else:
+            assert not fault.failed, f"nobody heard of a failed {fault.failed}"
+        assert len(os.listdir("/proc/self/fd")) == descriptors, fault.failed
+        tier.remove_tree("s")
+        write_large(tier, memoryview(data))
+        assert tier.read("s/file") == data[:]
+        tier.remove_tree("s")
+        ledger.survived(LANE)
+        if not fault.failed:
+            break
+        failed.add(fault.failed)
+        at += 1
+    assert {"open", "fallocate", "pwritev", "fsync"} <= failed
+
+
+def write_large(tier: PosixTier, data: memoryview) -> None:
+    """A file of several windows, and an unaligned end."""
+    writer = tier.create("s/file", len(data))
+    try:
+        for start in range(0, len(data), LARGE_WINDOW_BYTES):
+            writer.write(start, [data[start : start + LARGE_WINDOW_BYTES]])
+        writer.finish()
+    finally:
+        writer.discard()
 
 
 class Failing:
