@@ -252,14 +252,14 @@ MUTATIONS = (
         "service/holdfast_service/daemon/segment.py",
         "        if digest(encoded) != table_digest or int(table_digest, 16) != header.seal:\n",
         "        if False:\n",
-        ("tests/daemon/test_saver.py",),
+        ("tests/daemon/test_segment.py",),
     ),
     Mutation(
         "digest of a held table, in the daemon",
         "service/holdfast_service/daemon/holds.py",
         'digest(segment.memory[start : start + header.table_bytes]) == f"{header.seal:016x}"\n',
         "True\n",
-        ("tests/daemon/test_holds.py", "tests/daemon/test_generations.py", "tests/daemon/test_adoption.py"),
+        ("tests/daemon/test_segment.py",),
     ),
     Mutation(
         "digest of a held table, in the rank",
