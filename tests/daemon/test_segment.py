@@ -6,10 +6,11 @@ import os
 
 import pytest
 
+from holdfast.warm import HeldSlot
 from holdfast_formats import arena, table
 from holdfast_formats.arena import SlotHeader, SlotState
 from holdfast_formats.digest import digest
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_formats.region import Box
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
@@ -65,3 +66,29 @@ def test_a_slot_whose_table_was_damaged_is_not_held_by_the_next_daemon() -> None
         (slot,) = found(world, rank)
         rank.segment.memory[rank.segment.geometry.table_offset(slot) + 3] ^= 1
         assert found(world, rank) == []
+
+
+def test_a_held_slot_whose_table_became_another_is_not_read() -> None:
+    """A rank that restarts reads a held slot by the table that was sealed, and by no other, readable as it may be."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        rank.save(1)
+        assert rank.wait(1).state == "committed"
+        (part,), (fd,) = world.saver.holds.lend(RUN, 1)
+        HeldSlot(fd, part, 1).close()
+        write_table(rank, part.slot, a_table(rank, 1, "v"))
+        with pytest.raises(DaemonGone):
+            HeldSlot(fd, part, 1)
+        os.close(fd)
+
+
+def test_a_slot_that_is_leased_for_another_step_is_not_sealed() -> None:
+    """Only the slot that was leased for a step can be sealed for it, whatever stands in another; its own still can."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        mine, other = rank.lease(1), rank.lease(2)
+        with pytest.raises(CheckpointError, match="holds no lease"):
+            rank.fill_and_seal(1, other)
+        assert world.committed() == []
+        rank.fill_and_seal(1, mine)
+        assert rank.wait(1).state == "committed"
