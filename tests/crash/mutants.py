@@ -224,7 +224,7 @@ MUTATIONS = (
         "service/holdfast_service/api/planned.py",
         "        proof.check(contents.pieces[CONFIG][0], encoded)\n",
         "",
-        ("tests/api/test_shards.py",),
+        ("tests/api/test_planned.py",),
     ),
     Mutation(
         "digests of what leaves over HTTP",
