@@ -61,9 +61,9 @@ POINTS = {
     "before the catalog": Point("holdfast_service.control.catalog", "Catalog.record_checkpoint"),
     "mid rotation": Point("holdfast_service.storage.posix", "PosixTier.remove_tree", at=_from_trash),
     # in the command line
-    "mid export": Point("holdfast.copying", "_write", after=True),
+    "mid export": Point("holdfast.copying", "write", after=True),
     "before COMMIT of the export": Point(
-        "holdfast.copying", "_write", at=lambda fd, start, data: b'"manifest' in bytes(data)
+        "holdfast.copying", "write", at=lambda fd, start, data: b'"manifest' in bytes(data)
     ),
 }
 
