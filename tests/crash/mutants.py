@@ -109,8 +109,8 @@ MUTATIONS = (
     Mutation(
         "verified before an older one goes",
         "service/holdfast_service/control/retention.py",
-        "        newer += checkpoint.verified\n",
-        "        newer += 1\n",
+        "    verified = sorted((c for c in candidates if c.verified), key=_step)\n",
+        "    verified = sorted(candidates, key=_step)\n",
         ("tests/control/test_retention.py",),
     ),
     # every digest check (I1, I5, I7)
@@ -328,9 +328,9 @@ MUTATIONS = (
     ),
     Mutation(
         "pins",
-        "service/holdfast_service/control/decisions.py",
-        "        if step in roots.read_run_file(self._tier, run).pins:\n            raise Pinned(",
+        "service/holdfast_service/control/rotation.py",
+        "        if step in file.pins:\n            raise Pinned(",
         "        if False:\n            raise Pinned(",
-        ("tests/api", "tests/daemon/test_saver.py"),
+        ("tests/control/test_rotation.py",),
     ),
 )

@@ -20,8 +20,8 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.control import roots
 from holdfast_service.control.removal import remove_checkpoint, sweep
+from holdfast_service.control.run_files import RunFile, read_run_file, write_run_file
 from holdfast_service.storage import PosixTier
 from tests.crash import ledger, power
 from tests.crash.calls import steered
@@ -54,6 +54,11 @@ def expected(step: int, name: str) -> np.ndarray:
     return np.random.default_rng([step, ord(name)]).integers(0, 256, NBYTES, np.uint8)
 
 
+def limit(tier: PosixTier, last: int) -> None:
+    """Change run.json."""
+    write_run_file(tier, RUN, RunFile(keep_last=last))
+
+
 def record(directory: Path) -> Story:
     """Three saves, each with a change of run.json behind it, and two removals, the second of them after the last save."""
     root = directory / "recorded"
@@ -63,7 +68,7 @@ def record(directory: Path) -> Story:
         for step in (1, 2, 3):
             state(step).save(tier)  # type: ignore[arg-type] - a tier is a tier
             recorder.tell("announced", step)
-            roots.write_keep_last(tier, RUN, step)
+            limit(tier, step)
             recorder.tell("limited", step)
             if step > 1:
                 recorder.tell("removing", step - 1)
@@ -105,7 +110,7 @@ def harm(root: Path, told: list[power.Told]) -> Harm | None:
     if not announced - removing <= set(visible):
         return Harm(f"of {announced} but {removing} only {visible} are there", lost=STEP_BYTES)
     try:
-        if (roots.read_run_file(PosixTier(root), RUN).keep_last or 0) < max(limited, default=0):
+        if (read_run_file(PosixTier(root), RUN).in_force.last or 0) < max(limited, default=0):
             return Harm(f"run.json does not say what it was told at step {max(limited)}")
     except CheckpointError as error:
         return Harm(error.detail)

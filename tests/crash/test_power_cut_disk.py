@@ -19,13 +19,12 @@ from unittest import mock
 
 import pytest
 
-from holdfast_service.control import roots
 from holdfast_service.control.removal import remove_checkpoint, sweep
 from holdfast_service.storage import PosixTier, posix
 from tests.crash import block_log, ledger, power
 from tests.crash.block_log import Event, Flushed, Marked, Wrote
 from tests.crash.disks import COMMAND_TIMEOUT_S, attached, command
-from tests.crash.test_power_cut import RUN, Harm, harm, state
+from tests.crash.test_power_cut import RUN, Harm, harm, limit, state
 
 LANE = "power cuts, blocks of ext4"
 DISK_BYTES = 12 * 2**20
@@ -121,7 +120,7 @@ def save_and_remove(tier: PosixTier, tell: Callable[[str, int], None]) -> None:
     for step in (1, 2, 3):
         state(step).save(tier)  # type: ignore[arg-type] - a tier is a tier
         tell("announced", step)
-        roots.write_keep_last(tier, RUN, step)
+        limit(tier, step)
         tell("limited", step)
         if step > 1:
             tell("removing", step - 1)

@@ -58,6 +58,7 @@ class Trial:
             except CheckpointError as error:
                 problem = error.problem()
             self.world.saver.close()
+            assert self.world.decisions.rotation.settle()
         self.world.saver = type(self.world.saver)(self.world.tier, self.world.decisions, "node")
         self.world.saver.join(self.rank.who)
         return problem
