@@ -29,7 +29,7 @@ test: $(READY) ## all tests but the long ones
 	$(BIN)/python -m pytest
 
 crash: $(READY) ## kill and fault injection, the long lanes included
-	$(BIN)/python -m pytest -m "not e2e" tests/crash
+	$(BIN)/python -m pytest -m "not e2e" --crash-report build/crash.json tests/crash
 
 e2e: $(READY) ## the demo and other long runs, as tests
 	$(BIN)/python -m pytest -m e2e

@@ -18,11 +18,11 @@ START_TIMEOUT_S = 60.0
 
 
 class RunningDaemon:
-    """A daemon that serves `root`; `log` is what it wrote."""
+    """A daemon that serves `root`; `log` is what it wrote. `before` are words of a command that becomes the daemon."""
 
-    def __init__(self, root: Path, *flags: str, listen: str = "none") -> None:
+    def __init__(self, root: Path, *flags: str, listen: str = "none", before: tuple[str, ...] = ()) -> None:
         self.root, self.socket, self.log = root, root.parent / f"{root.name}.sock", root.parent / f"{root.name}.log"
-        command = [sys.executable, "-m", "holdfast_service", "--root", str(root), "--socket", str(self.socket)]
+        command = [*before, sys.executable, "-m", "holdfast_service", "--root", str(root), "--socket", str(self.socket)]
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen([*command, "--listen", listen, *flags], stdout=log, stderr=log)
         limit = time.monotonic() + START_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Rotation removes what retention lets go, heeds marks and readers, and leaves alone what is not ours."""
+"""Rotation removes what retention lets go (I10), heeds marks and readers (I4), and leaves alone what is not ours."""
 
 from __future__ import annotations
 

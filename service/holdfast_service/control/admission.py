@@ -1,4 +1,4 @@
-"""Admission: a save that cannot fit is refused by name before a byte of it is written, after what may go has gone."""
+"""Admission: a save that cannot fit is refused by name before a byte of it is written, after what may go has gone (I10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commit: the only publisher. It turns a staged directory whose data is durable into a checkpoint, in the order of I3."""
+"""Commit: the only publisher (I2). What it publishes is complete and durable (I1), because it keeps to the order of I3."""
 
 from __future__ import annotations
 

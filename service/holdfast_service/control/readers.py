@@ -1,4 +1,4 @@
-"""Readers: which checkpoints are being read, so that nothing removes them meanwhile. Every hold ends by itself at some time.
+"""Readers: which checkpoints are being read, so that nothing removes them meanwhile (I4). Every hold ends at some time.
 
 Who reads the bare directory is not known here: removal renames first, and what a reader has open stays readable.
 """

@@ -1,4 +1,4 @@
-"""Removal: of one checkpoint, and of what a crash left behind. The only deleter; what is not ours it never touches."""
+"""Removal: of one checkpoint, and of what a crash left behind. The only deleter (I2); what is not ours it never touches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotation: what retention lets go is removed, behind the back of every save, one run at a time.
+"""Rotation: what retention lets go (I10) is removed, behind the back of every save, one run at a time.
 
 Deciding and renaming happen under one lock with every change of pins and labels, so a mark that was set holds (I4). Bytes
 are freed outside of it.

@@ -71,7 +71,7 @@ class Backlog:
             return self._waiting.popleft()
 
     def _save(self, current: Round) -> Manifest | CheckpointError:
-        """Write and commit; the slots are free when this returns."""
+        """Write and commit (I3); the slots are free when this returns."""
         try:
             return self._write_and_commit(current)
         except CheckpointError as error:

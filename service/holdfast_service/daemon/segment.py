@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -275,6 +276,7 @@ def _lock(fd: int, geometry: Geometry, slot: int, kind: int) -> bool:
     return True
 
 
+_DESCRIPTORS_HINT = "raise the daemon's limit of open files (ulimit -n)"
 _MEMORY_HINT = "free memory on this machine, or save a smaller state with fewer slots"
 
 
@@ -297,11 +299,15 @@ def _is_spilled(fd: int) -> bool:
 
 
 def memfd(label: str, size: int) -> int:
-    fd = os.memfd_create(f"holdfast-{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    """A descriptor of new shared memory of a fixed size; `NoSpace` when it, or one more descriptor, is not to be had."""
+    fd = -1
     try:
+        fd = os.memfd_create(f"holdfast-{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _MEMFD_SEALS)
     except OSError as error:
-        os.close(fd)
-        raise NoSpace(f"cannot make {size} bytes of shared memory: {error.strerror}", hint=_MEMORY_HINT) from error
+        if fd >= 0:
+            os.close(fd)
+        hint = _DESCRIPTORS_HINT if error.errno in (errno.EMFILE, errno.ENFILE) else _MEMORY_HINT
+        raise NoSpace(f"cannot make {size} bytes of shared memory: {error.strerror}", hint=hint) from error
     return fd

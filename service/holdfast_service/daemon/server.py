@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 RECEIVE_BYTES = 65_536
 CONVERSATIONS_MAX = 1024
 REAP_INTERVAL_S = 1.0
+ACCEPT_RETRY_S = 0.5
 FDS_MAX = 16
 
 
@@ -103,10 +104,13 @@ class Daemon:
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 continue
-            except OSError:
+            except OSError as error:
                 if self._closing.is_set():
                     return
-                raise
+                # Most likely no descriptor is left. Who wants to connect stays in the kernel's queue meanwhile.
+                log.error("cannot accept a rank: %s; raise the limit of open files if it is that", error)
+                self._closing.wait(ACCEPT_RETRY_S)
+                continue
             with self._lock:
                 if len(self._conversations) >= CONVERSATIONS_MAX:
                     connection.close()

@@ -232,7 +232,7 @@ class PosixFile:
     def finish(self) -> None:
         try:
             with translated("fsync", self._path), self._open() as descriptor:
-                _fsync(descriptor)  # of the file, so of what went through the other descriptor too
+                _fsync(descriptor)  # of the file, so of what went through the other descriptor too; once only (I9)
                 if self._size >= DIRECT_BYTES_MIN:
                     drop_from_cache(descriptor)
         finally:

@@ -1,0 +1,336 @@
+"""What `mutations` takes away, one at a time: every fsync, every digest check, the fence, the checks of leases and locks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_POSIX = "service/holdfast_service/storage/posix.py"
+_CUT = "tests/crash/test_power_cut.py"
+_FLIPS = "tests/crash/test_flips.py"
+
+
+class Mutation(NamedTuple):
+    """`old`, which stands once in a file, becomes `new`; one of `tests` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    # every fsync (I3, I4)
+    Mutation(
+        "fsync of a tensor file",
+        _POSIX,
+        "                _fsync(descriptor)  # of the file",
+        "                # of the file",
+        (_CUT,),
+    ),
+    Mutation(
+        "fsync of a small file",
+        _POSIX,
+        "        _write_all(descriptor, 0, [memoryview(data)])\n        _fsync(descriptor)\n",
+        "        _write_all(descriptor, 0, [memoryview(data)])\n",
+        (_CUT,),
+    ),
+    Mutation(
+        "fsync of directories",
+        _POSIX,
+        "                with self._directory(names[:depth]) as directory:\n                    _fsync(directory)\n",
+        "                with self._directory(names[:depth]):\n                    pass\n",
+        (_CUT,),
+    ),
+    Mutation(
+        "fsync of the directories above",
+        _POSIX,
+        "range(len(names), -1, -1)",
+        "range(len(names), len(names) - 1, -1)",
+        (_CUT,),
+    ),
+    Mutation(
+        "fsync of where a rename went",
+        _POSIX,
+        '            self.sync_directory("/".join(target_parent))\n',
+        "",
+        (_CUT,),
+    ),
+    Mutation(
+        "fsync of where a rename came from",
+        _POSIX,
+        '            self.sync_directory("/".join(source_parent))\n',
+        "",
+        (_CUT,),
+    ),
+    Mutation(
+        "fsync of a replaced name",
+        _POSIX,
+        'dst_dir_fd=directory)\n        self.sync_directory("/".join(parent))\n',
+        "dst_dir_fd=directory)\n",
+        (_CUT,),
+    ),
+    Mutation(
+        "fsync of the staged directory",
+        "service/holdfast_service/control/commit.py",
+        "    tier.sync_directory(staging)\n",
+        "",
+        (_CUT,),
+    ),
+    Mutation(
+        "fsync of a new root's name",
+        _POSIX,
+        "            try:\n                _fsync(descriptor)\n            finally:\n                os.close(descriptor)\n",
+        "            os.close(descriptor)\n",
+        ("tests/storage/test_posix.py",),
+    ),
+    Mutation(
+        "errors of writing out",
+        "service/holdfast_service/storage/writeback.py",
+        "            if error.errno not in _UNKNOWN:\n                raise\n",
+        "",
+        ("tests/storage/test_writeback.py",),
+    ),
+    # the order of things (I3, I4, I10)
+    Mutation(
+        "COMMIT after the manifest",
+        "service/holdfast_service/control/commit.py",
+        '    tier.put(f"{staging}/{naming.MANIFEST}", encoded)\n',
+        '    tier.put(f"{staging}/{naming.COMMIT}.early", encoded)\n    tier.put(f"{staging}/{naming.MANIFEST}", encoded)\n',
+        ("tests/daemon/test_write_order.py",),
+    ),
+    Mutation(
+        "exclusive rename",
+        "service/holdfast_service/storage/libc.py",
+        "_RENAME_NOREPLACE = 1",
+        "_RENAME_NOREPLACE = 0",
+        ("tests/storage/test_posix.py",),
+    ),
+    Mutation(
+        "verified before an older one goes",
+        "service/holdfast_service/control/retention.py",
+        "    verified = sorted((c for c in candidates if c.verified), key=_step)\n",
+        "    verified = sorted(candidates, key=_step)\n",
+        ("tests/control/test_retention.py",),
+    ),
+    # every digest check (I1, I5, I7)
+    Mutation(
+        "digest of any piece",
+        "formats/holdfast_formats/proof.py",
+        "    if held == piece.length and found == (expected or piece.digest):\n",
+        "    if held == piece.length:\n",
+        (_FLIPS,),
+    ),
+    Mutation(
+        "length of files",
+        "formats/holdfast_formats/proof.py",
+        "    if entry is None or size == entry.bytes:\n",
+        "    if entry is None or size is not None:\n",
+        (_FLIPS,),
+    ),
+    Mutation(
+        "header of a shard file",
+        "formats/holdfast_formats/proof.py",
+        "    if stated != listed:\n",
+        "    if False:\n",
+        ("tests/formats/test_proof.py", "tests/client/test_reader.py"),
+    ),
+    Mutation(
+        "index of a group",
+        "formats/holdfast_formats/proof.py",
+        "    if weight_map != {",
+        "    if False and weight_map != {",
+        ("tests/formats/test_proof.py", "tests/client/test_reader.py"),
+    ),
+    Mutation(
+        "COMMIT over the manifest, before it is parsed",
+        "formats/holdfast_formats/manifest.py",
+        "    if hashlib.sha256(manifest_bytes).hexdigest() != commit.manifest_sha256:\n",
+        "    if False:\n",
+        ("tests/formats/test_manifest.py",),
+    ),
+    Mutation(
+        "COMMIT word for word",
+        "formats/holdfast_formats/manifest.py",
+        "    if commit_bytes != encode_commit(manifest, manifest_bytes):\n",
+        "    if False:\n",
+        ("tests/formats/test_manifest.py",),
+    ),
+    Mutation(
+        "digests that are digests",
+        "formats/holdfast_formats/digest.py",
+        "    if not _SPELLED.fullmatch(text):\n",
+        "    if False:\n",
+        ("tests/formats/test_manifest.py",),
+    ),
+    Mutation(
+        "digests in the check after a commit",
+        "service/holdfast_service/daemon/verifier.py",
+        "            proof.check(piece, data)\n",
+        "",
+        ("tests/daemon/test_write_path.py",),
+    ),
+    Mutation(
+        "lengths in the check after a commit",
+        "service/holdfast_service/daemon/verifier.py",
+        '        proof.check_size(made, file.name, tier.size(f"{directory}/{file.name}"))\n',
+        "        pass\n",
+        ("tests/daemon/test_verifier.py",),
+    ),
+    Mutation(
+        "digests of what a reader streams",
+        "client/holdfast/reader.py",
+        "                proof.check(piece, part)\n",
+        "",
+        ("tests/client/test_reader.py",),
+    ),
+    Mutation(
+        "digests of small pieces, in both passes",
+        "client/holdfast/passes.py",
+        "        if digest.digest(mine) != extent.digest or len(mine) != length:\n",
+        "        if len(mine) != length:\n",
+        ("tests/client/test_reader.py", "tests/client/test_passes.py"),
+    ),
+    Mutation(
+        "digests of large pieces, in both passes",
+        "client/holdfast/passes.py",
+        "        proof.check_found(piece, held, found.hexdigest())\n",
+        "",
+        ("tests/client/test_passes.py",),
+    ),
+    Mutation(
+        "small pieces before a load",
+        "client/holdfast/passes.py",
+        "            _check(part, data[part.start - start : part.stop - start])\n",
+        "            pass\n",
+        ("tests/client/test_passes.py",),
+    ),
+    Mutation(
+        "large pieces before a load",
+        "client/holdfast/passes.py",
+        "            self._reading.check(_piece(first, first.extents[0]))\n",
+        "",
+        ("tests/client/test_passes.py",),
+    ),
+    Mutation(
+        "digests of what is read for several askers",
+        "service/holdfast_service/daemon/extents.py",
+        "            proof.check(piece, target[at : min(at + piece.length, size)])\n",
+        "            pass\n",
+        ("tests/daemon/test_extents.py",),
+    ),
+    Mutation(
+        "digest of config.json, by which shards are planned",
+        "service/holdfast_service/api/planned.py",
+        "        proof.check(contents.pieces[CONFIG][0], encoded)\n",
+        "",
+        ("tests/api/test_planned.py",),
+    ),
+    Mutation(
+        "digests of what leaves over HTTP",
+        "service/holdfast_service/api/delivery.py",
+        "        proof.check(piece, data[piece.start - batch[0].start : piece.stop - batch[0].start])\n",
+        "        pass\n",
+        ("tests/api/test_files.py",),
+    ),
+    Mutation(
+        "lengths of what leaves over HTTP",
+        "service/holdfast_service/api/files.py",
+        '        proof.check_size(held.manifest, name, services.tier.size(f"{held.directory}/{name}"))\n',
+        "        pass\n",
+        ("tests/api/test_files.py",),
+    ),
+    Mutation(
+        "digest of a chunk that comes in",
+        "service/holdfast_service/daemon/remote.py",
+        "        if found != chunk.digest:\n",
+        "        if False:\n",
+        ("tests/daemon/test_remote.py",),
+    ),
+    Mutation(
+        "digest of a chunk that comes again",
+        "service/holdfast_service/daemon/remote.py",
+        "                if digest(upload.span(part)[chunk.offset : stop]) != chunk.digest:\n",
+        "                if False:\n",
+        ("tests/daemon/test_remote.py",),
+    ),
+    Mutation(
+        "digest of a table that came in chunks",
+        "service/holdfast_service/daemon/remote.py",
+        '            if digest(upload.span("table")[: whole.table_bytes]) != whole.table_digest:\n',
+        "            if False:\n",
+        ("tests/daemon/test_remote.py",),
+    ),
+    Mutation(
+        "digest of a sealed table",
+        "service/holdfast_service/daemon/segment.py",
+        "        if digest(encoded) != table_digest or int(table_digest, 16) != header.seal:\n",
+        "        if False:\n",
+        ("tests/daemon/test_segment.py",),
+    ),
+    Mutation(
+        "digest of a held table, in the daemon",
+        "service/holdfast_service/daemon/holds.py",
+        'digest(segment.memory[start : start + header.table_bytes]) == f"{header.seal:016x}"\n',
+        "True\n",
+        ("tests/daemon/test_segment.py",),
+    ),
+    Mutation(
+        "digest of a held table, in the rank",
+        "client/holdfast/warm.py",
+        '        stated = (header.step, f"{header.seal:016x}", digest(encoded))\n',
+        '        stated = (header.step, f"{header.seal:016x}", part.table_digest)\n',
+        ("tests/daemon/test_holds.py", "tests/daemon/test_segment.py"),
+    ),
+    # the fence (I6)
+    Mutation(
+        "fence, when a round is opened",
+        "service/holdfast_service/control/catalog.py",
+        "            if attempt < row.attempt:\n                raise StaleAttempt(\n",
+        "            if False:\n                raise StaleAttempt(\n",
+        ("tests/control/test_catalog.py",),
+    ),
+    Mutation(
+        "fence, when a newer launch comes",
+        "service/holdfast_service/daemon/saver.py",
+        "if k.run == who.run and k.attempt < who.attempt]:\n",
+        "if False]:\n",
+        ("tests/daemon/test_saver.py",),
+    ),
+    # leases and locks
+    Mutation(
+        "lease, when a slot is sealed",
+        "service/holdfast_service/daemon/saver.py",
+        "            if current is None or lease is None or lease.slot != slot:\n",
+        "            if current is None or lease is None:\n",
+        ("tests/daemon/test_segment.py",),
+    ),
+    Mutation(
+        "a lease's deadline",
+        "service/holdfast_service/daemon/saver.py",
+        "if lease.deadline < now)\n                if late or current.deadline < now:\n",
+        "if False)\n                if late:\n",
+        ("tests/daemon/test_saver.py",),
+    ),
+    Mutation(
+        "the lock of a slot that is read",
+        "service/holdfast_service/daemon/segment.py",
+        "    except (BlockingIOError, PermissionError):\n        return False\n",
+        "    except (BlockingIOError, PermissionError):\n        return True\n",
+        ("tests/daemon/test_holds.py",),
+    ),
+    Mutation(
+        "the lock of a root",
+        "service/holdfast_service/storage/locking.py",
+        "        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "        pass\n",
+        ("tests/storage/test_posix.py",),
+    ),
+    Mutation(
+        "pins",
+        "service/holdfast_service/control/rotation.py",
+        "        if step in file.pins:\n            raise Pinned(",
+        "        if False:\n            raise Pinned(",
+        ("tests/control/test_rotation.py",),
+    ),
+)

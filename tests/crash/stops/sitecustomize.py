@@ -1,0 +1,135 @@
+"""Named points at which a process of the product waits to be killed. Python imports this before anything else.
+
+Nothing of the product knows of it: with this directory on PYTHONPATH, and CRASH_POINT and CRASH_DIRECTORY set, one function
+of the product is wrapped when its module is imported. The first process that gets there while `armed` stands in the
+directory leaves its id in `hit` and goes on when there is a file `go`.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+POLL_S = 0.005
+
+
+class Point(NamedTuple):
+    """Where in the product: before or after a function, when `at` says that these are the arguments that matter."""
+
+    module: str
+    function: str
+    after: bool = False
+    at: Callable[..., bool] = lambda *arguments, **options: True
+
+
+def _is_commit(tier: Any, path: str, data: bytes) -> bool:
+    return path.endswith("/COMMIT")
+
+
+def _from_staging(tier: Any, source: str, target: str) -> bool:
+    return "/staging/" in source
+
+
+def _to_checkpoints(here: int, source: str, there: int, target: str) -> bool:
+    return target.startswith("step-") and "/checkpoints" in os.readlink(f"/proc/self/fd/{there}")
+
+
+def _from_trash(tier: Any, path: str) -> bool:
+    return "/trash/" in path
+
+
+POINTS = {
+    # in a rank
+    "before stage": Point("holdfast.slots", "Slots.lease"),
+    "mid stage": Point("tests.crash.acting_rank", "copy_half", after=True),
+    "staged": Point("holdfast.slots", "Slot.seal"),
+    "sealed": Point("holdfast.slots", "Slot.seal", after=True),
+    "mid restore": Point("holdfast.passes", "hand_over"),
+    # in the daemon
+    "mid write": Point("holdfast_service.storage.posix", "PosixFile.write", after=True),
+    "before manifest": Point("holdfast_service.control.commit", "compose"),
+    "before COMMIT": Point("holdfast_service.storage.posix", "PosixTier.put", at=_is_commit),
+    "before rename": Point("holdfast_service.storage.posix", "PosixTier.publish", at=_from_staging),
+    "after rename": Point("holdfast_service.storage.posix", "_rename", after=True, at=_to_checkpoints),
+    "before the catalog": Point("holdfast_service.control.catalog", "Catalog.record_checkpoint"),
+    "mid rotation": Point("holdfast_service.storage.posix", "PosixTier.remove_tree", at=_from_trash),
+    # in the command line
+    "mid export": Point("holdfast.copying", "write", after=True),
+    "before COMMIT of the export": Point(
+        "holdfast.copying", "write", at=lambda fd, start, data: b'"manifest' in bytes(data)
+    ),
+}
+
+
+def pause(directory: Path) -> None:
+    """Wait to be killed, or to be let go; only the first one who comes."""
+    if not (directory / "armed").exists():
+        return
+    try:
+        descriptor = os.open(directory / "hit", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        return
+    os.write(descriptor, b"%d\n" % os.getpid())
+    os.close(descriptor)
+    while not (directory / "go").exists():
+        time.sleep(POLL_S)
+
+
+def _wrap(module: ModuleType, point: Point, directory: Path) -> None:
+    *owners, name = point.function.split(".")
+    owner: Any = module
+    for each in owners:
+        owner = getattr(owner, each)
+    function = getattr(owner, name)
+
+    def stopping(*arguments: Any, **options: Any) -> Any:
+        due = point.at(*arguments, **options)
+        if due and not point.after:
+            pause(directory)
+        result = function(*arguments, **options)
+        if due and point.after:
+            pause(directory)
+        return result
+
+    setattr(owner, name, stopping)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module as it would have been, then wraps the point in it."""
+
+    point: Point
+    directory: Path
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        _wrap(module, self.point, self.directory)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the one module that has the point."""
+
+    def __init__(self, point: Point, directory: Path) -> None:
+        self._point, self._directory = point, directory
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._point.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        assert spec is not None and spec.origin is not None, name
+        loader = _Loader(name, spec.origin)
+        loader.point, loader.directory = self._point, self._directory
+        spec.loader = loader
+        return spec
+
+
+if "CRASH_POINT" in os.environ:
+    sys.meta_path.insert(0, _Finder(POINTS[os.environ["CRASH_POINT"]], Path(os.environ["CRASH_DIRECTORY"])))
