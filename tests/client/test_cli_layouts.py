@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
 from holdfast.cli import app
+from holdfast.commands import shard
 from holdfast_formats import naming
 from tests.checkpoints import build, flip
 from tests.client import llama
@@ -121,6 +122,19 @@ def test_where_everything_goes(place: list[str], tmp_path: Path) -> None:
     ]
     assert (said["world"], said["ranks"][3]["coordinates"]["pp"]) == (4, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
+def test_of_large_worlds_ranks_are_counted_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a number of tensors nothing is planned: what each rank holds is said, what it would read is not."""
+    monkeypatch.setattr(shard, "PLANNED_TENSORS_MAX", 10)
+    counted = call_json("--layout", FUSED, "--root", root)["ranks"]
+    monkeypatch.undo()
+    planned = call_json("--layout", FUSED, "--root", root)["ranks"]
+    assert [rank["bytes"] for rank in counted] == [rank["bytes"] for rank in planned]
+    assert {"bytes_read", "tensors"}.isdisjoint(counted[0])
+    monkeypatch.setattr(shard, "PLANNED_TENSORS_MAX", 10)
+    assert "–" in call("--layout", FUSED, "--root", root).stdout
+    assert call_json("--layout", FUSED, "--rank", 1, "--root", root)["ranks"] == [planned[1]]
 
 
 @pytest.mark.parametrize("flag", ["--plan", "--dry-run"])

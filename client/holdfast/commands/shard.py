@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from holdfast import console, rulebook, shard_file, shards
+from holdfast import collecting, console, rulebook, shard_file, shards
 from holdfast.checkpoint import Checkpoint
 from holdfast.sources import Source
 from holdfast_formats import layouts
@@ -17,6 +17,7 @@ from holdfast_formats.holding import Held
 from holdfast_formats.layouts import Layout
 from holdfast_formats.reading import ReadPlan
 
+PLANNED_TENSORS_MAX = 200_000  # of all ranks together: more are counted, and not made
 _AXES_SHOWN = ("tp", "cp", "sharding", "dp", "pp", "etp", "ep")
 
 
@@ -38,12 +39,21 @@ class Into(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one rank holds, and what has to be read for it."""
+    """What one rank holds, and what has to be read for it. Of large worlds neither `held` nor `plan` is worked out."""
 
     rank: int
-    held: Held
+    tensors: int
     bytes: int
-    plan: ReadPlan
+    held: Held | None = None
+    plan: ReadPlan | None = None
+
+
+class Written(NamedTuple):
+    """A rank's file."""
+
+    rank: int
+    out: Path
+    bytes: int
 
 
 def restore(source: Source, wanted: Wanted, into: Into, as_json: bool) -> None:
@@ -77,40 +87,45 @@ def _file_of(directory: Path, rank: int) -> Path:
 
 
 def _shares(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, ranks: Iterable[int]) -> list[Share]:
-    holding = checkpoint.holding(layout, wanted.group, wanted.rules)
-    shares = []
-    for rank in ranks:
-        held = holding.of(rank)
-        size = sum(shards.nbytes(local) for local in held.tensors)
-        shares.append(Share(rank, held, size, checkpoint.plan(held.tensors, wanted.group)))
-    return shares
+    with collecting.paused():
+        holding = checkpoint.holding(layout, wanted.group, wanted.rules)
+        shares = [Share(rank, *holding.share(rank)) for rank in ranks]
+        if sum(share.tensors for share in shares) > PLANNED_TENSORS_MAX and len(shares) > 1:
+            return shares
+        helds = (holding.of(share.rank) for share in shares)
+        return [
+            share._replace(held=held, plan=checkpoint.plan(held.tensors, wanted.group))
+            for share, held in zip(shares, helds, strict=True)
+        ]
 
 
 def _write(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, paths: Mapping[int, Path], as_json: bool) -> None:
-    """All files, or none: what was written is removed where a later one fails."""
-    shares = _shares(checkpoint, layout, wanted, paths)
+    """All files, or none, one rank after the other: what was written is removed where a later one fails."""
     manifest, group = checkpoint.manifest, wanted.group
-    files = [shard_file.of(manifest, layout, share.rank, group, share.held.tensors) for share in shares]
-    written: list[Path] = []
+    holding = checkpoint.holding(layout, group, wanted.rules)
+    total = sum(holding.share(rank).bytes for rank in paths)
+    written: list[Written] = []
+    notes: dict[str, None] = {}
     try:
-        with console.progress("restoring", sum(file.bytes for file in files), shown=not as_json) as bar:
-            for path, file in zip(paths.values(), files, strict=True):
-                shard_file.write(
-                    checkpoint.reader, wanted.group, file, path, lambda count: bar.advance(bar.task_ids[0], count)
-                )
-                written.append(path)
+        with console.progress("restoring", total, shown=not as_json) as bar:
+            for rank, path in paths.items():
+                held = holding.of(rank)
+                file = shard_file.of(manifest, layout, rank, group, held.tensors)
+                shard_file.write(checkpoint.reader, group, file, path, lambda count: bar.advance(bar.task_ids[0], count))
+                written.append(Written(rank, path, file.bytes))
+                notes |= dict.fromkeys(held.notes)
     except BaseException:
-        for path in written:
-            path.unlink(missing_ok=True)
+        for done in written:
+            done.out.unlink(missing_ok=True)
         raise
     if as_json:
-        listed = [{"rank": s.rank, "out": str(p), "bytes": f.bytes} for s, p, f in zip(shares, written, files, strict=True)]
-        console.print_json({**_document(layout, wanted, shares), "files": listed})
+        files = [{"rank": done.rank, "out": str(done.out), "bytes": done.bytes} for done in written]
+        console.print_json({**_document(layout, wanted, _shares(checkpoint, layout, wanted, paths)), "files": files})
         return
-    for share, path, file in zip(shares, written, files, strict=True):
-        what = f"{path}: {console.human_bytes(file.bytes)}, rank {share.rank} of {layouts.text(layout)}"
+    for done in written:
+        what = f"{done.out}: {console.human_bytes(done.bytes)}, rank {done.rank} of {layouts.text(layout)}"
         console.out().print(Text.assemble(("restored  ", "green"), what))
-    _print_notes(shares)
+    _print_notes(notes)
 
 
 def _print(layout: Layout, wanted: Wanted, shares: Sequence[Share]) -> None:
@@ -119,12 +134,13 @@ def _print(layout: Layout, wanted: Wanted, shares: Sequence[Share]) -> None:
     ranks = console.table(*right, right=right)
     for share in shares:
         place = layout.mesh.coordinate(share.rank)
-        counts = (str(len(share.held.tensors)), console.human_bytes(share.bytes), console.human_bytes(share.plan.read))
+        to_read = console.human_bytes(share.plan.read) if share.plan is not None else "–"
+        counts = (str(share.tensors), console.human_bytes(share.bytes), to_read)
         ranks.add_row(str(share.rank), *(str(getattr(place, axis)) for axis in axes), *counts)
     out = console.out()
     out.print(Text(f"{layouts.text(layout)}, group {wanted.group}", "bold"))
     out.print(ranks)
-    if wanted.rank is not None:
+    if wanted.rank is not None and shares[0].held is not None:
         tensors = console.table("TENSOR", "DTYPE", "SHAPE", "BYTES", "MADE OF", right=("BYTES",))
         for local in shares[0].held.tensors:
             made_of = ", ".join(dict.fromkeys(part.tensor for part in local.parts if part.tensor != local.name))
@@ -132,11 +148,11 @@ def _print(layout: Layout, wanted: Wanted, shares: Sequence[Share]) -> None:
             tensors.add_row(Text(local.name), local.dtype, str(list(local.shape)), size, Text(made_of))
         out.print()
         out.print(tensors, markup=False)
-    _print_notes(shares)
+    _print_notes(note for share in shares if share.held is not None for note in share.held.notes)
 
 
-def _print_notes(shares: Sequence[Share]) -> None:
-    for note in dict.fromkeys(note for share in shares for note in share.held.notes):
+def _print_notes(notes: Iterable[str]) -> None:
+    for note in dict.fromkeys(notes):
         console.err().print(f"note: {note}", style="yellow", markup=False)
 
 
@@ -145,19 +161,21 @@ def _document(layout: Layout, wanted: Wanted, shares: Sequence[Share]) -> dict[s
         "layout": layouts.text(layout),
         "group": wanted.group,
         "world": layout.mesh.world,
-        "ranks": [
-            {
-                "rank": share.rank,
-                "coordinates": layout.mesh.coordinate(share.rank)._asdict(),
-                "bytes": share.bytes,
-                "bytes_needed": share.plan.needed,
-                "bytes_read": share.plan.read,
-                "tensors": [
-                    {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "padding": t.padding}
-                    for t in share.held.tensors
-                ],
-                "notes": list(share.held.notes),
-            }
-            for share in shares
+        "ranks": [_rank_document(layout, share) for share in shares],
+    }
+
+
+def _rank_document(layout: Layout, share: Share) -> dict[str, Any]:
+    """Of a large world's ranks only how much they hold."""
+    place = {"rank": share.rank, "coordinates": layout.mesh.coordinate(share.rank)._asdict(), "bytes": share.bytes}
+    if share.held is None or share.plan is None:
+        return place
+    return {
+        **place,
+        "bytes_needed": share.plan.needed,
+        "bytes_read": share.plan.read,
+        "tensors": [
+            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "padding": t.padding} for t in share.held.tensors
         ],
+        "notes": list(share.held.notes),
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from holdfast import Api, Checkpointer
+from holdfast import Api, Checkpointer, retention
 from tests.benchmarks.state import State
 
 from . import Peer, Place
@@ -54,7 +54,7 @@ class Holdfast:
             limit = time.monotonic() + VERIFY_WAIT_S
             while not api.checkpoint(RUN, step).verified and time.monotonic() < limit:
                 time.sleep(POLL_S)
-            api.remove(RUN, step)
+            retention.remove(api, RUN, step, force_newest=True)  # as for everybody, before the next save
 
 
 def open_peer(place: Place, state: State, variant: str) -> Holdfast:
