@@ -152,8 +152,11 @@ class CheckpointReader:
 
     def pieces(self, file: str) -> tuple[Piece, ...]:
         """A file's pieces in order; `NoSuchResource` for a file that the manifest does not list."""
-        if file not in self._pieces:
+        entry = self.manifest.file(file)
+        if entry is None:
             raise NoSuchResource(f"{self.source.label} has no file {file!r}", file=file)
+        if not entry.header_bytes:  # a small file: all tensors need not be looked through for it
+            return (Piece(file, 0, entry.bytes, entry.digest),)
         return self._pieces[file]
 
     def read_file(self, name: str) -> bytes:
