@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import socket
 import threading
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from holdfast_service.daemon import arena as arena_module
 from holdfast_service.daemon import segment as segments
 from holdfast_service.daemon.arena import Arena
 from holdfast_service.daemon.budget import Bound, Budget
+from holdfast_service.daemon.peer import Peer
 from holdfast_service.daemon.segment import Segment
 from holdfast_service.daemon.spill import Spill
 
@@ -34,6 +37,31 @@ def test_all_slots_where_they_fit() -> None:
     assert segment.geometry == ASKED and segment.notice == "" and node.bytes == ASKED.segment_bytes
     node.drop(segment)
     assert node.bytes == 0
+
+
+def test_memory_goes_with_the_segment_and_waits_for_no_collector() -> None:
+    """Nothing refers to a dropped segment, not even itself: its mapping, which holds the memory, ends there and then."""
+
+    class Conversation:
+        segment: Segment | None = None
+
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:holdfast-circle")
+
+    gc.collect()
+    gc.disable()
+    try:
+        node, user = Arena(memory_of(ASKED.segment_bytes)), Conversation()
+        user.segment = node.reserve(ASKED, "circle")
+        here, there = socket.socketpair()
+        with here, there:
+            user.segment.used_by(user, Peer(here))
+        assert mappings()
+        node.drop(user.segment)
+        user.segment = None
+        assert not mappings()
+    finally:
+        gc.enable()
 
 
 def test_fewer_slots_where_all_do_not_fit() -> None:

@@ -225,6 +225,7 @@ class Segment:
 
     def close(self) -> None:
         """Give the memory back to the machine, once the last view of it is gone."""
+        self.user = self._when_idle = None  # who refers to the segment: in a circle, memory waits for the collector
         if self._peer is not None:
             self._peer.close()
             self._peer = None

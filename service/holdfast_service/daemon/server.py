@@ -175,6 +175,7 @@ class _Conversation:
             for segment in self._segments:
                 if segment.user is self:
                     self._daemon.arena.drop(segment)
+            self._segments = []
             for fd in self._fds:
                 os.close(fd)
 
