@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -17,8 +12,9 @@ from holdfast import Checkpointer
 from holdfast_formats import naming
 from tests.client import llama
 from tests.daemons import RunningDaemon, running
+from tests.torchruns import torchrun
 
-WORKER = Path(__file__).with_name("declared_worker.py")
+WORKER = "tests.distributed.declared_worker"
 DATA_PARALLEL, STAGES = "tp=2,dp=2,qkv=ranks,gate_up=ranks", "tp=2,pp=2,qkv=ranks,gate_up=ranks"
 RESTORED = {
     1: ["tp=1", "tp=1,qkv=ranks,gate_up=ranks"],
@@ -27,27 +23,12 @@ RESTORED = {
 }
 
 
-def torchrun(ranks: int, *arguments: str) -> None:
-    """Run the worker on that many ranks; a failure shows its output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    top = str(Path(__file__).parents[2])
-    path = os.pathsep.join([top, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    done = subprocess.run(
-        [*command, str(WORKER), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory):
     """A daemon with checkpoints saved by 4 ranks: run `r` by two stages, run `data` by two replicas."""
     with running(tmp_path_factory.mktemp("declared") / "root") as daemon:
-        torchrun(4, "save", str(daemon.socket), "r", STAGES)
-        torchrun(4, "save", str(daemon.socket), "data", DATA_PARALLEL)
+        torchrun(4, WORKER, "save", str(daemon.socket), "r", STAGES)
+        torchrun(4, WORKER, "save", str(daemon.socket), "data", DATA_PARALLEL)
         yield daemon
 
 
@@ -82,7 +63,7 @@ def test_restored_plain_on_one(saved: RunningDaemon, run: str) -> None:
 @pytest.mark.parametrize("ranks", RESTORED)
 def test_restored_in_other_layouts(saved: RunningDaemon, ranks: int) -> None:
     """Each rank gets what numpy cuts for it; saved again from there, the files are the very same."""
-    torchrun(ranks, "restore", str(saved.socket), "r", *RESTORED[ranks])
+    torchrun(ranks, WORKER, "restore", str(saved.socket), "r", *RESTORED[ranks])
     original = saved.root / naming.checkpoint_path("r", 3)
     for layout in RESTORED[ranks]:
         again = saved.root / naming.checkpoint_path(f"r-again-{layout.replace('=', '').replace(',', '-')}", 3)

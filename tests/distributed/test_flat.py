@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.daemons import RunningDaemon, running
+from tests.torchruns import torchrun
 
-WORKER = Path(__file__).with_name("flat_worker.py")
-
-
-def torchrun(ranks: int, *arguments: str) -> None:
-    """Run the worker on that many ranks; a failure shows its output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(WORKER)]
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+WORKER = "tests.distributed.flat_worker"
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +18,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     """A daemon with a checkpoint saved by 2 ranks of FULL_SHARD, and torch's own digests of what was saved."""
     directory = tmp_path_factory.mktemp("flat")
     with running(directory / "root") as daemon:
-        torchrun(2, "save", str(daemon.socket), str(directory / "saved"), "FULL_SHARD")
+        torchrun(2, WORKER, "save", str(daemon.socket), str(directory / "saved"), "FULL_SHARD")
         yield daemon, json.loads((directory / "saved.json").read_text()), directory
 
 
@@ -38,7 +27,7 @@ def test_restored_from_flat_shards(saved: tuple[RunningDaemon, dict, Path], rank
     """Weights and optimizer are bit-equal under any strategy, also for a module that had its parameters gathered."""
     daemon, expected, directory = saved
     output = directory / f"restored-{ranks}-{strategy}"
-    torchrun(ranks, "restore", str(daemon.socket), str(output), strategy)
+    torchrun(ranks, WORKER, "restore", str(daemon.socket), str(output), strategy)
     found = json.loads(output.with_suffix(".json").read_text())
     assert set(found) == set(expected)
     assert {name: value for name, value in found.items() if value != expected[name]} == {}

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from holdfast_formats import naming
 from tests.daemons import RunningDaemon, running
+from tests.torchruns import torchrun
 
-WORKER = Path(__file__).with_name("reshard_worker.py")
+WORKER = "tests.distributed.reshard_worker"
 RESTORES = {1: "plain", 2: "fsdp,tp,ddp", 3: "fsdp", 4: "fsdp,2d,hsdp"}
-
-
-def torchrun(ranks: int, *arguments: str) -> None:
-    """Run the worker on that many ranks; a failure shows its output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(WORKER)]
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +20,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     """A daemon with a checkpoint saved by 4 ranks (FSDP2 x TP), and torch's own digests of what was saved."""
     directory = tmp_path_factory.mktemp("reshard")
     with running(directory / "root") as daemon:
-        torchrun(4, "save", str(daemon.socket), str(directory / "saved"), "2d")
+        torchrun(4, WORKER, "save", str(daemon.socket), str(directory / "saved"), "2d")
         yield daemon, json.loads((directory / "saved.2d.json").read_text()), directory
 
 
@@ -39,7 +28,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 def test_restored_on_any_number_of_ranks(saved: tuple[RunningDaemon, dict, Path], ranks: int) -> None:
     """Weights, optimizer, EMA, learning rate and schedule are bit-equal in every mesh; saving again gives the same files."""
     daemon, expected, directory = saved
-    torchrun(ranks, "restore", str(daemon.socket), str(directory / f"restored-{ranks}"), RESTORES[ranks])
+    torchrun(ranks, WORKER, "restore", str(daemon.socket), str(directory / f"restored-{ranks}"), RESTORES[ranks])
     for mesh in RESTORES[ranks].split(","):
         assert json.loads((directory / f"restored-{ranks}.{mesh}.json").read_text()) == expected
         original = daemon.root / naming.checkpoint_path("r", 3)
