@@ -89,9 +89,6 @@ class LentMemory:
     def size(self, name: str) -> int | None:
         return None  # it holds parts of files
 
-    def expect(self, name: str, start: int, stop: int) -> None:
-        """Nothing: it is in memory."""
-
     def waits(self, name: str, offset: int) -> bool:
         return False
 

@@ -20,7 +20,7 @@ from .api import Api
 
 READ_AHEAD_BYTES_MIN = 2**20
 FILE_CHUNK_BYTES = 2**19  # stays in a core's cache until it is digested
-HTTP_CHUNK_BYTES = EXTENT_BYTES_MAX  # a request for each extent
+HTTP_CHUNK_BYTES = EXTENT_BYTES_MAX  # of one request
 
 
 class Source(Protocol):

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import time
 
-from holdfast_formats import naming
+import pytest
+
+from holdfast_formats import naming, packing
+from holdfast_formats.region import whole
 from holdfast_formats.retention import RetentionPolicy
+from holdfast_formats.table import SlotTable
+from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_service.control import admission
+from holdfast_service.control.planner import plan
+from holdfast_service.daemon.writer import write
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import RUN, Rank, SaverWorld, saver_world
 
@@ -110,6 +117,20 @@ def test_a_disk_that_has_no_room_is_refused_early() -> None:
         tier.put("other/run.json", b"?")  # another run's broken file is no reason to refuse
         assert save(world, rank, 5) is None
         assert world.committed() == [4, 5]
+
+
+def test_the_bound_on_what_a_save_takes_counts_every_extent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extents are stated twice, in receipt and manifest: of very many, too, no more is written than was foreseen."""
+    monkeypatch.setattr(packing, "EXTENT_BYTES_MIN", 64)
+    spec = TensorSpec("model", "w", "U8", (2**19,))
+    held = (Fragment(spec, (whole(spec.shape),), 0),)
+    planned = plan([SlotTable(RUN, 1, 1, 0, 1, ("model",), held, {"model": {}}, {})])
+    tier = MemoryTier()
+    write(tier, planned, "staging", {0: memoryview(bytes(2**19))}, "node")
+    receipt = tier.size(f"staging/{naming.RECEIPTS}/node.json")
+    data = sum(tier.size(f"staging/{file.layout.name}") or 0 for file in planned.files)
+    assert receipt is not None and receipt > 2**16
+    assert data + 2 * receipt <= admission.disk_bytes(planned) <= 2 * (data + 2 * receipt)
 
 
 def test_an_unreadable_quota_refuses_no_save() -> None:

@@ -7,7 +7,6 @@ Local tensors are cut by hand (`tests.client.llama`). A restore checks them ther
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from typing import Any
@@ -20,6 +19,7 @@ from torch import nn
 from holdfast import Checkpointer
 from holdfast_formats import layouts
 from tests.client import llama
+from tests.torchruns import leave
 
 FUSED = ("qkv=ranks", "gate_up=ranks")
 
@@ -80,10 +80,7 @@ def main() -> None:
             with Checkpointer(f"{run}-again-{layout.replace('=', '').replace(',', '-')}", state, **options) as checkpointer:
                 checkpointer.save(3, wait="durable")
         dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # gloo's threads abort now and then while an interpreter unwinds (torch 2.13)
+    leave()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Rank 0 writes the digest of every full tensor, gathered by torch, to OUTPUT.json
 from __future__ import annotations
 
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from holdfast import Checkpointer
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import InvalidRequest
+from tests.torchruns import leave
 
 
 class Block(nn.Module):
@@ -138,10 +138,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         Path(f"{output}.json").write_text(json.dumps(found))
     dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # gloo's threads abort now and then while an interpreter unwinds (torch 2.13)
+    leave()
 
 
 if __name__ == "__main__":

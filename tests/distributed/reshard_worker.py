@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import Checkpointer
 from holdfast_formats.digest import digest
+from tests.torchruns import leave
 
 WIDTH, ROWS = 24, 50  # ROWS does not divide by 3 or 4: uneven shards
 
@@ -140,10 +140,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             Path(f"{output}.{mesh}.json").write_text(json.dumps(found))
         dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # gloo's threads abort now and then while an interpreter unwinds (torch 2.13)
+    leave()
 
 
 if __name__ == "__main__":

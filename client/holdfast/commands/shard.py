@@ -13,7 +13,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.sources import Source
 from holdfast_formats import layouts
 from holdfast_formats.errors import InvalidRequest, StorageFailed
-from holdfast_formats.holding import Held
+from holdfast_formats.holding import Held, Holding
 from holdfast_formats.layouts import Layout
 from holdfast_formats.reading import ReadPlan
 
@@ -68,7 +68,7 @@ def restore(source: Source, wanted: Wanted, into: Into, as_json: bool) -> None:
     ranks = range(layout.mesh.world) if wanted.rank is None else (wanted.rank,)
     with Checkpoint(source) as checkpoint:
         if into.plan or (into.out is None and into.all_ranks is None):
-            shares = _shares(checkpoint, layout, wanted, ranks)
+            shares = _shares(checkpoint, checkpoint.holding(layout, wanted.group, wanted.rules), ranks)
             if as_json:
                 console.print_json(_document(layout, wanted, shares))
             else:
@@ -86,15 +86,14 @@ def _file_of(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.safetensors"
 
 
-def _shares(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, ranks: Iterable[int]) -> list[Share]:
+def _shares(checkpoint: Checkpoint, holding: Holding, ranks: Iterable[int]) -> list[Share]:
     with collecting.paused():
-        holding = checkpoint.holding(layout, wanted.group, wanted.rules)
         shares = [Share(rank, *holding.share(rank)) for rank in ranks]
         if sum(share.tensors for share in shares) > PLANNED_TENSORS_MAX and len(shares) > 1:
             return shares
         helds = (holding.of(share.rank) for share in shares)
         return [
-            share._replace(held=held, plan=checkpoint.plan(held.tensors, wanted.group))
+            share._replace(held=held, plan=checkpoint.plan(held.tensors, holding.group))
             for share, held in zip(shares, helds, strict=True)
         ]
 
@@ -120,7 +119,7 @@ def _write(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, paths: Mappin
         raise
     if as_json:
         files = [{"rank": done.rank, "out": str(done.out), "bytes": done.bytes} for done in written]
-        console.print_json({**_document(layout, wanted, _shares(checkpoint, layout, wanted, paths)), "files": files})
+        console.print_json({**_document(layout, wanted, _shares(checkpoint, holding, paths)), "files": files})
         return
     for done in written:
         what = f"{done.out}: {console.human_bytes(done.bytes)}, rank {done.rank} of {layouts.text(layout)}"

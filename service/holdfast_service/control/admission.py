@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from holdfast_formats.errors import CheckpointError, Damaged, NoSpace, QuotaExceeded
+from holdfast_formats.packing import tensor_extent_bytes
 from holdfast_formats.plan import Plan
 from holdfast_service.storage import Tier
 
@@ -24,7 +25,6 @@ SMALL_FILES = 8  # manifest, receipt, state, COMMIT, and the directories around 
 INDEX_BYTES_A_TENSOR = 64  # beside its name, which the file's header has too
 MANIFEST_BYTES_A_TENSOR = 256
 MANIFEST_BYTES_AN_EXTENT = 48
-EXTENT_BYTES_MIN = 2**20  # but for the last one of a tensor
 
 
 def counted_bytes(plan: Plan) -> int:
@@ -36,9 +36,11 @@ def counted_bytes(plan: Plan) -> int:
 def disk_bytes(plan: Plan) -> int:
     """The most that writing it takes of a disk: indexes, manifest and receipt by a bound, and whole blocks."""
     total = _data_bytes(plan) + (len(plan.files) + len(plan.assets) + len(plan.groups) + SMALL_FILES) * BLOCK_BYTES
+    longest = plan.extent_bytes
     for file in plan.files:
         header, tensors = len(file.layout.header), len(file.tensors)
-        extents = 2 * tensors + file.layout.bytes // EXTENT_BYTES_MIN
+        sizes = [tensor.spec.nbytes for tensor in file.tensors]
+        extents = sum(-(-size // tensor_extent_bytes(size, longest)) for size in sizes)
         total += header + tensors * INDEX_BYTES_A_TENSOR
         total += 2 * (header + tensors * MANIFEST_BYTES_A_TENSOR + extents * MANIFEST_BYTES_AN_EXTENT)
     return total
