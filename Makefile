@@ -9,12 +9,15 @@ TORCH_INDEX ?=
 STEPS ?= 90
 ROOT ?= holdfast-data
 BENCH ?=
+TESTERS ?= 2
+FUZZ_S ?= 300
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test crash e2e bench check format clean
+.PHONY: help demo serve test crash fuzz e2e browser engine bench check format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -25,14 +28,23 @@ demo: $(READY) ## kill a training run, resume it, prove that nothing was lost (u
 serve: $(READY) ## run the daemon on ./holdfast-data
 	$(BIN)/python -m holdfast_service --root $(ROOT)
 
-test: $(READY) ## all tests but the long ones
-	$(BIN)/python -m pytest
+test: $(READY) $(TOOLS) tools ## all tests but the long ones
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile
 
 crash: $(READY) ## kill and fault injection, the long lanes included
 	$(BIN)/python -m pytest -m "not e2e" --crash-report build/crash.json tests/crash
 
+fuzz: $(READY) ## look for inputs that no reader and no route handles, for FUZZ_S seconds each
+	$(BIN)/python -m pytest -m "" -s --fuzz-s $(FUZZ_S) tests/fuzz
+
 e2e: $(READY) ## the demo and other long runs, as tests
 	$(BIN)/python -m pytest -m e2e
+
+browser: $(READY) ## the dashboard in a real Chromium, while a training run saves
+	$(BIN)/python -m pytest -m browser tests/dashboard
+
+engine: $(READY) ## build the image and run the Compose file with a real engine (root, docker.io, docker-compose, debootstrap)
+	$(BIN)/python -m pytest -m engine tests/test_engine.py
 
 bench: $(READY) ## Holdfast and its peers, side by side; BENCH="--quick" to try it (docs/benchmarks.md)
 	$(BIN)/python -m tests.benchmarks $(BENCH)
@@ -51,9 +63,22 @@ clean: ## remove caches, builds and the demo's output; .venv and holdfast-data s
 	rm -rf build dist demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find client formats service tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# promtool, which checks the alerts, out of Debian's package: nothing is installed or started. Without it those tests are
+# skipped, and say so.
+tools: $(READY) ## promtool, for the tests of the alert rules
+	@command -v promtool >/dev/null || test -x $(BIN)/promtool || ! command -v apt-get >/dev/null || \
+		( mkdir -p build/tools && cd build/tools && { [ "$$(id -u)" != 0 ] || apt-get update -qq; } && \
+		apt-get download -qq prometheus && dpkg -x prometheus_*.deb . && mv usr/bin/promtool $(abspath $(BIN))/ ) || \
+		echo "promtool could not be had: the tests of the alert rules will be skipped"
+
 # torch comes first and alone, so that only this line decides which build of it is taken.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	$(BIN)/python -m pip install -e '.[dev]'
+	touch $@
+
+# Programs that tests start. Without them the tests that need them are skipped and say so, so this never fails.
+$(TOOLS): tests/tools.sh
+	sh tests/tools.sh
 	touch $@

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
+
+from tests.databases import empty_catalog, postgres
+
+REQUEST_TIMEOUT_S = 60.0
+
+__all__ = ["empty_catalog", "postgres"]  # fixtures of every test
 
 # No deadlines: a busy machine must not turn a correct test red.
 settings.register_profile("holdfast", deadline=None, derandomize=False, max_examples=60)
 settings.load_profile("holdfast")
+for _phase in ("connect", "read", "write", "pool"):  # httpx gives up after five seconds unless it is told otherwise
+    setattr(DEFAULT_TIMEOUT_CONFIG, _phase, REQUEST_TIMEOUT_S)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,3 +25,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--soak-s", metavar="SECONDS", type=float, help="end the soak after this long, however many saves it did"
     )
+    parser.addoption("--fuzz-s", metavar="SECONDS", type=float, help="look for inputs that no reader handles for this long")

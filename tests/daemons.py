@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast_formats import naming
 
 START_TIMEOUT_S = 60.0
+PORTS = (15_000, 32_000)  # below those that Linux takes for connections and for servers that name none
 
 
 class RunningDaemon:
@@ -67,7 +70,15 @@ def running(root: Path, *flags: str, listen: str = "none") -> Iterator[RunningDa
             assert status == 0, daemon.log.read_text()
 
 
-def wait_until(condition, timeout_s: float = 30.0) -> None:
+def free_port() -> int:
+    """A port of the loopback that is free, and stays so between two servers: one that the system gives to nobody unasked."""
+    while True:
+        port = random.randrange(*PORTS)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def wait_until(condition, timeout_s: float = 60.0) -> None:
     """Poll a condition until it holds; fails the test when it does not in time."""
     limit = time.monotonic() + timeout_s
     while not condition():

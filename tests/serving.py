@@ -10,14 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import uvicorn
 from fastapi import FastAPI
 
 from holdfast_formats import naming, rest
 from holdfast_service.api.app import Services, create_app
+from holdfast_service.api.connections import server as bounded
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
+from holdfast_service.daemon.checking import Checker
+from holdfast_service.daemon.repair import Repairer
+from holdfast_service.daemon.saver import Saver
+from holdfast_service.daemon.scrub import CheckJobs, Plan, Scrub
 from holdfast_service.storage import PosixTier
+from holdfast_service.transfers import Transfers
+from holdfast_service.work import Workers, start_jobs
 
 
 class Served(NamedTuple):
@@ -40,9 +46,19 @@ def services(root: Path) -> Iterator[Services]:
             name="node-1", pid=1, version="9.9", root=str(root), socket=None, started="now", arena_bytes=4096, ranks=2
         )
 
+    checker = Checker(tier, decisions)
+    saver = Saver(tier, decisions, "node-1", checker)
+    scrub = Scrub(checker, decisions, saver, Plan(None, None))
+    repairer = Repairer(tier, (decisions, decisions.repair_book()), dict)
+    checks, transfers = CheckJobs(checker, scrub, tier), Transfers(tier, decisions, repairer)
+    runner = start_jobs("node-1", Workers(tier, catalog, decisions, checks, transfers))
     try:
-        yield Services(tier, catalog, str(root), "9.9", node, decisions.rotation, root)
+        made = Services(tier, catalog, str(root), "9.9", node, decisions.rotation, decisions.events, root)
+        yield replace(made, runner=runner)
     finally:
+        runner.close()
+        scrub.close()
+        saver.close()
         decisions.close()
         catalog.close()
 
@@ -56,11 +72,12 @@ def served(directory: Path, **changes: object) -> Iterator[Served]:
         listener.listen()  # from here on nobody is refused, though the server has still to start
         made = replace(made, **changes)  # type: ignore[arg-type]
         app = create_app(made)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off"))
+        server = bounded(app, "critical")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-http")
         thread.start()
         try:
             yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", directory, made, app)
         finally:
             server.should_exit = True
+            made.events.hang_up()
             thread.join(timeout=20)

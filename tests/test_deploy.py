@@ -62,7 +62,8 @@ def test_the_compose_file_has_a_daemon_and_a_trainer_that_share_socket_and_data(
     daemon, trainer = compose["services"]["holdfast"], compose["services"]["trainer"]
     assert set(daemon["volumes"]) == {"data:/data", "socket:/run/holdfast"}
     assert set(trainer["volumes"]) == {"data:/data:ro", "socket:/run/holdfast"}
-    assert set(compose["volumes"]) == {"data", "socket"}
+    assert {"data", "socket"} <= set(compose["volumes"])
+    assert daemon["ipc"] == "shareable" and trainer["ipc"] == "service:holdfast" and daemon["shm_size"]
     assert daemon["user"] == trainer["user"]
     assert trainer["depends_on"]["holdfast"]["condition"] == "service_healthy"
 
@@ -80,6 +81,10 @@ def test_the_compose_file_says_nothing_that_either_compose_refuses(compose: dict
         "stop_grace_period",
         "depends_on",
         "profiles",
+        "environment",
+        "healthcheck",
+        "ipc",
+        "shm_size",
     }
     assert set(compose) == {"services", "volumes"}
     for service in compose["services"].values():
@@ -90,6 +95,9 @@ def test_the_compose_file_says_nothing_that_either_compose_refuses(compose: dict
 def test_the_compose_file_builds_stages_that_exist(compose: dict[str, Any]) -> None:
     """Each service names a file and a stage that are there."""
     for service in compose["services"].values():
+        if "build" not in service:
+            assert re.fullmatch(r"[a-z/]+:v?\d[\w.-]+", service["image"])  # a version, and never `latest`
+            continue
         assert (TOP / service["build"]["context"] / service["build"]["dockerfile"]).exists()
         assert stage(service["build"]["target"])
 
@@ -128,10 +136,18 @@ def test_the_images_run_as_the_user_that_compose_names(compose: dict[str, Any]) 
 def test_the_daemons_image_has_no_torch_and_asks_after_its_health() -> None:
     """It installs the service's needs alone, and its health check asks the port it listens at."""
     text = stage("service")
-    assert "torch" not in text and "[service]" in text
+    assert "torch" not in text + stage("packages") and "ARG EXTRAS=service" in stage("packages")
     listen = parse(words("CMD", text), {}).listen
     assert listen is not None
     assert f"http://127.0.0.1:{listen[1]}/healthz" in text
+
+
+def test_the_base_is_a_build_argument() -> None:
+    """Every stage is built from BASE or from another stage, so that any registry's Python will do."""
+    bases = re.findall(r"^FROM (\S+) AS (\w+)$", DOCKERFILE, re.MULTILINE)
+    stages = {name for _, name in bases}
+    assert all(base == "${BASE}" or base in stages for base, _ in bases)
+    assert re.search(r"^ARG BASE=python:3\.\d+-slim$", DOCKERFILE, re.MULTILINE)
 
 
 def test_what_the_image_copies_is_sent_to_the_build() -> None:

@@ -13,6 +13,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from holdfast_formats import rest
 from holdfast_formats.errors import CheckpointError, DaemonGone, StorageFailed, from_problem
+from holdfast_formats.observed import Difference, Layers, TensorStatistics
+
+from . import config
+from .api_jobs import JobsApi
+from .filters import NO_FILTER, Filter
 
 PAGE_ITEMS = 500
 CONNECT_TIMEOUT_S = 5.0
@@ -21,7 +26,8 @@ CONNECTIONS_MAX = 16
 SEND_BYTES = (
     256 * 2**10
 )  # a body goes out in pieces of this size: sending a large one in one go copies its rest again and again
-Step = int | Literal["latest"]
+Step = int | Literal["latest", "latest-healthy"]
+StatisticsSort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
 Model = TypeVar("Model", bound=BaseModel)
 Part = Literal["data", "table"]
 
@@ -37,15 +43,21 @@ class Chunk(NamedTuple):
     encoding: str | None = None
 
 
-class Api:
-    """A connection to one service; safe for threads. A context manager."""
+class Api(JobsApi):
+    """A connection to one service; safe for threads. A context manager.
 
-    def __init__(self, url: str, timeout_s: float = READ_TIMEOUT_S) -> None:
+    `token` is shown to the service; without it HOLDFAST_TOKEN is, or what stands in ~/.config/holdfast/token.
+    """
+
+    def __init__(self, url: str, timeout_s: float = READ_TIMEOUT_S, token: str | None = None) -> None:
+        """`InvalidRequest` for what cannot be a token, or a file of one that others can read."""
         self.url = url.rstrip("/")
+        shown = config.given_token() if token is None else config.check_token(token, "token=")
         self._http = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
             limits=httpx.Limits(max_connections=CONNECTIONS_MAX),
+            headers={} if shown is None else {"Authorization": f"Bearer {shown}"},
             trust_env=False,  # a proxy meant for the web must not stand between a node and its own daemon
         )
 
@@ -61,22 +73,50 @@ class Api:
     def health(self) -> rest.Health:
         return self._get("/healthz", rest.Health)
 
-    def runs(self) -> Iterator[rest.Run]:
-        return self._pages("/v1/runs", rest.Run)
+    def runs(self, prefix: str = "") -> Iterator[rest.Run]:
+        """Runs by name; with `prefix`, those whose names begin so."""
+        return self._pages("/v1/runs", rest.Run, {"prefix": prefix or None})
 
     def run(self, run: str) -> rest.Run:
         return self._get(_run_path(run), rest.Run)
 
-    def checkpoints(self, run: str) -> Iterator[rest.Checkpoint]:
-        """The run's checkpoints, newest step first."""
-        return self._pages(f"{_run_path(run)}/checkpoints", rest.Checkpoint)
+    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Iterator[rest.Checkpoint]:
+        """The run's checkpoints, newest step first; those that `wanted` lets through."""
+        return self._pages(f"{_run_path(run)}/checkpoints", rest.Checkpoint, wanted.query())
 
     def checkpoint(self, run: str, step: Step = "latest") -> rest.Checkpoint:
         return self._get(_step_path(run, step), rest.Checkpoint)
 
+    def best(self, run: str, metric: str, mode: Literal["min", "max"] = "min") -> rest.Checkpoint:
+        """The verified and healthy checkpoint whose metric is lowest, or highest."""
+        with self._translated():
+            answer = self._http.get(f"{_run_path(run)}/checkpoints/best", params={"metric": metric, "mode": mode})
+            return rest.Checkpoint.model_validate_json(self._checked(answer).content)
+
+    def statistics(
+        self, run: str, step: Step = "latest", group: str | None = None, sort: StatisticsSort = "name", part: str = ""
+    ) -> Iterator[TensorStatistics]:
+        """What the tensors' numbers are like, of those with `part` in their name; `NoSuchResource` before they were read."""
+        query = {"group": group, "sort": sort, "q": part or None}
+        return self._pages(f"{_step_path(run, step)}/statistics", TensorStatistics, query)
+
+    def layers(self, run: str, group: str = "model", last: int = 50) -> Layers:
+        """Health by layer over the newest steps."""
+        with self._translated():
+            answer = self._http.get(f"{_run_path(run)}/layers", params={"group": group, "last": last})
+            return Layers.model_validate_json(self._checked(answer).content)
+
     def remove(self, run: str, step: int) -> None:
-        """Remove a checkpoint; `Pinned`, `InUse` or `NewestVerified` when it may not go. `retention` says more."""
+        """Remove a checkpoint; `Pinned`, `InUse`, `NewestVerified` or `NewestHealthy` when it may not. See `retention`."""
         self.request("DELETE", _step_path(run, step))
+
+    def get(self, path: str, model: type[Model]) -> Model:
+        """What a route answers, as the model that it is; for the routes that have no method here."""
+        return self._get(path, model)
+
+    def pages(self, path: str, item: type[Model], query: Mapping[str, str | None] | None = None) -> Iterator[Model]:
+        """The items of any list, page by page."""
+        return self._pages(path, item, query)
 
     def request(self, method: str, path: str, **parts: Any) -> httpx.Response:
         """Any request, as httpx takes it; what is not a success is raised as the error it stands for."""
@@ -117,9 +157,14 @@ class Api:
             break
         return done
 
-    def rounds(self, run: str | None = None, state: str | None = None) -> Iterator[rest.Round]:
-        """Rounds, newest first."""
-        return self._pages("/v1/rounds", rest.Round, {"run": run, "state": state})
+    def rounds(self, run: str | None = None, state: str | None = None, wanted: Filter = NO_FILTER) -> Iterator[rest.Round]:
+        """Rounds, newest first; of this run, in this state, and those that `wanted` lets through."""
+        return self._pages("/v1/rounds", rest.Round, {**wanted.query(), "run": run, **({"state": state} if state else {})})
+
+    def compare(self, run: str, a: Step, b: Step, **how: str | int | bool) -> Iterator[Difference]:
+        """Two checkpoints, tensor by tensor; `how` is `run_b`, `group`, `state`, `q`, `exact` and `limit`, as in API.md."""
+        query = {"a": a, "b": b, **how}
+        return self._pages(f"{_run_path(run)}/compare", Difference, {name: str(value) for name, value in query.items()})
 
     def nodes(self) -> list[rest.Node]:
         return list(self._pages("/v1/nodes", rest.Node))
@@ -182,6 +227,10 @@ class Api:
         """Which step to restore; `DeadlineExceeded` while older saves are being written: ask again."""
         return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}", question, rest.Answer)
 
+    def restore_ended(self, rank_id: str, turn: int, end: rest.RestoreEnd) -> rest.RestoreVerdict:
+        """How a restore ended: whether this rank goes on; `DeadlineExceeded` while others are at it: ask again."""
+        return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}/end", end, rest.RestoreVerdict)
+
     def _send(self, method: str, path: str, body: BaseModel, model: type[Model], timeout_s: float | None = None) -> Model:
         headers = {"Content-Type": "application/json"}
         timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
@@ -207,7 +256,7 @@ class Api:
     def _pages(self, path: str, item: type[Model], query: Mapping[str, str | None] | None = None) -> Iterator[Model]:
         page_of: TypeAdapter[rest.Page[Model]] = TypeAdapter(rest.Page[item])  # type: ignore[valid-type]
         params: dict[str, str | int] = {name: value for name, value in (query or {}).items() if value is not None}
-        params["limit"] = PAGE_ITEMS
+        params.setdefault("limit", PAGE_ITEMS)
         while True:
             with self._translated():
                 page = page_of.validate_json(self._checked(self._http.get(path, params=params)).content)

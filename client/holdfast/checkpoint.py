@@ -27,8 +27,8 @@ from holdfast_formats.reading import ReadPlan, Wanted
 from holdfast_formats.region import Box, Shape, check_box, whole
 
 from . import rulebook, shards
-from .api import Api
-from .library import LATEST, open_source, parse_target
+from .api import Api, Step
+from .library import LATEST, LATEST_HEALTHY, open_source, parse_target
 from .reader import CheckpointReader
 from .rulebook import LayoutSource, RulesSource
 from .shards import Framework
@@ -157,7 +157,7 @@ class Checkpoint:
 
 
 def open(where: str | Path, *, root: str | Path | None = None, url: str | None = None) -> Checkpoint:
-    """Open a committed checkpoint for reading: a directory, RUN@STEP (or RUN@latest, or RUN), or its address.
+    """Open a committed checkpoint for reading: a directory, RUN@STEP (or RUN@latest, RUN@best, RUN …), or its address.
 
     An address is http://host:port/v1/runs/RUN/checkpoints/STEP. RUN@STEP is looked up in the directory `root`, at the
     service `url`, or where the command line would look. Raises `NotFound`, `NotCommitted` or `CorruptManifest` by name.
@@ -172,13 +172,16 @@ def open(where: str | Path, *, root: str | Path | None = None, url: str | None =
 def _addressed(address: str) -> Source:
     found = _ADDRESS.fullmatch(address)
     step = found[3] if found else ""
-    if found is None or not (step == LATEST or (step.isascii() and step.isdigit())):
+    named: Step | None = LATEST if step == LATEST else LATEST_HEALTHY if step == LATEST_HEALTHY else None
+    if named is None and step.isascii() and step.isdigit():
+        named = int(step)
+    if found is None or named is None:
         raise InvalidRequest(
             f"{address!r} is not the address of a checkpoint", hint="http://HOST:PORT/v1/runs/RUN/checkpoints/STEP"
         )
     api, run = Api(found[1]), naming.check_run(unquote(found[2]))
     try:
-        return HttpSource(api, run, api.checkpoint(run, LATEST if step == LATEST else int(step)).step)
+        return HttpSource(api, run, api.checkpoint(run, named).step)
     except BaseException:
         api.close()
         raise

@@ -17,7 +17,7 @@ from holdfast_formats.errors import CheckpointError, DaemonGone, GenerationDropp
 from holdfast_formats.packing import FILE_BYTES_MAX
 
 from . import assets as asset_files
-from . import collecting, device, settled, staging
+from . import collecting, device, falling_back, settled, staging
 from . import launch as launches
 from .declared import declare
 from .growth import Need
@@ -27,7 +27,7 @@ from .preparation import Preparation
 from .restoring import RestoreReport, Wanted, load
 from .routes import Routes
 from .rulebook import LayoutSource, RulesSource
-from .session import Session, Who
+from .session import Choice, Session, Who
 from .slots import Slots
 from .state import Snapshot, TrainState
 from .tickets import SaveTicket, Tickets
@@ -111,7 +111,7 @@ class Checkpointer:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What to know of the memory for saves: fewer slots than wanted, staging through a disk, a state that grew."""
+        """What to know: of memory for saves (fewer slots, staging through a disk, a state that grew), of damaged steps."""
         return tuple(self._session.notices)
 
     def save(
@@ -136,9 +136,10 @@ class Checkpointer:
 
         Every rank calls it with the same step and groups (default: all). `metrics` are remembered with the checkpoint.
         Raises `InvalidRequest` or `StateMismatch`, before anything is staged, for state that cannot be stored;
-        `AlreadyCommitted` for a step that exists; `StaleAttempt` when a newer launch of the run has begun. What fails later,
-        or because the daemon died and none comes for it within seconds, is told by the ticket and as a `SaveWarning` by the
-        next save. `wait="durable"` returns when the step is committed and raises if it is not.
+        `StateOverwritten` after a restore that failed half-way; `AlreadyCommitted` for a step that exists; `StaleAttempt`
+        when a newer launch of the run has begun. What fails later, or because the daemon died and none comes for it within
+        seconds, is told by the ticket and as a `SaveWarning` by the next save. `wait="durable"` returns when the step is
+        committed and raises if it is not.
         """
         naming.check_step(step)
         kept = _check_metrics(metrics or {})
@@ -147,8 +148,11 @@ class Checkpointer:
         with self._lock:
             self._refuse_if_closed()
             if self._handover is not None:  # a slot that was given back may be leased anew: nothing still writes into it
+                self.fence()
                 self._handover.join()
+            began = time.monotonic()
             self._tell_failures()
+            self._state.wholeness.check()
             snapshot = self._state.snapshot(groups)
             layout = self._lay_out(snapshot)
             try:
@@ -168,13 +172,16 @@ class Checkpointer:
                 handover.complete()
         if wait == "durable" or (wait == "staged" and ticket.dropped):
             ticket.result()
+        handover.held(time.monotonic() - began, last=wait is not None)
         return ticket
 
     def fence(self) -> None:
         """Return when the last save needs nothing of the live state any more. Optimizer steps call it by themselves."""
         handover = self._handover
         if handover is not None:
+            began = time.monotonic()
             handover.fence()
+            handover.held(time.monotonic() - began, last=True)
 
     def restore(
         self,
@@ -183,31 +190,37 @@ class Checkpointer:
         groups: Collection[str] | None = None,
         ignore: Sequence[str] = (),
         strict: bool = True,
+        healthy: bool = False,
+        prove_first: bool = False,
     ) -> int:
         """Load a checkpoint into the live state, in place, and return its step; 0 when there is none yet.
 
-        With no `step`, the newest one that has the wanted groups: every rank of a launch gets the same answer. `ignore`
-        takes patterns over `group/name`. With `strict`, missing and unexpected names raise `StateMismatch`; without it they
-        are in `last_restore`. Shapes and dtypes that differ are always refused, before anything is touched. Every byte
-        is proven before it is handed over; from a directory, all of them before the first one, and again in place.
-        `CorruptExtent` names file, tensor and range, and its hint says so where live tensors are overwritten already.
+        With no `step`, the newest one that is sound and has the wanted groups, or with `healthy` the newest of those that
+        were read back and have no new NaN or infinities: every rank of a launch gets the same answer, and goes on when
+        all of them have read it. Where one turns out damaged, all take the one before it, and the log,
+        `notices` and `last_restore` say so; a step that is named is restored or it is an error. `ignore` takes patterns over
+        `group/name`. With `strict`, missing and unexpected names raise `StateMismatch`; without it they
+        are in `last_restore`. Shapes and dtypes that differ are always refused, before anything is touched, and so are
+        files that are missing or too short. Every byte is proven before it is handed over. `CorruptExtent` names file,
+        tensor and range; it is raised where a step was named, where nothing sound is left, and where ranks cannot agree on
+        an older step any more. Live tensors may be overwritten in part then, with what was proven: its hint says so, and
+        until a restore succeeds, `save()` and steps of optimizers in the state raise `StateOverwritten`. With `prove_first`
+        everything is proven before anything is overwritten, which reads it twice: for who would go on with the old state.
         """
         began = time.monotonic()
         with self._lock:
             self.fence()
             wanted = tuple(groups) if groups is not None else self._state.groups()
-            chosen, root, url = self._session.choose(step, wanted)
-            if chosen is None:
-                self._prepare_unasked(step, groups)
-                return 0
-            with collecting.paused(), open_checkpoint(root, url, self.run, chosen) as reader:
-                who = (self._session, self._launch)
-                restored = load(reader, self._state, who, Wanted(groups, ignore, strict))
-            self.last_restore = restored._replace(seconds=time.monotonic() - began)
-            for note in restored.notes:
-                log.info("restore of %s@%s: %s", self.run, chosen, note)
+            asked = falling_back.Asked(step, wanted, step is None and groups is None, healthy)
+            part = Wanted(groups, ignore, strict, prove_first)
+            loading = falling_back.Loading(lambda found: self._load(found, part), self._state.wholeness.take_back)
+            restored = falling_back.restore(self._session, self._launch.world, asked, loading)
+            if restored is not None:
+                self.last_restore = restored._replace(seconds=time.monotonic() - began)
+                for note in restored.notes:
+                    log.info("restore of %s@%s: %s", self.run, restored.step, note)
             self._prepare_unasked(step, groups)
-            return chosen
+            return 0 if restored is None else restored.step
 
     def prepare(self, wait: bool = False) -> None:
         """Get shared memory for the state and touch it, in the background, so that the first save costs what others cost.
@@ -242,6 +255,7 @@ class Checkpointer:
                 hook.remove()
             self._hooks = []
             if self._handover is not None:
+                self.fence()
                 self._handover.join()
             if wait:
                 for ticket in self._tickets.open():
@@ -250,6 +264,11 @@ class Checkpointer:
             failed = self._tickets.take_failure()
         if wait and failed is not None and failed.error is not None:
             raise failed.error
+
+    def _load(self, found: Choice, wanted: Wanted) -> RestoreReport:
+        assert found.step is not None
+        with collecting.paused(), open_checkpoint(found.root, found.url, self.run, found.step) as reader:
+            return load(reader, self._state, (self._session, self._launch), wanted)
 
     def _prepare_unasked(self, step: int | None = None, groups: Collection[str] | None = None) -> None:
         """Training goes on from here, unless a certain step or a part of the state was asked for."""
@@ -273,6 +292,7 @@ class Checkpointer:
 
     def _before_step(self, *_: Any) -> None:
         """An optimizer is about to change what the last save may still be copying. At its first step the state stands."""
+        self._state.wholeness.check()
         self.fence()
         self._prepare_unasked()
 

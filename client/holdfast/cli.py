@@ -6,11 +6,35 @@ from typing import Annotated
 
 import typer
 
-from .commands import demo, doctor, keep, ls, marks, restore, rm, serve, show, verify
+from .commands import (
+    bench,
+    bring,
+    catalog,
+    demo,
+    diff,
+    doctor,
+    export,
+    jobs,
+    keep,
+    ls,
+    marks,
+    repair,
+    restore,
+    rm,
+    serve,
+    show,
+    stats,
+    token,
+    top,
+    verify,
+    wait,
+    watch,
+)
 
 EXIT_STATUSES = (
     "Exit status: 0 done · 1 something has to be mended (doctor), or an error of no other kind · 2 the request is wrong · "
-    "3 not found · 4 conflict with what is there · 5 damaged: do not trust these bytes · 6 unavailable: try again later."
+    "3 not found · 4 conflict with what is there · 5 damaged: do not trust these bytes · 6 unavailable: try again later · "
+    "7 denied: another token is needed."
 )
 
 app = typer.Typer(
@@ -25,8 +49,29 @@ app = typer.Typer(
 _AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command("serve", add_help_option=False, context_settings=_AS_GIVEN)(serve.serve)
 _KEEPING = (keep.keep, marks.pin, marks.unpin, marks.label, rm.rm)
-for _command in (ls.ls, show.show, verify.verify, restore.restore, *_KEEPING, doctor.doctor, demo.demo):
+for _command in (
+    ls.ls,
+    show.show,
+    stats.stats,
+    verify.verify,
+    repair.repair,
+    diff.diff,
+    restore.restore,
+    export.export,
+    *_KEEPING,
+    top.top,
+    watch.watch,
+    wait.wait,
+    doctor.doctor,
+    bench.bench,
+    demo.demo,
+):
     app.command(epilog=EXIT_STATUSES)(_command)
+app.add_typer(jobs.app, name="jobs", epilog=EXIT_STATUSES)
+app.add_typer(token.app, name="token", epilog=EXIT_STATUSES)
+
+app.add_typer(catalog.app, name="catalog", epilog=EXIT_STATUSES)
+app.command("import", epilog=EXIT_STATUSES)(bring.bring)
 
 
 @app.callback(invoke_without_command=True)

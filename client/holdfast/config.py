@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from holdfast_formats.errors import InvalidRequest
 
 DEFAULT_URL = "http://127.0.0.1:8420"
 DEFAULT_ROOT = Path("holdfast-data")
+TOKEN_CHARACTERS_MAX = 4096  # a proxy in front may have tokens of its own
 
 
 class LaunchInfo(NamedTuple):
@@ -39,6 +41,40 @@ def given_url() -> str | None:
 def default_url() -> str:
     """HOLDFAST_URL, else the address at which `holdfast serve` listens unless told otherwise."""
     return given_url() or DEFAULT_URL
+
+
+def take_over() -> bool:
+    """Whether HOLDFAST_TAKE_OVER says that this job takes its run over from another one that lives."""
+    return os.environ.get("HOLDFAST_TAKE_OVER", "").lower() in ("1", "true", "yes")
+
+
+def given_token() -> str | None:
+    """HOLDFAST_TOKEN, else what the user keeps in ~/.config/holdfast/token; `InvalidRequest` where others can read that."""
+    stated = os.environ.get("HOLDFAST_TOKEN", "").strip()
+    if stated:
+        return check_token(stated, "HOLDFAST_TOKEN")
+    kept = os.environ.get("XDG_CONFIG_HOME") or os.environ.get("HOME")
+    if not kept:
+        return None
+    path = Path(kept) / ("" if os.environ.get("XDG_CONFIG_HOME") else ".config") / "holdfast" / "token"
+    try:
+        with open(path, encoding="latin-1") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(TOKEN_CHARACTERS_MAX + 2).strip()
+    except OSError:
+        return None
+    if stat.S_IMODE(mode) & 0o077:
+        raise InvalidRequest(
+            f"{path} can be read by other users", hint=f"chmod 600 {path}, and revoke the token if they did"
+        )
+    return check_token(text, str(path)) if text else None
+
+
+def check_token(text: str, where: str) -> str:
+    """The token itself, or `InvalidRequest` for what could not stand in a header. The text is not repeated."""
+    if not text.isascii() or not text.isprintable() or " " in text or len(text) > TOKEN_CHARACTERS_MAX:
+        raise InvalidRequest(f"{where} holds no token", hint="`holdfast token create` prints one")
+    return text
 
 
 def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:

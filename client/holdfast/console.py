@@ -87,3 +87,11 @@ def human_age(created: str, now: datetime | None = None) -> str:
     seconds = max(((now or datetime.now(timezone.utc)) - then).total_seconds(), 0)
     _, unit_s, unit = next(step for step in _STEPS if seconds < step[0])
     return f"{seconds / unit_s:.0f} {unit} ago"
+
+
+def human_seconds(seconds: float) -> str:
+    """0.0123 -> 12 ms, 75 -> 1.2 min."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    unit_s, unit = next((size, unit) for limit, size, unit in _STEPS if seconds < limit)
+    return f"{seconds / unit_s:.1f} {unit}"

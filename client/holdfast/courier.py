@@ -23,6 +23,7 @@ from holdfast_formats.errors import (
     GenerationDropped,
     InvalidRequest,
     NoSuchResource,
+    RunBusy,
     StaleAttempt,
     StorageFailed,
     from_problem,
@@ -68,7 +69,7 @@ class Courier:
         """Says hello; raises what the daemon refuses it with."""
         self._api, self._rank_id, self._hello = api, rank_id, hello
         self._on_outcome, self._on_lost = tellers
-        self.welcome = api.join(rank_id, hello)
+        self.welcome = _join(api, rank_id, hello)
         self.lost: CheckpointError | None = None
         self._lock = threading.Lock()
         self._rejoining = threading.Lock()
@@ -145,6 +146,11 @@ class Courier:
         """Which step to restore; waits up to `wait_s` seconds for saves that the daemon is writing."""
         asked = question.model_copy(update={"wait_s": min(wait_s, CHOICE_WAIT_S)})
         return self._persist(lambda: self._api.choose(self._rank_id, turn, asked), time.monotonic() + wait_s)
+
+    def ended(self, turn: int, end: rest.RestoreEnd, wait_s: float) -> rest.RestoreVerdict:
+        """How a restore ended; waits up to `wait_s` seconds for the other ranks."""
+        said = end.model_copy(update={"wait_s": min(wait_s, CHOICE_WAIT_S)})
+        return self._persist(lambda: self._api.restore_ended(self._rank_id, turn, said), time.monotonic() + wait_s)
 
     def close(self) -> None:
         """Part from the daemon; what it has not got by now is given up."""
@@ -310,3 +316,16 @@ def _problem_of(ended: rest.Upload) -> dict[str, Any] | None:
 def _may_go_on(error: CheckpointError) -> bool:
     """Whether a refusal says where an upload stands, rather than that it must not be."""
     return isinstance(error, InvalidRequest) and bool({"reason", "received"} & error.members.keys())
+
+
+def _join(api: Api, rank_id: str, hello: rest.RankHello) -> rest.RankWelcome:
+    """Say hello. A job that was killed a moment ago counts as alive until it was silent for a while: that is awaited."""
+    try:
+        return api.join(rank_id, hello)
+    except RunBusy as error:
+        left_s = float(error.members.get("retry_after_s") or 0)
+        if left_s <= 0:
+            raise
+        log.warning("%s; trying again in %.0f s", error.detail, left_s)
+        time.sleep(left_s)
+        return api.join(rank_id, hello)

@@ -13,14 +13,15 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from holdfast_formats.errors import CheckpointError
 
+from . import probes
 from .api import Api
 from .config import DEFAULT_ROOT, default_socket, default_url, given_url
 from .console import human_bytes
 from .library import PROBE_TIMEOUT_S
+from .probes import Finding
 
 PYTHON_MIN = (3, 10)
 TORCH_MIN = (2, 6)
@@ -32,23 +33,15 @@ CLOCK_SKEW_WARN_S = 5.0
 CLOCK_MIN_S = 1_735_689_600  # 2025-01-01: a clock before it was never set
 
 
-class Finding(NamedTuple):
-    """One thing looked at. `advice` says what to do, and is empty when there is nothing to do."""
-
-    name: str
-    status: Literal["ok", "warn", "fail"]
-    what: str
-    advice: str = ""
-
-
 def examine(root: Path | None, url: str | None) -> list[Finding]:
     """Look at everything. What the caller named has to be there; what is only a default may be missing."""
     return [
         *_software(),
         *_memory(),
+        probes.descriptors(),
         *_storage(root),
         _socket(default_socket()),
-        _service(url or default_url(), named=url is not None or given_url() is not None),
+        *_service(url or default_url(), named=url is not None or given_url() is not None),
     ]
 
 
@@ -157,6 +150,7 @@ def _storage(root: Path | None) -> Iterator[Finding]:
         yield Finding("root", "fail", f"{place} is not writable", "let the daemon's user write there")
         return
     yield Finding("root", "ok", f"{place} is writable")
+    yield probes.file_system(place)
     usage = shutil.disk_usage(place)
     free = f"{human_bytes(usage.free)} of {human_bytes(usage.total)} free"
     advice = "a save needs room for a whole checkpoint beside those that are kept"
@@ -176,6 +170,7 @@ def _probe(place: Path) -> Iterator[Finding]:
             os.close(descriptor)
         took = time.perf_counter() - began
         skew = abs(os.stat(name).st_mtime - time.time())
+        tried = [probes.direct_io(Path(name)), probes.fsync(Path(name))]
     except OSError as error:
         yield Finding("write", "fail", f"a durable write failed: {error.strerror}", "check the disk and its mount options")
         return
@@ -184,6 +179,7 @@ def _probe(place: Path) -> Iterator[Finding]:
     what = f"{human_bytes(PROBE_BYTES)} durable in {took * 1000:.0f} ms"
     slow = "slow storage delays commits, not the training; see that saves do not come faster than it writes"
     yield Finding("write", "ok", what) if took < PROBE_WARN_S else Finding("write", "warn", what, slow)
+    yield from tried
     if time.time() < CLOCK_MIN_S:
         yield Finding("clock", "fail", time.strftime("%Y-%m-%d %H:%M:%S"), "set this machine's clock")
     elif skew > CLOCK_SKEW_WARN_S:
@@ -203,11 +199,9 @@ def _socket(path: Path) -> Finding:
     return Finding("socket", "ok", f"a daemon listens at {path}")
 
 
-def _service(url: str, named: bool) -> Finding:
+def _service(url: str, named: bool) -> Iterator[Finding]:
     try:
         with Api(url, PROBE_TIMEOUT_S) as api:
-            health = api.health()
-            runs = sum(1 for _ in api.runs())
+            yield from probes.service(api, _version("holdfast"))
     except CheckpointError as error:
-        return Finding("service", "fail" if named else "warn", error.detail, error.hint)
-    return Finding("service", "ok", f"{url}: version {health.version}, {health.root}, {runs} runs")
+        yield Finding("service", "fail" if named else "warn", error.detail, error.hint)

@@ -33,6 +33,7 @@ class Handover:
         self._copy: BackgroundCopy | None = None
         self._devices: list[device.DeviceCopy] = []
         self._waited = False
+        self._stalled_s, self._told = 0.0, False
         self._failed: CheckpointError | None = None
 
     def complete(self) -> None:
@@ -66,6 +67,15 @@ class Handover:
             self._copy.fence()
             for copy in self._devices:
                 copy.fence()
+
+    def held(self, seconds: float, last: bool = False) -> None:
+        """Training stood still for this save, so long. With the `last` time the daemon is told the sum, once."""
+        if self._told:
+            return
+        self._stalled_s += seconds
+        if last:
+            self._told = True
+            self._part.slot.measured(self._stalled_s)
 
     def join(self) -> None:
         """Return when the slot is sealed, or the save has failed."""

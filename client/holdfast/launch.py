@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import uuid
 from collections import defaultdict
 from typing import NamedTuple
@@ -14,6 +15,14 @@ from holdfast_formats.errors import InvalidRequest
 from .config import LaunchInfo, launch_info
 
 _constructed: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+
+_mark = uuid.uuid4().hex[:16]
+
+
+def this_process() -> str:
+    """A name for this process that no other one has, on whatever machine; a forked child has its own."""
+    return f"{_mark}-{os.getpid()}"
 
 
 class Launch(NamedTuple):

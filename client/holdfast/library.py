@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,21 +18,38 @@ from holdfast_formats.errors import (
     StorageFailed,
 )
 
+from . import retention
 from .api import Api
 from .config import DEFAULT_ROOT, default_url, given_url
+from .filters import NO_FILTER, Filter
 from .reader import CheckpointReader
 from .sources import DirectorySource, HttpSource, Source
 
-PROBE_TIMEOUT_S = 1.0
+PROBE_TIMEOUT_S = 5.0  # on a machine where nobody listens that is told at once; one that is busy takes its time
 LATEST: Literal["latest"] = "latest"
+LATEST_HEALTHY: Literal["latest-healthy"] = "latest-healthy"
+BEST = "best"
+_BEST = re.compile(rf"{BEST}(?::(?P<metric>.+?)(?::(?P<mode>min|max))?)?")
+
+
+class ByMetric(NamedTuple):
+    """The best by a metric given at save; by the one that the run's policy keeps the best of, where none is named."""
+
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
 
 
 class Target(NamedTuple):
-    """What RUN@STEP, RUN@latest, RUN or a directory's path names; `step` is None for the newest."""
+    """What RUN@STEP, RUN@latest, RUN or a directory's path names.
+
+    `step` is None for the newest, for the newest `healthy`, and for the `best`.
+    """
 
     run: str
     step: int | None
     directory: Path | None = None
+    healthy: bool = False
+    best: ByMetric | None = None
 
 
 class Listing(NamedTuple):
@@ -46,9 +64,12 @@ class Library(Protocol):
 
     @property
     def label(self) -> str: ...
+    @property
+    def names(self) -> tuple[str, ...]: ...  # what can be said instead of a step
     def runs(self) -> list[rest.Run]: ...
-    def checkpoints(self, run: str) -> Listing: ...
+    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Listing: ...
     def source(self, run: str, step: int | None) -> Source: ...  # of the newest step for None
+    def judged(self, target: Target) -> int: ...  # the step of a target that is `healthy` or the `best`
     def close(self) -> None: ...
 
 
@@ -64,19 +85,26 @@ class DirectoryLibrary:
     def label(self) -> str:
         return str(self.root)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (LATEST,)
+
     def runs(self) -> list[rest.Run]:
         names = sorted(path.parent.name for path in self.root.glob(f"*/{naming.CHECKPOINTS}") if path.is_dir())
         return [self._run(name) for name in names if naming.is_run_name(name)]
 
-    def checkpoints(self, run: str) -> Listing:
+    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Listing:
         found: list[rest.Checkpoint] = []
         unreadable: list[CheckpointError] = []
         for step in self._steps(run):
             try:
                 with CheckpointReader.open(self.source(run, step), complete=False) as reader:
-                    found.append(rest.describe(reader.manifest))
+                    made = rest.describe(reader.manifest)
             except CheckpointError as error:
                 unreadable.append(error)
+                continue
+            if wanted.lets_through(made):
+                found.append(made)
         return Listing(found, unreadable)
 
     def source(self, run: str, step: int | None) -> Source:
@@ -85,6 +113,10 @@ class DirectoryLibrary:
             wanted = run if step is None else f"{run}@{step}"
             raise NoSuchCheckpoint(f"{self.root} has no checkpoint {wanted}", hint="`holdfast ls` lists what there is")
         return DirectorySource(self.root / naming.checkpoint_path(run, steps[0] if step is None else step))
+
+    def judged(self, target: Target) -> int:
+        hint = "name one with --url, or name the step"
+        raise InvalidRequest(f"how healthy checkpoints of {target.run} are only a service knows", hint=hint)
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -118,21 +150,31 @@ class ServiceLibrary:
     def label(self) -> str:
         return self.api.url
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return LATEST, LATEST_HEALTHY, BEST
+
     def runs(self) -> list[rest.Run]:
         return list(self.api.runs())
 
-    def checkpoints(self, run: str) -> Listing:
-        return Listing(list(self.api.checkpoints(run)), [])
+    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Listing:
+        return Listing(list(self.api.checkpoints(run, wanted)), [])
 
     def source(self, run: str, step: int | None) -> Source:
         return HttpSource(self.api, run, self.api.checkpoint(run, LATEST if step is None else step).step)
+
+    def judged(self, target: Target) -> int:
+        return step_of(self.api, target)
 
     def close(self) -> None:
         self.api.close()
 
 
 def parse_target(text: str) -> Target:
-    """Read RUN@STEP, RUN@latest, RUN, or the path of a checkpoint's directory; `InvalidRequest` for anything else."""
+    """Read RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best, RUN@best:METRIC, RUN@best:METRIC:max, RUN, or a directory.
+
+    `InvalidRequest` for anything else.
+    """
     path = Path(text)
     if "/" in text or text in (".", "..") or (path / naming.MANIFEST).is_file() or (path / naming.COMMIT).is_file():
         if not path.is_dir():
@@ -142,9 +184,32 @@ def parse_target(text: str) -> Target:
     naming.check_run(run)
     if not at or step == LATEST:
         return Target(run, None)
+    if step == LATEST_HEALTHY:
+        return Target(run, None, healthy=True)
+    if match := _BEST.fullmatch(step):
+        return Target(run, None, best=ByMetric(match["metric"], "max" if match["mode"] == "max" else "min"))
     if not (step.isascii() and step.isdigit()):
-        raise InvalidRequest(f"{text!r} does not name a checkpoint", hint="give RUN@STEP, RUN@latest, RUN or a directory")
+        hint = "give RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best:METRIC, RUN or a directory"
+        raise InvalidRequest(f"{text!r} does not name a checkpoint", hint=hint)
     return Target(run, naming.check_step(int(step)))
+
+
+def step_of(api: Api, target: Target) -> int:
+    """The step that a target of a service names; `NotFound`, and `InvalidRequest` where it says not by which metric."""
+    if target.best is not None:
+        metric, mode = target.best if target.best.metric is not None else _of_the_policy(api, target.run)
+        return api.best(target.run, str(metric), mode).step
+    named = target.step if target.step is not None else LATEST_HEALTHY if target.healthy else LATEST
+    return api.checkpoint(target.run, named).step
+
+
+def _of_the_policy(api: Api, run: str) -> ByMetric:
+    rules = {ByMetric(best.metric, best.mode) for best in retention.policy(api, run).policy.best}
+    if len(rules) != 1:
+        told = "its policy keeps the best by none" if not rules else f"its policy keeps the best by {len(rules)}"
+        hint = f"such as {run}@best:loss or {run}@best:accuracy:max; `holdfast ls {run}` shows metrics"
+        raise InvalidRequest(f"the best of {run} by which metric? {told}", hint=hint)
+    return rules.pop()
 
 
 def open_library(root: Path | None, url: str | None) -> Library:
@@ -175,8 +240,10 @@ def open_source(target: Target, root: Path | None, url: str | None) -> Iterator[
         with DirectorySource(target.directory) as directory:
             yield directory
         return
-    with closing(open_library(root, url)) as library, closing(library.source(target.run, target.step)) as source:
-        yield source
+    with closing(open_library(root, url)) as library:
+        step = library.judged(target) if target.healthy or target.best is not None else target.step
+        with closing(library.source(target.run, step)) as source:
+            yield source
 
 
 def answers(url: str) -> bool:

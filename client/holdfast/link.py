@@ -30,6 +30,7 @@ MEND_WAIT_S = 10.0  # how long after the loss of a daemon a request waits for th
 MEND_S = 60.0  # how long the next daemon is looked for in the background
 MEND_PAUSE_S = 0.05
 _HINT = "start one with `holdfast serve`, or pass root= to use an embedded one"
+_SAME_VERSION = "use the same version of holdfast on both sides"
 
 _Reply = TypeVar("_Reply", bound=wire.Reply)
 
@@ -100,6 +101,13 @@ class Link:
     ) -> _Reply:
         """Like `request`, with descriptors, but of the present daemon alone: `DaemonGone` as soon as that is lost."""
         return _expected(message, self._ask(message, time.monotonic() + timeout_s, fds), kind)
+
+    def tell(self, message: wire.Request) -> None:
+        """Send what has no reply. It is lost, without a word, where there is no daemon just now."""
+        with self._condition:
+            if self.alive and self._mender is None and self._broken is None:
+                with suppress(OSError):
+                    self._socket.sendall(wire.encode_frame(message))
 
     def take_fd(self) -> int:
         """The descriptor that came with the last reply; the caller closes it. The link keeps one for the next daemon."""
@@ -203,6 +211,7 @@ class Link:
     def _receive_loop(self, connection: socket.socket) -> None:
         decoder = wire.FrameDecoder(wire.TO_RANK)
         error = DaemonGone(f"the daemon at {self.path} closed the connection", hint=_HINT)
+        understood = True
         try:
             while True:
                 data, fds, _, _ = socket.recv_fds(connection, RECEIVE_BYTES, wire.HELD_RANKS_MAX)
@@ -217,11 +226,12 @@ class Link:
         except OSError as failure:
             error = DaemonGone(f"the connection to the daemon at {self.path} broke: {failure}", hint=_HINT)
         except CheckpointError as failure:
-            error = DaemonGone(f"the daemon at {self.path} cannot be understood: {failure.detail}", hint=failure.hint)
-        self._break(connection, error)
+            understood = False
+            error = DaemonGone(f"the daemon at {self.path} cannot be understood: {failure.detail}", hint=_SAME_VERSION)
+        self._break(connection, error, understood)
 
-    def _break(self, connection: socket.socket, error: CheckpointError) -> None:
-        """A conversation is over: mend it in the background, or tell that it is lost."""
+    def _break(self, connection: socket.socket, error: CheckpointError, understood: bool = True) -> None:
+        """A conversation is over: mend it in the background, or tell that it is lost, as where it would only end again."""
         with self._condition:
             if connection is not self._socket:
                 return
@@ -230,7 +240,7 @@ class Link:
             if self._mender is not None or self._closing.is_set():
                 return  # the mender looks after it
             self._broken_at = time.monotonic()
-            if self._dial is not None and self._hello is not None:
+            if self._dial is not None and self._hello is not None and understood:
                 self._mender = threading.Thread(target=self._mend, args=(self._dial,), name="holdfast-mend", daemon=True)
                 self._mender.start()
                 return

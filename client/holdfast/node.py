@@ -23,6 +23,7 @@ from .mapping import Mapping
 from .reader import CheckpointReader
 from .transport import Transport
 from .wants import Want
+from .wholeness import Overwriting
 
 CHUNK_BYTES = 2**21
 PROBES = 16  # pieces looked at to tell whether they are in the page cache
@@ -148,25 +149,32 @@ class Neighbours:
             os.close(fd)
 
 
-def fill(reader: CheckpointReader, wants: Sequence[Want], neighbours: Neighbours | None) -> Read:
-    """Prove all wants, then hand them over. What the daemon lends is proven already; nothing changes before the rest is."""
+def fill(reader: CheckpointReader, wants: Sequence[Want], neighbours: Neighbours | None, into: Overwriting) -> Read:
+    """Hand over all wants, each extent once it is proven, or nothing before all are. What the daemon lends is proven."""
+    if neighbours is None:
+        headers = _prove(reader, wants, into)
+        read = reader.load(wants)
+        return Read(read, 0, headers + read, ())
     pieces = reader.needed(wants)
-    memory: LentMemory | None = None
-    notes: tuple[str, ...] = ()
-    if neighbours is not None:
-        waits = any(reader.source.waits(p.file, p.start) for p in pieces[:: max(len(pieces) // PROBES, 1)])
-        memory, notes = neighbours.borrow(reader.manifest.step, pieces, waits)
+    waits = any(reader.source.waits(p.file, p.start) for p in pieces[:: max(len(pieces) // PROBES, 1)])
+    memory, notes = neighbours.borrow(reader.manifest.step, pieces, waits)
     whole = sum(piece.length for piece in pieces)
     own = sum(piece.length for piece in pieces if not memory.holds(piece)) if memory is not None else whole
     reader.lent, memory = memory, None
     try:
-        reader.prove(wants)
+        _prove(reader, wants, into)
         read = reader.load(wants)
     finally:
         reader.lent = None  # unmapped before the daemon hears of it
-        if neighbours is not None:
-            neighbours.release(own)
+        neighbours.release(own)
     return Read(read, whole - own, own, notes)
+
+
+def _prove(reader: CheckpointReader, wants: Sequence[Want], into: Overwriting) -> int:
+    """What is to be proven before anything is overwritten; returns the bytes of the headers."""
+    headers = reader.prove(wants) if into.prove_first else reader.check_headers(wants)
+    into.begins()
+    return headers
 
 
 def _first(run: tuple[int, int, int]) -> int:

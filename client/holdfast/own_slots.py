@@ -73,6 +73,7 @@ class OwnSave:
         self.told = False
         self.problem: dict[str, Any] | None = None
         self.whole: rest.SealRequest | None = None
+        self.stall_s: float | None = None
 
     def seal(self, table_digest: str) -> None:
         """The slot is complete: what it holds stands in its header from now on."""

@@ -1,8 +1,8 @@
-"""The passes of a load: everything is proven before anything is handed over, and what is handed over is proven again.
+"""The passes of a load: one that hands each extent over once it is proven, or two, where everything is proven before that.
 
-The first pass reads in chunks that stay in a core's cache until they are digested. The second reads straight into who
-receives the bytes, where they lie there as in the file, and digests them there: a page that left memory in between may come
-back from the disk as another. Without a first pass, each chunk is proven and then handed over while it is in the cache.
+In one pass, what is read stays in a core's cache while it is digested and then copied to who receives it. Of two, the first
+digests in chunks that stay in the cache. The second reads straight into who receives the bytes, where they lie there as in
+the file, and digests them there: a page that left memory in between may come back from the disk as another.
 """
 
 from __future__ import annotations
@@ -40,11 +40,15 @@ class Part(NamedTuple):
 Job = Sequence[Part]  # they follow each other in the file
 
 
-def prove(source: Source, pieces: Iterable[Piece], runs: Sequence[Run], cores: int) -> None:
-    """Read and check pieces and runs; nothing is handed over. Raises `CorruptExtent` with file, tensor and byte range."""
+def check(source: Source, pieces: Iterable[Piece]) -> None:
+    """Read and check a few pieces. Raises `CorruptExtent` with file, tensor and byte range."""
     reading = _Reading(source)
     for piece in pieces:
         reading.check(piece)
+
+
+def prove(source: Source, runs: Sequence[Run], cores: int) -> None:
+    """Read and check runs; nothing is handed over. Raises `CorruptExtent` with file, tensor and byte range."""
     _on_threads(source, runs, cores, lambda: _Prover(source).take)
 
 

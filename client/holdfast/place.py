@@ -64,7 +64,7 @@ def connect(
             return RemoteLink(where.url, on_outcome, on_lost)
     candidates = [embedded.running_socket(where.directory)] if where.directory is not None else []
     if where.root is None:
-        candidates.insert(0, default_socket())
+        candidates.insert(0, _ours(default_socket()))
     for candidate in candidates:
         try:
             if candidate is not None:
@@ -74,6 +74,15 @@ def connect(
     if not start or where.directory is None:
         raise DaemonGone(f"no daemon serves {where.directory}", hint="start one with `holdfast serve`")
     return link(embedded.start(where.directory))
+
+
+def _ours(path: Path) -> Path | None:
+    """A socket that nobody told us of, unless its directory is somebody else's: under /tmp that could be anybody's."""
+    try:
+        owner = path.parent.stat().st_uid
+    except OSError:
+        return None
+    return path if owner in (0, os.geteuid()) else None
 
 
 def _next_socket(where: Place, path: Path) -> Path:

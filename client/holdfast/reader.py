@@ -37,8 +37,6 @@ from . import passes
 from .sources import ProvenSource, Source
 from .wants import Run, Want, runs
 
-OVERWRITTEN = "live tensors have been partly overwritten and must not be trained on: restore another step, or end"
-
 Take = Callable[[Piece, memoryview], None]
 OnDamage = Callable[[Piece, CheckpointError], None]
 
@@ -178,14 +176,23 @@ class CheckpointReader:
         self.load([Want(group, name, box, array.view(transfer.element_dtype(array.itemsize)))])
         return array
 
-    def prove(self, wants: Iterable[Want]) -> None:
+    def prove(self, wants: Iterable[Want]) -> int:
         """Read and check every extent that the wants touch and the headers of their files; nothing is handed over.
 
-        Raises `CorruptExtent` with file, tensor and byte range.
+        Returns how many bytes the headers have. Raises `CorruptExtent` with file, tensor and byte range.
         """
-        found = self._touched(list(wants))
-        passes.prove(self.source, self._apart(self._headers(found))[0], self._runs_apart(found)[0], self.cores)
+        wants = list(wants)
+        headers = self.check_headers(wants)
+        found = self._touched(wants)
+        passes.prove(self.source, self._runs_apart(found)[0], self.cores)
         found.proven = True
+        return headers
+
+    def check_headers(self, wants: Iterable[Want]) -> int:
+        """Read and check the headers of the files that the wants touch; returns their bytes. Raises `CorruptExtent`."""
+        headers = self._headers(self._touched(list(wants)))
+        passes.check(self.source, self._apart(headers)[0])
+        return sum(header.length for header in headers)
 
     def needed(self, wants: Iterable[Want]) -> list[Piece]:
         """The pieces that `prove` reads."""
@@ -217,22 +224,18 @@ class CheckpointReader:
         return [part for part, there in parts if not there], [part for part, there in parts if there]
 
     def load(self, wants: Iterable[Want]) -> int:
-        """Read what the wants touch into them; `prove` first when nothing may change if anything is damaged.
+        """Read what the wants touch into them, each extent once it is proven; `prove` first when nothing may change if
+        anything is damaged.
 
         Returns how many bytes of files that is, each counted once: those of whole extents. Raises `CorruptExtent`, also for
         what was proven and has become another since: a page may have left memory and come back from the disk. Wants may
-        have been overwritten then, which the error says.
+        have been overwritten then: without `prove` with what is proven, else also with what turned out wrong.
         """
         found = self._touched(list(wants))
-        try:
-            own, lent = self._runs_apart(found)
-            passes.hand_over(self.source, own, self.cores, found.proven)
-            if self.lent is not None:
-                passes.hand_over(self.lent, lent, self.cores, proven=False)
-        except CheckpointError as error:
-            if found.proven:
-                error.hint = OVERWRITTEN
-            raise
+        own, lent = self._runs_apart(found)
+        passes.hand_over(self.source, own, self.cores, found.proven)
+        if self.lent is not None:
+            passes.hand_over(self.lent, lent, self.cores, proven=False)
         return sum(run.length for run in found.runs)
 
     def verify(self, on_bytes: Callable[[int], None] | None = None) -> list[Damage]:

@@ -52,6 +52,7 @@ class RemoteLink:
             wire.Seal: self._seal,
             wire.Abandon: self._abandon,
             wire.Choose: self._choose,
+            wire.Ended: self._ended,
             wire.Held: lambda message: wire.HeldSlots(reply_to=message.id),  # memory that we share with nobody
         }
 
@@ -76,6 +77,12 @@ class RemoteLink:
         self, message: wire.Request, kind: type[_Reply], fds: tuple[int, ...] = (), timeout_s: float = REQUEST_TIMEOUT_S
     ) -> _Reply:
         raise DaemonGone("a rank without shared memory sends and is sent no descriptors")
+
+    def tell(self, message: wire.Request) -> None:
+        """How long training stood still goes with the seal, where the upload has not come to that yet."""
+        save = self._courier.saves.find(message.step) if self._courier and isinstance(message, wire.Measured) else None
+        if save is not None and isinstance(message, wire.Measured):
+            save.stall_s = message.stall_s
 
     def take_fd(self) -> int:
         """The descriptor of the segment that was reserved last; the caller closes it."""
@@ -160,9 +167,14 @@ class RemoteLink:
         return wire.Done(reply_to=message.id)
 
     def _choose(self, message: wire.Choose) -> wire.Chosen:
-        question = rest.Question(step=message.step, groups=message.groups)
+        question = rest.Question(step=message.step, groups=message.groups, healthy=message.healthy)
         answer = self._known().choose(message.turn, question, message.wait_s)
-        return wire.Chosen(reply_to=message.id, step=answer.step)
+        return wire.Chosen(reply_to=message.id, step=answer.step, notes=answer.notes)
+
+    def _ended(self, message: wire.Ended) -> wire.Judged:
+        end = rest.RestoreEnd(step=message.step, problem=message.problem, alone=message.alone)
+        found = self._known().ended(message.turn, end, message.wait_s)
+        return wire.Judged(reply_to=message.id, **found.model_dump())
 
     def _known(self) -> Courier:
         if self._courier is None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from holdfast_formats.errors import CheckpointError
 from holdfast_formats.manifest import Manifest
 
 from . import rulebook, staging
@@ -17,6 +18,7 @@ from .session import Session
 from .sources import HttpSource
 from .state import Stored, TrainState
 from .warm import fill
+from .wholeness import OVERWRITTEN, Overwriting
 
 
 class RestoreReport(NamedTuple):
@@ -35,31 +37,41 @@ class RestoreReport(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which part of a checkpoint is to be restored, and whether names may be missing."""
+    """Which part of a checkpoint is to be restored, whether names may be missing, and whether all of it is proven first."""
 
     groups: Collection[str] | None
     ignore: Sequence[str]
     strict: bool
+    prove_first: bool = False
 
 
 def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch], wanted: Wanted) -> RestoreReport:
     """Fill the live state of this rank, out of the slots that hold the step where there are any.
 
-    Raises `StateMismatch` before anything is touched, `CorruptExtent` naming file, tensor and range.
+    Raises `StateMismatch` before anything is touched, `CorruptExtent` naming file, tensor and range. Live tensors that are
+    overwritten then, in part, are noted in `state.wholeness`, and the error says so.
     """
     session, launch = who
     reader.cores = _own_cores()
     layout = None if state.declared is None else state.declared.layout
     own = heritage(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rulebook.config_of(reader)
-    restoration = state.prepare(_stored(reader.manifest, own, config), *wanted)
+    restoration = state.prepare(_stored(reader.manifest, own, config), wanted.groups, wanted.ignore, wanted.strict)
     landings = staging.land(restoration.leaves)
     wants = [landing.want for landing in landings]
     cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
     neighbours = session.neighbours(launch.peers) if cold == "directory" else None
-    filled = fill(reader, wants, session.held, launch.rank, neighbours)
-    staging.finish(landings)
-    restoration.apply()
+    names = [leaf.path for leaf in restoration.leaves]
+    into = Overwriting(lambda: state.wholeness.tear(names), wanted.prove_first)
+    try:
+        filled = fill(reader, wants, session.held, launch.rank, into, neighbours)
+        staging.finish(landings)
+        restoration.apply()
+    except CheckpointError as error:
+        if state.wholeness.torn:
+            error.hint = OVERWRITTEN
+        raise
+    state.wholeness.mend(names)
     return RestoreReport(
         step=reader.manifest.step,
         missing=tuple(restoration.missing),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 from urllib.parse import quote
 
 import httpx
@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from holdfast_formats import rest
 from holdfast_formats.errors import StorageFailed
-from holdfast_formats.retention import Preview, RetentionPolicy, check_label
+from holdfast_formats.retention import Force, Preview, RetentionPolicy, check_label
 
 from .api import Api, Model
 
-FORCE_NEWEST = "newest-verified"
+FORCES: tuple[str, ...] = get_args(Force)
 
 
 class InForce(NamedTuple):
@@ -60,19 +60,19 @@ def unlabel(api: Api, run: str, step: int, name: str) -> None:
     api.request("DELETE", f"{_step(run, step)}/labels/{quote(name, safe='')}")
 
 
-def remove(api: Api, run: str, step: int, force_newest: bool = False) -> None:
-    """Remove a checkpoint; the newest verified one of its run only with `force_newest`."""
-    api.request("DELETE", _step(run, step), params=_forced(force_newest))
+def remove(api: Api, run: str, step: int, force: Force | None = None) -> None:
+    """Remove a checkpoint; the newest verified and the newest healthy one of its run only where `force` names it."""
+    api.request("DELETE", _step(run, step), params=_forced(force))
 
 
-def try_remove(api: Api, run: str, step: int, force_newest: bool = False) -> rest.Checkpoint:
+def try_remove(api: Api, run: str, step: int, force: Force | None = None) -> rest.Checkpoint:
     """What `remove` would remove, or the error it would raise."""
-    answer = api.request("DELETE", _step(run, step), params={**_forced(force_newest), "dry_run": "true"})
+    answer = api.request("DELETE", _step(run, step), params={**_forced(force), "dry_run": "true"})
     return _parsed(answer, rest.Checkpoint)
 
 
-def _forced(newest: bool) -> dict[str, str]:
-    return {"force": FORCE_NEWEST} if newest else {}
+def _forced(force: Force | None) -> dict[str, str]:
+    return {} if force is None else {"force": force}
 
 
 def _put(api: Api, run: str, wanted: RetentionPolicy, **parts: Any) -> httpx.Response:

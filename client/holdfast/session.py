@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast_formats import wire
-from holdfast_formats.errors import CheckpointError, DaemonGone, NoSuchCheckpoint
+from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, NoSuchCheckpoint, from_problem
 
-from . import device, growth
+from . import device, growth, launch
+from .config import take_over
 from .handover import Handover
 from .leaves import Leaf
 from .node import Neighbours
@@ -24,6 +25,8 @@ from .warm import HeldSlot, take_held
 log = logging.getLogger(__name__)
 
 SETTLE_WAIT_S = 3600.0
+ENDED_WAIT_S = 3600.0  # how long the other ranks' restores are waited for
+REPLY_SPARE_S = 60.0
 TABLE_HEADROOM = 4  # a table may grow by this factor (JSON state, metrics) before the segment is made anew
 TABLE_BYTES_MIN = 2**16
 
@@ -39,11 +42,25 @@ class Who(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The step to restore, None when there is none, and where it can be read."""
+    """The step to restore, None when there is none, and where it can be read.
+
+    `turn` is the question's number where a daemon answered it; `notes` say which newer steps it passed over.
+    """
 
     step: int | None
     root: Path | None
     url: str | None
+    turn: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Judgement(NamedTuple):
+    """What becomes of a restore: this rank reads `again`, or it failed, or, with neither, it goes on."""
+
+    again: bool = False
+    error: CheckpointError | None = None
+    late: bool = False  # it failed here, and others have gone on
+    newest: int | None = None  # where a step was named and failed: the newest one that is not known to be damaged
 
 
 class Session:
@@ -75,7 +92,8 @@ class Session:
         if self._link is not None:
             self._link.close()
         link = connect(self._place, start, self._tickets.outcome, self._tickets.lost)
-        hello = wire.Hello(id=link.next_id(), pid=os.getpid(), **self._who._asdict())
+        about = {"pid": os.getpid(), "process": launch.this_process(), "take_over": take_over()}
+        hello = wire.Hello(id=link.next_id(), **about, **self._who._asdict())
         try:
             welcome = link.request(hello, wire.Welcome)
         except CheckpointError:
@@ -109,26 +127,72 @@ class Session:
         room = max(TABLE_HEADROOM * need.table_bytes, TABLE_BYTES_MIN)
         made = self._slots = Slots(self._link, self._slot_count, need.data_bytes, room)
         if known is not None:
-            self._say(growth.outgrown(change, known.geometry.slot_bytes, made.geometry.slot_bytes))
+            self.say(growth.outgrown(change, known.geometry.slot_bytes, made.geometry.slot_bytes))
         if made.notice:
-            self._say(made.notice)
+            self.say(made.notice)
         self._touching = Preparation(lambda: made, device.homes(need.leaves))
         return made
 
-    def choose(self, step: int | None, groups: tuple[str, ...]) -> Choice:
-        """Which step to restore: from the daemon if one is there, else the newest in the directory that has the groups."""
+    def choose(
+        self,
+        step: int | None,
+        groups: tuple[str, ...],
+        start: bool = False,
+        below: int | None = None,
+        healthy: bool = False,
+    ) -> Choice:
+        """Which step to restore: from the daemon if one is there, else the newest in the directory that has the groups.
+
+        `start` says to start a daemon if need be. In a directory, `below` is a step that turned out damaged: an older one.
+        How healthy a checkpoint is only a daemon knows: with `healthy`, one is started in any case.
+        """
         try:
-            welcome = self.connected(start=False)
-        except DaemonGone:
+            welcome = self.connected(start or healthy)
+        except DaemonGone as gone:
             directory = self._place.directory
-            if directory is None:
+            if directory is None or healthy:
                 raise
-            return Choice(_newest(directory, self._who.run, step, groups), directory, None)
+            if start:
+                log.info("no daemon to agree on a step with: %s", gone.detail)
+            return Choice(_newest(directory, self._who.run, step, groups, below), directory, None)
         assert self._link is not None
-        question = wire.Choose(id=self._link.next_id(), turn=self._turn, step=step, groups=groups, wait_s=SETTLE_WAIT_S)
+        about = {"turn": self._turn, "step": step, "groups": groups, "healthy": healthy}
+        question = wire.Choose(id=self._link.next_id(), **about, wait_s=SETTLE_WAIT_S)
         chosen = self._link.request(question, wire.Chosen, SETTLE_WAIT_S)
-        self._turn += 1
-        return Choice(chosen.step, Path(welcome.root) if welcome.root else None, welcome.url)
+        turn, self._turn = self._turn, self._turn + 1
+        return Choice(chosen.step, Path(welcome.root) if welcome.root else None, welcome.url, turn, chosen.notes)
+
+    def ended(self, choice: Choice, error: CheckpointError | None, alone: bool) -> Judgement:
+        """Tell how the restore of a choice ended; what is to be done, once all ranks of the launch have told.
+
+        With no daemon to tell it to, or one that is lost now, each rank is on its own. `alone` asks for this rank only.
+        """
+        own = Judgement(error=error, late=self._who.world > 1, newest=self._other(choice, error))
+        if choice.turn is None or choice.step is None or self._link is None:
+            return own
+        problem = None if error is None else error.problem()
+        message = wire.Ended(
+            id=self._link.next_id(),
+            turn=choice.turn,
+            step=choice.step,
+            problem=problem,
+            alone=alone,
+            wait_s=ENDED_WAIT_S,
+        )
+        try:
+            found = self._link.request(message, wire.Judged, ENDED_WAIT_S + REPLY_SPARE_S)
+        except CheckpointError as failure:
+            log.warning("nobody could be told how the restore of step %d ended: %s", choice.step, failure.detail)
+            return own
+        return Judgement(
+            found.again, None if found.problem is None else from_problem(found.problem), found.late, found.newest
+        )
+
+    def _other(self, choice: Choice, error: CheckpointError | None) -> int | None:
+        """The newest step in the directory but the one that is damaged, where no daemon knows better."""
+        if error is None or choice.turn is not None or choice.root is None:
+            return None
+        return next((step for step in committed_steps(choice.root, self._who.run) if step != choice.step), None)
 
     def held(self, step: int) -> list[HeldSlot]:
         """The slots from which a step was committed, where the daemon still holds them; the caller closes them."""
@@ -138,7 +202,7 @@ class Session:
         """The other ranks of this launch on this machine; None where there are none, or no daemon that they share."""
         return Neighbours(self._link, peers) if self._link is not None and peers > 1 else None
 
-    def _say(self, notice: str) -> None:
+    def say(self, notice: str) -> None:
         log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)
         self.notices.append(notice)
 
@@ -153,14 +217,17 @@ class Session:
             self._link = self._slots = None
 
 
-def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...]) -> int | None:
-    steps = committed_steps(root, run)
+def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...], below: int | None = None) -> int | None:
+    steps = [found for found in committed_steps(root, run) if below is None or found < below]
     if step is not None:
         if step not in steps:
             raise NoSuchCheckpoint(f"{root} has no checkpoint {run}@{step}", hint=f"there are {steps[:10]}")
         return step
     for candidate in steps:
-        with open_checkpoint(root, None, run, candidate) as reader:
-            if set(groups) <= set(reader.manifest.groups):
-                return candidate
+        try:
+            with open_checkpoint(root, None, run, candidate) as reader:
+                if set(groups) <= set(reader.manifest.groups):
+                    return candidate
+        except Damaged:  # what is wrong with it, loading it says
+            return candidate
     return None

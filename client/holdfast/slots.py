@@ -38,6 +38,11 @@ class Slot:
         link = self.slots.link
         link.request(wire.Seal(id=link.next_id(), slot=self.index, step=self._step, table_digest=proof), wire.Sealed)
 
+    def measured(self, stall_s: float) -> None:
+        """Tell the daemon, in passing, how long training stood still for this save."""
+        link = self.slots.link
+        link.tell(wire.Measured(id=link.next_id(), step=self._step, stall_s=stall_s))
+
     def abandon(self, error: CheckpointError) -> None:
         """Give the lease back unsealed, so that the other ranks learn at once that this step is not saved."""
         link = self.slots.link

@@ -19,7 +19,9 @@ from holdfast_formats.proof import Piece
 from .api import Api
 
 READ_AHEAD_BYTES_MIN = 2**20
-FILE_CHUNK_BYTES = 2**19  # stays in a core's cache until it is digested
+# Fewer and longer requests take half the processor time where the disk is waited for, and a fifth less time, by medians of
+# ten pairs; out of the page cache, half a megabyte, which stays in a core's own cache, would be a twentieth faster.
+FILE_CHUNK_BYTES = 2**21
 HTTP_CHUNK_BYTES = EXTENT_BYTES_MAX  # of one request
 
 
@@ -160,9 +162,9 @@ class HttpSource:
     chunk_bytes = HTTP_CHUNK_BYTES
 
     def __init__(self, api: Api, run: str, step: int) -> None:
-        self._api = api
-        self._run = run
-        self._step = step
+        self.api = self._api = api
+        self.run = self._run = run
+        self.step = self._step = step
         self._sizes: dict[str, int | None] | None = None
         self._lock = threading.Lock()
 

@@ -38,6 +38,7 @@ from .optimizers import OptimizerDocument, OptimizerState
 from .restoration import Restoration, restoration
 from .rng import RandomState
 from .watch import Watch
+from .wholeness import Wholeness
 
 __all__ = ["Leaf", "Restoration", "Snapshot", "Stored", "TrainState"]
 
@@ -103,6 +104,7 @@ class TrainState:
         self.state = state
         self.rank = rank
         self.declared = declared
+        self.wholeness = Wholeness()
         self._known: dict[Key, Known] = {}  # what earlier snapshots found, so that later ones need not look again
         self._walk: _Walk | None = None
         self._parts()  # refuses at once what can be seen at once

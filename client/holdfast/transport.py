@@ -19,6 +19,7 @@ class Transport(Protocol):
     def ask(self, message: wire.Request, kind: type[Reply], fds: tuple[int, ...] = (), timeout_s: float = ...) -> Reply:
         """Like `request`, with descriptors, but of the present daemon alone: `DaemonGone` as soon as that is lost."""
 
+    def tell(self, message: wire.Request) -> None: ...  # what has no reply; lost where there is no daemon just now
     def take_fd(self) -> int: ...  # the segment's memory, after `Reserve`; the caller closes it
     def take_fds(self, count: int) -> list[int]: ...  # after `Held` or `Load`; the caller closes them
     def close(self, ended: bool = False) -> None: ...  # `ended`: as planned, so nothing need be held for a restart

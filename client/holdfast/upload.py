@@ -96,7 +96,8 @@ class Sender:
         self.send(save.number, "table", table, reached.table_bytes)
         seconds = time.monotonic() - began
         log.info("step %d: %d bytes uploaded as %d in %.1f s", save.step, sent.plain_bytes, sent.wire_bytes, seconds)
-        return self._api.seal_upload(self._rank_id, save.number, save.whole)
+        whole = save.whole.model_copy(update={"stall_s": save.stall_s})
+        return self._api.seal_upload(self._rank_id, save.number, whole)
 
     def send(self, number: int, part: Part, data: memoryview, received: int) -> Sent:
         """Send what the daemon has not `received` yet; raises what broke it, and what arrived before that stays there."""

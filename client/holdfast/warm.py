@@ -27,10 +27,11 @@ from holdfast_formats.tensors import Fragment, TensorSpec, box_bytes
 from . import node
 from .mapping import Mapping
 from .node import Neighbours
-from .reader import OVERWRITTEN, CheckpointReader
+from .reader import CheckpointReader
 from .sources import Source
 from .transport import Transport
 from .wants import Want
+from .wholeness import Overwriting
 
 CHUNK_BYTES = 2**20  # read together where it does not stand in one piece; an extent at a time is proven and copied
 
@@ -113,40 +114,38 @@ def fill(
     wants: Sequence[Want],
     take: Callable[[int], Sequence[HeldSlot]],
     rank: int,
+    into: Overwriting,
     neighbours: Neighbours | None = None,
 ) -> Filled:
-    """Fill all wants: from held slots if `take` finds any, else as the reader does, which proves everything first.
+    """Fill all wants: from held slots if `take` finds any, else from the reader's own source, together with `neighbours`.
 
-    Nothing that is wrong with slots is an error: the reader's own source is then read instead, as if nothing had been, and
-    together with `neighbours`. Only where that cannot be used either may wants have been overwritten with a part of what the
-    slots held, which is proven, but a part; the error says so.
+    Nothing that is wrong with slots is an error: the reader's own source is then read instead, as if nothing had been. Each
+    extent is proven before it is handed over, with `into.prove_first` all of them before the first one.
     """
     notes: tuple[str, ...] = ()
-    overwritten = False
     try:
         slots = take(reader.manifest.step)
         if slots:
-            overwritten = True
-            return Filled(True, (), _fill_from(slots, reader, wants, rank))
+            return Filled(True, (), _fill_from(slots, reader, wants, rank, into))
     except CheckpointError as error:
         notes = (f"held in memory, but not restored from there: {error.detail}",)
-    try:
-        read = node.fill(reader, wants, neighbours)
-        return Filled(False, (*notes, *read.notes), read.bytes_read, read.node_bytes, read.own_bytes)
-    except CheckpointError as error:
-        if overwritten:
-            error.hint = OVERWRITTEN
-        raise
+    read = node.fill(reader, wants, neighbours, into)
+    return Filled(False, (*notes, *read.notes), read.bytes_read, read.node_bytes, read.own_bytes)
 
 
-def _fill_from(slots: Sequence[HeldSlot], reader: CheckpointReader, wants: Sequence[Want], rank: int) -> int:
-    """In one pass: a locked slot is nobody's to write to, so what was proven can be copied at once."""
+def _fill_from(
+    slots: Sequence[HeldSlot], reader: CheckpointReader, wants: Sequence[Want], rank: int, into: Overwriting
+) -> int:
+    """A locked slot is nobody's to write to: what was proven stays so."""
     with ExitStack() as stack:
         for slot in slots:
             stack.callback(slot.close)
         source = HeldSource(reader.source, reader.manifest, slots, rank)
         held = CheckpointReader(source, reader.manifest, reader.manifest_bytes, reader.commit_bytes)
         held.cores = reader.cores
+        if into.prove_first:
+            held.prove(wants)
+        into.begins()
         return held.load(wants)
 
 

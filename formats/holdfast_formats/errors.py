@@ -6,23 +6,30 @@
     │   ├── StateMismatch            state-mismatch 422
     │   ├── LimitExceeded            limit-exceeded 413
     │   └── PreconditionRequired     precondition-required 428
+    ├── Denied                       say who you are, or ask who may
+    │   ├── Unauthenticated          unauthenticated 401
+    │   └── Forbidden                forbidden 403
     ├── NotFound                     404
     │   ├── NoSuchRun                no-such-run
     │   ├── NoSuchCheckpoint         no-such-checkpoint
     │   └── NoSuchResource           no-such-resource
     ├── Conflict                     somebody else was first: look, then decide
     │   ├── StaleAttempt             stale-attempt 409
+    │   ├── StateOverwritten         state-overwritten 409
     │   ├── AlreadyCommitted         already-committed 409
     │   ├── PreconditionFailed       precondition-failed 412
     │   ├── Pinned                   pinned 409
     │   ├── InUse                    in-use 409
     │   ├── NewestVerified           newest-verified 409
-    │   └── RootBusy                 root-busy 409
+    │   ├── NewestHealthy            newest-healthy 409
+    │   ├── RootBusy                 root-busy 409
+    │   └── RunBusy                  run-busy 409
     ├── Damaged                      500: bytes are not what they were; do not retry, restore another step
     │   ├── CorruptExtent            corrupt-extent
     │   ├── CorruptManifest          corrupt-manifest
     │   ├── NotCommitted             not-committed
-    │   └── TornSnapshot             torn-snapshot
+    │   ├── TornSnapshot             torn-snapshot
+    │   └── CorruptStatistics        corrupt-statistics
     └── Unavailable                  503: try again, or mend the machine
         ├── DaemonGone               daemon-gone
         ├── StorageFailed            storage-failed
@@ -101,6 +108,24 @@ class PreconditionRequired(Refused):
     code, status = "precondition-required", 428
 
 
+class Denied(CheckpointError):
+    """Not by this caller: another token helps, repeating the request does not."""
+
+    status = 403
+
+
+class Unauthenticated(Denied):
+    """A token is needed, and there is none, or it is not one that is in force."""
+
+    code, status = "unauthenticated", 401
+
+
+class Forbidden(Denied):
+    """Who asks is known, and may not do this."""
+
+    code = "forbidden"
+
+
 class NotFound(CheckpointError):
     status = 404
 
@@ -125,6 +150,12 @@ class StaleAttempt(Conflict):
     """A newer launch of the run has been declared; this one may not write any more (I6)."""
 
     code = "stale-attempt"
+
+
+class StateOverwritten(Conflict):
+    """A restore that failed left live tensors of different steps; they are neither trained on nor saved."""
+
+    code = "state-overwritten"
 
 
 class AlreadyCommitted(Conflict):
@@ -155,10 +186,22 @@ class NewestVerified(Conflict):
     code = "newest-verified"
 
 
+class NewestHealthy(Conflict):
+    """The checkpoint is the newest one of its run that is verified and not known to be unhealthy."""
+
+    code = "newest-healthy"
+
+
 class RootBusy(Conflict):
     """Another daemon holds the lock on this root."""
 
     code = "root-busy"
+
+
+class RunBusy(Conflict):
+    """Another job trains this run now; a second one has to say that it takes over."""
+
+    code = "run-busy"
 
 
 class Damaged(CheckpointError):
@@ -179,6 +222,12 @@ class NotCommitted(Damaged):
 
 class TornSnapshot(Damaged):
     code = "torn-snapshot"
+
+
+class CorruptStatistics(Damaged):
+    """What was computed of a checkpoint's tensors cannot be read; the checkpoint itself may be sound."""
+
+    code = "corrupt-statistics"
 
 
 class Unavailable(CheckpointError):
@@ -239,20 +288,26 @@ LEAVES: tuple[type[CheckpointError], ...] = (
     StateMismatch,
     LimitExceeded,
     PreconditionRequired,
+    Unauthenticated,
+    Forbidden,
     NoSuchRun,
     NoSuchCheckpoint,
     NoSuchResource,
     StaleAttempt,
+    StateOverwritten,
     AlreadyCommitted,
     PreconditionFailed,
     Pinned,
     InUse,
     NewestVerified,
+    NewestHealthy,
     RootBusy,
+    RunBusy,
     CorruptExtent,
     CorruptManifest,
     NotCommitted,
     TornSnapshot,
+    CorruptStatistics,
     DaemonGone,
     StorageFailed,
     NoSpace,
@@ -274,7 +329,14 @@ def from_problem(body: Mapping[str, Any]) -> CheckpointError:
 
 
 # The CLI's documented exit statuses, one a branch.
-EXIT_STATUS: dict[type[CheckpointError], int] = {Refused: 2, NotFound: 3, Conflict: 4, Damaged: 5, Unavailable: 6}
+EXIT_STATUS: dict[type[CheckpointError], int] = {
+    Refused: 2,
+    NotFound: 3,
+    Conflict: 4,
+    Damaged: 5,
+    Unavailable: 6,
+    Denied: 7,
+}
 
 
 def exit_status(error: CheckpointError) -> int:

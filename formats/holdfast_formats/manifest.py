@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from math import isfinite, prod
+from operator import itemgetter
 
 import msgspec
 
@@ -16,6 +17,7 @@ from .tensors import TensorSpec
 FORMAT = 1
 EXTENT_BYTES_MAX = 16 * 2**20
 _REPAIR = "this checkpoint cannot be proven any more; restore another step"
+_Placed = tuple[int, int, str]  # a tensor in its file: first byte, bytes, name
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -104,11 +106,8 @@ def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
     Raises `NotCommitted` when COMMIT is empty or unreadable, `CorruptManifest` when the two disagree or the manifest does
     not tile its files.
     """
+    check_bytes(manifest_bytes, commit_bytes)
     commit = _decode_commit(commit_bytes)
-    if hashlib.sha256(manifest_bytes).hexdigest() != commit.manifest_sha256:
-        raise CorruptManifest(
-            f"{naming.MANIFEST} does not have the digest that {naming.COMMIT} states", hint=_REPAIR, file=naming.MANIFEST
-        )
     try:
         manifest = msgspec.json.decode(manifest_bytes, type=Manifest)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -122,6 +121,19 @@ def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
             file=naming.COMMIT,
         )
     return manifest
+
+
+def check_bytes(manifest_bytes: bytes, commit_bytes: bytes) -> None:
+    """Raise `CorruptManifest` unless these are the bytes that COMMIT vouches for (I5), `NotCommitted` where it is none."""
+    if hashlib.sha256(manifest_bytes).hexdigest() != stated_sha256(commit_bytes):
+        raise CorruptManifest(
+            f"{naming.MANIFEST} does not have the digest that {naming.COMMIT} states", hint=_REPAIR, file=naming.MANIFEST
+        )
+
+
+def stated_sha256(commit_bytes: bytes) -> str:
+    """The manifest's digest, as COMMIT states it; `NotCommitted` where it states none."""
+    return _decode_commit(commit_bytes).manifest_sha256
 
 
 def _decode_commit(commit_bytes: bytes) -> Commit:
@@ -157,17 +169,18 @@ def _validate(manifest: Manifest) -> None:
     if manifest.attempt < 0 or manifest.world < 1:
         raise _broken(f"attempt {manifest.attempt} of a world of {manifest.world}")
     files = _checked_files(manifest.files)
-    inside: dict[str, list[tuple[int, str, TensorEntry]]] = {file.name: [] for file in manifest.files if file.header_bytes}
+    inside: dict[str, list[_Placed]] = {file.name: [] for file in manifest.files if file.header_bytes}
     for group, tensors in manifest.tensors.items():
         naming.check_group(group)
         for name, tensor in tensors.items():
             if tensor.file not in inside:
                 raise _broken(f"tensor {name!r} lies in {tensor.file!r}, which is not a listed shard file")
             TensorSpec(group, name, tensor.dtype, tensor.shape).check()
-            _check_extents(name, tensor)
-            inside[tensor.file].append((tensor.start, name, tensor))
+            size = tensor.nbytes  # once: of 100 000 tensors it is what this costs
+            _check_extents(name, tensor, size)
+            inside[tensor.file].append((tensor.start, size, name))
     for file_name, placed in inside.items():
-        _check_file(files[file_name], sorted(placed, key=lambda p: (p[0], p[2].nbytes)))
+        _check_file(files[file_name], sorted(placed, key=itemgetter(0, 1)))
     for group, aliases in manifest.aliases.items():
         for alias, target in aliases.items():
             held = manifest.tensors.get(group, {})
@@ -194,7 +207,7 @@ def check_metrics(metrics: Mapping[str, float]) -> None:
             raise InvalidRequest(f"metric {name!r} is {value}, which JSON cannot state", hint="leave it out")
 
 
-def _check_extents(name: str, tensor: TensorEntry) -> None:
+def _check_extents(name: str, tensor: TensorEntry, size: int) -> None:
     end = 0
     itemsize = max(dtypes.bits(tensor.dtype) // 8, 1)
     for extent in tensor.extents:
@@ -202,18 +215,18 @@ def _check_extents(name: str, tensor: TensorEntry) -> None:
         if extent.offset != end or not 0 < extent.length <= EXTENT_BYTES_MAX or extent.length % itemsize:
             raise _broken(f"tensor {name!r}: extent {extent.offset}+{extent.length} does not follow {end}")
         end += extent.length
-    if end != tensor.nbytes:
-        raise _broken(f"tensor {name!r}: extents cover {end} of {tensor.nbytes} bytes")
+    if end != size:
+        raise _broken(f"tensor {name!r}: extents cover {end} of {size} bytes")
 
 
-def _check_file(file: FileEntry, placed: Sequence[tuple[int, str, TensorEntry]]) -> None:
-    if len({name for _, name, _ in placed}) != len(placed):
+def _check_file(file: FileEntry, placed: Sequence[_Placed]) -> None:
+    if len({name for *_, name in placed}) != len(placed):
         raise _broken(f"file {file.name!r} holds two tensors of the same name")
     end = file.header_bytes
-    for start, name, tensor in placed:
+    for start, size, name in placed:
         if start != end:
             raise _broken(f"file {file.name!r}: tensor {name!r} begins at {start}, the one before it ends at {end}")
-        end += tensor.nbytes
+        end += size
     if end != file.bytes:
         raise _broken(f"file {file.name!r} has {file.bytes} bytes, its tensors end at {end}")
 

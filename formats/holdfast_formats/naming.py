@@ -21,12 +21,14 @@ CATALOG = "catalog.sqlite"
 
 STEP_MAX = 10**15 - 1
 ATTEMPT_MAX = 10**9 - 1
+NO_ATTEMPT = ATTEMPT_MAX  # in the name of what stages a copy or a repair: no launch reaches it, and a sweep knows it
 RUN_CHARACTERS = f"1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, and not with {CATALOG}"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _GROUP = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _STEP_DIRECTORY = re.compile(r"step-(\d{8,15})")
 _STAGING_DIRECTORY = re.compile(r"step-(\d{8,15})\.a(\d{1,9})")
+_OF_TENSORS = (".safetensors", ".safetensors.index.json")
 _RESERVED_FILES = frozenset({COMMIT, MANIFEST, STATE, RECEIPTS})
 
 
@@ -65,9 +67,14 @@ def check_step(step: int) -> int:
 
 def check_asset(name: str) -> str:
     """The asset's file name itself, or `InvalidRequest` when it is a path or a name of ours."""
-    if not _FILE.fullmatch(name) or name in _RESERVED_FILES or name.endswith((".safetensors", ".safetensors.index.json")):
+    if not is_asset_name(name):
         raise InvalidRequest(f"asset name {name!r} is not allowed", hint="a plain file name that the format does not use")
     return name
+
+
+def is_asset_name(name: str) -> bool:
+    """Whether an asset may have this name: a plain one that the format does not use itself."""
+    return is_file_name(name) and name not in _RESERVED_FILES and not name.endswith(_OF_TENSORS)
 
 
 def is_file_name(name: str) -> bool:

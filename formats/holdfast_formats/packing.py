@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from . import safetensors
@@ -20,6 +21,8 @@ FILE_BYTES_MAX = 5_000_000_000  # what Hugging Face cuts at, in decimal gigabyte
 EXTENT_BYTES_MIN = 2**18  # digests of less cost more than they save a reader
 EXTENTS_MAX = 2**16  # about as many as a checkpoint has, beside one at the end of each tensor: a manifest of 3 MB
 TENSOR_EXTENTS = 8  # of a tensor at least, unless they would be shorter than the least: some ranks want an eighth of it
+PARTS_KEPT = 2**12
+_DIGITS = re.compile(r"(\d+)")
 FORMAT_METADATA = {"format": "pt"}  # transformers refuses a file that lacks it
 
 
@@ -35,8 +38,12 @@ class FilePlan(NamedTuple):
 
 def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
     """Sort key that puts `layers.2` before `layers.10`; total, since equal keys mean equal names up to leading zeros."""
-    parts = re.split(r"(\d+)", name)
-    return (*((1, int(p)) if p.isdigit() and p.isascii() else (0, p) for p in parts), (0, name))
+    return (*map(_part_key, _DIGITS.split(name)), (0, name))
+
+
+@lru_cache(maxsize=PARTS_KEPT)  # names of 100 000 tensors are made of a few hundred parts
+def _part_key(part: str) -> tuple[int, int | str]:
+    return (1, int(part)) if part.isdigit() and part.isascii() else (0, part)
 
 
 def extent_bytes(data_bytes: int) -> int:

@@ -24,8 +24,14 @@ class Run(BaseModel):
     attempt: int = Field(description="newest declared attempt (restart number)")
     keep_last: int | None = Field(description="retention: how many checkpoints are kept, None for all")
     checkpoints: int
-    newest: int | None = Field(description="step of the newest committed checkpoint")
+    newest: int | None = Field(description="step of the newest checkpoint that is not known to be damaged")
     bytes: int
+
+
+CheckpointState = Literal["committed", "verified", "unhealthy", "damaged"]
+MARKS = {"pinned", "labels"}  # members of a checkpoint that the run's file states
+# Members of a checkpoint that no manifest states.
+KNOWN_SINCE = {"verified", "checked", "check", "damage", "nonfinite", "healthy", "same_as"} | MARKS
 
 
 class Checkpoint(BaseModel):
@@ -40,6 +46,36 @@ class Checkpoint(BaseModel):
     bytes: int
     metrics: dict[str, float]
     verified: bool = Field(description="read back after the commit and found equal to every digest")
+    checked: str | None = Field(default=None, description="when it was last read back, whatever came of it")
+    check: dict[str, Any] | None = Field(default=None, description="what the last check did: seconds, bytes, layouts tried")
+    damage: dict[str, Any] | None = Field(
+        default=None, description="the problem that the last check found, None while sound"
+    )
+    nonfinite: int | None = Field(default=None, description="NaN and infinite elements; None when nobody counted")
+    healthy: bool | None = Field(default=None, description="no new non-finite values since the checkpoint before")
+    same_as: int | None = Field(default=None, description="the step before, where this one is bit-identical to it")
+    pinned: bool = Field(default=False, description="nothing removes it; by the run's file")
+    labels: list[str] = Field(default_factory=list, description="those of the run's file, by name")
+
+    @property
+    def state(self) -> CheckpointState:
+        """The worst that is known of it."""
+        if self.damage is not None:
+            return "damaged"
+        if self.healthy is False:
+            return "unhealthy"
+        return "verified" if self.verified else "committed"
+
+    @property
+    def unchecked(self) -> bool:
+        """Nobody has read it back yet: nothing but its commit speaks for it, and nothing against it."""
+        return self.checked is None and not self.verified and self.damage is None
+
+
+def as_committed(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint as its manifest describes it, without what was found out since."""
+    stated = checkpoint.model_dump(include=set(Checkpoint.model_fields) - KNOWN_SINCE)
+    return Checkpoint(**stated, verified=False)
 
 
 def describe(manifest: Manifest, verified: bool = False) -> Checkpoint:
@@ -163,6 +199,10 @@ class Round(BaseModel):
     ended: str | None
     code: str | None = Field(description="error code, when aborted or dropped")
     detail: str | None
+    node: str | None = Field(default=None, description="the node that wrote it")
+    measured: dict[str, float] | None = Field(
+        default=None, description="seconds of each phase and bytes of the save; `SaveTimes` names them"
+    )
 
 
 class Node(BaseModel):
@@ -174,6 +214,7 @@ class Node(BaseModel):
     started: str
     arena_bytes: int
     ranks: int
+    busy: bool = Field(default=False, description="saves are under way, or checkpoints are still to be read back")
     socket_id: str | None = Field(
         default=None, description="inode and change time of the socket: a socket of that path without them is another's"
     )
@@ -194,6 +235,8 @@ class RankHello(BaseModel):
     world: int = Field(ge=1)
     launch: str = Field(min_length=1, max_length=256)
     keep_last: int | None = Field(default=None, ge=1)
+    process: str = Field(default="", max_length=64, description="which process speaks; the same one is the same job")
+    take_over: bool = Field(default=False, description="begin although another job of this run lives, which is fenced off")
 
 
 class RankWelcome(BaseModel):
@@ -236,6 +279,9 @@ class SealRequest(BaseModel):
     data_bytes: int = Field(ge=0)
     table_bytes: int = Field(ge=0)
     table_digest: str
+    stall_s: float | None = Field(
+        default=None, ge=0, le=86_400, description="how long the rank's training stood still for it, where that is known"
+    )
 
 
 class AbandonRequest(BaseModel):
@@ -254,8 +300,28 @@ class Question(BaseModel):
 
     step: int | None = Field(default=None, ge=0)
     groups: tuple[str, ...] = ()
+    healthy: bool = Field(default=False, description="the newest that is verified and not unhealthy")
     wait_s: float = Field(default=0.0, ge=0.0, le=20.0)
 
 
 class Answer(BaseModel):
     step: int | None
+    notes: tuple[str, ...] = Field(default=(), description="newer checkpoints that were passed over, and why")
+
+
+class RestoreEnd(BaseModel):
+    """How the restore of a turn's step ended for this rank: well, or with this problem."""
+
+    step: int = Field(ge=0)
+    problem: dict[str, Any] | None = None
+    alone: bool = Field(default=False, description="the answer is for this rank only: it named the step itself")
+    wait_s: float = Field(default=0.0, ge=0.0, le=20.0)
+
+
+class RestoreVerdict(BaseModel):
+    """Whether this rank goes on from what it restored; see the wire's `Judged`."""
+
+    again: bool = Field(default=False, description="read once more: it is well now")
+    problem: dict[str, Any] | None = Field(default=None, description="no rank goes on from this step")
+    late: bool = Field(default=False, description="others had gone on from it already")
+    newest: int | None = Field(default=None, description="the newest step that is not known to be damaged, if asked alone")

@@ -21,6 +21,8 @@ STEPS_MAX = 10_000  # explicit ones, pins, and steps under labels, each
 LABEL_CHARACTERS = "1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
+Force = Literal["newest-verified", "newest-healthy"]  # the two checkpoints that are removed by name alone
+
 Count = Annotated[int, Field(strict=True, ge=1, le=COUNT_MAX)]
 Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX)]
 Step = Annotated[int, Field(strict=True, ge=0, le=naming.STEP_MAX)]

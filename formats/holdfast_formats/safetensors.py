@@ -95,7 +95,7 @@ def decode(head: bytes, file_bytes: int, source: str = "file") -> Header:
         if known and not _is_unicode("".join((*known, *known.values()))):
             raise StateMismatch("its metadata is not valid Unicode")
         end = validate(tensors)
-    except (msgspec.ValidationError, StateMismatch) as error:
+    except (msgspec.ValidationError, UnicodeEncodeError, StateMismatch) as error:
         raise _broken(source, f"has a header that does not fit together: {error}") from error
     if LENGTH_BYTES + length + end != file_bytes:
         raise _broken(source, f"has {file_bytes} bytes where its header says {LENGTH_BYTES + length + end}")

@@ -28,14 +28,16 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self) -> None:
         """Refuse, by name, what no file could hold."""
-        if not self.name or len(self.name.encode(errors="surrogatepass")) > NAME_BYTES_MAX:
+        plain = self.name.isascii()
+        if not self.name or (len(self.name) if plain else len(self.name.encode(errors="surrogatepass"))) > NAME_BYTES_MAX:
             raise LimitExceeded(f"tensor name {self.name[:80]!r} must have 1 to {NAME_BYTES_MAX} bytes")
         if self.name == "__metadata__":
             raise InvalidRequest("a tensor cannot be named '__metadata__': safetensors keeps that name for itself")
-        try:
-            self.name.encode()
-        except UnicodeEncodeError:
-            raise InvalidRequest(f"tensor name {self.name!r} is not valid Unicode") from None
+        if not plain:
+            try:
+                self.name.encode()
+            except UnicodeEncodeError:
+                raise InvalidRequest(f"tensor name {self.name!r} is not valid Unicode") from None
         if len(self.shape) > DIMENSIONS_MAX or any(n < 0 for n in self.shape):
             raise InvalidRequest(f"tensor {self.name!r}: shape {list(self.shape)} is not a shape")
         _ = self.nbytes  # refuses an unknown dtype, and sub-byte elements that do not end at a byte

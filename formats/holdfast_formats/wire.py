@@ -15,7 +15,7 @@ from pydantic_core import PydanticSerializationError
 
 from .errors import InvalidRequest, LimitExceeded
 
-PROTOCOL = 2
+PROTOCOL = 3
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
 HELD_RANKS_MAX = 64  # descriptors that one message may bring
@@ -46,6 +46,8 @@ class Hello(Request):
     launch: str = Field(min_length=1, max_length=256)
     pid: int = 0
     keep_last: int | None = Field(default=None, ge=1)
+    process: str = Field(default="", max_length=64, description="which process speaks; the same one is the same job")
+    take_over: bool = Field(default=False, description="begin although another job of this run lives, which is fenced off")
 
 
 class Welcome(Reply):
@@ -137,12 +139,44 @@ class Choose(Request):
     turn: int = Field(ge=0)
     step: int | None = Field(default=None, ge=0)
     groups: tuple[str, ...] = ()
+    healthy: bool = False  # the newest healthy one, where no step is named
     wait_s: float = Field(default=0.0, ge=0.0, le=86_400.0)
 
 
 class Chosen(Reply):
+    """`notes` say which newer checkpoints were passed over, since they are damaged."""
+
     type: Literal["chosen"] = "chosen"
     step: int | None
+    notes: tuple[str, ...] = ()
+
+
+class Ended(Request):
+    """How the restore of a turn's step ended: well, or with this problem; the answer says whether this rank goes on.
+
+    It comes when the other ranks' restores have ended too, or one of them has met damage; `alone` asks for this rank only.
+    """
+
+    type: Literal["ended"] = "ended"
+    turn: int = Field(ge=0)
+    step: int = Field(ge=0)
+    problem: dict[str, Any] | None = None
+    alone: bool = False
+    wait_s: float = Field(default=0.0, ge=0.0, le=86_400.0)
+
+
+class Judged(Reply):
+    """Without a problem this rank goes on, or, if `again`, reads the step once more: it is well now.
+
+    With one, no rank goes on from this step, but for those that had gone on when it was found: then `late` is set. `newest`
+    is the newest step that is not known to be damaged, for a rank that asked alone.
+    """
+
+    type: Literal["judged"] = "judged"
+    again: bool = False
+    problem: dict[str, Any] | None = None
+    late: bool = False
+    newest: int | None = None
 
 
 class Held(Request):
@@ -203,6 +237,14 @@ class Unload(Request):
     read_bytes: int = Field(ge=0)
 
 
+class Measured(Request):
+    """How long this rank's training stood still for a save: in `save()`, and at the fence behind it. There is no reply."""
+
+    type: Literal["measured"] = "measured"
+    step: int = Field(ge=0)
+    stall_s: float = Field(ge=0.0, le=86_400.0)
+
+
 class Farewell(Request):
     """The last message of a rank that ends as planned: nothing need be held for a restart. There is no reply."""
 
@@ -229,11 +271,11 @@ class Outcome(Message):
 
 
 ToDaemon = Annotated[
-    Hello | Reserve | Attach | Lease | Seal | Abandon | Choose | Held | Load | Unload | Farewell,
+    Hello | Reserve | Attach | Lease | Seal | Abandon | Choose | Ended | Held | Load | Unload | Measured | Farewell,
     Field(discriminator="type"),
 ]
 ToRank = Annotated[
-    Welcome | Segment | Granted | Sealed | Chosen | HeldSlots | Loaded | Done | Failed | Outcome,
+    Welcome | Segment | Granted | Sealed | Chosen | Judged | HeldSlots | Loaded | Done | Failed | Outcome,
     Field(discriminator="type"),
 ]
 TO_DAEMON: TypeAdapter[Any] = TypeAdapter(ToDaemon)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -13,32 +12,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import datetime, timezone
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, RootBusy, exit_status
-from holdfast_service import __version__
-from holdfast_service.config import Config, fd_store, parse
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.decisions import Decisions
-from holdfast_service.daemon.adoption import Adoption
-from holdfast_service.daemon.arena import Arena
-from holdfast_service.daemon.budget import Budget
-from holdfast_service.daemon.keeping import FdStore, HolderProcess, Keeper
-from holdfast_service.daemon.loader import Loader
-from holdfast_service.daemon.remote import RemoteRanks
-from holdfast_service.daemon.saver import Saver
-from holdfast_service.daemon.server import Daemon, Identity
-from holdfast_service.daemon.spill import Spill
-from holdfast_service.storage.pacing import Pace
-from holdfast_service.storage.posix import PosixTier, lock_root
-from holdfast_service.telemetry import start_logging
+from holdfast_service import __version__, assembly, collecting
+from holdfast_service.config import Config, parse
+from holdfast_service.daemon.server import Daemon
+from holdfast_service.logs import log_what_nobody_catches, start_logging
+from holdfast_service.storage.posix import lock_root
+from holdfast_service.watching import notify_ready
 
 if TYPE_CHECKING:
-    from holdfast_service.api.app import Services
+    from holdfast_service.api.services import Services
 
 log = logging.getLogger("holdfast_service")
 
@@ -63,9 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Serve until told to stop; the exit status follows the error's branch."""
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)
-        start_logging(config.log_level)
-        with _running(config) as (daemon, services, listener):
-            _serve(config.exit_when_idle, daemon, services, listener)
+        start_logging(config.log_level, config.log_format, config.node)
+        log_what_nobody_catches()
+        stop = threading.Event()
+        with _running(config, stop) as (daemon, services, listener):
+            _serve(config.exit_when_idle, daemon, services, listener, stop)
     except CheckpointError as error:
         print(f"holdfast serve: {error}", file=sys.stderr)
         return exit_status(error)
@@ -76,80 +65,27 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @contextmanager
-def _running(config: Config) -> Iterator[tuple[Daemon, Services, socket.socket | None]]:
-    from holdfast_service.api.app import Services
+def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Services, socket.socket | None]]:
+    """All that serves. Before anybody can learn where that is, a signal to end sets `stop`; until then it kills."""
+    from holdfast_service.api import entrance
 
-    budget = Budget(config.arena_bytes_max)
     root = config.root.resolve()
     root.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.callback(lock_root(root).release)
         listener = stack.enter_context(_bind(config.listen)) if config.listen else None
         url = "http://{}:{}".format(*listener.getsockname()[:2]) if listener else None
-        tier = PosixTier(root, Pace(config.write_bytes_per_second) if config.write_bytes_per_second else None)
-        catalog = Catalog.open(config.catalog_url)
-        stack.callback(catalog.close)
-        decisions = Decisions(tier, catalog, config.keep)
-        stack.callback(decisions.close)
-        keeper = _keeper(root, config)
-        stack.callback(keeper.close)
-        saver = Saver(tier, decisions, config.node)
-        spill = Spill(root) if config.spill == "auto" else None
-        arena = Arena(budget, keeper, spill, saver.holds.make_room)
-        adoption = Adoption(arena, saver, decisions)
-        decisions.recover(adoption.start)
-        identity = Identity(config.node, str(root), __version__, url)
-        loader = Loader(tier, arena)
-        daemon = Daemon(config.socket.absolute(), identity, (arena, saver, decisions, adoption, loader))
-        stack.callback(daemon.close)
-        remote = RemoteRanks((arena, saver, decisions), config.silence_max)
-        stack.callback(remote.close)
-        at = os.stat(daemon.path)
-        socket_id = naming.socket_id(at.st_ino, at.st_ctime_ns)
-        started = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-        def node() -> rest.Node:
-            return rest.Node(
-                name=config.node,
-                pid=os.getpid(),
-                version=__version__,
-                root=str(root),
-                socket=str(daemon.path),
-                started=started,
-                arena_bytes=arena.bytes,
-                ranks=daemon.ranks + remote.count,
-                socket_id=socket_id,
-            )
-
-        about = {"pid": os.getpid(), "socket": str(daemon.path), "url": url}
-        tier.replace(naming.DAEMON_FILE, json.dumps(about).encode() + b"\n")
-        stack.callback(tier.remove_file, naming.DAEMON_FILE)
-        log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
-        log.info("serving %s at %s%s", root, daemon.path, f" and {url}" if url else "")
-        yield (
-            daemon,
-            Services(
-                tier=tier,
-                catalog=catalog,
-                root=str(root),
-                version=__version__,
-                node=node,
-                rotation=decisions.rotation,
-                files_root=Path(root),
-                remote=remote,
-                restore_bytes=loader.counts.all,
-            ),
-            listener,
-        )
-
-
-def _keeper(root: Path, config: Config) -> Keeper:
-    """Who keeps shared memory while no daemon lives. A root's holder is found by its root: the socket may change."""
-    store = fd_store()
-    if store is not None:
-        return FdStore(store.notify, store.inherited)
-    name = hashlib.sha256(bytes(root)).hexdigest()[:12]
-    return HolderProcess(config.socket.absolute().parent / f"{name}.holder")
+        control = assembly.open_control(config, root, stack)
+        door = entrance.policy(config, listener, control.tokens)
+        node = assembly.open_node(config, control, url, stack)
+        services = assembly.services(config, control, node, door, stack)
+        control.decisions.events.add("daemon-started", f"{config.node} serves {root}", pid=os.getpid(), version=__version__)
+        _heed_signals(stop)
+        about = {"pid": os.getpid(), "socket": str(node.daemon.path), "url": url}
+        control.tier.replace(naming.DAEMON_FILE, json.dumps(about).encode() + b"\n")
+        stack.callback(control.tier.remove_file, naming.DAEMON_FILE)
+        log.info("serving %s at %s%s", root, node.daemon.path, f" and {url}" if url else "")
+        yield node.daemon, services, listener
 
 
 def _bind(address: tuple[str, int]) -> socket.socket:
@@ -169,20 +105,29 @@ def _bind(address: tuple[str, int]) -> socket.socket:
         ) from error
 
 
-def _serve(exit_when_idle: float | None, daemon: Daemon, services: Services, listener: socket.socket | None) -> None:
-    activity = Activity()
-    stop = threading.Event()
-
+def _heed_signals(stop: threading.Event) -> None:
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+
+
+def _serve(
+    exit_when_idle: float | None,
+    daemon: Daemon,
+    services: Services,
+    listener: socket.socket | None,
+    stop: threading.Event,
+) -> None:
+    activity = Activity()
     with ExitStack() as stack:
         if listener is not None:
             stack.enter_context(_http(listener, services, activity, stop))
+        notify_ready()
+        collecting.settle()
         while not stop.wait(IDLE_CHECK_S):
-            if daemon.busy:
+            if daemon.busy or (services.runner is not None and services.runner.busy):
                 activity.touch()
             if exit_when_idle is not None and activity.idle_s > exit_when_idle:
                 log.info("idle for %.0f s, ending", activity.idle_s)
@@ -192,9 +137,8 @@ def _serve(exit_when_idle: float | None, daemon: Daemon, services: Services, lis
 @contextmanager
 def _http(listener: socket.socket, services: Services, activity: Activity, stop: threading.Event) -> Iterator[None]:
     """The REST edge in a thread of its own, so that the main thread stays free for signals."""
-    import uvicorn
-
     from holdfast_service.api.app import create_app
+    from holdfast_service.api.connections import server as bounded
 
     app = create_app(services)
 
@@ -202,7 +146,7 @@ def _http(listener: socket.socket, services: Services, activity: Activity, stop:
         activity.touch()
         await app(scope, receive, send)
 
-    server = uvicorn.Server(uvicorn.Config(noticed, log_level="warning", access_log=False, lifespan="off"))
+    server = bounded(noticed)
 
     def run() -> None:
         try:
@@ -216,8 +160,9 @@ def _http(listener: socket.socket, services: Services, activity: Activity, stop:
         yield
     finally:
         server.should_exit = True
+        services.events.hang_up()  # who waits for an event, as well as
         if services.remote is not None:
-            services.remote.close()  # who waits for an outcome would keep the server from ending
+            services.remote.close()  # who waits for an outcome, would keep the server from ending
         thread.join(timeout=10)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -19,7 +20,10 @@ from holdfast_formats.errors import InvalidRequest
 ENVIRONMENT_PREFIX = "HOLDFAST_"
 ROOT = Path("holdfast-data")
 LISTEN = "127.0.0.1:8420"
-NO_LISTENER = "none"
+NO_LISTENER = NO_SCRUB = "none"
+REPLICA_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+SCRUB_BYTES_PER_SECOND = 20_000_000
+SCRUB_EVERY_S = 7 * 86_400.0
 FIRST_INHERITED = 3  # the first descriptor that a service manager passes (sd_listen_fds)
 _DESCRIPTION = "Run the checkpoint daemon of this machine, until it is interrupted."
 _EPILOG = (
@@ -42,9 +46,21 @@ class Config(BaseModel):
     arena_bytes_max: int | None = Field(default=None, ge=0)
     spill: Literal["auto", "never"] = "auto"
     write_bytes_per_second: int | None = Field(default=None, ge=1)
+    replica: tuple[tuple[str, Path], ...] = ()
+    replica_bytes_per_second: int | None = Field(default=None, ge=1)
+    export_root: Path | None = None
+    require_tokens: bool = False
+    behind_tls: bool = False
+    insecure_no_tokens: bool = False
+    metrics_open: bool = False
+    allowed_hosts: frozenset[str] = frozenset()
+    socket_group: str | None = None
+    scrub_bytes_per_second: int = Field(default=SCRUB_BYTES_PER_SECOND, ge=0)
+    scrub_every: float = Field(default=SCRUB_EVERY_S, gt=0)
     silence_max: float = Field(default=60.0, gt=0)
     exit_when_idle: float | None = Field(default=None, gt=0)
     log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"
 
     @field_validator("listen", mode="before")
     @classmethod
@@ -58,9 +74,60 @@ class Config(BaseModel):
             return host.strip("[]"), int(port)
         return value
 
+    @field_validator("replica", mode="before")
+    @classmethod
+    def _parse_replica(cls, value: object) -> object:
+        return parse_replicas([value] if isinstance(value, str) else value) if isinstance(value, str | list) else value
+
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _parse_hosts(cls, value: object) -> object:
+        return (
+            frozenset(name.strip().lower() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
+        )
+
+    @field_validator("scrub_bytes_per_second", mode="before")
+    @classmethod
+    def _parse_rate(cls, value: object) -> object:
+        return 0 if value == NO_SCRUB else value
+
     @property
     def catalog_url(self) -> str:
-        return self.catalog or f"sqlite:///{self.root.resolve() / 'catalog.sqlite'}"
+        return self.catalog or catalog_url(self.root)
+
+
+def catalog_url(root: Path) -> str:
+    """Where a root's catalog is unless --catalog says otherwise."""
+    return f"sqlite:///{root.resolve() / 'catalog.sqlite'}"
+
+
+def parse_replicas(given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
+    """NAME=DIR or DIR, several of them separated by commas: names and directories. `ValueError` for a name given twice."""
+    found: dict[str, Path] = {}
+    for text in (part.strip() for one in given for part in one.split(",") if part.strip()):
+        named, equals, directory = text.partition("=")
+        path = Path(directory if equals else text)
+        name = named if equals else path.name
+        if (not directory and equals) or not re.fullmatch(REPLICA_NAME, name):
+            raise ValueError(f"{text!r} is not NAME=DIR, with a name of letters, digits and . _ -")
+        if name in found:
+            raise ValueError(f"two replicas are called {name!r}: give them names, NAME=DIR")
+        found[name] = path
+    return tuple(found.items())
+
+
+def check_apart(root: Path, replicas: Sequence[tuple[str, Path]]) -> None:
+    """`InvalidRequest` for a replica in the root, around it, or in another one: it would copy itself, and die with it."""
+    known = [("the root", root.resolve())]
+    for name, path in replicas:
+        place = path.resolve()
+        for other, there in known:
+            if place == there or place in there.parents or there in place.parents:
+                raise InvalidRequest(
+                    f"--replica: {path} and {other} ({there}) lie in one another",
+                    hint="give a directory of its own, on another disk",
+                )
+        known.append((f"replica {name}", place))
 
 
 def default_socket(environment: Mapping[str, str]) -> Path:
@@ -86,6 +153,17 @@ def fd_store(environment: Mapping[str, str] | None = None) -> StoredDescriptors 
         return StoredDescriptors(notify, ())
     names = known.get("LISTEN_FDNAMES", "").split(":")
     return StoredDescriptors(notify, tuple((name, FIRST_INHERITED + i) for i, name in enumerate(names) if name))
+
+
+def notify_socket(environment: Mapping[str, str] | None = None) -> str | None:
+    """Where a service manager waits to hear that the daemon serves (sd_notify); None where there is none."""
+    return (os.environ if environment is None else environment).get("NOTIFY_SOCKET") or None
+
+
+def otel_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that say whether and where to spans go. The OpenTelemetry SDK reads them itself."""
+    known = os.environ if environment is None else environment
+    return {name: value for name, value in known.items() if name.startswith("OTEL_")}
 
 
 def default_node() -> str:
@@ -128,7 +206,40 @@ def _parser() -> argparse.ArgumentParser:
         "--spill", metavar="auto|never", help="stage on the root's disk what memory has no room for (default: auto)"
     )
     parser.add_argument("--write-bytes-per-second", metavar="BYTES", help="write no faster than this (default: no limit)")
+    parser.add_argument(
+        "--replica",
+        metavar="[NAME=]DIR",
+        action="append",
+        help="copy verified checkpoints there too; can be given several times",
+    )
+    parser.add_argument("--replica-bytes-per-second", metavar="BYTES", help="copy no faster than this (default: no limit)")
+    parser.add_argument("--export-root", metavar="DIR", help="where jobs may export to and import from (default: nowhere)")
+    parser.add_argument(
+        "--scrub-bytes-per-second",
+        metavar="BYTES",
+        help="read checkpoints back no faster than this, 'none': not at all (default: 20000000)",
+    )
+    parser.add_argument(
+        "--scrub-every", metavar="SECONDS", help="leave alone what was read back within so long (default: 604800, 7 days)"
+    )
+    _add_doors(parser)
     parser.add_argument("--silence-max", metavar="SECONDS", help="give up remote ranks silent for this long (default: 60)")
     parser.add_argument("--exit-when-idle", metavar="SECONDS", help="end when nobody used the daemon for this long")
     parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default: info)")
+    parser.add_argument("--log-format", metavar="text|json", help="lines for people, or JSON for programs (default: text)")
     return parser
+
+
+def _add_doors(parser: argparse.ArgumentParser) -> None:
+    """Flags that say who may come in; those without a value are `true` or `false` in the environment."""
+    yes: Any = {"action": "store_const", "const": "true"}
+    parser.add_argument("--require-tokens", **yes, help="ask for a token on loopback addresses as well")
+    parser.add_argument("--behind-tls", **yes, help="a proxy in front of --listen speaks TLS; tokens are asked for")
+    parser.add_argument("--insecure-no-tokens", **yes, help="whoever reaches --listen may do everything, from any machine")
+    parser.add_argument("--metrics-open", **yes, help="show /metrics without a token")
+    parser.add_argument(
+        "--allowed-hosts", metavar="NAME,…", help="names by which a loopback address is asked without a token"
+    )
+    parser.add_argument(
+        "--socket-group", metavar="GROUP", help="whose members may use --socket, too (default: this user alone)"
+    )

@@ -151,6 +151,21 @@ def test_damaged_commit_or_manifest(service: Served, http: httpx.Client, name: s
     assert http.get(f"{STEP}/files/{name}").json()["code"] == code
 
 
+def test_a_manifest_that_is_known_is_not_read_again(service: Served, http: httpx.Client) -> None:
+    """COMMIT states its validator: 304 while that stands, in each coding. What COMMIT does not vouch for never leaves."""
+    url = f"{STEP}/manifest"
+    tags = [http.get(url, headers={"Accept-Encoding": coding}).headers["etag"] for coding in ("identity", "zstd")]
+    assert tags[1] == tags[0][:-1] + '-zstd"'
+    (directory(service) / naming.MANIFEST).write_bytes(b"{}")
+    for coding, tag in zip(("identity", "zstd"), tags, strict=True):
+        known = http.get(url, headers={"Accept-Encoding": coding, "If-None-Match": tag})
+        assert (known.status_code, known.headers["etag"], known.content) == (304, tag, b"")
+        assert http.get(url, headers={"Accept-Encoding": coding}).json()["code"] == "corrupt-manifest"
+        assert (
+            http.get(url, headers={"Accept-Encoding": coding, "If-None-Match": '"x"'}).json()["code"] == "corrupt-manifest"
+        )
+
+
 def test_names_that_are_not_files(http: httpx.Client) -> None:
     """A name that the manifest does not list is not found, whatever it might reach."""
     for name in ("nope.json", "..%2f..%2f..%2fcatalog.sqlite", "%2e%2e", "state.json%00"):

@@ -10,10 +10,12 @@ import httpx
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import update
 
 from holdfast_formats import naming
 from holdfast_service.control import roots
 from holdfast_service.control.readers import LINGER_S
+from holdfast_service.control.schema import CheckpointRow
 from tests.checkpoints import build, build_root
 from tests.serving import Served, served
 
@@ -40,6 +42,11 @@ def http(service: Served) -> Iterator[httpx.Client]:
 
 def steps(http: httpx.Client) -> list[int]:
     return [made["step"] for made in http.get(f"{TINY}/checkpoints").json()["items"]]
+
+
+def make_unhealthy(service: Served, *wanted: int) -> None:
+    with service.services.catalog.database.write() as session:
+        session.execute(update(CheckpointRow).where(CheckpointRow.step.in_(wanted)).values(healthy=False))
 
 
 def test_a_policy_is_changed_with_if_match(service: Served, http: httpx.Client) -> None:
@@ -122,6 +129,21 @@ def test_the_newest_verified_is_removed_only_by_name(http: httpx.Client) -> None
     assert steps(http) == [20, 10, 5]
 
 
+def test_the_newest_healthy_is_removed_only_by_name(service: Served, http: httpx.Client) -> None:
+    """409 where what is newer is unhealthy; forcing the newest verified one is not forcing this one."""
+    make_unhealthy(service, 15)
+    path = f"{TINY}/checkpoints/10"
+    for params in ({}, {"force": "newest-verified"}):
+        refused = http.delete(path, params=params)
+        assert (refused.status_code, refused.json()["code"]) == (409, "newest-healthy")
+        assert "--force newest-healthy" in refused.json()["hint"]
+    told = http.delete(path, params={"force": "newest-healthy", "dry_run": "true"})
+    assert (told.status_code, told.json()["step"]) == (200, 10)
+    assert steps(http) == [20, 15, 10, 5]
+    assert http.delete(path, params={"force": "newest-healthy"}).status_code == 204
+    assert steps(http) == [20, 15, 5]
+
+
 def test_who_reads_over_http_holds(service: Served, http: httpx.Client) -> None:
     """While a file is sent, and a while after it, its checkpoint is not removed; looking at its entry holds nothing."""
     assert http.get(f"{TINY}/checkpoints/5").status_code == 200
@@ -153,7 +175,7 @@ def test_a_slow_download_is_not_cut_off(service: Served) -> None:
         httpx.put(f"{service.url}{POLICY}", json={"last": 1}, headers={"If-Match": "*"}, trust_env=False).raise_for_status()
         assert rotation.settle()
         assert b"".join(answer.iter_bytes()) == wanted.read_bytes()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while rotation.readers.held("tiny")[1] > LINGER_S:  # the server has still to see that all has gone out
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -179,4 +201,4 @@ def test_metrics_count_removals_and_refusals(service: Served, http: httpx.Client
     failed = {sample.labels["code"]: sample.value for sample in families["holdfast_rounds_failed"].samples}
     assert (failed["no-space"], failed["quota-exceeded"]) == (0, 1)
     removed = {sample.labels["why"]: sample.value for sample in families["holdfast_checkpoints_removed"].samples}
-    assert removed == {"retention": 0, "request": 1, "space": 0}
+    assert removed == {"retention": 0, "request": 1, "space": 0, "damaged": 0}

@@ -10,7 +10,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -21,7 +20,7 @@ from holdfast_formats import wire
 from holdfast_formats.digest import digest
 from holdfast_service.api.uploads import CHUNK_BYTES_MAX, CHUNKS_MAX
 from tests.checkpoints import build_root
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.daemons import RunningDaemon, running
 from tests.serving import served
 
 MIB = 2**20
@@ -214,20 +213,19 @@ def test_outcomes_are_waited_for(http: httpx.Client, upload: str) -> None:
 
 def test_the_daemon_ends_though_ranks_wait(tmp_path: Path) -> None:
     """Who waits for an outcome is answered when the daemon is told to end, and does not keep it from ending."""
-    with ExitStack() as stack:
-        daemon = stack.enter_context(running(tmp_path / "root", listen="127.0.0.1:0"))
-        http = stack.enter_context(httpx.Client(base_url=daemon.url, trust_env=False, timeout=30))
-        rank = join(http)
-        codes: list[int] = []
-        waiting = threading.Thread(
-            target=lambda: codes.append(http.get(f"{rank}/outcomes", params={"wait_s": 20}).status_code)
-        )
-        waiting.start()
-        wait_until(lambda: http.get("/v1/nodes").json()["items"][0]["ranks"] == 1)
-        time.sleep(0.2)
-        assert daemon.stop() == 0
-        waiting.join()
-    assert codes == [503]
+    with running(tmp_path / "root", listen="127.0.0.1:0") as daemon:
+        with httpx.Client(base_url=daemon.url, trust_env=False, timeout=30) as http:
+            rank = join(http)
+        host, port = daemon.url.removeprefix("http://").split(":")
+        asked = (f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n" for path in ("/healthz", f"{rank}/outcomes?wait_s=20"))
+        with socket.create_connection((host, int(port)), timeout=60) as line:
+            line.sendall("".join(asked).encode())
+            answers = line.recv(65_536)  # the first one is answered: the daemon has both, and waits with the second
+            assert answers.startswith(b"HTTP/1.1 200")
+            assert daemon.stop() == 0
+            while part := line.recv(65_536):
+                answers += part
+    assert b"HTTP/1.1 503" in answers
 
 
 def test_a_service_without_a_daemon_takes_no_uploads(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import Checkpointer, Fragment, SaveWarning
+from holdfast import Api, Checkpointer, Fragment, SaveWarning
 from holdfast.launch import current
 from holdfast.tickets import SaveTicket
 from holdfast_formats import naming
@@ -188,11 +189,18 @@ def test_a_missing_name_is_refused_before_anything_is_touched(daemon: RunningDae
         assert not wrong["y"].any()
 
 
-def test_a_flipped_bit_hands_nothing_over(daemon: RunningDaemon, run: str) -> None:
-    """The damaged file and tensor are named, and no live tensor has changed, not even the sound ones."""
-    state = {"a": torch.ones(1000), "b": torch.ones(1000)}
+def saved_and_checked(daemon: RunningDaemon, run: str, state: dict[str, torch.Tensor]) -> None:
+    """Step 1, in its directory alone: a check that is still under way would mend it from what the daemon holds."""
     with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
+    with Api(daemon.url) as api:
+        wait_until(lambda: api.checkpoint(run, 1).verified)
+
+
+@pytest.mark.parametrize("prove_first", [False, True])
+def test_a_flipped_bit_is_not_handed_over(daemon: RunningDaemon, run: str, prove_first: bool) -> None:
+    """The damaged file and tensor are named. With the proof first no live tensor has changed, not even the sound ones."""
+    saved_and_checked(daemon, run, {"a": torch.ones(1000), "b": torch.ones(1000)})
     path = daemon.root / naming.checkpoint_path(run, 1) / "extra.safetensors"
     broken = bytearray(path.read_bytes())
     position = broken.index(torch.ones(1).numpy().tobytes() * 1000) + 4 * 1000 + 2  # in b, behind a
@@ -201,25 +209,36 @@ def test_a_flipped_bit_hands_nothing_over(daemon: RunningDaemon, run: str) -> No
     live = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
     checkpointer = Checkpointer(run, live, socket=daemon.socket)
     with checkpointer, pytest.raises(CorruptExtent, match=r"extra\.safetensors.*'b'"):
-        checkpointer.restore()
-    assert not live["a"].any() and not live["b"].any()
+        checkpointer.restore(prove_first=prove_first)
+    assert not live["b"].any()  # its one extent is damaged
+    assert bool(live["a"].all()) is not prove_first
 
 
-@pytest.mark.parametrize("harm", ["truncate", "remove", "commit"])
+@pytest.mark.parametrize("harm", ["truncate", "remove"])
 def test_a_truncated_or_missing_file_hands_nothing_over(daemon: RunningDaemon, run: str, harm: str) -> None:
     """Restore names the file and leaves the live state alone."""
-    with Checkpointer(run, {"a": torch.ones(1000)}, socket=daemon.socket) as checkpointer:
-        checkpointer.save(1, wait="durable")
-    directory = daemon.root / naming.checkpoint_path(run, 1)
-    path = directory / ("COMMIT" if harm == "commit" else "extra.safetensors")
+    saved_and_checked(daemon, run, {"a": torch.ones(1000)})
+    path = daemon.root / naming.checkpoint_path(run, 1) / "extra.safetensors"
     if harm == "remove":
         path.unlink()
     else:
-        path.write_bytes(path.read_bytes()[:-1] if harm == "truncate" else path.read_bytes().replace(b'"files"', b'"filez"'))
+        path.write_bytes(path.read_bytes()[:-1])
     live = {"a": torch.zeros(1000)}
     with Checkpointer(run, live, socket=daemon.socket) as checkpointer, pytest.raises(Damaged, match=path.name):
         checkpointer.restore()
     assert not live["a"].any()
+
+
+def test_a_commit_that_its_manifest_vouches_for_is_mended_and_restored(daemon: RunningDaemon, run: str) -> None:
+    """COMMIT says nothing that the manifest does not: the daemon makes it anew, and the rank goes on."""
+    saved_and_checked(daemon, run, {"a": torch.ones(1000)})
+    path = daemon.root / naming.checkpoint_path(run, 1) / naming.COMMIT
+    sound = path.read_bytes()
+    path.write_bytes(sound.replace(b'"files"', b'"filez"'))
+    live = {"a": torch.zeros(1000)}
+    with Checkpointer(run, live, socket=daemon.socket) as checkpointer:
+        assert checkpointer.restore() == 1
+    assert live["a"].all() and path.read_bytes() == sound
 
 
 def test_what_cannot_be_stored_is_refused_by_path_before_anything_is_staged(daemon: RunningDaemon, run: str) -> None:
@@ -338,10 +357,12 @@ def test_every_rank_of_a_launch_restores_the_same_step(
     first = Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, launch="a")
     monkeypatch.setenv("RANK", "1")
     second = Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, launch="a")
-    assert first.restore() == 1
+    assert first.restore(step=1) == 1
     first.save(2)
     second.save(2, wait="durable")
-    assert second.restore() == 1 and first.restore() == 2 and second.restore() == 2
+    assert second.restore() == 1
+    with ThreadPoolExecutor(2) as threads:  # each goes on when both have read it
+        assert list(threads.map(lambda rank: rank.restore(), (first, second))) == [2, 2]
     first.close()
     second.close()
 

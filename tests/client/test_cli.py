@@ -10,11 +10,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
-from holdfast import console
+from holdfast import Api, console
 from holdfast.cli import app
 from holdfast.commands import serve
 from holdfast.library import parse_target
@@ -22,7 +23,7 @@ from holdfast.reader import CheckpointReader
 from holdfast.sources import DirectorySource
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
-from tests.checkpoints import build_root, flip
+from tests.checkpoints import build, build_root, flip, varied_arrays
 from tests.serving import Served, served
 
 
@@ -81,6 +82,29 @@ def test_ls_runs(place: list[str]) -> None:
     assert [(run["name"], run["newest"]) for run in call_json("ls", *place)] == [("other", 1), ("tiny", 10)]
 
 
+def test_ls_chooses_among_checkpoints(service: Served) -> None:
+    """By label, state and time, from a service."""
+    service.services.catalog.mark_verified("tiny", 5)
+    with Api(service.url) as api:
+        api.request("PUT", "/v1/runs/tiny/checkpoints/10/labels/good")
+        api.request("PUT", "/v1/runs/tiny/checkpoints/10/pin")
+    url = ("--url", service.url)
+    assert [made["step"] for made in call_json("ls", "tiny", "--label", "good", *url)] == [10]
+    assert [made["step"] for made in call_json("ls", "tiny", "--state", "verified", *url)] == [5]
+    assert call_json("ls", "tiny", "--since", "2999-01-01", *url) == []
+    shown = call("ls", "tiny", *url).stdout.splitlines()
+    assert "committed" in shown[1] and shown[1].split()[-2:] == ["pinned", "good"]
+    assert "No such checkpoints" in call("ls", "tiny", "--since", "2999-01-01", *url).stdout
+
+
+def test_ls_chooses_by_time_alone_without_a_service(root: Path) -> None:
+    """Labels and states are a service's to know; a time that is none, and filters without a run, are refused."""
+    assert [made["step"] for made in call_json("ls", "tiny", "--since", "2000-01-01", "--root", root)] == [10, 5]
+    assert call_json("ls", "tiny", "--since", "2999-01-01", "--root", root) == []
+    for wrong in (("tiny", "--state", "verified"), ("tiny", "--since", "yesterday"), ("--since", "3d")):
+        assert call_json("ls", *wrong, "--root", root)["code"] == "invalid-request"
+
+
 def test_ls_checkpoints(place: list[str]) -> None:
     """A run's checkpoints come newest first, with age, size, groups and metrics."""
     result = call("ls", "tiny", *place)
@@ -88,6 +112,21 @@ def test_ls_checkpoints(place: list[str]) -> None:
     assert "model optim extra" in result.stdout
     assert "loss=2.5" in result.stdout
     assert [made["step"] for made in call_json("ls", "tiny", *place)] == [10, 5]
+
+
+def test_ls_says_what_is_damaged(root: Path) -> None:
+    """Over a service, a checkpoint that cannot be read stays in the list, as damaged, with the reason beside it."""
+    flip(step_5(root) / naming.MANIFEST, 9)
+    with served(root) as running:
+        place = ["--url", running.url]
+        result = call("ls", "tiny", *place)
+        rows = [line.split() for line in result.stdout.splitlines()]
+        assert [row[0] for row in rows] == ["STEP", "10", "5"]
+        assert "committed" in rows[1] and "damaged" in rows[2]
+        assert "step 5 is damaged" in result.stderr
+        assert [made["state"] for made in call_json("ls", "tiny", *place)] == ["committed", "damaged"]
+        refused = call("verify", "tiny@5", *place)
+        assert refused.exit_code == 5 and naming.MANIFEST in refused.stdout
 
 
 def test_ls_unknown_run(place: list[str]) -> None:
@@ -251,12 +290,16 @@ def test_both_places_at_once(root: Path) -> None:
 
 def test_targets(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """RUN@STEP, RUN@latest, RUN and directories; anything else is refused."""
-    assert parse_target("tiny@5") == ("tiny", 5, None)
-    assert parse_target("tiny@latest") == parse_target("tiny") == ("tiny", None, None)
+    assert parse_target("tiny@5") == ("tiny", 5, None, False, None)
+    assert parse_target("tiny@latest") == parse_target("tiny") == ("tiny", None, None, False, None)
+    assert parse_target("tiny@latest-healthy") == ("tiny", None, None, True, None)
+    assert parse_target("tiny@best") == ("tiny", None, None, False, (None, "min"))
+    assert parse_target("tiny@best:loss") == ("tiny", None, None, False, ("loss", "min"))
+    assert parse_target("tiny@best:eval:acc:max").best == ("eval:acc", "max")
     assert parse_target(str(step_5(root))).directory == step_5(root)
     monkeypatch.chdir(step_5(root).parent)
     assert parse_target("step-00000005").directory == Path("step-00000005")
-    for wrong in ("tiny@", "tiny@x", "@5", "tiny@5@6", "tiny@-1"):
+    for wrong in ("tiny@", "tiny@x", "@5", "tiny@5@6", "tiny@-1", "tiny@best:", "tiny@bestloss"):
         with pytest.raises(InvalidRequest):
             parse_target(wrong)
     with pytest.raises(NoSuchCheckpoint):
@@ -307,3 +350,40 @@ def test_human_age() -> None:
     assert console.human_age("2026-01-02T09:00:00+00:00", now) == "3 h ago"
     assert console.human_age("2025-12-23T12:00:00", now) == "10 d ago"
     assert console.human_age("yesterday", now) == "yesterday"
+
+
+class TestDiff:
+    """`holdfast diff`."""
+
+    def test_two_steps(self, place: list[str], root: Path) -> None:
+        """Steps of one run, the second as a number: here they hold the same bytes."""
+        result = call("diff", "tiny@5", "10", *place)
+        assert result.exit_code == 0, result.output
+        assert "tiny@5 and tiny@10: 8 equal" in result.output
+
+    def test_changed_tensors_come_with_their_distance(self, root: Path) -> None:
+        """The most changed one first; JSON has all of them."""
+        arrays = {group: dict(held) for group, held in varied_arrays().items()}
+        arrays["model"]["layers.0.q.weight"] = arrays["model"]["layers.0.q.weight"] * np.float32(3)
+        arrays["model"]["layers.0.scale"] = np.zeros(2, np.float32)
+        build(root / naming.checkpoint_path("tiny", 20), arrays, step=20)
+        result = call("diff", "tiny@10", "tiny@20", "--root", root)
+        assert result.exit_code == 0, result.output
+        rows = result.output.splitlines()
+        assert "layers.0.scale" in rows[-2] and "reshaped: [] → [2]" in rows[-2]
+        assert "layers.0.q.weight" in rows[-1] and " 2 " in rows[-1]
+        made = json.loads(call("diff", "tiny@10", "tiny@20", "--root", root, "--json").output)
+        assert made["tensors"] == {"equal": 6, "changed": 1, "reshaped": 1}
+        assert made["relative"] == pytest.approx(2.0)
+        fast = json.loads(call("diff", "tiny@10", "tiny@20", "--root", root, "--fast", "--json", "--group", "model").output)
+        assert (fast["exact"], fast["relative"], fast["tensors"]["changed"]) == (False, None, 1)
+        assert call("diff", "tiny@10", "tiny@20", "--root", root, "--most", 1).output.endswith("--json has them all\n")
+
+    def test_damage_ends_it(self, root: Path) -> None:
+        """What is not proven is not compared: exit status 5, the tensor named."""
+        arrays = {group: dict(held) for group, held in varied_arrays(1).items()}
+        built = build(root / naming.checkpoint_path("tiny", 20), arrays, step=20)
+        entry = built.manifest.tensors["model"]["layers.0.q.weight"]
+        flip(built.path / entry.file, entry.start + 9)
+        result = call("diff", "tiny@10", "tiny@20", "--root", root)
+        assert result.exit_code == 5 and "layers.0.q.weight" in result.output

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 from typer.testing import CliRunner, Result
 
 from holdfast import retention
@@ -16,6 +17,7 @@ from holdfast.cli import app
 from holdfast.commands.keep import parse_best, parse_bytes, parse_duration
 from holdfast_formats.errors import InvalidRequest, PreconditionFailed, StorageFailed
 from holdfast_formats.retention import Best, Preview, RetentionPolicy
+from holdfast_service.control.schema import CheckpointRow
 from tests.checkpoints import build_root
 from tests.serving import Served, served
 
@@ -164,6 +166,37 @@ def test_rm_the_newest_verified(service: Served) -> None:
     assert steps(service) == [15, 10, 5]
     assert call("rm", "tiny@15", "--yes", "--force", "newest-verified").exit_code == 0
     assert steps(service) == [10, 5]
+
+
+def test_rm_the_newest_healthy(service: Served) -> None:
+    """Where what is newer is unhealthy, it has to be forced by its own name."""
+    with service.services.catalog.database.write() as session:
+        session.execute(update(CheckpointRow).where(CheckpointRow.step == 15).values(healthy=False))
+    refused = call("rm", "tiny@10", "--yes", "--force", "newest-verified")
+    assert (refused.exit_code, "--force newest-healthy" in refused.stderr) == (4, True)
+    assert steps(service) == [15, 10, 5]
+    assert call("rm", "tiny@10", "--yes", "--force", "newest-healthy").exit_code == 0
+    assert steps(service) == [15, 5]
+
+
+def test_what_was_checked_is_said(service: Served, tmp_path: Path) -> None:
+    """`show` and `ls` say which checkpoints nobody has read back, what was found of the others, and whom to ask."""
+    with service.services.catalog.database.write() as session:
+        of = update(CheckpointRow).where(CheckpointRow.run == "tiny")
+        session.execute(of.where(CheckpointRow.step == 5).values(verified=False))
+        session.execute(
+            of.where(CheckpointRow.step == 10).values(checked="2020-01-01T00:00:00Z", check={"layouts": ["tp=2"]})
+        )
+        session.execute(of.where(CheckpointRow.step == 15).values(healthy=False))
+    shown = {step: call("show", f"tiny@{step}").stdout for step in (5, 10, 15)}
+    assert "not checked yet" in shown[5] and "sound" not in shown[5]
+    assert "sound, " in shown[10] and "restore tried in tp=2" in shown[10]
+    assert "sound, with new NaN or infinities" in shown[15]
+    assert [call_json("show", f"tiny@{step}")["verified"] for step in (5, 10)] == [False, True]
+    states = {line.split()[0]: "committed (not checked yet)" in line for line in call("ls", "tiny").stdout.splitlines()[1:]}
+    assert states == {"15": False, "10": False, "5": True}
+    assert "only a service knows" in call("show", "tiny@5", "--root", tmp_path).stdout
+    assert "not checked yet" not in call("ls", "tiny", "--root", tmp_path).stdout
 
 
 def test_a_change_in_between_is_not_overwritten(service: Served) -> None:

@@ -240,26 +240,30 @@ def test_ranks_that_see_no_daemon_read_for_themselves(saved: RunningDaemon, monk
     assert (report.source, report.node_bytes, report.own_bytes) == ("http", 0, model_bytes(saved))
 
 
-def test_damage_is_the_same_error_at_every_rank_and_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One wrong bit: each rank that wants the extent gets the error a rank alone gets, and no rank's tensors change."""
+@pytest.mark.parametrize("prove_first", [False, True])
+def test_damage_is_the_same_error_at_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prove_first: bool) -> None:
+    """One wrong bit: each rank that wants the extent gets the error a rank alone gets, and nothing wrong is handed over."""
     with running(tmp_path / "root") as daemon:
         save(daemon)
         entry = manifest(daemon).tensors["model"]["large"]
         flip(daemon.root / naming.checkpoint_path("r", 1) / entry.file, entry.start + EXTENT + 100)
-        (alone,) = outcomes(daemon, 1, monkeypatch)
+        (alone,) = outcomes(daemon, 1, monkeypatch, prove_first)
         assert isinstance(alone, CorruptExtent) and alone.members["tensor"] == "large" and alone.hint
-        for found in outcomes(daemon, 3, monkeypatch):
+        for found in outcomes(daemon, 3, monkeypatch, prove_first):
             assert isinstance(found, CorruptExtent)
             assert (found.detail, found.hint, found.members) == (alone.detail, alone.hint, alone.members)
         wait_until(lambda: not lent_descriptors(daemon))
 
 
-def outcomes(daemon: RunningDaemon, count: int, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What so many replicas got from a restore; none of their tensors has changed."""
+def outcomes(daemon: RunningDaemon, count: int, monkeypatch: pytest.MonkeyPatch, prove_first: bool) -> list[object]:
+    """What so many replicas got from a restore; what changed in their tensors is what was saved, or nothing has."""
     states = [empty() for _ in range(count)]
     with ranks(daemon, states, monkeypatch) as checkpointers:
-        found = together(restore, checkpointers)
-    assert not any(bool(tensor.any()) for state in states for tensor in state["model"].values())
+        found = together(lambda c: c.restore(1, groups=["model"], prove_first=prove_first), checkpointers)
+    for state in states:
+        for name, tensor in weights().items():
+            live = state["model"][name]
+            assert bool(((live == 0) | (live == tensor)).all()) and not (prove_first and bool(live.any()))
     return found
 
 

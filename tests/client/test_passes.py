@@ -29,7 +29,7 @@ def chunked(built: Built, chunk_bytes: int) -> DirectorySource:
 
 @pytest.mark.parametrize("chunk_bytes", [1, 333, 2**19])
 def test_a_file_changed_after_its_proof_is_checked_again(built: Built, chunk_bytes: int) -> None:
-    """Damage done between the proof and the load is found, named, and said to have reached live tensors."""
+    """Damage done between the proof and the load is found and named."""
     tensor = built.manifest.tensors["model"]["embed.weight"]
     array = built.arrays["model"]["embed.weight"]
     rows = Box((10, 0), (41, 24))  # a part of three extents: bytes 480 to 2448
@@ -50,7 +50,6 @@ def test_a_file_changed_after_its_proof_is_checked_again(built: Built, chunk_byt
             "offset": tensor.start + 1000,
             "length": 1000,
         }
-        assert "must not be trained on" in caught.value.hint
         flip(built.path / tensor.file, tensor.start + 1500, 6)
 
 

@@ -19,7 +19,7 @@ from tests.daemons import RunningDaemon, running, wait_until
 from tests.proxies import proxied
 
 SIZE = 200_000  # a rank's part
-PACE = 800_000  # bytes a second: a write of two ranks takes half a second
+PACE = 300_000  # bytes a second: a write of two ranks takes longer than all saves
 STEPS = 8
 
 
@@ -82,10 +82,9 @@ def test_two_ranks_on_slow_storage(daemon: RunningDaemon, monkeypatch: pytest.Mo
     committed, dropped = ended_as(tickets)
     assert recorded(daemon.url, "r") == (dropped, len(dropped))
     assert dropped == [] if policy == "wait" else len(dropped) > 1
-    assert 1 in committed
-    if policy == "newest-wins":
+    if policy == "newest-wins":  # the first is kept only if it was being written when the second came
         assert committed[-1] == STEPS
-    elif policy == "oldest-durable":
+    else:
         assert committed[:2] == [1, 2]
     source = "directory" if daemon.socket.exists() else "http"
     expected = {"x": torch.full((2 * SIZE,), committed[-1], dtype=torch.uint8)}
@@ -136,7 +135,7 @@ def test_a_slow_link_drops_what_is_not_being_uploaded(tmp_path: Path) -> None:
         state = {"x": torch.randint(0, 256, (2_000_000,), dtype=torch.uint8, generator=generator)}
         with Checkpointer("r", state, url=proxy.url) as checkpointer:
             checkpointer.save(1, wait="durable")
-            proxy.bytes_per_s, sent = 1e6, proxy.sent
+            proxy.bytes_per_s, sent = 4e5, proxy.sent  # five seconds for each
             first = checkpointer.save(2)
             wait_until(lambda: proxy.sent > sent + 100_000)
             with warnings.catch_warnings():

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from holdfast.place import committed_steps, open_checkpoint
 from holdfast.reader import CheckpointReader
 from holdfast.wants import Want
 from holdfast.warm import HeldSlot, HeldSource, fill, take_held
+from holdfast.wholeness import Overwriting
 from holdfast_formats import arena, wire
 from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.region import Box
@@ -134,9 +136,10 @@ def test_after_an_orderly_end_nothing_is_held(daemon: RunningDaemon) -> None:
     checkpointer.close()
 
 
-def damage_slots(daemon: RunningDaemon, where: int) -> None:
-    """One bit of the tensor turned round in every slot of one rank."""
-    for path in shared_memory(daemon)[:1]:
+def damage_slots(daemon: RunningDaemon, where: int, ranks: int = 1) -> None:
+    """One bit of the tensor turned round in every slot of so many ranks."""
+    segments = {os.stat(path).st_ino: path for path in shared_memory(daemon)}  # some are open twice
+    for path in list(segments.values())[:ranks]:
         with open(path, "r+b") as file:
             made = arena.read_superblock(memoryview(file.read()))
             for slot in range(made.slots):
@@ -163,23 +166,23 @@ def test_damage_everywhere_says_what_became_of_live_tensors(daemon: RunningDaemo
     What was overwritten is what was saved: nothing unproven ever arrives.
     """
     saved_and_killed(daemon)
-    damage_slots(daemon, SIZE - 1)
+    damage_slots(daemon, SIZE - 1, WORLD)
     for file in (daemon.root / "r" / "checkpoints" / "step-00000001").glob("*.safetensors"):
         with open(file, "r+b") as tensors:
-            tensors.seek(WORLD * SIZE - 10)
+            tensors.seek(-10, os.SEEK_END)  # where the slots are damaged as well: elsewhere either mends the other
             tensors.write(b"damage")
     state = {"model": {"w": torch.full((WORLD * SIZE,), 7, dtype=torch.uint8)}}
     checkpointer = Checkpointer("r", state, socket=daemon.socket)
     with pytest.raises(CorruptExtent) as caught:
         checkpointer.restore(groups=["model"])
-    assert "partly overwritten and must not be trained on" in caught.value.hint
+    assert "partly overwritten" in caught.value.hint
     live, saved = state["model"]["w"].numpy(), content(1, 0, WORLD * SIZE)
     arrived = live == saved
     assert ((live == 7) | arrived).all() and 0 < arrived.sum() < WORLD * SIZE
     checkpointer.close()
 
 
-def test_without_slots_damage_touches_nothing(daemon: RunningDaemon) -> None:
+def test_without_slots_damage_touches_nothing_where_all_is_proven_first(daemon: RunningDaemon) -> None:
     """Where nothing is held and the directory is damaged, the live state is what it was."""
     saved_and_killed(daemon)
     restored(daemon).close()
@@ -191,10 +194,30 @@ def test_without_slots_damage_touches_nothing(daemon: RunningDaemon) -> None:
     state = {"model": {"w": torch.full((WORLD * SIZE,), 7, dtype=torch.uint8)}}
     checkpointer = Checkpointer("r", state, socket=daemon.socket)
     with pytest.raises(CorruptExtent) as caught:
-        checkpointer.restore(groups=["model"])
+        checkpointer.restore(groups=["model"], prove_first=True)
     assert "overwritten" not in caught.value.hint
     assert bool((state["model"]["w"] == 7).all())
     checkpointer.close()
+
+
+@pytest.mark.parametrize("prove_first", [False, True])
+def test_a_damaged_slot_touches_nothing_where_all_is_proven_first(daemon: RunningDaemon, prove_first: bool) -> None:
+    """Of what slots and directory hold: with the proof first, nothing arrives before either of them is found sound."""
+    saved_and_killed(daemon)
+    damage_slots(daemon, SIZE - 1, WORLD)
+    into = np.zeros(WORLD * SIZE, np.uint8)
+    seen: list[bool] = []
+    link = asking(daemon)
+
+    def begins() -> None:
+        seen.append(bool(into.any()))
+
+    with open_checkpoint(daemon.root, None, "r", 1) as reader:
+        wants = [Want("model", "w", Box((0,), (WORLD * SIZE,)), into)]
+        filled = fill(reader, wants, lambda step: take_held(link, step), 0, Overwriting(begins, prove_first))
+    assert filled.notes and not filled.from_slots
+    assert seen == ([False] if prove_first else [False, True])
+    link.close()
 
 
 def test_the_daemon_dies_while_its_slots_are_read(tmp_path: Path) -> None:
@@ -210,7 +233,8 @@ def test_the_daemon_dies_while_its_slots_are_read(tmp_path: Path) -> None:
 
     into = np.zeros(WORLD * SIZE, np.uint8)
     with open_checkpoint(daemon.root, None, "r", 1) as reader:
-        filled = fill(reader, [Want("model", "w", Box((0,), (WORLD * SIZE,)), into)], take, 0)
+        wants = [Want("model", "w", Box((0,), (WORLD * SIZE,)), into)]
+        filled = fill(reader, wants, take, 0, Overwriting(lambda: None))
         assert filled[:3] == (True, (), WORLD * SIZE)
     assert np.array_equal(into, content(1, 0, WORLD * SIZE))
     link.close()
@@ -256,13 +280,16 @@ def test_any_sharding_from_any_other(
     _, wanted = shards(2, other)
     _, empty = shards(2, other)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    ranks = []
     for rank, state in enumerate(empty):
         monkeypatch.setenv("RANK", str(rank))
         state["model"]["w"].tensor.zero_()
-        checkpointer = Checkpointer("r", state, socket=daemon.socket, launch="b")
-        assert checkpointer.restore() == 1
+        ranks.append(Checkpointer("r", state, socket=daemon.socket, launch="b"))
+    with ThreadPoolExecutor(2) as threads:  # each goes on when both have read it
+        assert list(threads.map(lambda checkpointer: checkpointer.restore(), ranks)) == [1, 1]
+    for rank, checkpointer in enumerate(ranks):
         assert checkpointer.last_restore.source == "slot"
-        assert torch.equal(state["model"]["w"].tensor, wanted[rank]["model"]["w"].tensor)
+        assert torch.equal(empty[rank]["model"]["w"].tensor, wanted[rank]["model"]["w"].tensor)
         checkpointer.close(wait=False)
 
 

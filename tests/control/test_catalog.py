@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -29,19 +28,13 @@ from holdfast_formats.errors import (
     StorageFailed,
 )
 from holdfast_service.control import migrations
-from holdfast_service.control.catalog import PAGE_ITEMS_MAX, Catalog
-from holdfast_service.control.schema import Table, connect
+from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.engines import connect
+from holdfast_service.control.pages import PAGE_ITEMS_MAX
+from holdfast_service.control.schema import Table
 from tests.control.checkpoints import a_row
 
 NOW, LATER = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:09.000Z"
-
-
-@pytest.fixture(scope="session")
-def empty_catalog(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A migrated catalog without a row, made once."""
-    path = tmp_path_factory.mktemp("empty") / "catalog.sqlite"
-    Catalog.open(f"sqlite:///{path}").close()
-    return path.read_bytes()
 
 
 @pytest.fixture
@@ -49,13 +42,6 @@ def path(tmp_path: Path, empty_catalog: bytes) -> Path:
     file = tmp_path / "catalog.sqlite"
     file.write_bytes(empty_catalog)
     return file
-
-
-@pytest.fixture
-def catalog(path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open(f"sqlite:///{path}")
-    yield opened
-    opened.close()
 
 
 def set_version(path: Path, version: str) -> None:
@@ -132,7 +118,7 @@ class TestOpening:
         catalog = Catalog.open(f"sqlite:///{path}")
         catalog.set_keep_last("run", 3)
         catalog.close()
-        event.listen(catalog._engine, "connect", lambda made, _: made.execute("PRAGMA max_page_count = 1").close())
+        event.listen(catalog.database.engine, "connect", lambda made, _: made.execute("PRAGMA max_page_count = 1").close())
         with pytest.raises(NoSpace):
             for step in range(1000):
                 catalog.record_checkpoint(a_row("run", step))

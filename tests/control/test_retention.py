@@ -231,3 +231,24 @@ def test_what_is_foreseen_is_superseded_and_goes_anyway(
     assert early == sorted(early)
     assert set(early) <= removed([*history, incoming], policy)
     assert all(step < newest_verified(history) for step in early)
+
+
+HEALTH = st.lists(st.sampled_from([True, False, None]), min_size=14, max_size=14)
+
+
+@given(HISTORIES, HEALTH, POLICIES, st.floats(NOW - 60, NOW + 60))
+def test_the_newest_healthy_one_stays(
+    history: list[Candidate], health: list[bool | None], policy: RetentionPolicy, now: float
+) -> None:
+    """Whatever the policy says, the newest verified one that is not unhealthy stays, also to make room for another save."""
+    judged = [c._replace(healthy=h) for c, h in zip(history, health, strict=False)]
+    healthy = max((c.step for c in judged if c.verified and c.healthy is not False), default=None)
+    gone = removed(judged, policy, now)
+    assert healthy not in gone
+    for incoming in (Candidate(99, now), Candidate(99, now, healthy=False)):
+        assert healthy not in foresee(judged, incoming, policy, now)
+    if healthy is not None and healthy != newest_verified(judged):
+        reasons = next(d.reasons for d in decide(judged, policy, now) if d.step == healthy)
+        assert "it is the newest healthy checkpoint" in reasons
+    unlabelled = [c._replace(healthy=None) for c in judged]
+    assert gone <= removed(unlabelled, policy, now)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from holdfast_formats import rest
+from holdfast_formats import naming, rest
 from holdfast_formats.errors import (
     CorruptManifest,
     InvalidRequest,
@@ -25,13 +22,6 @@ from tests.control.checkpoints import a_manifest, a_row, put_checkpoint
 @pytest.fixture
 def tier() -> MemoryTier:
     return MemoryTier()
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open(f"sqlite:///{tmp_path}/catalog.sqlite")
-    yield opened
-    opened.close()
 
 
 def listed(catalog: Catalog, run: str) -> dict[int, bool]:
@@ -135,8 +125,8 @@ def test_reconcile_does_not_trust_another_checkpoint_of_the_same_step(tier: Memo
     assert listed(catalog, "run") == {1: False}
 
 
-def test_reconcile_does_not_list_what_is_damaged(tier: MemoryTier, catalog: Catalog) -> None:
-    """A damaged checkpoint stays on disk, is listed no more, and comes back with its problem; so does a bad run file."""
+def test_reconcile_lists_what_is_damaged_as_damaged(tier: MemoryTier, catalog: Catalog) -> None:
+    """A checkpoint that cannot be read stays on disk and listed, with its problem; so is a bad run file told of."""
     for step in (1, 2, 3):
         put_checkpoint(tier, a_manifest("run", step))
         catalog.record_checkpoint(a_row("run", step, verified=True))
@@ -150,9 +140,26 @@ def test_reconcile_does_not_list_what_is_damaged(tier: MemoryTier, catalog: Cata
         ("run", 2, CorruptManifest),
         ("run", 3, NotCommitted),
     ]
-    assert listed(catalog, "run") == {1: True}
+    assert listed(catalog, "run") == {1: True, 2: False, 3: False}
+    found = {step: catalog.checkpoint("run", step) for step in (1, 2, 3)}
+    assert [found[step].state for step in (1, 2, 3)] == ["verified", "damaged", "damaged"]
+    assert (found[2].damage or {})["file"] == naming.MANIFEST and found[2].created == a_row("run", 2).created
+    assert (catalog.newest("run"), catalog.run("run").newest) == (1, 1)
     assert catalog.keep_last("run") == 7
     assert tier.list("run/checkpoints") == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_reconcile_lists_what_it_never_knew_and_cannot_read(tier: MemoryTier, catalog: Catalog) -> None:
+    """With the catalog lost, a checkpoint without a sound manifest is listed with what lies there; mended, it is whole."""
+    put_checkpoint(tier, a_manifest("run", 1))
+    manifest = tier.read("run/checkpoints/step-00000001/manifest.json")
+    tier.replace("run/checkpoints/step-00000001/manifest.json", b"{}")
+    roots.reconcile(tier, catalog)
+    found = catalog.checkpoint("run", 1)
+    assert (found.state, found.files, found.groups, found.created) == ("damaged", 3, [], "")
+    tier.replace("run/checkpoints/step-00000001/manifest.json", manifest)
+    roots.reconcile(tier, catalog)
+    assert catalog.checkpoint("run", 1) == a_row("run", 1)
 
 
 def test_reconcile_goes_on_after_a_failing_disk(catalog: Catalog) -> None:

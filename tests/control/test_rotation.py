@@ -13,6 +13,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import (
     CorruptManifest,
     InUse,
+    NewestHealthy,
     NewestVerified,
     NoSuchCheckpoint,
     NoSuchRun,
@@ -23,6 +24,7 @@ from holdfast_formats.errors import (
 from holdfast_formats.retention import Best, RetentionPolicy
 from holdfast_service.control import run_files
 from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.database import Database
 from holdfast_service.control.readers import Readers
 from holdfast_service.control.retention import Candidate
 from holdfast_service.control.rotation import Rotation, seconds_of
@@ -43,10 +45,10 @@ class World:
         self.files, self.readers = RunFiles(tier), Readers(lambda: time.monotonic() + self.late_s)
         self.rotation = Rotation(tier, catalog, (self.files, self.readers))
 
-    def put(self, *steps: int, verified: bool = True) -> None:
+    def put(self, *steps: int, verified: bool = True, healthy: bool | None = None) -> None:
         for step in steps:
             put_checkpoint(self.tier, a_manifest(RUN, step))
-            self.catalog.record_checkpoint(a_row(RUN, step, verified))
+            self.catalog.record_checkpoint(a_row(RUN, step, verified).model_copy(update={"healthy": healthy}))
 
     def keep(self, **rules: object) -> None:
         self.rotation.set_policy(RUN, RetentionPolicy(**rules), "*")
@@ -145,7 +147,7 @@ def test_a_hold_that_ends_by_itself_is_noticed_too(world: World) -> None:
     world.readers.hold(RUN, 1, "gone", 30.0)
     world.keep(last=1)
     assert world.steps == [1, 2]
-    world.late_s = 29.9
+    world.late_s = 20.0
     assert world.rotation.apply(RUN) == []
     world.late_s = 60.0
     wait_until(lambda: world.tier.list(f"{RUN}/{naming.CHECKPOINTS}") == ["step-00000002"])
@@ -183,6 +185,42 @@ def test_the_newest_verified_goes_only_by_name(world: World) -> None:
     world.rotation.remove(RUN, 2, newest=True)
     assert world.steps == [1]
     assert dict(world.rotation.removed) == {"request": 2}
+
+
+def test_the_newest_healthy_goes_only_by_name(database: Database) -> None:
+    """Where newer ones are unhealthy, the newest that is not has to be named as that to be removed, on every database."""
+    world = World(MemoryTier(), Catalog(database))
+    world.put(1, 2)
+    world.put(3, 4, healthy=False)
+    world.put(5, verified=False)
+    try:
+        for forced in (False, True):
+            with pytest.raises(NewestHealthy, match="--force newest-healthy"):
+                world.rotation.remove(RUN, 2, newest=forced)
+        with pytest.raises(NewestVerified):
+            world.rotation.remove(RUN, 4, healthy=True)
+        assert world.rotation.remove(RUN, 2, dry_run=True, healthy=True).step == 2
+        assert world.steps == [1, 2, 3, 4, 5]
+        world.rotation.remove(RUN, 3)  # it is neither
+        world.rotation.remove(RUN, 2, healthy=True)
+        with pytest.raises(NewestHealthy):  # now it is this one, and the last
+            world.rotation.remove(RUN, 1)
+        assert world.steps == [1, 4, 5]
+    finally:
+        world.rotation.close()
+
+
+def test_where_none_is_healthy_none_is_kept_for_it(database: Database) -> None:
+    """Unhealthy checkpoints, and those that nobody has read back, are removed without a name."""
+    world = World(MemoryTier(), Catalog(database))
+    world.put(1, 2, healthy=False)
+    world.put(3, verified=False)
+    try:
+        world.rotation.remove(RUN, 1)
+        world.rotation.remove(RUN, 3)
+        assert world.steps == [2]
+    finally:
+        world.rotation.close()
 
 
 def test_preview_changes_nothing_and_adds_up(world: World) -> None:

@@ -92,10 +92,14 @@ def _commit(steer: Steer) -> Callable[..., None]:
 
 
 class Fault:
-    """Lets the `at`-th call fail with an errno, once. With `short`, the `at`-th write takes half, and its rest fails."""
+    """Lets the `at`-th call, of this name if there is one, fail with an errno, once.
 
-    def __init__(self, at: int, code: int, short: bool = False) -> None:
+    With `short`, the `at`-th write takes half, and its rest fails.
+    """
+
+    def __init__(self, at: int, code: int, short: bool = False, name: str = "") -> None:
         self._at, self._code, self._short = at, code, short
+        self._name = "pwritev" if short else name
         self._halved = False
         self._lock = threading.Lock()
         self.seen = 0
@@ -104,7 +108,7 @@ class Fault:
     def __call__(self, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         with self._lock:
             due = False
-            if name == "pwritev" or not self._short:
+            if self._name in ("", name):
                 self.seen += 1
                 due = self.seen == self._at
             if due and self._short and not self._halved:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 _POSIX = "service/holdfast_service/storage/posix.py"
 _CUT = "tests/crash/test_power_cut.py"
+_REPAIRS = "tests/crash/test_repairs.py"
 _FLIPS = "tests/crash/test_flips.py"
 
 
@@ -69,6 +70,34 @@ MUTATIONS = (
         'dst_dir_fd=directory)\n        self.sync_directory("/".join(parent))\n',
         "dst_dir_fd=directory)\n",
         (_CUT,),
+    ),
+    Mutation(
+        "fsync of where a mended file went",
+        _POSIX,
+        '        self.sync_directory("/".join(there_parent))\n',
+        "",
+        (_REPAIRS,),
+    ),
+    Mutation(
+        "fsync of a mended file",
+        "service/holdfast_service/daemon/mending.py",
+        "        writer.finish()\n",
+        "",
+        (_REPAIRS,),
+    ),
+    Mutation(
+        "digest check of what mends",
+        "service/holdfast_service/daemon/proven_sources.py",
+        "return len(data) == piece.length and digest(data) == piece.digest",
+        "return len(data) == piece.length",
+        ("tests/daemon/test_repair.py",),
+    ),
+    Mutation(
+        "digest check of what is copied",
+        "service/holdfast_service/daemon/copies.py",
+        "                proof.check(piece, data)\n",
+        "",
+        ("tests/daemon/test_replicas.py",),
     ),
     Mutation(
         "fsync of the staged directory",
@@ -145,7 +174,7 @@ MUTATIONS = (
     Mutation(
         "COMMIT over the manifest, before it is parsed",
         "formats/holdfast_formats/manifest.py",
-        "    if hashlib.sha256(manifest_bytes).hexdigest() != commit.manifest_sha256:\n",
+        "    if hashlib.sha256(manifest_bytes).hexdigest() != stated_sha256(commit_bytes):\n",
         "    if False:\n",
         ("tests/formats/test_manifest.py",),
     ),
@@ -166,15 +195,29 @@ MUTATIONS = (
     Mutation(
         "digests in the check after a commit",
         "service/holdfast_service/daemon/verifier.py",
-        "            proof.check(piece, data)\n",
+        "    proof.check(piece, data)\n",
         "",
-        ("tests/daemon/test_write_path.py",),
+        ("tests/daemon/test_verifier.py",),
+    ),
+    Mutation(
+        "digests of what a failing disk gives after all",
+        "service/holdfast_service/daemon/verifier.py",
+        '            proof.check(piece, tier.read(f"{directory}/{piece.file}", piece.start, piece.length))\n',
+        '            tier.read(f"{directory}/{piece.file}", piece.start, piece.length)\n',
+        ("tests/daemon/test_verifier.py",),
+    ),
+    Mutation(
+        "digests of what is tried in another layout",
+        "service/holdfast_service/daemon/sampling.py",
+        "                proof.check(proof.tensor_piece(group, part.tensor, entry, extent), data)\n",
+        "",
+        ("tests/daemon/test_sampling.py",),
     ),
     Mutation(
         "lengths in the check after a commit",
         "service/holdfast_service/daemon/verifier.py",
-        '        proof.check_size(made, file.name, tier.size(f"{directory}/{file.name}"))\n',
-        "        pass\n",
+        '            proof.check_size(made, file.name, tier.size(f"{directory}/{file.name}"))\n',
+        "            pass\n",
         ("tests/daemon/test_verifier.py",),
     ),
     Mutation(
@@ -185,14 +228,14 @@ MUTATIONS = (
         ("tests/client/test_reader.py",),
     ),
     Mutation(
-        "digests of small pieces, in both passes",
+        "digests of small pieces, in every pass",
         "client/holdfast/passes.py",
         "        if digest.digest(mine) != extent.digest or len(mine) != length:\n",
         "        if len(mine) != length:\n",
         ("tests/client/test_reader.py", "tests/client/test_passes.py"),
     ),
     Mutation(
-        "digests of large pieces, in both passes",
+        "digests of large pieces, proven first",
         "client/holdfast/passes.py",
         "        proof.check_found(piece, held, found.hexdigest())\n",
         "",
@@ -282,7 +325,36 @@ MUTATIONS = (
         '        stated = (header.step, f"{header.seal:016x}", part.table_digest)\n',
         ("tests/daemon/test_holds.py", "tests/daemon/test_segment.py"),
     ),
+    # what a failed restore has overwritten in part is neither saved nor trained on
+    Mutation(
+        "a state overwritten in part is saved",
+        "client/holdfast/checkpointer.py",
+        "            self._state.wholeness.check()\n            snapshot",
+        "            snapshot",
+        ("tests/client/test_wholeness.py",),
+    ),
+    Mutation(
+        "a state overwritten in part is trained on",
+        "client/holdfast/checkpointer.py",
+        "        self._state.wholeness.check()\n        self.fence()\n",
+        "        self.fence()\n",
+        ("tests/client/test_wholeness.py",),
+    ),
+    Mutation(
+        "a step that another rank could not read is gone on from",
+        "client/holdfast/falling_back.py",
+        "            loading.taken_back()\n",
+        "",
+        ("tests/distributed/test_fallback.py::test_who_read_a_step_that_another_could_not_does_not_go_on_from_it",),
+    ),
     # the fence (I6)
+    Mutation(
+        "a second job is let in",
+        "service/holdfast_service/daemon/fencing.py",
+        "    if decisions.declared(run, launch):\n",
+        "    if True or decisions.declared(run, launch):\n",
+        ("tests/crash/test_second_job.py",),
+    ),
     Mutation(
         "fence, when a round is opened",
         "service/holdfast_service/control/catalog.py",
@@ -296,6 +368,35 @@ MUTATIONS = (
         "if k.run == who.run and k.attempt < who.attempt]:\n",
         "if False]:\n",
         ("tests/daemon/test_saver.py",),
+    ),
+    # readers hold what they read, and what is lent was proven (I4, I7)
+    Mutation(
+        "a reader's hold against removal",
+        "service/holdfast_service/control/readers.py",
+        "            free = all(until <= now for until in self._holds.get((run, step), {}).values())\n",
+        "            free = True\n",
+        ("tests/control/test_readers.py", "tests/control/test_rotation.py"),
+    ),
+    Mutation(
+        "a removal under way against readers",
+        "service/holdfast_service/control/readers.py",
+        "            if (run, step) in self._removing:\n",
+        "            if False:\n",
+        ("tests/control/test_readers.py",),
+    ),
+    Mutation(
+        "the digest of what is lent",
+        "service/holdfast_service/daemon/lent.py",
+        'np.array(found, np.uint64) == self._wanted.rows["digest"][job.first : job.last]\n',
+        "len(found) > 0\n",
+        ("tests/daemon/test_loader.py",),
+    ),
+    Mutation(
+        "the seal of what is lent",
+        "service/holdfast_service/daemon/lent.py",
+        "        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)\n",
+        "",
+        ("tests/daemon/test_loader.py",),
     ),
     # leases and locks
     Mutation(

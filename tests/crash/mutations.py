@@ -1,4 +1,4 @@
-"""Takes away every fsync, every digest check, the fence and the lease checks, one at a time: some test must notice (bar 3).
+"""Takes away every fsync, every digest check, the fence, the checks of leases and doors, one at a time (bar 3).
 
     python -m tests.crash.mutations [--json PATH] [NAME ...]
 
@@ -20,18 +20,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.crash.mutants import MUTATIONS, Mutation
+from tests.crash.door_mutants import DOORS
+from tests.crash.mutants import MUTATIONS as OF_BYTES
+from tests.crash.mutants import Mutation
 
 TREE = Path(__file__).resolve().parents[2]
 COPIED = ("client", "formats", "service", "tests", "pyproject.toml")
 TEST_TIMEOUT_S = 240
+MUTATIONS = (*OF_BYTES, *DOORS)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.M)
 
 
 def problem_with(mutation: Mutation) -> str:
     """Why it cannot be made in this tree; nothing when it can."""
     count = (TREE / mutation.file).read_text().count(mutation.old)
-    missing = [test for test in mutation.tests if not (TREE / test).exists()]
+    missing = [test for test in mutation.tests if not (TREE / test.partition("::")[0]).exists()]
     if missing:
         return f"{mutation.name}: there is no {missing[0]}"
     return "" if count == 1 else f"{mutation.name}: what it changes stands {count} times in {mutation.file}"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.crash import ledger
-from tests.crash.mutants import MUTATIONS, Mutation
-from tests.crash.mutations import caught_by, copied_tree, problem_with
+from tests.crash.mutants import Mutation
+from tests.crash.mutations import MUTATIONS, caught_by, copied_tree, problem_with
 
 LANE = "mutations (survived: caught)"
 

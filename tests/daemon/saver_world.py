@@ -29,6 +29,7 @@ from holdfast_service.daemon.saver import Saver
 from holdfast_service.daemon.segment import Segment
 from holdfast_service.daemon.verifier import verify
 from holdfast_service.storage import MemoryTier, Tier
+from tests.daemons import wait_until
 
 SIZE = 64
 RUN = "r"
@@ -177,6 +178,10 @@ class SaverWorld:
             assert stored == b"".join(content(step, rank).tobytes() for rank in range(made.world))
             steps.append(step)
         return sorted(steps)
+
+    def checked(self) -> None:
+        """Wait until what is committed was read back, and all that follows from that was set going."""
+        wait_until(lambda: self.saver.checks.left == 0)
 
     def close(self) -> None:
         self.saver.close()

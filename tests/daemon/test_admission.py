@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from holdfast_formats import naming, packing
@@ -35,9 +33,8 @@ def save(world: SaverWorld, rank: Rank, step: int) -> dict | None:
     rank.outcomes.pop(step, None)
     rank.save(step)
     outcome = rank.wait(step)
-    if outcome.problem is None:
-        while not world.catalog.checkpoint(RUN, step).verified:
-            time.sleep(0.005)
+    world.checked()
+    assert outcome.problem is not None or world.catalog.checkpoint(RUN, step).verified
     assert world.decisions.rotation.settle()
     return outcome.problem
 

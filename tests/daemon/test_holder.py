@@ -168,7 +168,7 @@ def test_the_service_manager_keeps_descriptors_too(tmp_path: Path) -> None:
     """FDSTORE messages of sd_notify, with the descriptor; FDSTOREREMOVE to drop it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(10)
+        manager.settimeout(60)
         store = FdStore(str(tmp_path / "notify"), ())
         fd = memory(b"kept")
         store.keep("name", fd)

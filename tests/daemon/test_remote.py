@@ -228,6 +228,7 @@ def test_a_silent_rank_is_taken_for_dead(world: SaverWorld, ranks: RemoteRanks) 
     assert (ranks.count, rank.state(1).state) == (0, "aborted")
     with pytest.raises(RoundAborted, match="taken for dead"):
         ranks.find(rank_id)
+    assert refused(ranks.find, rank_id) is not refused(ranks.find, rank_id), "each goes with who was told so"
     with pytest.raises(RoundAborted):
         ranks.hello(rank_id, hello())
     with pytest.raises(NoSuchResource):
@@ -274,12 +275,12 @@ def test_ends_of_long_ago_are_forgotten_but_counted(ranks: RemoteRanks, monkeypa
 def test_every_rank_gets_one_answer(world: SaverWorld, ranks: RemoteRanks) -> None:
     """The n-th question of an attempt has one answer, also when a commit comes between."""
     first, second = join(ranks, 0, 2), join(ranks, 1, 2)
-    assert ranks.choose(first.who, 0, rest.Question()) is None
+    assert ranks.choose(first.who, 0, rest.Question()).step is None
     for rank in (first, second):
         rank.seal(0, fill(rank, 0, 1))
     wait_until(lambda: first.state(0).state == "committed")
-    assert ranks.choose(second.who, 0, rest.Question()) is None
-    assert ranks.choose(second.who, 1, rest.Question(groups=("model",))) == 1
+    assert ranks.choose(second.who, 0, rest.Question()).step is None
+    assert ranks.choose(second.who, 1, rest.Question(groups=("model",))).step == 1
 
 
 def test_a_question_before_the_saves_are_written_is_asked_again(world: SaverWorld, ranks: RemoteRanks) -> None:
@@ -297,7 +298,7 @@ def test_a_question_before_the_saves_are_written_is_asked_again(world: SaverWorl
     with pytest.raises(DeadlineExceeded):
         ranks.choose(rank.who, 0, rest.Question())
     may_commit.set()
-    assert ranks.choose(rank.who, 0, rest.Question(wait_s=20)) == 1
+    assert ranks.choose(rank.who, 0, rest.Question(wait_s=20)).step == 1
 
 
 def test_a_hello_that_overtakes_itself_makes_one_rank(world: SaverWorld, ranks: RemoteRanks) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import gc
+import weakref
+from collections.abc import Callable, Collection
 from typing import get_args
 
 import pytest
@@ -50,6 +52,34 @@ def test_a_rank_that_is_gone_ends_the_round_for_all() -> None:
         with pytest.raises(RoundAborted):
             third.lease(1)
         assert world.committed() == [] and world.tier.list(f"{RUN}/{naming.STAGING}") == []
+
+
+def lease_late(world: SaverWorld, rank: Rank) -> None:
+    """Another one has died, and this one hears of it when it leases."""
+    with pytest.raises(RoundAborted):
+        rank.lease(1)
+
+
+def seal_wrongly(world: SaverWorld, rank: Rank) -> None:
+    """It says what its table does not, and ends the round itself."""
+    with pytest.raises(InvalidRequest):
+        world.saver.seal(rank.who, rank.lease(2), 2, "0" * 16)
+
+
+@pytest.mark.parametrize("refuse", [lease_late, seal_wrongly])
+def test_why_a_round_ended_keeps_no_memory(refuse: Callable[[SaverWorld, Rank], None]) -> None:
+    """The reason is kept for those who come late; the memory of the rank that was told so goes when that rank does."""
+    with saver_world() as world:
+        ranks = world.launch(3)
+        ranks[1].lease(1)
+        ranks[1].leave()
+        refuse(world, ranks[2])
+        memory = weakref.ref(ranks[2].segment)
+        ranks.pop().leave()
+        gc.collect()
+        assert memory() is None
+        with pytest.raises(RoundAborted):
+            ranks[0].lease(1)
 
 
 def test_what_all_had_sealed_is_saved_though_a_newer_attempt_has_begun() -> None:

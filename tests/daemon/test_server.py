@@ -14,10 +14,10 @@ import pytest
 
 from holdfast.link import Link
 from holdfast.slots import Slots
-from holdfast_formats import listing, wire
+from holdfast_formats import listing, naming, wire
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
 from holdfast_formats.proof import Piece
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon, running, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_garbage_ends_one_conversation_only(daemon: RunningDaemon, garbage: byte
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     raw.connect(str(daemon.socket))
     raw.sendall(garbage)
-    raw.settimeout(10)
+    raw.settimeout(60)
     assert raw.recv(100) == b""
     raw.close()
     other = link(daemon)
@@ -156,6 +156,38 @@ def test_a_second_daemon_is_refused(daemon: RunningDaemon, tmp_path: Path, same:
     still.close()
 
 
+_TELLS = """
+import signal, sys
+from pathlib import Path
+from holdfast_service.__main__ import main
+
+set_handler = signal.signal
+
+def told(number, handler):
+    if number == signal.SIGTERM:
+        print("told already" if Path(sys.argv[1]).exists() else "not told yet", flush=True)
+    return set_handler(number, handler)
+
+signal.signal = told
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_who_knows_where_the_daemon_is_can_end_it(tmp_path: Path) -> None:
+    """Before it says where it is it heeds SIGTERM: who sends one as soon as it knows has it end in order."""
+    about = tmp_path / "root" / naming.DAEMON_FILE
+    given = ["--root", str(tmp_path / "root"), "--socket", str(tmp_path / "s.sock"), "--listen", "none"]
+    with subprocess.Popen([sys.executable, "-c", _TELLS, str(about), *given], stdout=subprocess.PIPE, text=True) as daemon:
+        try:
+            assert daemon.stdout is not None and daemon.stdout.readline() == "not told yet\n"
+            wait_until(about.exists)
+            daemon.terminate()
+            assert daemon.wait(60) == 0
+        finally:
+            daemon.kill()
+    assert not about.exists()
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -165,6 +197,8 @@ def test_a_second_daemon_is_refused(daemon: RunningDaemon, tmp_path: Path, same:
         ["--node", "a/b"],
         ["--arena-bytes-max", "x"],
         ["--write-bytes-per-second", "0"],
+        ["--scrub-bytes-per-second", "-1"],
+        ["--scrub-every", "0"],
     ],
 )
 def test_bad_flags_are_refused_by_name(tmp_path: Path, flags: list[str]) -> None:

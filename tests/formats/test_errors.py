@@ -83,6 +83,7 @@ def test_branches_say_what_to_do() -> None:
         "Conflict": 4,
         "Damaged": 5,
         "Unavailable": 6,
+        "Denied": 7,
     }
     for leaf in LEAVES:
         assert leaf.retryable == issubclass(leaf, errors.Unavailable)

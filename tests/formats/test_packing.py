@@ -119,6 +119,17 @@ def test_natural_order_is_total(names: list[str]) -> None:
     assert len(set(keys)) == len({*names, "a1", "a01", "a", "a\u0663", "a²", "1"})
 
 
+@given(st.lists(NAMES | st.from_regex(r"[a.]{0,2}[0-9٣²]{0,3}[b.][0-9]{0,3}", fullmatch=True), unique=True))
+def test_natural_order_never_changes(names: list[str]) -> None:
+    """It decides where tensors stand on disk, so however it is worked out, it is the one that was written down first."""
+
+    def first(name: str) -> tuple[tuple[int, int | str], ...]:
+        parts = re.split(r"(\d+)", name)
+        return (*((1, int(p)) if p.isdigit() and p.isascii() else (0, p) for p in parts), (0, name))
+
+    assert [packing.natural_key(name) for name in names] == [first(name) for name in names]
+
+
 def test_a_name_twice_is_refused() -> None:
     """Names are unique in a group, and only there; the refusal names both group and tensor."""
     tensor = TensorSpec("model", "w", "F32", (1,))

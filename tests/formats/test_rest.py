@@ -49,6 +49,8 @@ BODIES: list[BaseModel] = [
     rest.Outcomes(items=[], next=3),
     rest.Question(step=None, groups=("model",), wait_s=1.0),
     rest.Answer(step=None),
+    rest.RestoreEnd(step=500, problem={"code": "corrupt-extent"}, wait_s=20.0),
+    rest.RestoreVerdict(again=True),
 ]
 
 
@@ -60,3 +62,26 @@ def test_bodies_survive_json(body: BaseModel) -> None:
     page = kind(items=[body], next="cursor")
     assert kind.model_validate_json(page.model_dump_json()) == page
     assert kind(items=[]).next is None
+
+
+def test_a_checkpoint_is_as_bad_as_the_worst_that_is_known_of_it() -> None:
+    """Damage before ill health before soundness; and what is known since its commit is no part of what was committed."""
+    base = rest.Checkpoint(
+        run="a",
+        step=1,
+        attempt=1,
+        created="now",
+        world=1,
+        groups=[],
+        tensors=0,
+        files=0,
+        bytes=0,
+        metrics={},
+        verified=False,
+    )
+    assert base.state == "committed"
+    sound = base.model_copy(update={"verified": True})
+    ill = sound.model_copy(update={"healthy": False, "nonfinite": 3})
+    damaged = ill.model_copy(update={"damage": {"code": "corrupt-extent"}})
+    assert (sound.state, ill.state, damaged.state) == ("verified", "unhealthy", "damaged")
+    assert rest.as_committed(damaged) == base

@@ -181,6 +181,28 @@ class TierSuite:
             tier.replace("run/run.json", b"{}")
         assert raw.read("run/run.json/file") == b"x"
 
+    def test_supplant_puts_one_file_in_the_place_of_another(self, tier: Tier, raw: Raw) -> None:
+        """The new file has the old one's name, or a free one, and its own no more; the neighbours stay."""
+        raw.write("run/checkpoints/a/file", b"a long damaged file")
+        raw.write("run/checkpoints/a/other", b"2")
+        for number, target in enumerate(("file", "missing")):
+            tier.put("run/staging/new", f"sound {number}".encode())
+            tier.supplant("run/staging/new", f"run/checkpoints/a/{target}")
+        assert tier.list("run/checkpoints/a") == ["file", "missing", "other"]
+        assert raw.read("run/checkpoints/a/file") == b"sound 0"
+        assert tier.list("run/staging") == []
+
+    def test_supplant_refuses_what_is_no_file(self, tier: Tier, raw: Raw) -> None:
+        """A missing source is named, a directory is neither moved nor replaced."""
+        raw.write("a/file", b"1")
+        raw.write("b/directory/file", b"2")
+        for source in ("missing", "b/directory"):
+            with pytest.raises(NoSuchResource):
+                tier.supplant(source, "a/file")
+        with pytest.raises(StorageFailed):
+            tier.supplant("a/file", "b/directory")
+        assert (raw.read("a/file"), raw.read("b/directory/file")) == (b"1", b"2")
+
     def test_sync_directory(self, tier: Tier) -> None:
         """The root and every directory can be made durable; one that is not there is named."""
         tier.put("a/b/file", b"x")
@@ -283,6 +305,32 @@ class TierSuite:
         assert tier.list("b") == ["file", "x"]
         assert tier.list("a") == tier.list("missing") == tier.list("missing/below") == []
 
+    def test_stamps(self, tier: Tier, raw: Raw) -> None:
+        """Directories that hold all the names, by name, and what is asked for itself; nothing where there is none."""
+        for path in ("top/a/ONE", "top/a/TWO", "top/b/ONE", "top/c/TWO/below", "top/c/ONE", "top/ONE", "top/TWO"):
+            tier.put(path, b"x")
+        found = tier.stamps("top", ("ONE", "TWO"))
+        assert set(found) == {"", "a"}
+        assert tier.stamps("top/a", ("ONE", "TWO")) == {"": found["a"]}
+        assert set(tier.stamps("top", ("ONE",))) == {"", "a", "b", "c"}
+        assert tier.stamps("missing", ("ONE",)) == tier.stamps("top/a/ONE", ("ONE",)) == {}
+
+    def test_stamps_tell_changes(self, tier: Tier, raw: Raw) -> None:
+        """The same while nothing changes and where a directory is moved; another when a file is replaced or made anew."""
+        for name in ("ONE", "TWO"):
+            tier.put(f"top/a/{name}", b"x")
+        before = tier.stamps("top", ("ONE", "TWO"))["a"]
+        tier.put("top/a/other", b"x")
+        tier.publish("top/a", "top/b")
+        assert tier.stamps("top", ("ONE", "TWO")) == {"b": before}
+        tier.replace("top/b/TWO", b"y")
+        replaced = tier.stamps("top", ("ONE", "TWO"))["b"]
+        assert replaced != before
+        tier.remove_file("top/b/ONE")
+        assert tier.stamps("top", ("ONE", "TWO")) == {}
+        tier.put("top/b/ONE", b"longer")
+        assert tier.stamps("top", ("ONE", "TWO"))["b"] != replaced
+
     def test_remove_file(self, tier: Tier, raw: Raw) -> None:
         """One file goes, its neighbours stay; a missing one is named."""
         raw.write("run/a", b"1")
@@ -317,6 +365,8 @@ class TierSuite:
             lambda: tier.sync_directory(path),
             lambda: tier.publish(path, "target"),
             lambda: tier.publish("source", path),
+            lambda: tier.supplant(path, "target"),
+            lambda: tier.supplant("source", path),
             lambda: tier.read(path),
             lambda: tier.read_into(path, 0, bytearray(1)),
             lambda: tier.size(path),

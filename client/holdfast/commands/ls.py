@@ -7,26 +7,46 @@ from typing import Annotated
 
 import typer
 
-from holdfast import console
-from holdfast.library import Library, open_library
+from holdfast import console, filters
+from holdfast.filters import NO_FILTER, Filter
+from holdfast.library import Library, Listing, ServiceLibrary, open_library
 from holdfast_formats import rest
-from holdfast_formats.errors import CheckpointError
+from holdfast_formats.errors import InvalidRequest
 
 from .options import AsJson, Root, Url
 
+Label = Annotated[str | None, typer.Option("--label", metavar="LABEL", help="Only checkpoints with this label.")]
+State = Annotated[
+    str | None, typer.Option("--state", metavar="STATE", help="Only those committed, verified, unhealthy or damaged.")
+]
+Since = Annotated[
+    str | None, typer.Option("--since", metavar="TIME", help="Only those made since then: 2030-01-31, or 12h, 3d ago.")
+]
+Healthy = Annotated[bool, typer.Option("--healthy", help="Only those in which a service found no new NaN or infinities.")]
 
-def ls(
+
+def ls(  # noqa: PLR0913 — one an option
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="List this run's checkpoints.")] = None,
+    label: Label = None,
+    state: State = None,
+    since: Since = None,
     root: Root = None,
     url: Url = None,
+    healthy: Healthy = False,
     as_json: AsJson = False,
 ) -> None:
     """List runs, or the checkpoints of one run, newest first."""
-    with console.reporting(as_json), closing(open_library(root, url)) as library:
-        if run is None:
-            _list_runs(library, as_json)
-        else:
-            _list_checkpoints(library, run, as_json)
+    with console.reporting(as_json):
+        wanted = Filter(label=label, state=state, since=filters.since(since))
+        if run is None and (healthy or wanted != NO_FILTER):
+            raise InvalidRequest(
+                "--label, --state, --since and --healthy choose among the checkpoints of a run", hint="name the run"
+            )
+        with closing(open_library(root, url)) as library:
+            if run is None:
+                _list_runs(library, as_json)
+            else:
+                _list_checkpoints(library, run, (wanted, healthy), as_json)
 
 
 def _list_runs(library: Library, as_json: bool) -> None:
@@ -41,27 +61,40 @@ def _list_runs(library: Library, as_json: bool) -> None:
     console.out().print(table if runs else f"No runs in {library.label}.", markup=False)
 
 
-def _list_checkpoints(library: Library, run: str, as_json: bool) -> None:
-    listing = library.checkpoints(run)
+def _list_checkpoints(library: Library, run: str, wanted: tuple[Filter, bool], as_json: bool) -> None:
+    listing = library.checkpoints(run, wanted[0])
+    if wanted[1]:
+        listing = Listing([c for c in listing.checkpoints if c.healthy], listing.unreadable)
     if as_json:
-        console.print_json([checkpoint.model_dump() for checkpoint in listing.checkpoints])
+        console.print_json([{**made.model_dump(), "state": made.state} for made in listing.checkpoints])
     else:
-        shown = _table(listing.checkpoints) if listing.checkpoints else f"No checkpoints of {run} in {library.label}."
+        such = "" if wanted == (NO_FILTER, False) else " such"
+        nothing = f"No{such} checkpoints of {run} in {library.label}."
+        shown = _table(listing.checkpoints, isinstance(library, ServiceLibrary)) if listing.checkpoints else nothing
         console.out().print(shown, markup=False)
+    for made in listing.checkpoints:
+        if made.damage is not None:
+            _warn(f"step {made.step} is damaged: {made.damage.get('detail', 'unknown')}")
     for error in listing.unreadable:
-        _warn(error)
+        _warn(f"unreadable: {error.detail}")
 
 
-def _table(checkpoints: list[rest.Checkpoint]) -> object:
-    table = console.table("STEP", "CREATED", "BYTES", "TENSORS", "GROUPS", "METRICS", right=("STEP", "BYTES", "TENSORS"))
+def _table(checkpoints: list[rest.Checkpoint], asked: bool) -> object:
+    """`asked`: a service says what is known of them. A directory alone tells of their commits."""
+    columns = ("STEP", "CREATED", "STATE", "BYTES", "TENSORS", "GROUPS", "METRICS", "MARKS")
+    table = console.table(*columns, right=("STEP", "BYTES", "TENSORS"))
     for made in checkpoints:
         metrics = " ".join(f"{name}={value:.6g}" for name, value in made.metrics.items())
-        size = console.human_bytes(made.bytes)
-        table.add_row(
-            str(made.step), console.human_age(made.created), size, str(made.tensors), " ".join(made.groups), metrics
+        facts = (
+            console.human_age(made.created) if made.created else "-",
+            f"{made.state} (not checked yet)" if asked and made.unchecked else made.state,
+            console.human_bytes(made.bytes),
+            str(made.tensors),
         )
+        marks = " ".join((["pinned"] if made.pinned else []) + made.labels)
+        table.add_row(str(made.step), *facts, " ".join(made.groups), metrics, marks)
     return table
 
 
-def _warn(error: CheckpointError) -> None:
-    console.err().print(f"unreadable: {error.detail}", style="yellow", markup=False)
+def _warn(text: str) -> None:
+    console.err().print(text, style="yellow", markup=False)

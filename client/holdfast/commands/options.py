@@ -7,9 +7,17 @@ from typing import Annotated
 
 import typer
 
+from holdfast import completing
+
+SELECTED = "RUN@STEP, RUN@latest (or RUN), RUN@latest-healthy, RUN@best, or RUN@best:METRIC[:max]"
 Root = Annotated[Path | None, typer.Option("--root", metavar="DIR", help="Read this directory; no service is asked.")]
 Url = Annotated[str | None, typer.Option("--url", metavar="URL", help="Ask the service at this address.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Checkpoint = Annotated[
-    str, typer.Argument(metavar="CHECKPOINT", help="RUN@STEP, RUN@latest, RUN (its newest step), or a directory.")
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help=f"{SELECTED}, or a directory.",
+        autocompletion=completing.checkpoints,
+    ),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -10,14 +10,15 @@ from holdfast import console, retention
 from holdfast.api import Api
 from holdfast.config import default_url
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.retention import Force
 
 from .marks import Checkpoint, named
 from .options import AsJson, Url
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing; say whether it could be removed.")]
-Force = Annotated[
-    str | None, typer.Option("--force", metavar=retention.FORCE_NEWEST, help="Remove even the newest verified checkpoint.")
+Forced = Annotated[
+    str | None, typer.Option("--force", metavar="WHICH", help=f"Remove even this one: {' or '.join(retention.FORCES)}.")
 ]
 
 
@@ -25,25 +26,30 @@ def rm(
     checkpoint: Checkpoint,
     yes: Yes = False,
     dry_run: DryRun = False,
-    force: Force = None,
+    force: Forced = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove a checkpoint. Only the service can, because it knows who reads it and what is pinned."""
     with console.reporting(as_json):
         run, step = named(checkpoint)
-        if force not in (None, retention.FORCE_NEWEST):
-            raise InvalidRequest(f"--force {force!r} is not known", hint=f"the only one is {retention.FORCE_NEWEST}")
+        which = _which(force)
         with Api(url or default_url()) as api:
-            found = retention.try_remove(api, run, step, force is not None)
+            found = retention.try_remove(api, run, step, which)
             if not yes and not dry_run:
                 if as_json:
                     raise InvalidRequest("nothing was removed: with --json, --yes has to be given")
                 question = f"Remove {run}@{step} ({console.human_bytes(found.bytes)}) from {api.url}?"
                 typer.confirm(question, abort=True, err=True)
             if not dry_run:
-                retention.remove(api, run, step, force is not None)
+                retention.remove(api, run, step, which)
     if as_json:
         console.print_json({"would remove" if dry_run else "removed": found.model_dump()})
     else:
         console.out().print(f"{'would remove' if dry_run else 'removed'} {run}@{step}", markup=False)
+
+
+def _which(force: str | None) -> Force | None:
+    if force is not None and force not in retention.FORCES:
+        raise InvalidRequest(f"--force {force!r} is not known", hint=f"one of {', '.join(retention.FORCES)}")
+    return cast("Force | None", force)

@@ -21,7 +21,12 @@ def serve(context: typer.Context) -> None:
     Every flag can be set in the environment instead: HOLDFAST_ROOT, HOLDFAST_LISTEN, and so on.
     """
     with console.reporting(as_json=False):
-        missing = [name for name in ("holdfast_service", *_EXTRAS) if importlib.util.find_spec(name) is None]
-        if missing:
-            raise InvalidRequest(f"the daemon needs {', '.join(missing)}", hint="pip install 'holdfast[service]'")
+        check_installed()
     os.execv(sys.executable, [sys.executable, "-m", "holdfast_service", *context.args])
+
+
+def check_installed() -> None:
+    """`InvalidRequest` where the service's part of Holdfast is not installed."""
+    missing = [name for name in ("holdfast_service", *_EXTRAS) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InvalidRequest(f"the daemon needs {', '.join(missing)}", hint="pip install 'holdfast[service]'")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from holdfast import console
+from holdfast import console, replicas
 from holdfast.library import open_source, parse_target
 from holdfast.reader import CheckpointReader
+from holdfast.sources import HttpSource
 from holdfast_formats import rest
 from holdfast_formats.manifest import Manifest
 
@@ -17,8 +18,12 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
     """Show a checkpoint: where it comes from, its files, its tensors."""
     with console.reporting(as_json), open_source(parse_target(checkpoint), root, url) as source:
         made = CheckpointReader.open(source, complete=False).manifest
+        copies, known = [], None
+        if isinstance(source, HttpSource):
+            copies = replicas.of(source.api, source.run, source.step)
+            known = source.api.checkpoint(source.run, source.step)
     if as_json:
-        console.print_json(_document(made))
+        console.print_json({**_document(made, known), "replicas": [copy.model_dump() for copy in copies]})
         return
     out = console.out()
     out.print(Text(f"{made.run}@{made.step}", "bold"))
@@ -30,9 +35,26 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
         "size": f"{console.human_bytes(made.bytes)} in {len(made.files)} files",
         "metrics": ", ".join(f"{name} {value:.6g}" for name, value in made.metrics.items()) or "none",
     }
+    facts["checked"] = _checked(known)
+    if copies:
+        facts["replicas"] = ", ".join(f"{copy.tier} ({copy.state}, {console.human_age(copy.since)})" for copy in copies)
     for name, value in facts.items():
         out.print(Text(f"{name:<11} {value}"))
     _print_tables(made)
+
+
+def _checked(known: rest.Checkpoint | None) -> str:
+    """What the service's restore check has found."""
+    if known is None:
+        return "only a service knows; `holdfast verify` reads it back now"
+    if known.unchecked:
+        return "not checked yet: nobody has read it back since its commit"
+    age = "" if known.checked is None else f", {console.human_age(known.checked)}"
+    if known.damage is not None:
+        return f"damaged: {known.damage.get('detail', 'unknown')}{age}"
+    tried = (known.check or {}).get("layouts")
+    how = f"; restore tried in {'; '.join(tried)}" if tried else ""
+    return ("sound, with new NaN or infinities" if known.healthy is False else "sound") + age + how
 
 
 def _print_tables(made: Manifest) -> None:
@@ -53,7 +75,7 @@ def _print_tables(made: Manifest) -> None:
     out.print(tensors, markup=False)
 
 
-def _document(made: Manifest) -> dict[str, object]:
+def _document(made: Manifest, known: rest.Checkpoint | None) -> dict[str, object]:
     tensors = [
         {"group": group, "name": name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes, "file": t.file}
         for group, held in made.tensors.items()
@@ -61,7 +83,7 @@ def _document(made: Manifest) -> dict[str, object]:
     ]
     files = [{"name": file.name, "bytes": file.bytes} for file in made.files]
     return {
-        **rest.describe(made).model_dump(),
+        **(known or rest.describe(made)).model_dump(),
         "mesh": made.mesh,
         "files": files,
         "tensors": tensors,

@@ -6,8 +6,29 @@ import asyncio
 
 from fastapi import FastAPI
 
-from . import files, operations, pages, problems, retention, runs, shards, uploads
+from holdfast_service import dashboard
+
+from . import (
+    comparisons,
+    events,
+    files,
+    jobs,
+    operations,
+    problems,
+    replicas,
+    retention,
+    runs,
+    shards,
+    statistics,
+    summaries,
+    tokens,
+    upkeep,
+    uploads,
+)
 from .contents import OpenedCheckpoints
+from .doors import Doors
+from .metrics import Collected
+from .observing import Observed, Requests
 from .planned import PlannedShards
 from .reading import HeldWhileSending
 from .services import Services
@@ -22,14 +43,36 @@ Errors are problems (RFC 9457) with `code`, `retryable` and `hint`. Lists come i
 _TAGS = [
     {"name": "runs", "description": "Training runs and their committed checkpoints"},
     {"name": "retention", "description": "What a run keeps and why: policy, pins, labels, removal"},
+    {"name": "replicas", "description": "Copies of a checkpoint in other tiers"},
     {"name": "contents", "description": "Manifest, tensors and files of a checkpoint; files take single ranges"},
     {
         "name": "shards",
         "description": "What a rank of any layout holds: a safetensors file, or the plan to read it from storage",
     },
     {"name": "uploads", "description": "Saves of ranks that share no memory with the daemon: slots brought in chunks"},
+    {"name": "jobs", "description": "Work that outlasts a request: submitted, watched, cancelled"},
+    {"name": "events", "description": "What happens, as a live stream or page by page"},
+    {"name": "tokens", "description": "Bearer tokens: who may read, write and administer, and which runs"},
     {"name": "operations", "description": "Rounds under way, nodes, health and metrics"},
 ]
+
+
+ROOMS = (
+    runs,
+    summaries,
+    retention,
+    replicas,
+    files,
+    comparisons,
+    statistics,
+    shards,
+    uploads,
+    tokens,
+    operations,
+    upkeep,
+    jobs,
+    events,
+)
 
 
 def create_app(services: Services) -> FastAPI:
@@ -42,13 +85,22 @@ def create_app(services: Services) -> FastAPI:
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )
     app.state.services = services
+    app.state.behind_tls = services.door.tls
     app.state.opened = OpenedCheckpoints(services.tier, services.rotation.readers)
     app.state.planned = PlannedShards(services.tier)
+    app.state.requests = Requests()
+    app.state.summaries = summaries.of(services)
+    app.state.collected = Collected(services, app.state.summaries, app.state.requests)
     app.state.streams = Streams(services.tier)
+    app.state.event_streams = events.EventStreams(services.events)
     app.state.chunks = asyncio.Semaphore(uploads.CHUNKS_MAX)
-    for room in (runs, retention, files, shards, uploads, operations, pages):
+    for room in ROOMS:
         app.include_router(room.router)
+    app.include_router(dashboard.router)
     problems.install(app)
     app.add_middleware(StallLimit)
     app.add_middleware(HeldWhileSending)
+    # The last one added is the outermost. What is turned away at the door is measured as well.
+    app.add_middleware(Doors, services.door, services.tokens, services.refusals)
+    app.add_middleware(Observed, app.state.requests)
     return app

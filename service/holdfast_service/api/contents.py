@@ -10,16 +10,22 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from functools import cached_property
+from math import prod
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from holdfast_formats import manifest as manifests
-from holdfast_formats import naming, proof, rest
+from holdfast_formats import naming, proof, rest, statistics
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchCheckpoint, NoSuchResource, NotCommitted
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.packing import natural_key
+from holdfast_formats.proof import Piece
 from holdfast_service.control.readers import Readers
 from holdfast_service.storage import Tier
 
+from . import selecting
 from .reading import hold
 from .services import Services
 
@@ -27,21 +33,51 @@ OPENED_MAX = 8  # manifests kept decoded; one of 100 000 tensors takes about 100
 LATEST = "latest"
 
 
+class Columns:
+    """Every tensor in the order of the manifest, which is that of its statistics, and what they can be sorted by."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.listed = statistics.tensors_of(manifest)
+
+    @cached_property
+    def order(self) -> NDArray[np.int64]:
+        """Their positions, by group and in natural order of their names."""
+        listed = self.listed
+        return np.array(sorted(range(len(listed)), key=lambda i: (listed[i][0], natural_key(listed[i][1]))), np.int64)
+
+    @cached_property
+    def sizes(self) -> NDArray[np.float64]:
+        return np.array([entry.nbytes for _, _, entry in self.listed], np.float64)
+
+    @cached_property
+    def elements(self) -> NDArray[np.float64]:
+        return np.array([prod(entry.shape) for _, _, entry in self.listed], np.float64)
+
+
 class Contents:
-    """One committed checkpoint: its manifest, and the pieces that prove each of its files."""
+    """One committed checkpoint: its manifest, and what is worked out of it once somebody asks."""
 
     def __init__(self, directory: str, manifest: Manifest, sha256: str) -> None:
         self.directory = directory
         self.manifest = manifest
         self.sha256 = sha256
-        self.pieces = proof.pieces(manifest)
+
+    @cached_property
+    def pieces(self) -> dict[str, tuple[Piece, ...]]:
+        """What proves each file: for who reads files, since there are as many as extents."""
+        return proof.pieces(self.manifest)
 
     @cached_property
     def tensor_keys(self) -> list[tuple[str, Any, str]]:
         """(group, sort key, name) of every tensor and alias, in the order in which they are listed."""
-        held = {(group, name) for group, tensors in self.manifest.tensors.items() for name in tensors}
-        held |= {(group, name) for group, aliases in self.manifest.aliases.items() for name in aliases}
+        # In the manifest's order, which is nearly this one: sorted sooner.
+        held = [(group, name) for group, tensors in self.manifest.tensors.items() for name in tensors]
+        held += [(group, name) for group, aliases in self.manifest.aliases.items() for name in aliases]
         return sorted((group, natural_key(name), name) for group, name in held)
+
+    @cached_property
+    def columns(self) -> Columns:
+        return Columns(self.manifest)
 
     def tensor(self, group: str, name: str) -> rest.Tensor:
         alias_of = self.manifest.aliases.get(group, {}).get(name)
@@ -94,26 +130,39 @@ class OpenedCheckpoints:
         except NoSuchResource as error:
             raise NotCommitted(f"{directory} has no {naming.COMMIT}", file=naming.COMMIT) from error
 
-    def manifest_bytes(self, run: str, step: int) -> bytes:
-        """The manifest as it lies on storage now, checked against COMMIT."""
-        return self._decoded(run, step, self.commit_bytes(run, step))[0]
+    def manifest_bytes(self, run: str, step: int, commit: bytes) -> bytes:
+        """The manifest as it lies on storage now, which this COMMIT vouches for."""
+        encoded = self._read_manifest(run, step)
+        manifests.check_bytes(encoded, commit)
+        return encoded
 
     def _decoded(self, run: str, step: int, commit: bytes) -> tuple[bytes, Manifest]:
+        encoded = self._read_manifest(run, step)
+        return encoded, manifests.decode(encoded, commit)
+
+    def _read_manifest(self, run: str, step: int) -> bytes:
         directory = naming.checkpoint_path(run, step)
         try:
-            encoded = self._tier.read(f"{directory}/{naming.MANIFEST}")
+            return self._tier.read(f"{directory}/{naming.MANIFEST}")
         except NoSuchResource as error:
             raise CorruptManifest(f"{directory} has no {naming.MANIFEST}", file=naming.MANIFEST) from error
-        return encoded, manifests.decode(encoded, commit)
 
 
 def find(services: Services, run: str, step: str) -> rest.Checkpoint:
-    """The checkpoint that a path names by number or as `latest`; `NoSuchRun`, `NoSuchCheckpoint` or `InvalidRequest`."""
+    """The checkpoint that a path names by number, as `latest` or `latest-healthy`.
+
+    Raises `NoSuchRun`, `NoSuchCheckpoint` or `InvalidRequest`.
+    """
     if step == LATEST:
-        newest = services.catalog.run(run).newest
+        known = services.catalog.run(run)
+        newest = services.catalog.newest(run)
+        if newest is None and known.checkpoints:
+            raise NoSuchCheckpoint(f"run {run!r} has no sound checkpoint", hint=f"holdfast ls {run} says what is damaged")
         if newest is None:
             raise NoSuchCheckpoint(f"run {run!r} has no checkpoint yet")
         return services.catalog.checkpoint(run, newest)
+    if step in selecting.NAMES:
+        return selecting.find(services, run, step)
     if not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
         raise InvalidRequest(f"step {step!r} is not a whole number", hint=f"use a number or {LATEST!r}")
     return services.catalog.checkpoint(run, int(step))

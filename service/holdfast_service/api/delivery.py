@@ -21,6 +21,7 @@ from holdfast_formats.proof import Piece
 from holdfast_service.storage import Tier
 
 from . import problems
+from .reading import met
 
 log = logging.getLogger(__name__)
 
@@ -214,6 +215,8 @@ async def _rest(first: bytes, body: AsyncGenerator[bytes, None]) -> AsyncGenerat
                 yield part
         except (Damaged, StorageFailed) as error:
             log.error("transfer cut: %s", error)
+            if isinstance(error, Damaged):
+                met(error)
             raise TransferAborted(error.detail) from error
 
 

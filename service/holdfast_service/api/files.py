@@ -14,6 +14,7 @@ from starlette.responses import Response
 from holdfast_formats import naming, proof, rest
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.manifest import stated_sha256
 from holdfast_formats.proof import Piece
 
 from . import contents, delivery, problems
@@ -25,9 +26,10 @@ _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
 _MEDIA_TYPES = {".json": "application/json", ".txt": "text/plain; charset=utf-8"}
 
 router = APIRouter(prefix="/v1", tags=["contents"], responses=problems.RESPONSES)
+_ANY_FILE: dict[str, Any] = {kind: {} for kind in ("application/octet-stream", "application/json", "text/plain")}
 _BYTES: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/octet-stream": {}}},
-    206: {"description": "The bytes of the range"},
+    200: {"content": _ANY_FILE},
+    206: {"description": "The bytes of the range", "content": _ANY_FILE},
 }
 
 
@@ -48,16 +50,18 @@ Held = Annotated[Contents, Depends(_held)]
 def get_manifest(request: Request, services: Wired, run: str, step: str) -> Response:
     """The ETag is the manifest's SHA-256, which COMMIT states too. Sent with zstd where Accept-Encoding names it."""
     found = contents.find(services, run, step)
-    encoded = _opened(request).manifest_bytes(run, found.step)
-    sha256 = hashlib.sha256(encoded).hexdigest()
-    headers = {"ETag": f'"{sha256}"', "Vary": "Accept-Encoding"}
-    if delivery.weights(request.headers.get("accept-encoding", "")).get("zstd", 0.0) > 0:
-        headers["ETag"] = f'"{sha256}-zstd"'  # another representation, so another strong validator
+    opened = _opened(request)
+    commit = opened.commit_bytes(run, found.step)
+    sha256 = stated_sha256(commit)
+    compressed = delivery.weights(request.headers.get("accept-encoding", "")).get("zstd", 0.0) > 0
+    # Compressed it is another representation, so it has another strong validator.
+    headers = {"ETag": f'"{sha256}-zstd"' if compressed else f'"{sha256}"', "Vary": "Accept-Encoding"}
+    if delivery.not_modified(request.headers.get("if-none-match"), headers["ETag"]):
+        return Response(status_code=304, headers=headers)
+    encoded = opened.manifest_bytes(run, found.step, commit)
+    if compressed:
         headers["Content-Encoding"] = "zstd"
         encoded = zstandard.ZstdCompressor(level=delivery.ZSTD_LEVEL).compress(encoded)
-    if delivery.not_modified(request.headers.get("if-none-match"), headers["ETag"]):
-        headers.pop("Content-Encoding", None)
-        return Response(status_code=304, headers=headers)
     return Response(encoded, media_type="application/json", headers=headers)
 
 
@@ -115,9 +119,9 @@ def _delivery(opened: OpenedCheckpoints, services: Services, path: tuple[str, st
 
 def _unlisted(opened: OpenedCheckpoints, run: str, step: int, name: str) -> Delivery:
     """COMMIT or the manifest, which no manifest lists: as they lie on storage, once they were found to fit together."""
-    data = opened.manifest_bytes(run, step)
-    if name == naming.COMMIT:
-        data = opened.commit_bytes(run, step)
+    commit = opened.commit_bytes(run, step)
+    encoded = opened.manifest_bytes(run, step, commit)
+    data = commit if name == naming.COMMIT else encoded
 
     async def fetch(file: str, start: int, length: int) -> bytes:
         return data[start : start + length]

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from holdfast_formats.errors import NoSpace, QuotaExceeded
+from holdfast_formats.errors import Forbidden, NoSpace, QuotaExceeded, Unauthenticated
+from holdfast_formats.operations import EVENTS
 from holdfast_service.control.catalog import ENDED
+from holdfast_service.control.gauges import Gauges
 from holdfast_service.control.rotation import WHY_REMOVED
-from holdfast_service.telemetry import METRICS
+from holdfast_service.control.summaries import Summaries
+from holdfast_service.telemetry import METRICS, PHASES, Histogram
 
+from .observing import Requests
 from .services import Services
 
-_FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-
-Sample = tuple[tuple[str, ...], float]  # label values, value
+Sample = tuple[tuple[str, ...], float | Histogram]  # label values, value
+Samples = dict[str, list[Sample]]
 
 
 class Collected(Collector):
     """Yields every metric of the table in `telemetry` once."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, services: Services, summaries: Summaries, requests: Requests) -> None:
+        self._services, self._requests = services, requests
+        self._gauges = Gauges(services.catalog, summaries)
 
     def collect(self) -> Iterator[Metric]:
         samples = self._samples()
         for name, declared in METRICS.items():
-            family = _FAMILIES[declared.kind](name, declared.help, labels=declared.labels)
+            if declared.kind == "histogram":
+                yield _histogram(name, samples[name])
+                continue
+            made = GaugeMetricFamily if declared.kind == "gauge" else CounterMetricFamily
+            family = made(name, declared.help, labels=declared.labels)
             for labels, value in samples[name]:
+                assert not isinstance(value, Histogram)
                 family.add_metric(labels, value)
             yield family
 
-    def _samples(self) -> dict[str, list[Sample]]:
+    def _samples(self) -> Samples:
         node = self._services.node()
         counts = self._services.catalog.round_counts()
         open_rounds = sum(count for state, count in counts.items() if state not in ENDED)
@@ -46,9 +55,50 @@ class Collected(Collector):
             "holdfast_arena_bytes": [((), node.arena_bytes)],
             "holdfast_ranks": [((), node.ranks)],
             "holdfast_restore_read_bytes": [((by,), size) for by, size in self._services.restore_bytes().items()],
+            "holdfast_requests_refused": [((code,), count) for code, count in self._refused().items()],
             "holdfast_storage_free_bytes": [((), self._services.tier.free_bytes())],
+            "holdfast_events": [((kind,), self._services.events.counts[kind]) for kind in EVENTS],
+            **self._saves(),
+            **self._arena(),
+            **self._http(),
+            **{name: list(found) for name, found in self._gauges.now().items()},
         }
+
+    def _refused(self) -> dict[str, int]:
+        return {Unauthenticated.code: 0, Forbidden.code: 0} | dict(self._services.refusals.counts)
 
     def _failures(self) -> dict[str, int]:
         """Refusals for want of room are always there, so that an alert on them can be set up before the first one."""
         return {NoSpace.code: 0, QuotaExceeded.code: 0} | self._services.catalog.failure_counts()
+
+    def _saves(self) -> Samples:
+        history = self._services.history
+        if history is None:
+            return {"holdfast_save_seconds": [], "holdfast_saved_bytes": []}
+        phases, size = history.counted()
+        return {
+            "holdfast_save_seconds": [((phase,), phases[phase]) for phase in PHASES],
+            "holdfast_saved_bytes": [((), size)],
+        }
+
+    def _arena(self) -> Samples:
+        bytes_max, slots = self._services.slots()
+        return {
+            "holdfast_arena_bytes_max": [((), bytes_max)],
+            "holdfast_arena_slots": [((state,), count) for state, count in slots.items()],
+        }
+
+    def _http(self) -> Samples:
+        histograms, sent = self._requests.all()
+        return {
+            "holdfast_http_request_seconds": [(labels, histograms[labels]) for labels in sorted(histograms)],
+            "holdfast_http_sent_bytes": [((), sent)],
+        }
+
+
+def _histogram(name: str, samples: Iterable[Sample]) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(name, METRICS[name].help, labels=METRICS[name].labels)
+    for labels, value in samples:
+        assert isinstance(value, Histogram)
+        family.add_metric(labels, list(value.buckets()), value.sum)
+    return family

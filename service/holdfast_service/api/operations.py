@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from fastapi import APIRouter, Query, Request
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from starlette.responses import Response
 
 from holdfast_formats import rest
+from holdfast_service.control.listing import Within
 
 from . import problems
-from .metrics import Collected
-from .services import Cursor, Limit, Wired
+from .services import Cursor, Limit, Since, StepMax, StepMin, Wired
 
 router = APIRouter(tags=["operations"], responses=problems.RESPONSES)
 RoundState = Literal["open", "sealed", "committed", "aborted", "dropped"]
 
 
 @router.get("/v1/rounds", summary="Rounds, newest first")
-def list_rounds(
+def list_rounds(  # noqa: PLR0913 — one a filter
     services: Wired,
     run: Annotated[str | None, Query(description="of this run only")] = None,
     state: Annotated[RoundState | None, Query(description="in this state only")] = None,
+    step_min: StepMin = None,
+    step_max: StepMax = None,
+    since: Since = None,
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> rest.Page[rest.Round]:
-    return services.catalog.rounds(run, state, cursor, limit)
+    """All filters that are given hold together; `since` looks at when a round was opened."""
+    return services.catalog.rounds(run, state, cursor, limit, Within(step_min, step_max, since))
 
 
 @router.get("/v1/nodes", summary="Daemons that write here")
@@ -47,7 +51,8 @@ def get_readiness(services: Wired) -> rest.Health:
 
 
 @router.get("/metrics", response_class=Response, summary="Prometheus metrics, read when they are scraped")
-def get_metrics(services: Wired) -> Response:
+def get_metrics(request: Request) -> Response:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collected(services))
+    registry.register(request.app.state.collected)
+    ProcessCollector(registry=registry)
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

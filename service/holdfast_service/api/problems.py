@@ -13,7 +13,9 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource
+from holdfast_formats.errors import CheckpointError, Damaged, InvalidRequest, NoSuchResource
+
+from .reading import met
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,8 @@ def install(app: FastAPI) -> None:
 
 async def _ours(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, CheckpointError)
+    if isinstance(error, Damaged):
+        met(error)
     if error.status >= 500:
         log.error("%s %s: %s", request.method, request.url.path, error)
     return problem_response(error)

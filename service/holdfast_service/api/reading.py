@@ -7,25 +7,38 @@ from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from holdfast_formats.errors import Damaged
 from holdfast_service.control.readers import LINGER_S, Readers
 
 _WHAT = "HTTP"
-_held: ContextVar[ExitStack | None] = ContextVar("held", default=None)
+_held: ContextVar[_Held | None] = ContextVar("held", default=None)
+
+
+class _Held(ExitStack):
+    """What one request holds, the checkpoint that it opened last, and the damage that it met there."""
+
+    opened: tuple[str, int] | None = None
+    damage: Damaged | None = None
 
 
 class HeldWhileSending:
-    """Middleware: every request has a stack of holds, which ends with its response, however that ends."""
+    """Middleware: every request has a stack of holds, which ends with its response, however that ends.
+
+    What it could not be given since it is damaged is looked into then, behind its back.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with ExitStack() as held:
+        with _Held() as held:
             before = _held.set(held)
             try:
                 await self._app(scope, receive, send)
             finally:
                 _held.reset(before)
+                if held.damage is not None and held.opened is not None:
+                    scope["app"].state.services.suspect(*held.opened, held.damage)
 
 
 def hold(readers: Readers, run: str, step: int) -> None:
@@ -34,4 +47,12 @@ def hold(readers: Readers, run: str, step: int) -> None:
     if held is None:
         readers.hold(run, step, _WHAT, LINGER_S)
     else:
+        held.opened = run, step
         held.enter_context(readers.reading(run, step, _WHAT, LINGER_S))
+
+
+def met(error: Damaged) -> None:
+    """The present request has met damage in what it opened last."""
+    held = _held.get()
+    if held is not None:
+        held.damage = error

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Query
 from starlette.responses import JSONResponse, Response
 
 from holdfast_formats import rest
 from holdfast_formats.errors import PreconditionRequired
-from holdfast_formats.retention import Preview, RetentionPolicy, check_label
+from holdfast_formats.retention import Force, Preview, RetentionPolicy, check_label
 from holdfast_service.control import run_files
 
 from . import delivery, problems
@@ -21,7 +21,7 @@ router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSE
 IfMatch = Annotated[str | None, Header(description="the ETag of the policy that was read; needed to change it")]
 IfNoneMatch = Annotated[str | None, Header(description="the ETag of the policy that is known already")]
 DryRun = Annotated[bool, Query(description="change nothing, only say what would happen")]
-Force = Annotated[Literal["newest-verified"] | None, Query(description="remove even the newest verified checkpoint")]
+Forced = Annotated[Force | None, Query(description="remove even the newest verified, or the newest healthy checkpoint")]
 
 
 @router.get("/runs/{run}/policy", summary="The policy in force", response_model=RetentionPolicy)
@@ -87,7 +87,8 @@ def delete_label(services: Wired, run: str, step: int, label: str) -> None:
     summary="Remove a checkpoint",
     responses={200: {"model": rest.Checkpoint, "description": "With `dry_run`: what would be removed"}},
 )
-def remove_checkpoint(services: Wired, run: str, step: int, force: Force = None, dry_run: DryRun = False) -> Response:
-    """409 when it is pinned, labelled, being read, or the newest verified one and `force` does not say so."""
-    found = services.rotation.remove(run, step, newest=force is not None, dry_run=dry_run)
+def remove_checkpoint(services: Wired, run: str, step: int, force: Forced = None, dry_run: DryRun = False) -> Response:
+    """409 when it is pinned, labelled, being read, or the newest verified or healthy one and `force` does not say so."""
+    newest, healthy = force == "newest-verified", force == "newest-healthy"
+    found = services.rotation.remove(run, step, newest, dry_run, healthy)
     return JSONResponse(found.model_dump()) if dry_run else Response(status_code=204)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Query
 
 from holdfast_formats import rest
+from holdfast_service.control.listing import Within
 
-from . import contents, problems
-from .services import Cursor, Limit, Wired
+from . import contents, problems, selecting
+from .marks import Marks
+from .services import Cursor, Limit, Since, StepMax, StepMin, Wired
 
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
+Prefix = Annotated[str, Query(max_length=128, description="only runs whose names begin so")]
+Label = Annotated[str | None, Query(max_length=128, description="only those that have this label")]
+State = Annotated[rest.CheckpointState | None, Query(description="only those in this state; the worst that is known")]
 
 
 @router.get("/runs", summary="Runs, by name")
-def list_runs(services: Wired, cursor: Cursor = None, limit: Limit = 100) -> rest.Page[rest.Run]:
-    return services.catalog.runs(cursor, limit)
+def list_runs(services: Wired, cursor: Cursor = None, limit: Limit = 100, prefix: Prefix = "") -> rest.Page[rest.Run]:
+    return services.catalog.runs(cursor, limit, prefix)
 
 
 @router.get("/runs/{run}", summary="One run")
@@ -23,11 +30,31 @@ def get_run(services: Wired, run: str) -> rest.Run:
 
 
 @router.get("/runs/{run}/checkpoints", summary="A run's committed checkpoints, newest step first")
-def list_checkpoints(services: Wired, run: str, cursor: Cursor = None, limit: Limit = 100) -> rest.Page[rest.Checkpoint]:
-    services.catalog.run(run)
-    return services.catalog.checkpoints(run, cursor, limit)
+def list_checkpoints(  # noqa: PLR0913 — one a filter
+    services: Wired,
+    run: str,
+    label: Label = None,
+    state: State = None,
+    step_min: StepMin = None,
+    step_max: StepMax = None,
+    since: Since = None,
+    cursor: Cursor = None,
+    limit: Limit = 100,
+) -> rest.Page[rest.Checkpoint]:
+    """All filters that are given hold together. A label that nothing has makes an empty list."""
+    marks = Marks(services.tier, run)
+    within = Within(step_min, step_max, since, None if label is None else marks.labelled(label))
+    page = services.catalog.checkpoints(run, cursor, limit, state, within)
+    return page.model_copy(update={"items": [marks.on(checkpoint) for checkpoint in page.items]})
 
 
-@router.get("/runs/{run}/checkpoints/{step}", summary="One checkpoint, by step or as `latest`")
-def get_checkpoint(services: Wired, run: str, step: str) -> rest.Checkpoint:
-    return contents.find(services, run, step)
+@router.get("/runs/{run}/checkpoints/{step}", summary="One checkpoint, by step or by what it is")
+def get_checkpoint(
+    services: Wired, run: str, step: str, metric: selecting.Metric = None, mode: selecting.Mode = "min"
+) -> rest.Checkpoint:
+    """`latest`, `latest-healthy`, or `best` with `?metric=` and `?mode=`: of those verified and healthy."""
+    if step == selecting.BEST:
+        found = selecting.find(services, run, step, metric, mode)
+    else:
+        found = contents.find(services, run, step)
+    return Marks(services.tier, run).on(found)

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from fastapi import Depends, Query, Request
 
 from holdfast_formats import rest
+from holdfast_formats.errors import Damaged
+from holdfast_formats.naming import STEP_MAX
+from holdfast_formats.operations import ReplicaLag
 from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.decisions import utc_now
+from holdfast_service.control.events import Events
+from holdfast_service.control.history import History
+from holdfast_service.control.job_runner import JobRunner
 from holdfast_service.control.rotation import Rotation
+from holdfast_service.control.tokens import Principal, Tokens
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.storage import Tier
 
+from .doors import Policy
+from .refusals import Refusals
+
 LIMIT_MAX = 1000
+
+
+class Replicas(Protocol):
+    """The tiers that checkpoints are copied to."""
+
+    def lags(self) -> list[ReplicaLag]: ...
 
 
 @dataclass(frozen=True)
@@ -23,7 +41,8 @@ class Services:
     """The rooms below. `files_root` is the tier's directory where it has one: then files are read from it directly.
 
     `remote` takes uploads; a service without a daemon has none. `restore_bytes` says how many bytes were read for restores,
-    by whom.
+    by whom. `runner` does jobs; a service without one has none. `door` says who may come in.
+    `suspect` is told what a request could not be given since it is damaged: somebody looks into it.
     """
 
     tier: Tier
@@ -32,9 +51,31 @@ class Services:
     version: str
     node: Callable[[], rest.Node]
     rotation: Rotation
+    events: Events
     files_root: Path | None = None
     remote: RemoteRanks | None = None
+    suspect: Callable[[str, int, Damaged], None] = lambda run, step, error: None
     restore_bytes: Callable[[], Mapping[str, int]] = dict
+    runner: JobRunner | None = None
+    replicas: Replicas | None = None
+    connected: Callable[[], Collection[str]] = tuple  # runs of which ranks are connected here
+    door: Policy = field(default_factory=Policy)
+    history: History | None = None  # what saves took, of a service that watches them
+    slots: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})  # most bytes of the arena, its slots by use
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        return Tokens(self.catalog.database, self.events, utc_now)
+
+    @cached_property
+    def refusals(self) -> Refusals:
+        return Refusals(self.events)
+
+
+def _viewer(request: Request) -> Principal:
+    principal = request.state.principal
+    assert isinstance(principal, Principal)
+    return principal
 
 
 def _services(request: Request) -> Services:
@@ -44,5 +85,9 @@ def _services(request: Request) -> Services:
 
 
 Wired = Annotated[Services, Depends(_services)]
+Viewer = Annotated[Principal, Depends(_viewer)]
 Limit = Annotated[int, Query(ge=1, le=LIMIT_MAX, description="most items of a page")]
 Cursor = Annotated[str | None, Query(max_length=4096, description="`next` of the page before; opaque")]
+StepMin = Annotated[int | None, Query(ge=0, le=STEP_MAX, description="only this step and above")]
+StepMax = Annotated[int | None, Query(ge=0, le=STEP_MAX, description="only up to this step")]
+Since = Annotated[str | None, Query(max_length=40, description="only from this time on, RFC 3339: 2030-01-31T12:00:00Z")]

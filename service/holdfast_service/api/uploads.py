@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import re
+import time
 from typing import Annotated, Literal
 
 import zstandard
@@ -23,6 +24,7 @@ CHUNK_BYTES_MAX = 8 * 2**20  # before compression; 16 MiB is the limit of the fo
 CHUNKS_MAX = 8  # held in memory at a time, compressed and not: bounds what uploads cost at 128 MiB
 BODY_WAIT_MAX_S = 60.0  # for one chunk: who sends slower than this must send smaller chunks
 WAIT_MAX_S = 20.0
+END_POLL_S = 0.2
 ZSTD_WINDOW_BYTES_MAX = 2**23
 
 _RANK = "/ranks/{rank_id}"
@@ -158,7 +160,27 @@ def put_choice(
     services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], question: rest.Question
 ) -> rest.Answer:
     """504 while what was saved before is still being written: ask again."""
-    return rest.Answer(step=_ranks(services).choose(rank.who, turn, question))
+    return _ranks(services).choose(rank.who, turn, question)
+
+
+@router.put(
+    f"{_RANK}/choices/{{turn}}/end",
+    summary="How a restore ended: whether this rank goes on, once those of the other ranks have ended too",
+)
+async def put_choice_end(
+    services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], end: rest.RestoreEnd
+) -> rest.RestoreVerdict:
+    """504 while other ranks are still at it: ask again. A problem of damage is looked into, and ends it for all ranks."""
+    about = (turn, end.step, None if end.problem is None else from_problem(end.problem))
+    limit = time.monotonic() + end.wait_s
+    while True:
+        try:  # many ranks may wait: none of them keeps a thread meanwhile
+            found = await asyncio.to_thread(_ranks(services).restores.judge, rank.who, about, end.alone, 0.0)
+            return rest.RestoreVerdict(again=found.again, problem=found.problem, late=found.late, newest=found.newest)
+        except DeadlineExceeded:
+            if time.monotonic() >= limit:
+                raise
+        await asyncio.sleep(END_POLL_S)
 
 
 def _span(content_range: str) -> tuple[int, int]:

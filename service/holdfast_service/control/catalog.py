@@ -5,71 +5,65 @@ Every call is one transaction. What reads before it writes holds the run's row l
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Engine, delete, func, select, update
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from holdfast_formats import naming, rest
 from holdfast_formats.errors import (
     AlreadyCommitted,
     InvalidRequest,
-    LimitExceeded,
-    NoSpace,
     NoSuchCheckpoint,
     NoSuchResource,
-    NoSuchRun,
     StaleAttempt,
-    StorageFailed,
 )
 
-from .migrations import migrate
-from .schema import READ_ONLY, AnswerRow, AttemptRow, CheckpointRow, RoundRow, RunRow, connect
+from . import listing, statistics
+from .database import Database
+from .listing import ENDED, EVERYTHING, GOING_ON, ROUND_STATES, Within
+from .pages import INTEGER_MAX
+from .schema import AnswerRow, AttemptRow, CheckpointRow, RoundRow, RunRow
 
-PAGE_ITEMS_MAX = 1000
-GOING_ON = ("open", "sealed")
-ENDED = ("committed", "aborted", "dropped")
-ROUND_STATES = (*GOING_ON, *ENDED)
-_INTEGER_MAX = 2**63 - 1
-_SQLITE_FULL = "database or disk is full"  # Python 3.10 does not give the error code
-_Item = TypeVar("_Item")
+__all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "Known"]
+
+LAUNCH_LENGTH_MAX = 256
+UNSAVED = ("aborted", "dropped")
+_STORED = set(rest.Checkpoint.model_fields) - rest.MARKS
+
+
+class Known(NamedTuple):
+    """What the catalog knows of a run by itself: the newest attempt that was declared, and what retention keeps."""
+
+    attempt: int
+    keep_last: int | None
 
 
 class Catalog:
-    """The catalog at one URL. Thread-safe: a session a call. Times are RFC 3339 text that the caller gives."""
+    """Runs, attempts, rounds and checkpoints of one database. Thread-safe. Times are RFC 3339 text that the caller gives."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._reading = engine.execution_options(**{READ_ONLY: True})
+    def __init__(self, database: Database, node: str | None = None) -> None:
+        """`node` writes the rounds that end here."""
+        self.database, self.node = database, node
+        self._read, self._write = database.read, database.write
 
     @classmethod
     def open(cls, url: str) -> Catalog:
         """The catalog at `url`, made or brought to the newest version first."""
-        try:
-            engine = connect(url)
-        except (ArgumentError, NoSuchModuleError, ImportError) as error:
-            raise InvalidRequest(
-                f"{url!r} is not a catalog's address: {error}", hint="use sqlite:///path or postgresql+psycopg://…"
-            ) from error
-        try:
-            with _translated():
-                migrate(engine)
-        except BaseException:
-            engine.dispose()
-            raise
-        return cls(engine)
+        return cls(Database.open(url))
 
     def close(self) -> None:
-        self._engine.dispose()
+        self.database.close()
 
     def declare_attempt(self, run: str, launch: str, world: int, now: str) -> int:
-        """The attempt of this launch: the one it has, else the next one, which fences off all before it (I6)."""
+        """The attempt of this launch: the one it has, else the next one, which fences off all before it (I6).
+
+        It is durable when this returns: a number that was given out is never given out again, also after a power cut.
+        """
+        if not (1 <= len(launch) <= LAUNCH_LENGTH_MAX and launch.isprintable()):
+            raise InvalidRequest(f"{launch!r} cannot name a launch", hint=f"1 to {LAUNCH_LENGTH_MAX} printable characters")
         with self._write() as session:
             row = _lock_run(session, run)
             known = session.get(AttemptRow, (run, launch))
@@ -79,6 +73,11 @@ class Catalog:
             session.add(AttemptRow(run=run, launch=launch, attempt=row.attempt, world=world, declared=now))
             return row.attempt
 
+    def attempt_of(self, run: str, launch: str) -> int | None:
+        """The attempt that a launch has been given, None before it said hello."""
+        with self._read() as session:
+            return session.scalar(select(AttemptRow.attempt).where(AttemptRow.run == run, AttemptRow.launch == launch))
+
     def newest_attempt(self, run: str) -> int:
         """The newest attempt of a run, 0 when there is none."""
         with self._read() as session:
@@ -86,9 +85,9 @@ class Catalog:
 
     def set_keep_last(self, run: str, keep_last: int | None) -> None:
         """Set how many checkpoints retention keeps, None for all; a run that is not known yet becomes known."""
-        if keep_last is not None and not 1 <= keep_last <= _INTEGER_MAX:
+        if keep_last is not None and not 1 <= keep_last <= INTEGER_MAX:
             raise InvalidRequest(f"keep_last must be at least 1, not {keep_last}", hint="leave it out to keep all")
-        with self._write() as session:
+        with self._write(hasty=True) as session:
             _lock_run(session, run).keep_last = keep_last
 
     def keep_last(self, run: str) -> int | None:
@@ -117,7 +116,7 @@ class Catalog:
         Raises `StaleAttempt` for an attempt older than the newest (I6) and `AlreadyCommitted` when the step is a checkpoint.
         """
         naming.check_step(step)
-        with self._write() as session:
+        with self._write(hasty=True) as session:
             row = _lock_run(session, run)
             if attempt < row.attempt:
                 raise StaleAttempt(
@@ -125,7 +124,7 @@ class Catalog:
                     hint="a newer launch of this run is training; stop this one",
                     newest=row.attempt,
                 )
-            if session.get(CheckpointRow, (run, step)) is not None:
+            if _is_sound(session, run, step):
                 raise AlreadyCommitted(f"{run}@{step} is committed already", hint="remove it first to save it anew")
             # After a loss of the catalog a sealed slot may know of an attempt that nobody has declared since.
             row.attempt = max(row.attempt, attempt)
@@ -143,13 +142,13 @@ class Catalog:
         with self._read() as session:
             same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
             known = session.scalar(select(RoundRow.id).where(*same, RoundRow.state == "sealed"))
-            if known is not None and session.get(CheckpointRow, (run, step)) is None:
+            if known is not None and not _is_sound(session, run, step):
                 return known
         return self.open_round(run, step, attempt, world, now)
 
     def update_round(self, round_id: int, *, sealed: int) -> None:
         """Note how many ranks have sealed; a round that has ended stays as it ended."""
-        with self._write() as session:
+        with self._write(hasty=True) as session:
             row = _lock_round(session, round_id)
             if row.state in GOING_ON:
                 row.sealed = sealed
@@ -162,100 +161,149 @@ class Catalog:
         now: str,
         code: str | None = None,
         detail: str | None = None,
-    ) -> None:
-        """End a round; the first end stands, a second one changes nothing."""
+        **measured: float,
+    ) -> rest.Round | None:
+        """End a round and return it, with what was `measured` of it (`SaveTimes`).
+
+        The first end stands, a second one changes nothing and returns None.
+        """
+        with self._write(hasty=True) as session:
+            row = _lock_round(session, round_id)
+            if row.state not in GOING_ON:
+                return None
+            row.state, row.ended, row.code, row.detail = state, now, code, detail
+            row.node, row.measured = self.node, measured or None
+            return rest.Round.model_validate(row, from_attributes=True)
+
+    def measure_round(self, round_id: int, measured: Mapping[str, float]) -> None:
+        """Note what was found out of a round since it ended."""
         with self._write() as session:
             row = _lock_round(session, round_id)
-            if row.state in GOING_ON:
-                row.state, row.ended, row.code, row.detail = state, now, code, detail
+            row.measured = {**(row.measured or {}), **measured}
+
+    def settle_committed_rounds(self, now: str) -> list[rest.Round]:
+        """End the rounds going on whose checkpoint is listed: it was published, and the daemon ended before it said so."""
+        same = (CheckpointRow.step == RoundRow.step, CheckpointRow.attempt == RoundRow.attempt)
+        published = select(CheckpointRow.run).where(CheckpointRow.run == RoundRow.run, *same).exists()
+        wanted = select(RoundRow).where(RoundRow.state.in_(GOING_ON), published).order_by(RoundRow.id)
+        with self._write() as session:
+            rows = session.scalars(wanted.with_for_update()).all()
+            for row in rows:
+                row.state, row.ended, row.node = "committed", now, self.node
+            return [rest.Round.model_validate(row, from_attributes=True) for row in rows]
 
     def abort_open_rounds(self, now: str, code: str, detail: str, keep: Collection[int] = ()) -> list[int]:
         """Abort every round going on but those to keep; return their ids."""
-        with self._write() as session:
+        with self._write(hasty=True) as session:
             wanted: list[ColumnElement[bool]] = [RoundRow.state.in_(GOING_ON), RoundRow.id.not_in(keep)]
             rows = session.scalars(select(RoundRow).where(*wanted).order_by(RoundRow.id).with_for_update()).all()
             for row in rows:
                 row.state, row.ended, row.code, row.detail = "aborted", now, code, detail
             return [row.id for row in rows]
 
-    def record_checkpoint(self, checkpoint: rest.Checkpoint) -> None:
-        """List a checkpoint, in the place of what was listed for its step."""
-        naming.check_step(checkpoint.step)
-        with self._write() as session:
+    def record_checkpoint(self, checkpoint: rest.Checkpoint, stamp: str | None = None) -> None:
+        """List a checkpoint, in the place of what was listed for its step. `stamp` is what storage says of it."""
+        made = _row(checkpoint, stamp)
+        with self._write(hasty=True) as session:
             row = _lock_run(session, checkpoint.run)
             # So that a catalog made anew from directories never gives an attempt number out twice.
             row.attempt = max(row.attempt, checkpoint.attempt)
-            session.merge(CheckpointRow(**checkpoint.model_dump()))
+            session.merge(made)
+
+    def relist(
+        self,
+        run: str,
+        gone: Mapping[int, str | None],
+        found: Sequence[tuple[rest.Checkpoint, str | None]],
+        stamps: Mapping[int, str | None],
+    ) -> None:
+        """In one transaction: list `gone` no more, list what was `found` and note the `stamps` of what stands as listed.
+
+        `gone` comes with the stamps that were listed: what has been saved anew since then stays, and so does what somebody
+        else has listed meanwhile.
+        """
+        with self._write(hasty=True) as session:
+            row = _lock_run(session, run)
+            listed = select(CheckpointRow.step, CheckpointRow.stamp).where(CheckpointRow.run == run)
+            there: dict[int, str | None] = {step: stamp for step, stamp in session.execute(listed)}
+            for step in [step for step, stamp in gone.items() if step in there and there[step] == stamp]:
+                _forget(session, run, step)
+                del there[step]
+            new = [(checkpoint, stamp) for checkpoint, stamp in found if checkpoint.step not in there]
+            row.attempt = max([row.attempt, *(checkpoint.attempt for checkpoint, _ in new)])
+            session.add_all(_row(checkpoint, stamp) for checkpoint, stamp in new)
+            for step, stamp in stamps.items():
+                session.execute(update(CheckpointRow).where(*_at(run, step)).values(stamp=stamp))
 
     def mark_verified(self, run: str, step: int) -> None:
         """Note that a checkpoint was read back and found sound; one that has been removed meanwhile stays removed."""
-        with self._write() as session:
-            session.execute(update(CheckpointRow).where(*_at(run, step)).values(verified=True))
+        with self._write(hasty=True) as session:
+            row = session.get(CheckpointRow, (run, naming.check_step(step)), with_for_update=True)
+            if row is not None:
+                row.verified = True
 
     def forget_checkpoint(self, run: str, step: int) -> None:
-        """List a checkpoint no more; does nothing for one that is not listed."""
-        with self._write() as session:
-            session.execute(delete(CheckpointRow).where(*_at(run, step)))
+        """List a checkpoint no more; does nothing for one that is not listed. What is known of its replicas stays."""
+        with self._write(hasty=True) as session:
+            _forget(session, run, step)
 
-    def runs(self, cursor: str | None, limit: int) -> rest.Page[rest.Run]:
-        """A page of all runs, by name."""
-        after = _decode_cursor("run", cursor)
+    def runs(self, cursor: str | None, limit: int, prefix: str = "") -> rest.Page[rest.Run]:
+        """A page of all runs, or of those whose names begin with `prefix`, by name."""
         with self._read() as session:
-            found = _runs(session, () if after is None else (RunRow.name > after,), _bounded(limit))
-        return _page("run", found, limit, lambda run: run.name)
+            return listing.runs(session, cursor, limit, prefix)
 
     def run(self, name: str) -> rest.Run:
         with self._read() as session:
-            found = _runs(session, (RunRow.name == name,), 1)
-        if not found:
-            raise _no_such_run(name)
-        return found[0]
+            listing.check_known(session, name)
+            return listing.summed(session, [session.get_one(RunRow, name)])[0]
 
-    def checkpoints(self, run: str, cursor: str | None, limit: int) -> rest.Page[rest.Checkpoint]:
-        """A page of a run's checkpoints, newest step first."""
-        before = _decode_cursor("step", cursor)
-        wanted = select(CheckpointRow).where(CheckpointRow.run == run).order_by(CheckpointRow.step.desc())
-        if before is not None:
-            wanted = wanted.where(CheckpointRow.step < _integer(before))
+    def known_runs(self) -> dict[str, Known]:
+        """Every run that the catalog knows."""
         with self._read() as session:
-            _check_known(session, run)
-            found = [_checkpoint(row) for row in session.scalars(wanted.limit(_bounded(limit) + 1))]
-        return _page("step", found, limit, lambda checkpoint: checkpoint.step)
+            found = session.execute(select(RunRow.name, RunRow.attempt, RunRow.keep_last))
+            return {name: Known(attempt, keep_last) for name, attempt, keep_last in found}
+
+    def checkpoints(
+        self, run: str, cursor: str | None, limit: int, state: str | None = None, within: Within = EVERYTHING
+    ) -> rest.Page[rest.Checkpoint]:
+        """A page of a run's checkpoints, newest step first; only those in this state and within these bounds."""
+        with self._read() as session:
+            return listing.checkpoints(session, run, cursor, limit, state, within)
+
+    def stamps(self, run: str) -> dict[int, str | None]:
+        """Every step that is listed of a run, and what storage said of it when it was."""
+        with self._read() as session:
+            found = session.execute(select(CheckpointRow.step, CheckpointRow.stamp).where(CheckpointRow.run == run))
+            return {step: stamp for step, stamp in found}
 
     def checkpoint(self, run: str, step: int) -> rest.Checkpoint:
         naming.check_step(step)
         with self._read() as session:
-            row = session.get(CheckpointRow, (run, step))
+            row = session.get(CheckpointRow, (run, step)) if naming.is_run_name(run) else None
             if row is None:
-                _check_known(session, run)
+                listing.check_known(session, run)
                 raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
-            return _checkpoint(row)
+            return listing.checkpoint(row)
 
     def newest(self, run: str, groups: Collection[str] = ()) -> int | None:
-        """The newest step whose checkpoint has all these groups; None when there is none."""
+        """The newest step that has all these groups and is not known to be damaged; None when there is none."""
         columns = select(CheckpointRow.step, CheckpointRow.groups)
+        wanted = (CheckpointRow.run == run, CheckpointRow.damage.is_(None))
         with self._read() as session:
-            rows = session.execute(columns.where(CheckpointRow.run == run).order_by(CheckpointRow.step.desc()))
+            rows = session.execute(columns.where(*wanted).order_by(CheckpointRow.step.desc()))
             return next((step for step, held in rows if set(groups) <= set(held)), None)
 
     def rounds(
-        self, run: str | None = None, state: str | None = None, cursor: str | None = None, limit: int = 100
+        self,
+        run: str | None = None,
+        state: str | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+        within: Within = EVERYTHING,
     ) -> rest.Page[rest.Round]:
-        """A page of rounds, the newest first, of one run or in one state if these are given."""
-        before = _decode_cursor("round", cursor)
-        wanted = select(RoundRow).order_by(RoundRow.id.desc()).limit(_bounded(limit) + 1)
-        if before is not None:
-            wanted = wanted.where(RoundRow.id < _integer(before))
-        if state is not None:
-            if state not in ROUND_STATES:
-                raise InvalidRequest(f"{state!r} is not a round's state", hint=f"one of {', '.join(ROUND_STATES)}")
-            wanted = wanted.where(RoundRow.state == state)
+        """A page of rounds, the newest first; of one run, in one state, within these bounds, if they are given."""
         with self._read() as session:
-            if run is not None:
-                _check_known(session, run)
-                wanted = wanted.where(RoundRow.run == run)
-            found = [rest.Round.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
-        return _page("round", found, limit, lambda made: made.id)
+            return listing.rounds(session, run, state, within, (cursor, limit))
 
     def round_counts(self) -> dict[str, int]:
         """How many rounds there are in each state."""
@@ -265,34 +313,13 @@ class Catalog:
 
     def failure_counts(self) -> dict[str, int]:
         """How many rounds ended without a checkpoint, by the code of what ended them."""
-        counted = select(RoundRow.code, func.count()).where(RoundRow.code.is_not(None)).group_by(RoundRow.code)
+        counted = (
+            select(RoundRow.code, func.count())
+            .where(RoundRow.state.in_(UNSAVED), RoundRow.code.is_not(None))
+            .group_by(RoundRow.code)
+        )
         with self._read() as session:
             return {str(code): count for code, count in session.execute(counted)}
-
-    @contextmanager
-    def _read(self) -> Iterator[Session]:
-        with _translated(), Session(self._reading) as session:
-            yield session
-
-    @contextmanager
-    def _write(self) -> Iterator[Session]:
-        with _translated(), Session(self._engine) as session, session.begin():
-            yield session
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    """Turn what the database or its driver reports into the named error that says what to do."""
-    try:
-        yield
-    except (DBAPIError, PoolTimeoutError) as error:
-        cause = getattr(error, "orig", None) or error
-        if _SQLITE_FULL in str(cause):
-            raise NoSpace(f"the catalog: {cause}", hint="free space, or keep fewer checkpoints") from error
-        raise StorageFailed(
-            f"the catalog: {cause}",
-            hint="check the catalog's database; a damaged one may be moved away, it is made anew from the directories",
-        ) from error
 
 
 def _lock_run(session: Session, run: str) -> RunRow:
@@ -316,81 +343,21 @@ def _lock_round(session: Session, round_id: int) -> RoundRow:
     return row
 
 
-def _no_such_run(run: str) -> NoSuchRun:
-    return NoSuchRun(f"there is no run {run!r}", hint="holdfast ls lists the runs")
+def _row(checkpoint: rest.Checkpoint, stamp: str | None) -> CheckpointRow:
+    naming.check_step(checkpoint.step)
+    return CheckpointRow(**checkpoint.model_dump(include=_STORED), stamp=stamp)
 
 
-def _check_known(session: Session, run: str) -> None:
-    if session.get(RunRow, run) is None:
-        raise _no_such_run(run)
+def _is_sound(session: Session, run: str, step: int) -> bool:
+    """Whether the step is a checkpoint that nothing may take the place of: one that is damaged a new save replaces."""
+    row = session.get(CheckpointRow, (run, step))
+    return row is not None and row.damage is None
+
+
+def _forget(session: Session, run: str, step: int) -> None:
+    session.execute(delete(CheckpointRow).where(*_at(run, step)))
+    statistics.forget(session, run, step)
 
 
 def _at(run: str, step: int) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return CheckpointRow.run == run, CheckpointRow.step == naming.check_step(step)
-
-
-def _checkpoint(row: CheckpointRow) -> rest.Checkpoint:
-    return rest.Checkpoint.model_validate(row, from_attributes=True)
-
-
-def _runs(session: Session, wanted: Sequence[ColumnElement[bool]], limit: int) -> list[rest.Run]:
-    totals = (
-        select(
-            CheckpointRow.run,
-            func.count().label("checkpoints"),
-            func.max(CheckpointRow.step).label("newest"),
-            func.sum(CheckpointRow.bytes).label("bytes"),
-        )
-        .group_by(CheckpointRow.run)
-        .subquery()
-    )
-    columns = select(RunRow, totals.c.checkpoints, totals.c.newest, totals.c.bytes)
-    joined = columns.outerjoin(totals, totals.c.run == RunRow.name).where(*wanted).order_by(RunRow.name)
-    return [
-        rest.Run(
-            name=row.name,
-            attempt=row.attempt,
-            keep_last=row.keep_last,
-            checkpoints=checkpoints or 0,
-            newest=newest,
-            bytes=int(size or 0),
-        )
-        for row, checkpoints, newest, size in session.execute(joined.limit(limit + 1))
-    ]
-
-
-def _bounded(limit: int) -> int:
-    if limit < 1:
-        raise InvalidRequest(f"a page has at least 1 item, not {limit}")
-    if limit > PAGE_ITEMS_MAX:
-        raise LimitExceeded(f"a page has at most {PAGE_ITEMS_MAX} items, not {limit}")
-    return limit
-
-
-def _page(kind: str, found: list[_Item], limit: int, key: Callable[[_Item], Any]) -> rest.Page[_Item]:
-    """A page from one item more than it holds: the cursor names the last item, so inserts move nothing."""
-    items = found[:limit]
-    behind = f"{kind}:{key(items[-1])}".encode() if len(found) > limit else None
-    return rest.Page(items=items, next=None if behind is None else base64.urlsafe_b64encode(behind).decode())
-
-
-def _decode_cursor(kind: str, cursor: str | None) -> str | None:
-    if cursor is None:
-        return None
-    try:
-        named, _, key = base64.b64decode(cursor, altchars=b"-_", validate=True).decode().partition(":")
-    except (binascii.Error, ValueError):
-        named, key = "", ""
-    if named != kind or not key:
-        raise _bad_cursor()
-    return key
-
-
-def _integer(key: str) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) <= 19 and int(key) <= _INTEGER_MAX):
-        raise _bad_cursor()
-    return int(key)
-
-
-def _bad_cursor() -> InvalidRequest:
-    return InvalidRequest("the cursor is not one of this list", hint="use `next` of the page before, unchanged")

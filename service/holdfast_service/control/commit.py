@@ -12,24 +12,49 @@ from holdfast_formats.plan import Plan, Receipt, decode_receipt
 from holdfast_service.storage import Tier
 
 
-def publish(tier: Tier, plan: Plan, created: str) -> Manifest:
-    """Publish the staged files of `plan`; when this returns, the checkpoint is visible and survives a power cut.
+def publish(tier: Tier, plan: Plan, created: str, staging: str = "") -> Manifest:
+    """Publish the staged files of `plan`, from where its attempt stages unless told otherwise.
+
+    When this returns, the checkpoint is visible and survives a power cut.
 
     I3: data and receipts are durable already; then manifest, indexes and state; then COMMIT; then the directory; then the
     rename; then its parents. Raises `StateMismatch` when the receipts do not cover the plan, `AlreadyCommitted` when the
     step exists, `StorageFailed` when a write failed; if that was after the rename, the message says "outcome unknown" (I9).
     """
-    staging = naming.staging_path(plan.run, plan.step, plan.attempt)
+    staging = staging or naming.staging_path(plan.run, plan.step, plan.attempt)
     receipts = _read_receipts(tier, staging)
     small = [_put(tier, staging, naming.index_file_name(group), encode_index(plan, group)) for group in plan.groups]
     small.append(_put(tier, staging, naming.STATE, plan.state))
     made = compose(plan, receipts, small, created)
     encoded = manifest.encode(made)
+    _make_visible(tier, staging, made, (encoded, manifest.encode_commit(made, encoded)))
+    return made
+
+
+def publish_copy(tier: Tier, staging: str, encoded: bytes, commit_bytes: bytes) -> Manifest:
+    """Publish a checkpoint whose files stand, durable and proven, in `staging`: a replica, or one brought from elsewhere.
+
+    The order is that of `publish` (I3). Raises `CorruptManifest` or `NotCommitted` before anything is written when the two
+    do not belong together, and what `publish` raises.
+    """
+    made = manifest.decode(encoded, commit_bytes)
+    _make_visible(tier, staging, made, (encoded, commit_bytes))
+    return made
+
+
+def publish_export(tier: Tier, staging: str, target: str) -> None:
+    """Give a proven and durable copy, outside of any root, its name at one stroke; `AlreadyCommitted` when that is taken."""
+    tier.publish(staging, target)
+
+
+def _make_visible(tier: Tier, staging: str, made: Manifest, vouching: tuple[bytes, bytes]) -> None:
+    """From the manifest on, the order of I3."""
+    encoded, commit_bytes = vouching
+    target = naming.checkpoint_path(made.run, made.step)
     tier.put(f"{staging}/{naming.MANIFEST}", encoded)
     tier.remove_tree(f"{staging}/{naming.RECEIPTS}")
-    tier.put(f"{staging}/{naming.COMMIT}", manifest.encode_commit(made, encoded))
+    tier.put(f"{staging}/{naming.COMMIT}", commit_bytes)
     tier.sync_directory(staging)
-    target = naming.checkpoint_path(plan.run, plan.step)
     try:
         tier.publish(staging, target)
     except StorageFailed as error:
@@ -40,7 +65,6 @@ def publish(tier: Tier, plan: Plan, created: str) -> Manifest:
             hint="the checkpoint may vanish in a power cut; check the disk, then verify it",
             outcome="unknown",
         ) from error
-    return made
 
 
 def compose(plan: Plan, receipts: Sequence[Receipt], small: Sequence[FileEntry], created: str) -> Manifest:

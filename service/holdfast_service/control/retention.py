@@ -1,15 +1,16 @@
 """Retention: which checkpoints stay and why. Pure: checkpoints, a policy and a clock value in, decisions with reasons out.
 
 What is kept is the union of what the rules keep. Only verified checkpoints are counted. The newest verified one stays, and
-everything newer (I10). One that is not verified takes nobody's place, and stays wherever it would stay if it were verified.
+everything newer (I10); so does the newest verified one that is not known to be unhealthy. One that is not verified takes
+nobody's place, and stays wherever it would stay if it were verified.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from holdfast_formats.retention import Best, RetentionPolicy
 
@@ -24,6 +25,18 @@ class Candidate(NamedTuple):
     verified: bool = True
     metrics: Mapping[str, float] = {}
     holds: tuple[str, ...] = ()
+    healthy: bool | None = None  # None: nobody looked, and nothing speaks against it
+
+
+class Judged(Protocol):
+    """What is known of a checkpoint's worth."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def verified(self) -> bool: ...
+    @property
+    def healthy(self) -> bool | None: ...
 
 
 class Decision(NamedTuple):
@@ -44,10 +57,7 @@ Rule = Callable[[Candidate], Answer]
 
 def decide(candidates: Sequence[Candidate], policy: RetentionPolicy, now: float) -> list[Decision]:
     """What becomes of every checkpoint, newest step first; their order does not matter, and their steps differ."""
-    verified = sorted((c for c in candidates if c.verified), key=_step)
-    newest = verified[-1].step if verified else -1
-    rules = list(_rules(policy, verified, now))
-    return [_decide_one(c, newest, policy.steps, rules) for c in sorted(candidates, key=_step, reverse=True)]
+    return _decide(candidates, policy, now, newest_healthy(candidates))
 
 
 def foresee(candidates: Sequence[Candidate], incoming: Candidate, policy: RetentionPolicy, now: float) -> list[int]:
@@ -57,16 +67,35 @@ def foresee(candidates: Sequence[Candidate], incoming: Candidate, policy: Retent
     """
     newest = max((c.step for c in candidates if c.verified), default=-1)
     others = [c for c in candidates if c.step != incoming.step]
-    decisions = decide([*others, incoming], policy, now)
+    # How healthy it will be nobody knows: until then, no other one takes the place of the newest healthy.
+    decisions = _decide([*others, incoming], policy, now, newest_healthy(others))
     return sorted(d.step for d in decisions if not d.keep and d.step < newest)
 
 
-def _decide_one(c: Candidate, newest: int, named: Sequence[int], rules: Sequence[Rule]) -> Decision:
+def _decide(candidates: Sequence[Candidate], policy: RetentionPolicy, now: float, healthy: int) -> list[Decision]:
+    """`healthy` is the step of the newest healthy checkpoint, -1 where there is none."""
+    verified = sorted((c for c in candidates if c.verified), key=_step)
+    newest = verified[-1].step if verified else -1
+    rules = list(_rules(policy, verified, now))
+    return [_decide_one(c, (newest, healthy), policy.steps, rules) for c in sorted(candidates, key=_step, reverse=True)]
+
+
+def newest_healthy(candidates: Iterable[Judged]) -> int:
+    """The newest step that is verified and not known to be unhealthy; -1 where there is none."""
+    return max((c.step for c in candidates if c.verified and c.healthy is not False), default=-1)
+
+
+def _decide_one(c: Candidate, marks: tuple[int, int], named: Sequence[int], rules: Sequence[Rule]) -> Decision:
+    newest, healthy = marks
     kept = list(c.holds)
     if c.step == newest:
         kept.append("it is the newest verified checkpoint")
     elif c.step > newest:
         kept.append("no newer checkpoint is verified")
+    if c.step == healthy != newest:
+        kept.append("it is the newest healthy checkpoint")
+    elif healthy < c.step < newest and c.healthy is not False:  # not verified, or it would be the newest
+        kept.append("no newer checkpoint is known to be healthy")
     if c.step in named:
         kept.append("the policy names its step")
     if not rules:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from holdfast_formats import manifest, naming, rest
-from holdfast_formats.errors import CheckpointError, CorruptManifest, NoSuchCheckpoint, NotCommitted
+from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint, NotCommitted
 from holdfast_formats.manifest import Manifest
 from holdfast_service.storage import Tier
 
-from .catalog import PAGE_ITEMS_MAX, Catalog
+from .catalog import Catalog, Known
+from .pages import PAGE_ITEMS_MAX
 from .run_files import read_run_file
 
 COMMIT_BYTES_MAX = 2**16
 MANIFEST_BYTES_MAX = 2**31
+_STAMPED = (naming.COMMIT, naming.MANIFEST)
 
 
 class Problem(NamedTuple):
-    """Why a checkpoint is on disk but not listed; `step` is None when it is the run file that cannot be read."""
+    """What cannot be read: a checkpoint, listed as damaged if at all; or the run file, where `step` is None."""
 
     run: str
     step: int | None
@@ -35,6 +38,12 @@ def committed(tier: Tier, run: str) -> list[int]:
     return [
         step for step in _steps(tier, run) if tier.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None
     ]
+
+
+def agrees(tier: Tier, catalog: Catalog, run: str) -> bool:
+    """Whether the catalog lists every step of a run that has a COMMIT, and none whose directory is gone."""
+    listed = {checkpoint.step for checkpoint in all_checkpoints(catalog, run)}
+    return set(committed(tier, run)) <= listed <= set(_steps(tier, run))
 
 
 def load_manifest(tier: Tier, run: str, step: int) -> Manifest:
@@ -62,61 +71,141 @@ def load_manifest(tier: Tier, run: str, step: int) -> Manifest:
     return made
 
 
-def reconcile(tier: Tier, catalog: Catalog) -> list[Problem]:
+def reconcile(tier: Tier, catalog: Catalog, thorough: bool = False) -> list[Problem]:
     """Make the catalog say what the directories say; return what is on disk but cannot be listed.
 
-    What is found becomes listed, unverified; what is listed as it stands on disk keeps its `verified`; what is gone or does
-    not decode is listed no more. A run that the catalog knows stays known without a directory: its attempt numbers still
-    fence off older writers (I6).
+    What is found becomes listed, unverified; what is listed as it stands on disk keeps what is known of it; what is gone is
+    listed no more. What is there and cannot be read stays listed, or becomes listed with what little is known, as damaged:
+    nothing vanishes silently. A run that the catalog knows stays known without a directory: its attempt numbers still fence
+    off older writers (I6). Where storage says that COMMIT and manifest are those that were listed, they are not read
+    again unless this is to be `thorough`.
     """
     problems: list[Problem] = []
-    found = runs(tier)
+    known, found = catalog.known_runs(), runs(tier)
     for run in found:
-        problems += _reconcile_run(tier, catalog, run)
-    for run in set(_all_runs(catalog)) - set(found):
-        for listed in all_checkpoints(catalog, run):
-            catalog.forget_checkpoint(run, listed.step)
+        problems += _reconcile_run(tier, catalog, run, known.get(run), thorough)
+    for run in known.keys() - set(found):
+        if listed := catalog.stamps(run):
+            catalog.relist(run, gone=listed, found=[], stamps={})
     return problems
 
 
-def _reconcile_run(tier: Tier, catalog: Catalog, run: str) -> list[Problem]:
+def stamp(tier: Tier, run: str, step: int) -> str | None:
+    """What storage says of a checkpoint's COMMIT and manifest; None without them."""
+    return tier.stamps(naming.checkpoint_path(run, step), _STAMPED).get("")
+
+
+def unlisted(tier: Tier, catalog: Catalog) -> list[tuple[str, int]]:
+    """Checkpoints' directories that the catalog does not list, because what vouches for them cannot be read."""
+    found: list[tuple[str, int]] = []
+    for run in runs(tier):
+        listed = {checkpoint.step for checkpoint in all_checkpoints(catalog, run)}
+        found += [(run, step) for step in _steps(tier, run) if step not in listed]
+    return found
+
+
+def _reconcile_run(tier: Tier, catalog: Catalog, run: str, known: Known | None, thorough: bool) -> list[Problem]:
     problems: list[Problem] = []
-    keep_last = catalog.keep_last(run)
+    keep_last = known.keep_last if known is not None else None
     try:
         if tier.size(f"{run}/{naming.RUN_FILE}") is not None:
             keep_last = read_run_file(tier, run).in_force.last
     except CheckpointError as error:
         problems.append(Problem(run, None, error))
-    catalog.set_keep_last(run, keep_last)
-    listed = {checkpoint.step: checkpoint for checkpoint in all_checkpoints(catalog, run)}
-    for step in _steps(tier, run):
+    if known is None or keep_last != known.keep_last:
+        catalog.set_keep_last(run, keep_last)
+    return problems + _relist(tier, catalog, run, thorough)
+
+
+class Look(NamedTuple):
+    """What storage says of a run's directories: which stand as they were listed, and which have to be read."""
+
+    stands: set[int]
+    unread: list[int]
+    stamps: dict[int, str]
+
+
+def look(tier: Tier, run: str, listed: Mapping[int, str | None], thorough: bool = False) -> Look:
+    """Compare the run's directories with the stamps of what is `listed`; nothing stands unread if this is `thorough`."""
+    now = tier.stamps(f"{run}/{naming.CHECKPOINTS}", _STAMPED)
+    steps = _steps(tier, run)
+    stamps = {step: now[name] for step in steps if (name := naming.step_directory(step)) in now}
+    stands = {step for step in stamps if not thorough and listed.get(step) == stamps[step]}
+    return Look(stands, [step for step in steps if step not in stands], stamps)
+
+
+def _relist(tier: Tier, catalog: Catalog, run: str, thorough: bool) -> list[Problem]:
+    """List what stands in the run's directory, reading what is not known to stand as it was listed."""
+    problems: list[Problem] = []
+    before = catalog.stamps(run)
+    stands, unread, stamps = look(tier, run, before, thorough)
+    listed = {made.step: made for made in all_checkpoints(catalog, run)} if before and unread else {}
+    found: list[tuple[rest.Checkpoint, str | None]] = []
+    again: dict[int, str | None] = {}
+    damaged: list[tuple[rest.Checkpoint, Damaged]] = []
+    for step in unread:
         try:
             there = rest.describe(load_manifest(tier, run, step))
+        except NoSuchCheckpoint:
+            continue  # removed at this moment
         except CheckpointError as error:
             problems.append(Problem(run, step, error))
+            known = listed.get(step) or _unreadable(tier, run, step)
+            if known is not None and isinstance(error, Damaged):
+                damaged.append((known, error))
             continue
-        before = listed.pop(step, None)
-        if before is None or before.model_copy(update={"verified": False}) != there:
-            catalog.record_checkpoint(there)
-    for step in listed:
-        catalog.forget_checkpoint(run, step)
+        if step in listed and rest.as_committed(listed[step]) == there and not was_unreadable(listed[step]):
+            again[step] = stamps.get(step)
+        else:
+            found.append((there, stamps.get(step)))
+    kept = stands | again.keys() | {made.step for made, _ in damaged}
+    # Also one that is found again as another: what was found out of the one before does not hold for this one.
+    gone = {step: before[step] for step in before if step not in kept}
+    if gone or found or again:
+        catalog.relist(run, gone, found, again)
+    for made, damage in damaged:
+        _list_damaged(catalog, made, damage)
+    for made, _ in found:  # what was removed meanwhile had been forgotten before it was listed here
+        if tier.size(f"{naming.checkpoint_path(run, made.step)}/{naming.COMMIT}") is None:
+            catalog.forget_checkpoint(run, made.step)
     return problems
+
+
+def _list_damaged(catalog: Catalog, known: rest.Checkpoint, error: Damaged) -> None:
+    problem = {**error.problem(), "run": known.run, "step": known.step}
+    if known.damage != problem:
+        catalog.record_checkpoint(known.model_copy(update={"verified": False, "damage": problem}))
+
+
+def _unreadable(tier: Tier, run: str, step: int) -> rest.Checkpoint | None:
+    """What is known of a checkpoint whose COMMIT or manifest is damaged; None where there is neither."""
+    directory = naming.checkpoint_path(run, step)
+    if not {naming.COMMIT, naming.MANIFEST} & set(tier.list(directory)):
+        return None
+    sizes = [tier.size(f"{directory}/{name}") or 0 for name in tier.list(directory)]
+    return rest.Checkpoint(
+        run=run,
+        step=step,
+        attempt=0,
+        created="",
+        world=0,
+        groups=[],
+        tensors=0,
+        files=len(sizes),
+        bytes=sum(sizes),
+        metrics={},
+        verified=False,
+    )
+
+
+def was_unreadable(known: rest.Checkpoint) -> bool:
+    """Whether it was marked because of COMMIT or manifest, which can be read now: then all else has to be looked at anew."""
+    return known.damage is not None and known.damage.get("file") in (naming.COMMIT, naming.MANIFEST)
 
 
 def _steps(tier: Tier, run: str) -> list[int]:
     steps = (naming.parse_step_directory(name) for name in tier.list(f"{naming.check_run(run)}/{naming.CHECKPOINTS}"))
     return sorted(step for step in steps if step is not None)
-
-
-def _all_runs(catalog: Catalog) -> list[str]:
-    names: list[str] = []
-    cursor = None
-    while True:
-        page = catalog.runs(cursor, PAGE_ITEMS_MAX)
-        names += [run.name for run in page.items]
-        cursor = page.next
-        if cursor is None:
-            return names
 
 
 def all_checkpoints(catalog: Catalog, run: str) -> list[rest.Checkpoint]:

@@ -10,16 +10,29 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
+from typing import Any
 
 from holdfast_formats import rest
-from holdfast_formats.errors import CheckpointError, Conflict, Damaged, InUse, NewestVerified, NoSuchCheckpoint, Pinned
+from holdfast_formats.errors import (
+    CheckpointError,
+    Conflict,
+    Damaged,
+    InUse,
+    NewestHealthy,
+    NewestVerified,
+    NoSuchCheckpoint,
+    NotFound,
+    Pinned,
+)
 from holdfast_formats.retention import Preview, RetentionPolicy, Verdict
 from holdfast_service.storage import Tier
 
-from . import removal, retention, roots
+from . import removal, replicas, retention, roots, run_files
 from .catalog import Catalog
+from .events import Events
 from .readers import Readers
 from .retention import Candidate, Decision
 from .run_files import RunFile, RunFiles
@@ -27,7 +40,7 @@ from .run_files import RunFile, RunFiles
 log = logging.getLogger(__name__)
 
 NAMES_SHOWN_MAX = 5
-WHY_REMOVED = ("retention", "request", "space")
+WHY_REMOVED = ("retention", "request", "space", "damaged")
 
 
 class Rotation:
@@ -45,6 +58,7 @@ class Rotation:
         self._busy = self._closed = False
         self._thread: threading.Thread | None = None
         self.removed: Counter[str] = Counter()  # by why
+        self.events: Events | None = None  # who keeps what happened, if anybody does
         self.readers.freed = self.look_again
 
     def due(self, run: str, after_s: float = 0.0) -> None:
@@ -86,7 +100,7 @@ class Rotation:
                 file, candidates = self._looked_at(run)
                 decisions = retention.decide(candidates, file.in_force, self._clock())
                 gone = [d for d in reversed(decisions) if not d.keep]
-                trashed = self._discard(run, [d.step for d in gone], "retention")
+                trashed = self._discard(run, {d.step: d.reasons for d in gone}, "retention")
                 self._wait_for_readers(run, candidates, file)
             self._free(trashed)
         for decision in gone:
@@ -102,7 +116,7 @@ class Rotation:
                 steps = retention.foresee(candidates, incoming, file.in_force, self._clock())
                 trashed: dict[int, str] = {}
                 for step in steps:
-                    if trashed := self._discard(run, [step], "space"):
+                    if trashed := self._discard(run, {step: [f"step {incoming.step} has no room otherwise"]}, "space"):
                         break
             self._free(trashed)
         for step in trashed:
@@ -131,6 +145,7 @@ class Rotation:
         self._catalog.run(run)
         file = self._files.set_policy(run, policy, tag)
         self._catalog.set_keep_last(run, policy.last)
+        self._tell("policy-changed", "the retention policy was set", run, policy=policy.model_dump(exclude_defaults=True))
         self.due(run)
         return file
 
@@ -138,30 +153,58 @@ class Rotation:
         """Pin or label a checkpoint: when this returns, nothing removes it any more. `NoSuchCheckpoint`."""
         with self._deciding:
             self._catalog.checkpoint(run, step)
-            self._files.change(run, act)
+            self._change_marks(run, act)
 
     def unmark(self, run: str, act: Callable[[RunFile], RunFile]) -> None:
         """Take a pin or label away, also one of a checkpoint that is gone."""
         self._catalog.run(run)
         with self._deciding:
-            self._files.change(run, act)
+            self._change_marks(run, act)
         self.due(run)
 
-    def remove(self, run: str, step: int, newest: bool = False, dry_run: bool = False) -> rest.Checkpoint:
+    def _change_marks(self, run: str, act: Callable[[RunFile], RunFile]) -> None:
+        """Setting again what is set is no news."""
+        before = self._files.read(run)
+        after = self._files.change(run, act)
+        for step, text, mark in run_files.differences(before, after):
+            self._tell("mark-changed", text, run, step, mark=mark)
+
+    def remove(
+        self, run: str, step: int, newest: bool = False, dry_run: bool = False, healthy: bool = False
+    ) -> rest.Checkpoint:
         """Remove one checkpoint on request (I4), and return what it was; with `dry_run` only say whether that would work.
 
-        Raises `NoSuchCheckpoint`, `Pinned`, `InUse`, and for the newest verified one `NewestVerified` unless `newest`.
+        Raises `NoSuchCheckpoint`, `Pinned`, `InUse`, for the newest verified one `NewestVerified` unless `newest`, and where
+        that is unhealthy, for the newest healthy one `NewestHealthy` unless `healthy`.
         """
         with self._deciding:
             found = self._catalog.checkpoint(run, step)
-            self._refuse(found, newest)
-            trashed = {} if dry_run else self._discard(run, [step], "request")
+            self._refuse(found, newest, healthy)
+            trashed = {} if dry_run else self._discard(run, {step: ["somebody asked for it"]}, "request")
         if trashed:
             with self._turn:
                 self._free(trashed)
         return found
 
-    def _refuse(self, found: rest.Checkpoint, newest: bool) -> None:
+    def make_way(self, run: str, step: int) -> None:
+        """A damaged checkpoint gives its place to one that was trained and saved anew; does nothing where there is none.
+
+        `Pinned`, or `InUse`, when it may not go.
+        """
+        trashed: dict[int, str] = {}
+        with self._turn:
+            with self._deciding, suppress(NotFound):
+                found = self._catalog.checkpoint(run, step)
+                if found.damage is not None:
+                    self._refuse(found, newest=True, healthy=True)
+                    trashed = self._discard(
+                        run, {step: ["the same step is saved anew, and this one was damaged"]}, "damaged"
+                    )
+            self._free(trashed)
+        if trashed:
+            log.warning("removed %s@%s, which was damaged: the same step is saved anew", run, step)
+
+    def _refuse(self, found: rest.Checkpoint, newest: bool, healthy: bool) -> None:
         run, step = found.run, found.step
         file = self._files.read(run)
         if step in file.pins:
@@ -171,15 +214,22 @@ class Rotation:
                 f"{run}@{step} has the label {', '.join(labels)}",
                 hint=f"holdfast label {run}@{step} {labels[0]} --remove takes it away",
             )
-        if not newest and found.verified and all(c.step <= step for c in self._listed(run) if c.verified):
-            raise NewestVerified(
-                f"{run}@{step} is the newest checkpoint of its run that is known to be sound",
-                hint="removing it has to be forced by name: --force newest-verified",
-            )
+        self._refuse_the_newest(found, newest, healthy)
         if left_s := self.readers.held(run).get(step):
             raise InUse(f"{run}@{step} is being read", hint="try again when the reader is done", seconds=round(left_s, 1))
         if names := self._foreign(run, step):
             raise _holds_foreign(run, step, names)
+
+    def _refuse_the_newest(self, found: rest.Checkpoint, newest: bool, healthy: bool) -> None:
+        """What no policy removes is removed by name alone."""
+        listed, which = self._listed(found.run), f"{found.run}@{found.step} is the newest checkpoint of its run that is"
+        if found.step == max((c.step for c in listed if c.verified), default=-1):
+            if not newest:
+                hint = "removing it has to be forced by name: --force newest-verified"
+                raise NewestVerified(f"{which} known to be sound", hint=hint)
+        elif found.step == retention.newest_healthy(listed) and not healthy:
+            hint = "what is newer has new NaN or infinities; removing it has to be forced by name: --force newest-healthy"
+            raise NewestHealthy(f"{which} verified and healthy", hint=hint)
 
     def _looked_at(self, run: str) -> tuple[RunFile, list[Candidate]]:
         file, read = self._files.read(run), self.readers.held(run)
@@ -188,16 +238,17 @@ class Rotation:
     def _listed(self, run: str) -> list[rest.Checkpoint]:
         return roots.all_checkpoints(self._catalog, run)
 
-    def _discard(self, run: str, steps: Sequence[int], why: str) -> dict[int, str]:
-        """Rename to trash what nobody reads and what holds nothing foreign; where to, by step."""
+    def _discard(self, run: str, steps: Mapping[int, Sequence[str]], why: str) -> dict[int, str]:
+        """Rename to trash what nobody reads and what holds nothing foreign; where to, by step. `steps` has the reasons."""
         trashed: dict[int, str] = {}
-        for step in steps:
+        for step, reasons in steps.items():
             with self.readers.removing(run, step) as free:
                 try:
                     if not free:
                         raise InUse(f"{run}@{step} is being read")
                     if names := self._foreign(run, step):
                         raise _holds_foreign(run, step, names)
+                    replicas.removed(self._catalog.database, run, step)  # first: a copy made anew costs less than one left
                     trashed[step] = removal.discard(self._tier, run, step)
                 except NoSuchCheckpoint:
                     log.info("%s@%s was gone already", run, step)
@@ -206,7 +257,13 @@ class Rotation:
                     continue
                 self._catalog.forget_checkpoint(run, step)
                 self.removed[why] += step in trashed
+            if step in trashed:
+                self._tell("checkpoint-removed", f"step {step} was removed: {'; '.join(reasons)}", run, step, why=why)
         return trashed
+
+    def _tell(self, kind: str, text: str, run: str, step: int | None = None, **detail: Any) -> None:
+        if self.events is not None:
+            self.events.add(kind, text, run, step, **detail)
 
     def _foreign(self, run: str, step: int) -> list[str]:
         try:
@@ -264,7 +321,7 @@ def _candidate(c: rest.Checkpoint, file: RunFile, read: bool) -> Candidate:
     pin = ["it is pinned"] if c.step in file.pins else []
     labels = [f"it has the label {label}" for label in file.labels_of(c.step)]
     holds = (*pin, *labels, *([_READ] if read else []))
-    return Candidate(c.step, seconds_of(c.created), c.verified, c.metrics, holds)
+    return Candidate(c.step, seconds_of(c.created), c.verified, c.metrics, holds, c.healthy)
 
 
 def seconds_of(created: str) -> float:

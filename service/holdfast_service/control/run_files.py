@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -132,6 +132,16 @@ def unlabelled(file: RunFile, step: int, label: str) -> RunFile:
     left = tuple(s for s in file.labels.get(label, ()) if s != step)
     others = {name: steps for name, steps in file.labels.items() if name != label}
     return file.model_copy(update={"labels": {**others, label: left} if left else others})
+
+
+def differences(before: RunFile, after: RunFile) -> Iterator[tuple[int, str, str]]:
+    """What was done to pins and labels: step, a sentence, and the mark."""
+    for step in sorted({*before.pins} ^ {*after.pins}):
+        yield step, f"step {step} was {'pinned' if step in after.pins else 'unpinned'}", "pin"
+    for label in sorted({*before.labels} | {*after.labels}):
+        old, new = {*before.labels.get(label, ())}, {*after.labels.get(label, ())}
+        for step in sorted(old ^ new):
+            yield step, f"step {step} {'got' if step in new else 'lost'} the label {label}", f"label {label}"
 
 
 def _unreadable(path: str, why: str) -> CorruptManifest:

@@ -1,27 +1,54 @@
-"""The catalog's tables, and the engine that reaches them. `migrations/` makes them; a test compares the two."""
+"""The catalog's tables. `migrations/` makes them; a test compares the two."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from sqlalchemy import BigInteger, Boolean, Engine, ForeignKey, Index, Integer, String, Text, create_engine, event
-from sqlalchemy.engine import Connection, make_url
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    String,
+    Text,
+    text,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
-BUSY_TIMEOUT_S = 10
-READ_ONLY = "holdfast_read_only"
+
+def _ordered(length: int) -> String:
+    """Text that is compared byte by byte, whatever the database's locale: cursors and times depend on it."""
+    return String(length).with_variant(String(length, collation="C"), "postgresql")
 
 
-class JsonText(TypeDecorator[Any]):
-    """A JSON value as text, so that every database keeps it byte for byte."""
+_NAME, _TIME = _ordered(128), _ordered(40)
+# SQLite numbers rows by itself only where the key's type is spelt INTEGER.
+_COUNTED = BigInteger().with_variant(Integer, "sqlite")
+_JOB_GOES_ON = text("state IN ('queued', 'running')")
+
+
+class FreeText(TypeDecorator[str]):
+    """Text of any origin. What no database keeps, NUL and halves of surrogate pairs, is written out."""
 
     impl = Text
     cache_ok = True
 
-    def process_bind_param(self, value: Any, dialect: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, sort_keys=True)
+    def process_bind_param(self, value: str | None, dialect: Any) -> str | None:
+        return None if value is None else value.replace("\0", "\\x00").encode(errors="backslashreplace").decode()
+
+
+class JsonText(TypeDecorator[Any]):
+    """A JSON value as text of ASCII alone, so that every database keeps it byte for byte."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Any) -> str | None:
+        return None if value is None else json.dumps(value, sort_keys=True)
 
     def process_result_value(self, value: str | None, dialect: Any) -> Any:
         return None if value is None else json.loads(value)
@@ -36,7 +63,7 @@ class RunRow(Table):
 
     __tablename__ = "runs"
 
-    name: Mapped[str] = mapped_column(String(128), primary_key=True)
+    name: Mapped[str] = mapped_column(_NAME, primary_key=True)
     attempt: Mapped[int] = mapped_column(default=0)
     keep_last: Mapped[int | None]
 
@@ -48,7 +75,7 @@ class AttemptRow(Table):
     launch: Mapped[str] = mapped_column(String(256), primary_key=True)
     attempt: Mapped[int]
     world: Mapped[int]
-    declared: Mapped[str] = mapped_column(String(40))
+    declared: Mapped[str] = mapped_column(_TIME)
 
 
 class AnswerRow(Table):
@@ -64,29 +91,51 @@ class AnswerRow(Table):
 
 class RoundRow(Table):
     __tablename__ = "rounds"
-    __table_args__ = (Index("rounds_by_run", "run", "id"), Index("rounds_by_state", "state", "id"))
+    __table_args__ = (
+        Index("rounds_by_run", "run", "id"),
+        Index("rounds_by_state", "state", "id"),
+        Index("rounds_by_run_and_state", "run", "state", "id"),
+        Index("rounds_by_code", "code", sqlite_where=text("code IS NOT NULL"), postgresql_where=text("code IS NOT NULL")),
+    )
 
-    # SQLite numbers rows by itself only where the key's type is spelt INTEGER.
-    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True)
+    id: Mapped[int] = mapped_column(_COUNTED, primary_key=True, autoincrement=True)
     run: Mapped[str] = mapped_column(ForeignKey("runs.name"))
     step: Mapped[int]
     attempt: Mapped[int]
     world: Mapped[int]
     state: Mapped[str] = mapped_column(String(16))
     sealed: Mapped[int]
-    opened: Mapped[str] = mapped_column(String(40))
-    ended: Mapped[str | None] = mapped_column(String(40))
+    opened: Mapped[str] = mapped_column(_TIME)
+    ended: Mapped[str | None] = mapped_column(_TIME)
     code: Mapped[str | None] = mapped_column(String(64))
-    detail: Mapped[str | None] = mapped_column(Text)
+    detail: Mapped[str | None] = mapped_column(FreeText)
+    node: Mapped[str | None] = mapped_column(String(64))
+    measured: Mapped[dict[str, float] | None] = mapped_column(JsonText)
+
+
+def _where(name: str, sqlite: str, postgresql: str) -> Index:
+    """An index of the few checkpoints for which something holds."""
+    return Index(name, "run", "step", sqlite_where=text(sqlite), postgresql_where=text(postgresql))
 
 
 class CheckpointRow(Table):
+    """A checkpoint. What stands from `verified` on was found out since its commit, and only the catalog knows it.
+
+    `stamp` is what storage said of COMMIT and manifest when the row was made: while it says the same, the row stands.
+    """
+
     __tablename__ = "checkpoints"
+    __table_args__ = (
+        Index("checkpoints_summed", "run", "step", "bytes"),
+        _where("checkpoints_damaged", "damage IS NOT NULL", "damage IS NOT NULL"),
+        _where("checkpoints_unhealthy", "healthy IS 0", "healthy IS false"),
+        _where("checkpoints_unverified", "verified IS 0", "verified IS false"),
+    )
 
     run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True)
     attempt: Mapped[int]
-    created: Mapped[str] = mapped_column(String(40))
+    created: Mapped[str] = mapped_column(_TIME)
     world: Mapped[int]
     groups: Mapped[list[str]] = mapped_column(JsonText)
     tensors: Mapped[int]
@@ -94,30 +143,106 @@ class CheckpointRow(Table):
     bytes: Mapped[int]
     metrics: Mapped[dict[str, float]] = mapped_column(JsonText)
     verified: Mapped[bool] = mapped_column(Boolean)
+    checked: Mapped[str | None] = mapped_column(_TIME)
+    check: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+    damage: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+    nonfinite: Mapped[int | None]
+    healthy: Mapped[bool | None] = mapped_column(Boolean)
+    same_as: Mapped[int | None]
+    stamp: Mapped[str | None] = mapped_column(String(128))
 
 
-def connect(url: str) -> Engine:
-    """An engine for `url`. On SQLite, what may write takes the write lock as it begins, so none can deadlock."""
-    engine = create_engine(make_url(url))
-    if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _prepare_sqlite)
-        event.listen(engine, "begin", _begin_sqlite)
-    return engine
+class StatisticsRow(Table):
+    """What was computed of a checkpoint's tensors while their bytes passed, encoded; `layers` sums it up for plots."""
+
+    __tablename__ = "statistics"
+
+    run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    tensors: Mapped[int]
+    data: Mapped[bytes] = mapped_column(LargeBinary)
+    layers: Mapped[dict[str, Any]] = mapped_column(JsonText)
 
 
-def _prepare_sqlite(connection: Any, _: Any) -> None:
-    connection.isolation_level = None  # the driver would begin transactions at a moment of its own
-    # Timeout first: switching to WAL needs the file to itself for a moment. With WAL, `synchronous = NORMAL` may lose the
-    # last transactions in a power cut but never tears the file; the directories are the truth and are read at every start.
-    for pragma in (
-        f"busy_timeout = {BUSY_TIMEOUT_S * 1000}",
-        "journal_mode = WAL",
-        "synchronous = NORMAL",
-        "foreign_keys = ON",
-    ):
-        connection.execute(f"PRAGMA {pragma}").close()
+class ReplicaRow(Table):
+    """A copy of a checkpoint in another tier, as far as it is known."""
+
+    __tablename__ = "replicas"
+
+    run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    tier: Mapped[str] = mapped_column(String(64), primary_key=True)
+    state: Mapped[str] = mapped_column(String(16))
+    bytes: Mapped[int]
+    since: Mapped[str] = mapped_column(_TIME)
+    checked: Mapped[str | None] = mapped_column(_TIME)
+    problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
 
 
-def _begin_sqlite(connection: Connection) -> None:
-    read_only = connection.get_execution_options().get(READ_ONLY, False)
-    connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+class EventRow(Table):
+    """What happened. The newest ones are kept; `run` is no foreign key, since an event may outlive what it tells of."""
+
+    __tablename__ = "events"
+    __table_args__ = (
+        Index("events_by_run", "run", "id"),
+        Index("events_by_kind", "kind", "id"),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: Mapped[int] = mapped_column(_COUNTED, primary_key=True, autoincrement=True)
+    at: Mapped[str] = mapped_column(_TIME)
+    kind: Mapped[str] = mapped_column(_TIME)
+    level: Mapped[str] = mapped_column(String(8))
+    node: Mapped[str] = mapped_column(String(64))
+    run: Mapped[str | None] = mapped_column(_NAME)
+    step: Mapped[int | None]
+    text: Mapped[str] = mapped_column(FreeText)
+    detail: Mapped[dict[str, Any]] = mapped_column(JsonText)
+
+
+class JobRow(Table):
+    """Work that outlasts a request. `key` follows from kind and request: the same work going on is the same job.
+
+    `tries` counts its starts, and is what the node that runs it knows it by; `seen` is that node's last sign of life.
+    """
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        Index("jobs_by_state", "state", "id"),
+        Index("jobs_by_key", "key", unique=True, sqlite_where=_JOB_GOES_ON, postgresql_where=_JOB_GOES_ON),
+    )
+
+    id: Mapped[int] = mapped_column(_COUNTED, primary_key=True, autoincrement=True)
+    kind: Mapped[str] = mapped_column(String(32))
+    key: Mapped[str] = mapped_column(String(64))
+    state: Mapped[str] = mapped_column(String(16))
+    run: Mapped[str | None] = mapped_column(_NAME)
+    step: Mapped[int | None]
+    request: Mapped[dict[str, Any]] = mapped_column(JsonText)
+    cancel: Mapped[bool] = mapped_column(Boolean)
+    done_bytes: Mapped[int]
+    total_bytes: Mapped[int]
+    node: Mapped[str] = mapped_column(String(64))
+    tries: Mapped[int]
+    created: Mapped[str] = mapped_column(_TIME)
+    started: Mapped[str | None] = mapped_column(_TIME)
+    seen: Mapped[str | None] = mapped_column(_TIME)
+    ended: Mapped[str | None] = mapped_column(_TIME)
+    result: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+    problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+
+
+class TokenRow(Table):
+    """A bearer token, known by the SHA-256 of its text alone."""
+
+    __tablename__ = "tokens"
+
+    id: Mapped[int] = mapped_column(_COUNTED, primary_key=True, autoincrement=True)
+    name: Mapped[str] = mapped_column(String(64))
+    digest: Mapped[str] = mapped_column(String(64), unique=True)
+    scope: Mapped[str] = mapped_column(String(8))
+    runs: Mapped[str] = mapped_column(_NAME)
+    created: Mapped[str] = mapped_column(_TIME)
+    expires: Mapped[str | None] = mapped_column(_TIME)
+    revoked: Mapped[str | None] = mapped_column(_TIME)
+    used: Mapped[str | None] = mapped_column(_TIME)

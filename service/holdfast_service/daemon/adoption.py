@@ -102,8 +102,15 @@ class Adoption:
         self.expire(float("inf"))
 
 
+class _Unheard(Participant):
+    """A rank that an earlier daemon knew. Whether it lives shows when it comes back: until then it keeps no job out."""
+
+    def silent_s(self) -> float:
+        return float("inf")
+
+
 def _participant(owner: Owner) -> Participant:
-    return Participant(owner.run, owner.rank, owner.world, owner.attempt, _nobody_hears)
+    return _Unheard(owner.run, owner.rank, owner.world, owner.attempt, _nobody_hears)
 
 
 def _nobody_hears(outcome: Outcome) -> None:

@@ -53,6 +53,14 @@ class Arena:
         with self._lock:
             return self._taken()
 
+    @property
+    def slots(self) -> dict[str, int]:
+        """The slots of all segments: free, held (free, with the newest commit in them) and taken (leased or sealed)."""
+        with self._lock:
+            segments = list(self._segments)
+        free, held, taken = (sum(counts) for counts in zip((0, 0, 0), *(segment.uses for segment in segments), strict=True))
+        return {"free": free, "held": held, "taken": taken}
+
     def reserve(self, asked: Geometry, label: str, owner: Owner | None = None) -> Segment:
         """A new segment of as many of the slots as memory has room for, or of one on disk; `notice` says if it is not all.
 

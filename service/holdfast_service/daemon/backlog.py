@@ -7,15 +7,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import cast
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, RoundAborted
 from holdfast_formats.manifest import Manifest
 from holdfast_service.storage import Tier
 
+from .history import History
 from .holds import Holds
 from .ports import Decisions
 from .rounds import Round
+from .timing import FsyncTimed
 from .writer import write
 
 log = logging.getLogger(__name__)
@@ -31,10 +34,11 @@ class Backlog:
         parts: tuple[Tier, Decisions, str, Holds],
         lock: threading.Condition,
         ended: Callable[[Round, Manifest | CheckpointError], None],
+        history: History,
     ) -> None:
         """`lock` is the saver's: what it guards and what waits here change together. `ended` is called without it."""
         self._tier, self._decisions, self._node, self._holds = parts
-        self._lock, self._ended = lock, ended
+        self._lock, self._ended, self._history = lock, ended, history
         self._waiting: deque[Round | None] = deque()
         self._thread = threading.Thread(target=self._loop, name="holdfast-saver", daemon=True)
         self._thread.start()
@@ -89,9 +93,16 @@ class Backlog:
         planned = time.monotonic()
         self._tier.remove_tree(staging)
         self._decisions.admit(plan)
-        write(self._tier, plan, staging, {rank: s.data for rank, s in current.sealed.items()}, self._node)
+        timed = FsyncTimed(self._tier)
+        slots = {rank: sealed.data for rank, sealed in current.sealed.items()}
+        writing = time.monotonic()
+        with self._history.writing():
+            write(cast(Tier, timed), plan, staging, slots, self._node)
         written = time.monotonic()
-        made = self._decisions.commit(current.id, plan)
+        self._history.disk.wrote(plan.bytes, written - writing)
+        known = {"write_s": written - writing, "fsync_s": timed.seconds, "queue_s": writing - current.completed}
+        made = self._decisions.commit(current.id, plan, self._history.ending(current, **known))
+        self._history.ended(current)
         self._holds.keep(*current.key, current.sealed)
         phases = (planned - began, written - planned, time.monotonic() - written)
         size = f"{made.bytes} bytes"

@@ -28,6 +28,7 @@ PACKET_BYTES_MAX = 512
 SEGMENTS_MAX = 4096
 PAGE_BYTES = 4096
 SEALED = 2
+CREDENTIALS = struct.Struct("iII")  # SO_PEERCRED: process, user, group
 
 
 class Holder:
@@ -48,6 +49,9 @@ class Holder:
                 assert isinstance(key.fileobj, socket.socket)
                 if key.fileobj is self._listener:
                     connection, _ = self._listener.accept()
+                    if not is_ours(connection):
+                        connection.close()
+                        continue
                     self._selector.register(connection, selectors.EVENT_READ)
                     self._connections += 1
                 elif not self._hear(key.fileobj):
@@ -91,6 +95,12 @@ class Holder:
                 return b"end"
             case _:
                 return b"refused"
+
+
+def is_ours(connection: socket.socket) -> bool:
+    """Whether this user, or root, is at the other end: what is held is not for others, whatever the socket's mode is."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return CREDENTIALS.unpack(credentials)[1] in (0, os.geteuid())
 
 
 def holds_sealed(fd: int) -> bool:

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from holdfast_formats.errors import CheckpointError
+
 from . import holder
+from .callers import Caller, Callers, prepare_directory
 
 ANSWER_TIMEOUT_S = 10.0
 
@@ -154,6 +157,10 @@ def _connected(path: Path) -> socket.socket:
     connection.settimeout(ANSWER_TIMEOUT_S)
     try:
         connection.connect(str(path))
+        Callers().check(Caller.of(connection))  # memory of ranks is not for somebody who only took the holder's place
+    except CheckpointError as error:
+        connection.close()
+        raise PermissionError(f"the holder at {path} is somebody else's: {error.detail}") from error
     except OSError:
         connection.close()
         raise
@@ -162,7 +169,7 @@ def _connected(path: Path) -> socket.socket:
 
 def _start(path: Path) -> None:
     """Start a holder in a session of its own. The socket is ours until it takes over, so nobody waits for its start."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    prepare_directory(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         mask = os.umask(0o177)
         try:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from holdfast_formats.errors import (
 )
 
 from .arena import Arena
+from .fencing import DistantParticipant, refuse_second
 from .ports import Decisions
 from .rounds import Participant
 from .saver import Saver
@@ -77,7 +78,7 @@ class RemoteRank:
     def __init__(self, parts: tuple[Arena, Saver], hello: rest.RankHello, attempt: int) -> None:
         self._arena, self._saver = parts
         self.hello = hello
-        self.who = Participant(hello.run, hello.rank, hello.world, attempt, self._notify)
+        self.who = DistantParticipant(hello, attempt, self._notify, lambda: self.heard)
         self.heard = time.monotonic()
         self._turn = threading.Lock()  # one request of this rank at a time; never taken by the saver
         self._lock = threading.Lock()  # guards what `_notify` touches; held for moments only
@@ -185,6 +186,8 @@ class RemoteRank:
             geometry = upload.segment.geometry
             arena.seal(upload.segment.memory, geometry, upload.slot, header, whole.table_digest)
             upload.sealed = True
+            if whole.stall_s is not None:
+                self._saver.history.stalled(self.who, upload.step, whole.stall_s)
             try:
                 self._saver.seal(self.who, upload.slot, upload.step, whole.table_digest)
             except CheckpointError as error:
@@ -287,10 +290,11 @@ class RemoteRanks:
 
     def __init__(self, parts: tuple[Arena, Saver, Decisions], silence_max_s: float = SILENCE_MAX_S) -> None:
         self._arena, self._saver, self._decisions = parts
+        self.restores = self._saver.restores
         self.silence_max_s = silence_max_s
         self._lock = threading.Lock()
         self._ranks: dict[str, RemoteRank] = {}
-        self._departed: dict[str, CheckpointError] = {}
+        self._departed: dict[str, dict[str, Any]] = {}  # by id: the problem that it is told
         self._closing = threading.Event()
         self._reaper = threading.Thread(target=self._reap_loop, name="holdfast-remote-reaper", daemon=True)
         self._reaper.start()
@@ -316,6 +320,8 @@ class RemoteRanks:
         known = self._known(rank_id, hello)
         if known is not None:
             return known
+        if not hello.take_over:
+            refuse_second(self._saver, self._decisions, hello.run, hello.launch, hello.process)
         attempt = self._decisions.hello(hello.run, hello.launch, hello.world, hello.keep_last)
         made = RemoteRank((self._arena, self._saver), hello, attempt)
         place = (hello.run, attempt, hello.rank)
@@ -323,7 +329,7 @@ class RemoteRanks:
             if self._closing.is_set() or len(self._ranks) >= RANKS_MAX:
                 raise LimitExceeded(f"{len(self._ranks)} ranks speak over HTTP already")
             if rank_id in self._departed:
-                raise self._departed[rank_id]
+                raise from_problem(self._departed[rank_id])
             if rank_id in self._ranks:  # the same hello, sent again, was faster
                 return self._ranks[rank_id]
             before = [i for i, r in self._ranks.items() if (r.who.run, r.who.attempt, r.who.rank) == place]
@@ -348,7 +354,9 @@ class RemoteRanks:
             found = self._ranks.get(rank_id)
             departed = self._departed.get(rank_id)
         if found is None:
-            raise departed or NoSuchResource(f"no rank has the id {rank_id}", hint="say hello first: PUT /v1/ranks/{id}")
+            if departed is not None:
+                raise from_problem(departed)
+            raise NoSuchResource(f"no rank has the id {rank_id}", hint="say hello first: PUT /v1/ranks/{id}")
         found.heard = time.monotonic()
         return found
 
@@ -356,11 +364,12 @@ class RemoteRanks:
         """The rank parts; what it has sealed is saved."""
         self._part(rank_id, RoundAborted("this rank has parted"))
 
-    def choose(self, who: Participant, turn: int, question: rest.Question) -> int | None:
+    def choose(self, who: Participant, turn: int, question: rest.Question) -> rest.Answer:
         """The step that this rank's attempt restores; `DeadlineExceeded` while what was sealed before is being written."""
         if not self._saver.settle(who.run, question.wait_s):
             raise DeadlineExceeded(f"saves of {who.run} are still being written", hint="ask again")
-        return self._decisions.choose(who.run, who.attempt, turn, question.step, question.groups)
+        step = self._decisions.choose(who.run, who.attempt, turn, question.step, question.groups, question.healthy)
+        return rest.Answer(step=step, notes=self.restores.told(who, turn, step, named=question.step is not None))
 
     def expire(self) -> None:
         """Give up the ranks that have been silent for too long."""
@@ -386,7 +395,7 @@ class RemoteRanks:
             rank = self._ranks.pop(rank_id, None)
             if rank is None:
                 return
-            self._departed[rank_id] = error
+            self._departed[rank_id] = error.problem()
             while len(self._departed) > DEPARTED_MAX:
                 del self._departed[next(iter(self._departed))]
         rank.depart()

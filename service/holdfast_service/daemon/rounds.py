@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast_formats.arena import Owner
-from holdfast_formats.errors import CheckpointError, RoundAborted, StateMismatch
+from holdfast_formats.errors import CheckpointError, RoundAborted, StateMismatch, from_problem
 from holdfast_formats.wire import Outcome
 
 from .segment import SealedSlot, Segment
@@ -23,9 +24,16 @@ class RoundKey(NamedTuple):
 class Participant:
     """A rank as the saver knows it: who it is, and how to tell it what became of a save."""
 
+    process = ""  # which process speaks, as it names itself; "" for one that does not
+    remote = False
+
     def __init__(self, run: str, rank: int, world: int, attempt: int, notify: Callable[[Outcome], None]) -> None:
         self.run, self.rank, self.world, self.attempt = run, rank, world, attempt
         self.notify = notify
+
+    def silent_s(self) -> float:
+        """Since when nothing was heard of it, in seconds; 0 for one whose connection the kernel holds."""
+        return 0.0
 
     @property
     def owner(self) -> Owner:
@@ -47,10 +55,18 @@ class Round:
         self.leases: dict[int, Lease] = {}
         self.sealed: dict[int, SealedSlot] = {}
         self.participants: dict[int, Participant] = {}
+        self.began: float | None = time.monotonic()  # None when an earlier daemon began it
+        self.completed = 0.0
 
     @property
     def complete(self) -> bool:
         return len(self.sealed) == self.world
+
+    @property
+    def staged(self) -> dict[str, float]:
+        """Seconds from the first lease to the last seal, where both were seen."""
+        seen = self.began is not None and self.completed > 0
+        return {"stage_s": self.completed - self.began} if self.began is not None and seen else {}
 
     def holds(self, segment: Segment) -> bool:
         """Whether a slot of this segment is taken by this round."""
@@ -74,24 +90,27 @@ class Round:
 
 
 class GivenUp:
-    """Why rounds ended without a checkpoint, and which of their ranks know. The oldest are forgotten."""
+    """Why rounds ended without a checkpoint, and which of their ranks know. The oldest are forgotten.
+
+    Of an error is kept what it says: its traceback leads to whoever met it, and to all memory that was at hand there.
+    """
 
     def __init__(self) -> None:
-        self._ended: dict[RoundKey, tuple[set[int], CheckpointError]] = {}
+        self._ended: dict[RoundKey, tuple[set[int], dict[str, Any]]] = {}
 
     def add(self, key: RoundKey, knowing: set[int], error: CheckpointError) -> None:
-        self._ended[key] = (knowing, error)
+        self._ended[key] = (knowing, error.problem())
         while len(self._ended) > ENDED_ROUNDS_MAX:
             del self._ended[next(iter(self._ended))]
 
     def refuse(self, key: RoundKey, rank: int) -> None:
         """A rank that comes late to a round the others have lost is told so once; after that the step may be tried anew."""
-        known, error = self._ended.get(key, (set(), None))
-        if error is not None and rank not in known:
+        known, problem = self._ended.get(key, (set(), None))
+        if problem is not None and rank not in known:
             known.add(rank)
-            raise error
+            raise from_problem(problem)
 
     def why(self, key: RoundKey, otherwise: str) -> CheckpointError:
         """What ended this round; `otherwise` where it is not known."""
-        _, error = self._ended.get(key, (set(), None))
-        return error or RoundAborted(otherwise)
+        _, problem = self._ended.get(key, (set(), None))
+        return from_problem(problem) if problem is not None else RoundAborted(otherwise)

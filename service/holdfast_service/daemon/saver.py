@@ -22,44 +22,93 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.wire import Outcome, Policy
+from holdfast_service.logs import about
 from holdfast_service.storage import Tier
 
+from .attendance import Attendance
 from .backlog import Backlog
-from .checking import Checks
+from .checking import Checker, Checks
 from .generations import gives_way
+from .history import History, Measured
 from .holds import Holds
 from .ports import Decisions
+from .restores import Restores
 from .rounds import GivenUp, Lease, Participant, Round, RoundKey
 from .segment import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find_sealed
 
 log = logging.getLogger(__name__)
 
+GIVE_WAY_MAX_S, GIVE_WAY_POLL_S = 0.5, 0.005  # for each piece that is read: a rank that hangs holds a check up, no more
+
 
 class Saver:
     """Owner of all rounds of this node. Methods are called by the ranks' conversations, from any thread."""
 
-    def __init__(self, tier: Tier, decisions: Decisions, node: str) -> None:
+    def __init__(self, tier: Tier, decisions: Decisions, node: str, checker: Checker | None = None) -> None:
         self._decisions = decisions
         self._lock = threading.Condition()
-        self._present: dict[tuple[str, int], set[Participant]] = {}  # (run, attempt) -> ranks connected now
+        self._attendance = Attendance()
         self._open: dict[RoundKey, Round] = {}
         self._given_up = GivenUp()
         self._pending: dict[RoundKey, Round] = {}  # complete, being saved
-        self._checks = Checks(tier, decisions)
+        self.history = History(decisions)
+        checker = checker or Checker(tier, decisions)
+        self.checks = Checks(checker, self.history.verified, self._give_way)
+        self.restores = Restores(checker.suspect, decisions.findings)
         self.holds = Holds(decisions.committed)
-        self._backlog = Backlog((tier, decisions, node, self.holds), self._lock, self._saved)
+        self._backlog = Backlog((tier, decisions, node, self.holds), self._lock, self._saved, self.history)
 
     @property
     def busy(self) -> bool:
         with self._lock:
-            return bool(self._open or self._pending or self._checks.left or self.holds.awaiting)
+            return bool(self._open or self._pending or self.checks.left or self.holds.awaiting)
+
+    @property
+    def writing(self) -> bool:
+        """Whether a save is on its way to storage."""
+        with self._lock:
+            return bool(self._pending)
+
+    @property
+    def working(self) -> bool:
+        """Whether a save is under way, or a checkpoint is still to be read back."""
+        with self._lock:
+            return bool(self._open or self._pending or self.checks.left)
+
+    def _give_way(self, size: int) -> None:
+        """Reading back pauses while a rank stages or restores: all need memory's bandwidth, and training waits for these."""
+        limit = time.monotonic() + GIVE_WAY_MAX_S
+        while (self._staging or self.restores.under_way) and time.monotonic() < limit:
+            time.sleep(GIVE_WAY_POLL_S)
+
+    @property
+    def _staging(self) -> bool:
+        with self._lock:
+            return any(current.leases for current in self._open.values())
+
+    @property
+    def runs(self) -> set[str]:
+        """The runs of which ranks are connected."""
+        with self._lock:
+            return self._attendance.runs
 
     def join(self, who: Participant) -> None:
         """A rank has said hello. Incomplete rounds of older attempts of its run end (I6); what all had sealed is saved."""
         with self._lock:
-            self._present.setdefault((who.run, who.attempt), set()).add(who)
+            self._attendance.join(who)
+            self.restores.join(who)
             for current in [r for k, r in self._open.items() if k.run == who.run and k.attempt < who.attempt]:
                 self._abort(current, StaleAttempt(f"attempt {who.attempt} of {who.run} has begun"))
+
+    def present(self, run: str) -> list[Participant]:
+        """The ranks of a run that are connected now, of whatever attempt."""
+        with self._lock:
+            return self._attendance.of(run)
+
+    def belongs(self, run: str, process: str) -> bool:
+        """Whether a process is, or was, a rank of a job whose ranks are connected now."""
+        with self._lock:
+            return self._attendance.belongs(run, process)
 
     def lease(self, who: Participant, segment: Segment, step: int, wait_s: float, policy: Policy = "wait") -> int:
         """A slot of `segment` for this rank's part of `step`. Refuses by name a step that may not be saved by this rank.
@@ -68,6 +117,7 @@ class Saver:
         does, as `GenerationDropped`; or a slot is awaited, for `wait_s` seconds, then `ArenaFull`.
         """
         key = RoundKey(who.run, step, who.attempt)
+        self.restores.moved_on(who)
         with self._lock:
             self._given_up.refuse(key, who.rank)
         round_id = self._decisions.begin(who.run, step, who.attempt, who.world)
@@ -78,6 +128,8 @@ class Saver:
             with self._lock:
                 self._given_up.refuse(key, who.rank)
                 begun = self._open.get(key) or self._pending.get(key)
+                if begun is None:
+                    self.history.begun(key)
                 current = begun or Round(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S)
                 current.refuse(who)
                 if slot < 0:
@@ -123,6 +175,7 @@ class Saver:
         segment, slot, sealed = held
         with self._lock:
             current = self._open.setdefault(key, Round(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S))
+            current.began = None
             current.participants[who.rank] = who
             if sealed is None:
                 current.leases[who.rank] = Lease(segment, slot, current.deadline)
@@ -167,10 +220,10 @@ class Saver:
     def gone(self, who: Participant) -> None:
         """A rank's process is gone. Rounds it had not sealed end; with the last rank, all incomplete ones do."""
         with self._lock:
-            present = self._present.get((who.run, who.attempt), set())
-            present.discard(who)
+            present = self._attendance.leave(who)
+            if not any(other.rank == who.rank for other in present):
+                self.restores.gone(who)
             if not present:
-                self._present.pop((who.run, who.attempt), None)
                 self._decisions.parted(who.run, who.attempt)
             for current in [r for k, r in self._open.items() if (k.run, k.attempt) == (who.run, who.attempt)]:
                 back = any(other.rank == who.rank for other in present)
@@ -196,6 +249,7 @@ class Saver:
         """End the rounds and the holds whose deadline has passed."""
         now = time.monotonic()
         self.holds.expire(now)
+        self.history.flush()
         with self._lock:
             for current in list(self._open.values()):
                 late = sorted(rank for rank, lease in current.leases.items() if lease.deadline < now)
@@ -216,14 +270,18 @@ class Saver:
         with self._lock:
             for current in list(self._open.values()):
                 self._abort(current, RoundAborted("the daemon is shutting down"))
+        self.restores.close()
         self._backlog.close()
-        self._checks.close()
+        self.checks.close()
+        self.history.disk.close()
+        self.history.flush(everything=True)
         self.holds.close()
 
     def _take(self, current: Round, rank: int, sealed: SealedSlot) -> int:
         """How many ranks have sealed, now that this one has; the last one sets the round going."""
         current.sealed[rank] = sealed
         if current.complete:
+            current.completed = time.monotonic()
             self._pending[current.key] = self._open.pop(current.key)
             self._backlog.add(current)
         return len(current.sealed)
@@ -263,13 +321,16 @@ class Saver:
 
     def _end_unsaved(self, current: Round, error: CheckpointError, staging: str | None) -> None:
         how = "dropped" if isinstance(error, GenerationDropped) else "aborted"
-        log.warning("%s@%s attempt %s %s: %s", *current.key, how, error.detail)
-        self._record_end(current.key, current.id, error, staging)
+        log.warning("%s@%s attempt %s %s: %s", *current.key, how, error.detail, extra=about(error=error))
+        self._record_end(current.key, current.id, error, staging, self.history.ending(current))
+        self.history.ended(current, checked=True)
         self._announce(current, error)
 
-    def _record_end(self, key: RoundKey, round_id: int, error: CheckpointError, staging: str | None) -> None:
+    def _record_end(
+        self, key: RoundKey, round_id: int, error: CheckpointError, staging: str | None, measured: Measured | None = None
+    ) -> None:
         try:
-            self._decisions.abort(round_id, error, staging)
+            self._decisions.abort(round_id, error, staging, measured)
         except CheckpointError as failure:  # the ranks must hear of it though the catalog cannot
             log.error("the end of %s@%s attempt %s is not recorded: %s", *key, failure.detail)
 
@@ -286,7 +347,7 @@ class Saver:
         if isinstance(result, CheckpointError):
             self._end_unsaved(current, result, naming.staging_path(*current.key))
             return
-        self._checks.add(result)
+        self.checks.add(result)
         self._announce(current, None)
 
 

@@ -157,6 +157,13 @@ class Segment:
             idle()
 
     @property
+    def uses(self) -> tuple[int, int, int]:
+        """How many slots are free, are free and hold what may be wanted once more, and are taken."""
+        with self._changed:
+            held = len(self._free & self._kept.keys())
+            return len(self._free) - held, held, self.geometry.slots - len(self._free)
+
+    @property
     def touched_bytes(self) -> int:
         """How much of it is in memory, or on the disk, by now."""
         return min(os.fstat(self.fd).st_blocks * 512, self.geometry.segment_bytes)

@@ -17,12 +17,13 @@ from holdfast_formats.errors import (
     CheckpointError,
     InvalidRequest,
     LimitExceeded,
-    RootBusy,
     from_problem,
 )
 
 from .adoption import Adoption
 from .arena import Arena
+from .callers import Caller, Callers, listen
+from .fencing import refuse_second
 from .lent import read_listing
 from .loader import Key, Loader, Wish
 from .peer import Peer
@@ -38,6 +39,8 @@ CONVERSATIONS_MAX = 1024
 REAP_INTERVAL_S = 1.0
 ACCEPT_RETRY_S = 0.5
 FDS_MAX = 16
+REFUSED_WAIT_S = 5.0  # for the first word of somebody who may not speak
+ONLY_US = Callers()
 
 
 class Identity(NamedTuple):
@@ -52,14 +55,20 @@ class Identity(NamedTuple):
 class Daemon:
     """The data plane of a node: arena, saver, loader, and the socket at which ranks find them."""
 
-    def __init__(self, path: Path, identity: Identity, parts: tuple[Arena, Saver, Decisions, Adoption, Loader]) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        identity: Identity,
+        parts: tuple[Arena, Saver, Decisions, Adoption, Loader],
+        callers: Callers = ONLY_US,
+    ) -> None:
+        self.path, self.callers = path, callers
         self.identity = identity
         self.arena, self.saver, self.decisions, self.adoption, self.loader = parts
         self._lock = threading.Lock()
         self._conversations: set[_Conversation] = set()
         self._closing = threading.Event()
-        self._listener = _listen(path)
+        self._listener = listen(path, callers)
         self._threads = [
             threading.Thread(target=self._accept_loop, name="holdfast-accept", daemon=True),
             threading.Thread(target=self._reap_loop, name="holdfast-reaper", daemon=True),
@@ -136,6 +145,7 @@ class _Conversation:
         self._who: Participant | None = None
         self._segments: list[Segment] = []
         self._fds: list[int] = []  # that came, and that no request has taken yet
+        self._refused: CheckpointError | None = None
         self.thread = threading.Thread(target=self._run, name="holdfast-rank", daemon=True)
         self._answers: dict[type[wire.Message], Callable[[Any], wire.Reply | None]] = {
             wire.Hello: self._hello,
@@ -145,9 +155,11 @@ class _Conversation:
             wire.Seal: self._seal,
             wire.Abandon: self._abandon,
             wire.Choose: self._choose,
+            wire.Ended: self._ended,
             wire.Held: self._held,
             wire.Load: self._load,
             wire.Unload: self._unload,
+            wire.Measured: self._measured,
             wire.Farewell: self._farewell,
         }
 
@@ -159,9 +171,12 @@ class _Conversation:
 
     def _run(self) -> None:
         try:
+            self._meet()
             while data := self._receive():
                 for request in self._decoder.feed(data):
                     self._answer(request)
+                    if self._refused is not None:
+                        raise self._refused
         except CheckpointError as error:
             log.warning("ending a conversation: %s", error.detail)
         except OSError as error:
@@ -179,6 +194,14 @@ class _Conversation:
             for fd in self._fds:
                 os.close(fd)
 
+    def _meet(self) -> None:
+        """Look who it is. Who may not speak is told so in answer to the first request, and then hung up on."""
+        try:
+            self._daemon.callers.check(Caller.of(self._connection))
+        except CheckpointError as error:
+            self._refused = error
+            self._connection.settimeout(REFUSED_WAIT_S)
+
     def _receive(self) -> bytes:
         data, fds, _, _ = socket.recv_fds(self._connection, RECEIVE_BYTES, 1)
         for fd in fds:
@@ -190,6 +213,8 @@ class _Conversation:
 
     def _answer(self, request: wire.Request) -> None:
         try:
+            if self._refused is not None:
+                raise self._refused
             reply = self._answers[type(request)](request)
         except CheckpointError as error:
             reply = wire.Failed(reply_to=request.id, problem=error.problem())
@@ -228,8 +253,11 @@ class _Conversation:
         if not request.rank < request.world:
             raise InvalidRequest(f"rank {request.rank} of a world of {request.world}")
         daemon = self._daemon
+        if not request.take_over:
+            refuse_second(daemon.saver, daemon.decisions, request.run, request.launch, request.process)
         attempt = daemon.decisions.hello(request.run, request.launch, request.world, request.keep_last)
         self._who = Participant(request.run, request.rank, request.world, attempt, self._notify)
+        self._who.process = request.process
         daemon.saver.join(self._who)
         return wire.Welcome(
             reply_to=request.id,
@@ -310,8 +338,18 @@ class _Conversation:
     def _choose(self, request: wire.Choose) -> wire.Reply:
         who = self._known()
         self._daemon.saver.settle(who.run, request.wait_s)
-        step = self._daemon.decisions.choose(who.run, who.attempt, request.turn, request.step, request.groups)
-        return wire.Chosen(reply_to=request.id, step=step)
+        wanted = request.step, request.groups, request.healthy
+        step = self._daemon.decisions.choose(who.run, who.attempt, request.turn, *wanted)
+        notes = self._daemon.saver.restores.told(who, request.turn, step, named=request.step is not None)
+        return wire.Chosen(reply_to=request.id, step=step, notes=notes)
+
+    def _ended(self, request: wire.Ended) -> wire.Reply:
+        problem = None if request.problem is None else from_problem(request.problem)
+        about = (request.turn, request.step, problem)
+        found = self._daemon.saver.restores.judge(self._known(), about, request.alone, request.wait_s)
+        return wire.Judged(
+            reply_to=request.id, again=found.again, problem=found.problem, late=found.late, newest=found.newest
+        )
 
     def _held(self, request: wire.Held) -> None:
         parts, fds = self._daemon.saver.holds.lend(self._known().run, request.step)
@@ -339,33 +377,8 @@ class _Conversation:
         self._daemon.loader.counts.add("rank", request.read_bytes)
         return wire.Done(reply_to=request.id)
 
+    def _measured(self, request: wire.Measured) -> None:
+        self._daemon.saver.history.stalled(self._known(), request.step, request.stall_s)
+
     def _farewell(self, request: wire.Farewell) -> None:
         self._daemon.saver.holds.end(self._known().run)
-
-
-def _listen(path: Path) -> socket.socket:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if len(os.fsencode(path)) > 100:
-        raise InvalidRequest(f"the socket path {path} is too long for a unix socket", hint="choose one under 100 bytes")
-    _refuse_if_answered(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.settimeout(0.5)  # so that closing is noticed
-    mask = os.umask(0o177)
-    try:
-        path.unlink(missing_ok=True)
-        listener.bind(str(path))
-    finally:
-        os.umask(mask)
-    listener.listen(128)
-    return listener
-
-
-def _refuse_if_answered(path: Path) -> None:
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        probe.connect(str(path))
-    except OSError:
-        return
-    finally:
-        probe.close()
-    raise RootBusy(f"another daemon answers at {path}", hint="stop it, or serve another --socket")

@@ -26,6 +26,8 @@ FILES_MAX = 2  # a file's last windows and its fsync overlap with the next file'
 
 _windows = Windows(WORKERS)  # of all saves of the daemon, one after the other
 
+_writing: list[str] = []  # what is being written now; changed by single operations alone
+
 _Extents = list[tuple[PlannedTensor, Extent]]
 
 
@@ -37,12 +39,25 @@ class _Running(NamedTuple):
     jobs: Sequence[Future[_Extents]]
 
 
+def under_way() -> bool:
+    """Whether a save is being written now, so that what can do without the disk leaves it alone."""
+    return bool(_writing)
+
+
 def write(tier: Tier, plan: Plan, staging: str, slots: Slots, node: str) -> Receipt:
     """Write all files and assets of `plan` under `staging`, fsync them, then the receipt (I3), and return it.
 
     Raises `StorageFailed` or `NoSpace`; what was written by then is garbage for the caller to remove. A failed fsync is
     never tried again (I9).
     """
+    _writing.append(staging)
+    try:
+        return _write(tier, plan, staging, slots, node)
+    finally:
+        _writing.remove(staging)
+
+
+def _write(tier: Tier, plan: Plan, staging: str, slots: Slots, node: str) -> Receipt:
     files: list[FileEntry] = []
     for asset in plan.assets:
         blob = asset.blob

@@ -6,6 +6,7 @@ import errno
 import os
 from contextlib import suppress
 
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

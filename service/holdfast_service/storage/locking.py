@@ -23,6 +23,16 @@ class RootLock:
             os.close(descriptor)
 
 
+def lock(root: Path, path: Path, mode: int) -> RootLock:
+    """Lock `root` by the file at `path`, which is made if it is not there."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        return take(root, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
 def take(root: Path, descriptor: int) -> RootLock:
     """Lock the open lock file of `root` and leave our process id in it; `RootBusy` names the process that holds it."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Sequence
 
@@ -66,6 +67,17 @@ class MemoryTier:
             self._directories = {_moved(path, old, new) for path in self._directories}
         self.acts += [("rename", target), ("directory", "/".join(there)), ("directory", "/".join(here))]
 
+    def supplant(self, source: str, target: str) -> None:
+        (_, _), (there, leaf) = split_leaf(source), split_leaf(target)
+        with self._lock:
+            held = self._file(source)
+            if (*there, leaf) in self._directories:
+                raise StorageFailed(f"{target} is a directory", path=target)
+            self._make_directories(tuple(there))
+            del self._files[tuple(split_path(source))]
+            self._files[(*there, leaf)] = held
+        self.acts += [("rename", target), ("directory", "/".join(there)), ("directory", "/".join(split_path(source)[:-1]))]
+
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         if offset < 0 or (length or 0) < 0:
             raise InvalidRequest(f"{path}: {length} bytes at {offset} cannot be read")
@@ -91,6 +103,16 @@ class MemoryTier:
         with self._lock:
             below = self._directories.union(self._files)
         return sorted(path[-1] for path in below if path and path[:-1] == names)
+
+    def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
+        top = tuple(split_path(path))
+        found = {}
+        for below in ("", *self.list(path)):
+            directory = (*top, below) if below else top
+            held = [self._files.get((*directory, name)) for name in names]
+            if directory in self._directories and None not in held:
+                found[below] = " ".join(hashlib.sha256(data or b"").hexdigest()[:32] for data in held)
+        return found
 
     def remove_file(self, path: str) -> None:
         self._file(path)

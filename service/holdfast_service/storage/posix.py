@@ -19,8 +19,9 @@ from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRe
 
 from . import libc, locking
 from .direct import ALIGNMENT, DIRECT_BYTES_MIN, REFUSED, is_aligned, open_direct
-from .directories import DIRECTORY, open_directory, remove_tree
+from .directories import ABSENT, DIRECTORY, open_directory, remove_tree
 from .pacing import Pace
+from .stamps import stamps
 from .tier import Buffer, check_range, octets, split_leaf, split_path
 from .translation import translated
 from .writeback import Writeback, drop_from_cache
@@ -29,7 +30,6 @@ BUFFERS_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one pwritev
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hold up its reader
 _FILE_MODE = 0o666  # less the umask
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 _fsync = os.fsync
 _pwritev = os.pwritev
@@ -108,6 +108,15 @@ class PosixTier:
                 **{**error.members, "outcome": "unknown"},
             ) from error
 
+    def supplant(self, source: str, target: str) -> None:
+        (here_parent, leaf), (there_parent, new_leaf) = split_leaf(source), split_leaf(target)
+        if self.size(source) is None:
+            raise NoSuchResource(f"there is no file {source}", path=source)
+        with translated("supplant", target), self._directory(here_parent) as here, self._directory(there_parent) as there:
+            os.rename(leaf, new_leaf, src_dir_fd=here, dst_dir_fd=there)
+        self.sync_directory("/".join(there_parent))
+        self.sync_directory("/".join(here_parent))
+
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         _check_position(path, offset, length or 0)
         with translated("read", path), self._file(path) as (descriptor, size):
@@ -137,7 +146,7 @@ class PosixTier:
                 with self._directory(parent) as directory:
                     status = os.stat(leaf, dir_fd=directory, follow_symlinks=False)
             except OSError as error:
-                if error.errno in _ABSENT:
+                if error.errno in ABSENT:
                     return None
                 raise
         return status.st_size if stat.S_ISREG(status.st_mode) else None
@@ -149,8 +158,19 @@ class PosixTier:
                 with self._directory(names) as directory:
                     return sorted(os.listdir(directory))
             except OSError as error:
-                if error.errno in _ABSENT:
+                if error.errno in ABSENT:
                     return []
+                raise
+
+    def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
+        directories = split_path(path)
+        with translated("list", path):
+            try:
+                with self._directory(directories) as directory:
+                    return stamps(directory, names)
+            except OSError as error:
+                if error.errno in ABSENT:
+                    return {}
                 raise
 
     def remove_file(self, path: str) -> None:
@@ -296,14 +316,14 @@ def make_root(root: Path) -> None:
 def lock_root(root: Path) -> locking.RootLock:
     """Lock `root`, which is made if it is not there; `RootBusy` names the process that holds it."""
     make_root(root)
-    path = root / naming.LOCK
-    with translated("lock", str(path)):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE)
-        try:
-            return locking.take(root, descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
+    with translated("lock", str(root)):
+        return locking.lock(root, root / naming.LOCK, _FILE_MODE)
+
+
+def set_aside(path: Path, target: Path) -> None:
+    """Give a damaged file of ours another name. Whether that survives a power cut is no matter: it would be found again."""
+    with translated("rename", str(path)):
+        os.rename(path, target)
 
 
 def _put(directory: int, leaf: str, data: bytes) -> None:

@@ -37,7 +37,7 @@ def open_scratch(root: Path, size: int, beside: int) -> int:
                 f"{root} has {free} bytes free; staging needs {size} there, and the checkpoint {beside} beside it",
                 hint="free space on the disk, or memory on the machine",
             )
-        descriptor = _nameless(root)
+        descriptor = nameless(root)
         try:
             libc.fallocate(descriptor, size)
         except OSError:
@@ -76,7 +76,8 @@ def empty(descriptor: int, offset: int, length: int) -> None:
         libc.zero_range(descriptor, offset, length)
 
 
-def _nameless(root: Path) -> int:
+def nameless(root: Path) -> int:
+    """A descriptor of a new file in `root` that nobody else finds."""
     flags = os.O_RDWR | os.O_CLOEXEC
     with suppress(OSError):
         return os.open(root, os.O_TMPFILE | flags, 0o600)

@@ -55,6 +55,12 @@ class Tier(Protocol):
         A failure after the rename carries the member `outcome="unknown"` (I9).
         """
 
+    def supplant(self, source: str, target: str) -> None:
+        """Put a durable file in the place of another one, or of nothing, atomically; durable there when this returns.
+
+        Who has the other one open keeps reading that.
+        """
+
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """Bytes of a file; fewer than `length` only at its end."""
 
@@ -69,6 +75,10 @@ class Tier(Protocol):
 
     def list(self, path: str) -> list[str]:
         """The names in a directory, sorted; none for what is not a directory."""
+
+    def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
+        """For this directory, as `""`, and each one in it that holds files of all these names: a text without their contents
+        that becomes another when one of the files is written, replaced or made anew. None for what is not a directory."""
 
     def remove_file(self, path: str) -> None:
         """Remove one file."""

@@ -54,7 +54,7 @@ class Holdfast:
             limit = time.monotonic() + VERIFY_WAIT_S
             while not api.checkpoint(RUN, step).verified and time.monotonic() < limit:
                 time.sleep(POLL_S)
-            retention.remove(api, RUN, step, force_newest=True)  # as for everybody, before the next save
+            retention.remove(api, RUN, step, force="newest-verified")  # as for everybody, before the next save
 
 
 def open_peer(place: Place, state: State, variant: str) -> Holdfast:

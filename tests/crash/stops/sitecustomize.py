@@ -60,6 +60,15 @@ POINTS = {
     "after rename": Point("holdfast_service.storage.posix", "_rename", after=True, at=_to_checkpoints),
     "before the catalog": Point("holdfast_service.control.catalog", "Catalog.record_checkpoint"),
     "mid rotation": Point("holdfast_service.storage.posix", "PosixTier.remove_tree", at=_from_trash),
+    # in what the daemon does beside saves
+    "job claimed": Point("holdfast_service.control.jobs", "Jobs.claim", after=True),
+    "mid job": Point("holdfast_service.storage.posix", "PosixTier.read_stored", after=True),
+    "before the job's end": Point("holdfast_service.control.jobs", "Jobs.finish"),
+    "after the job's end": Point("holdfast_service.control.jobs", "Jobs.finish", after=True),
+    "before an event": Point("holdfast_service.control.events", "Events.add"),
+    "after an event": Point("holdfast_service.control.events", "Events.add", after=True),
+    "a round has ended": Point("holdfast_service.control.catalog", "Catalog.end_round", after=True),
+    "mid check": Point("holdfast_service.daemon.sampling", "try_layouts"),
     # in the command line
     "mid export": Point("holdfast.copying", "write", after=True),
     "before COMMIT of the export": Point(

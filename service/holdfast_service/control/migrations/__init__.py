@@ -9,8 +9,10 @@ from sqlalchemy import Connection, Engine, inspect, text
 
 from holdfast_formats.errors import StateMismatch
 
-HEAD = "0001"  # the newest of versions/
+HEAD = "0002"  # the newest of versions/
 _alembic_is_global = threading.Lock()
+_LOCK = 0x686F6C64  # of PostgreSQL's advisory locks; nodes that start at once migrate one after the other
+_LOCK_TIMEOUT_S = 60
 
 
 def migrate(engine: Engine) -> None:
@@ -23,6 +25,9 @@ def migrate(engine: Engine) -> None:
     from alembic.util import CommandError
 
     with _alembic_is_global, engine.begin() as connection:
+        if engine.dialect.name == "postgresql":
+            connection.execute(text(f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT_S}s'"))
+            connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
         config = Config()
         config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
         config.attributes["connection"] = connection

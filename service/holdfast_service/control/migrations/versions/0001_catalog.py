@@ -10,25 +10,28 @@ down_revision = None
 branch_labels = None
 depends_on = None
 
+_NAME = sa.String(128).with_variant(sa.String(128, collation="C"), "postgresql")
+_TIME = sa.String(40).with_variant(sa.String(40, collation="C"), "postgresql")
+
 
 def upgrade() -> None:
     op.create_table(
         "runs",
-        sa.Column("name", sa.String(128), primary_key=True),
+        sa.Column("name", _NAME, primary_key=True),
         sa.Column("attempt", sa.BigInteger(), nullable=False),
         sa.Column("keep_last", sa.BigInteger()),
     )
     op.create_table(
         "attempts",
-        sa.Column("run", sa.String(128), sa.ForeignKey("runs.name"), primary_key=True),
+        sa.Column("run", _NAME, sa.ForeignKey("runs.name"), primary_key=True),
         sa.Column("launch", sa.String(256), primary_key=True),
         sa.Column("attempt", sa.BigInteger(), nullable=False),
         sa.Column("world", sa.BigInteger(), nullable=False),
-        sa.Column("declared", sa.String(40), nullable=False),
+        sa.Column("declared", _TIME, nullable=False),
     )
     op.create_table(
         "answers",
-        sa.Column("run", sa.String(128), sa.ForeignKey("runs.name"), primary_key=True),
+        sa.Column("run", _NAME, sa.ForeignKey("runs.name"), primary_key=True),
         sa.Column("attempt", sa.BigInteger(), primary_key=True),
         sa.Column("turn", sa.BigInteger(), primary_key=True),
         sa.Column("step", sa.BigInteger()),
@@ -36,10 +39,10 @@ def upgrade() -> None:
     _create_rounds()
     op.create_table(
         "checkpoints",
-        sa.Column("run", sa.String(128), sa.ForeignKey("runs.name"), primary_key=True),
+        sa.Column("run", _NAME, sa.ForeignKey("runs.name"), primary_key=True),
         sa.Column("step", sa.BigInteger(), primary_key=True),
         sa.Column("attempt", sa.BigInteger(), nullable=False),
-        sa.Column("created", sa.String(40), nullable=False),
+        sa.Column("created", _TIME, nullable=False),
         sa.Column("world", sa.BigInteger(), nullable=False),
         sa.Column("groups", sa.Text(), nullable=False),
         sa.Column("tensors", sa.BigInteger(), nullable=False),
@@ -55,14 +58,14 @@ def _create_rounds() -> None:
     op.create_table(
         "rounds",
         sa.Column("id", key, primary_key=True, autoincrement=True),
-        sa.Column("run", sa.String(128), sa.ForeignKey("runs.name"), nullable=False),
+        sa.Column("run", _NAME, sa.ForeignKey("runs.name"), nullable=False),
         sa.Column("step", sa.BigInteger(), nullable=False),
         sa.Column("attempt", sa.BigInteger(), nullable=False),
         sa.Column("world", sa.BigInteger(), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("sealed", sa.BigInteger(), nullable=False),
-        sa.Column("opened", sa.String(40), nullable=False),
-        sa.Column("ended", sa.String(40)),
+        sa.Column("opened", _TIME, nullable=False),
+        sa.Column("ended", _TIME),
         sa.Column("code", sa.String(64)),
         sa.Column("detail", sa.Text()),
     )

@@ -1,0 +1,127 @@
+"""Jobs and events, over the REST API: a part of `Api`. A stream of events mends itself when its connection breaks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import httpx
+from pydantic import BaseModel
+
+from holdfast_formats.errors import DeadlineExceeded, Unavailable
+from holdfast_formats.operations import Event, Gap, Job, JobRequest
+
+POLL_S = 20.0
+QUIET_MAX_S = 60.0  # the service says something every 15 s: a stream that is silent for longer is broken
+RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+PATIENCE_S = 300.0
+_ENDED = ("done", "failed", "cancelled")
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Connection(Protocol):
+    """What the parts of `Api` have in common."""
+
+    _http: httpx.Client
+
+    def request(self, method: str, path: str, **parts: Any) -> httpx.Response: ...
+    def _checked(self, response: httpx.Response) -> httpx.Response: ...
+    def _translated(self) -> AbstractContextManager[None]: ...
+    def _pages(self, path: str, item: type[Model], query: Mapping[str, str | None] | None = None) -> Iterator[Model]: ...
+    def job(self, job_id: int, wait_s: float = 0.0) -> Job: ...
+
+
+class Frame(NamedTuple):
+    """One server-sent event: where the stream stands behind it, its kind, its data; the data is empty in a heartbeat."""
+
+    id: str | None
+    kind: str
+    data: str
+
+
+class JobsApi:
+    """The routes of jobs and events."""
+
+    def submit_job(self: Connection, wanted: JobRequest) -> Job:
+        """The job that does this: a new one, or the one like it that is queued or running. Refused by name beforehand."""
+        headers = {"Content-Type": "application/json"}
+        with self._translated():
+            answer = self.request("POST", "/v1/jobs", content=wanted.model_dump_json().encode(), headers=headers)
+            return Job.model_validate_json(answer.content)
+
+    def job(self: Connection, job_id: int, wait_s: float = 0.0) -> Job:
+        """How far a job is; waits up to `wait_s` (at most 20) for its end. `NoSuchResource`."""
+        with self._translated():
+            return Job.model_validate_json(self.request("GET", f"/v1/jobs/{job_id}", params={"wait_s": wait_s}).content)
+
+    def jobs(self: Connection, kind: str | None = None, state: str | None = None, run: str | None = None) -> Iterator[Job]:
+        """Jobs, newest first."""
+        return self._pages("/v1/jobs", Job, {"kind": kind, "state": state, "run": run})
+
+    def cancel_job(self: Connection, job_id: int) -> Job:
+        """Ask a job to stop, and return it as it is then; one that has ended stays as it ended."""
+        self.request("DELETE", f"/v1/jobs/{job_id}")
+        return self.job(job_id)
+
+    def wait_job(self: Connection, job_id: int, timeout_s: float | None = None) -> Job:
+        """The job once it has ended, however it did; `DeadlineExceeded` when that takes longer."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = POLL_S if until is None else until - time.monotonic()
+            job = self.job(job_id, min(max(left_s, 0.0), POLL_S))
+            if job.state in _ENDED:
+                return job
+            if left_s <= 0:
+                raise DeadlineExceeded(f"job {job_id} is {job.state} after {timeout_s} s", hint="it goes on by itself")
+
+    def events(
+        self: Connection,
+        after: int | None = None,
+        run: str | None = None,
+        kind: str | None = None,
+        on_gap: Callable[[Gap], None] = lambda gap: None,
+        patience_s: float = PATIENCE_S,
+    ) -> Iterator[Event]:
+        """Events behind the id `after`, else from now on, as they happen, without end.
+
+        A broken connection is made anew, and nothing is lost or told twice. `on_gap` hears where events are asked for that
+        are not kept any more. Raises what the service refuses, and `Unavailable` when it is away for `patience_s`.
+        """
+        asked = {"run": run, "kind": kind, "after": None if after is None else str(after)}
+        params = {name: value for name, value in asked.items() if value is not None}
+        last: str | None = None
+        tries, away_since = 0, None
+        while True:
+            headers = {"Accept": "text/event-stream"} | ({} if last is None else {"Last-Event-ID": last})
+            try:
+                for frame in _frames(self, headers, params):
+                    tries, away_since, last = 0, None, frame.id or last
+                    if frame.kind == "gap":
+                        on_gap(Gap.model_validate_json(frame.data))
+                    elif frame.data:
+                        yield Event.model_validate_json(frame.data)
+            except Unavailable:
+                away_since = away_since or time.monotonic()  # not since the last frame: a stream may be quiet for long
+                if last is None or time.monotonic() - away_since > patience_s:
+                    raise
+            time.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+            tries += 1
+
+
+def _frames(api: Connection, headers: Mapping[str, str], params: Mapping[str, str]) -> Iterator[Frame]:
+    """The frames of one connection, until it ends or breaks (`DaemonGone`); a torn frame at its end is none."""
+    timeout = httpx.Timeout(QUIET_MAX_S, connect=5.0)
+    with api._translated(), api._http.stream("GET", "/v1/events", headers=headers, params=params, timeout=timeout) as answer:
+        if answer.is_error:
+            answer.read()
+        api._checked(answer)
+        fields: dict[str, str] = {}
+        for line in answer.iter_lines():
+            if line:
+                name, _, value = line.partition(":")
+                fields[name] = value.removeprefix(" ")
+            elif fields:
+                yield Frame(fields.get("id"), fields.get("event", "message"), fields.get("data", ""))
+                fields = {}

@@ -1,0 +1,139 @@
+"""`holdfast catalog`: whether the catalog says what the directories say, and making it anew from them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from pydantic import BaseModel
+from rich.text import Text
+
+from holdfast import console
+from holdfast.api import Api
+from holdfast.config import default_url
+from holdfast_formats.consistency import CatalogCheck, CatalogRebuild, Contradiction
+from holdfast_formats.errors import InvalidRequest, StorageFailed, from_problem
+from holdfast_formats.operations import Job, JobRequest
+
+from .options import AsJson, Url
+from .serve import check_installed
+
+CHECK_TIMEOUT_S = 600.0
+POLL_S = 0.5
+INCONSISTENT = 1  # the exit status that asks for mending, as of `doctor`
+
+app = typer.Typer(
+    help="The catalog is an index of the directories: check that it says what they say, or make it anew from them.",
+    no_args_is_help=True,
+)
+Report = TypeVar("Report", bound=BaseModel)
+Root = Annotated[
+    Path | None, typer.Option("--root", metavar="DIR", help="Work on this directory, which no service may serve.")
+]
+Catalog = Annotated[
+    str | None, typer.Option("--catalog", metavar="URL", help="With --root: the catalog, where it is not SQLite in there.")
+]
+Thorough = Annotated[bool, typer.Option("--thorough", help="Read every manifest, also of what has not changed.")]
+
+
+@app.command("check")
+def check(
+    root: Root = None, catalog: Catalog = None, thorough: Thorough = False, url: Url = None, as_json: AsJson = False
+) -> None:
+    """Name every contradiction between catalog and directories. Changes nothing. Exit status 1 when there is one."""
+    with console.reporting(as_json):
+        if root is not None:
+            _one_place(url)
+            found = _offline(CatalogCheck, "check-thorough" if thorough else "check", root, catalog)
+        else:
+            with Api(url or default_url(), CHECK_TIMEOUT_S) as api:
+                answer = api.request("GET", "/v1/catalog/check", params={"thorough": thorough})
+                found = CatalogCheck.model_validate_json(answer.content)
+    if as_json:
+        console.print_json({**found.model_dump(), "sound": found.sound})
+    else:
+        said = (
+            f"{found.catalog}: {found.checkpoints} checkpoints of {found.runs} runs, {found.manifests_read} manifests read"
+        )
+        console.out().print(said, markup=False)
+        _print(found.items, found.count, "contradictions", "red")
+    if not found.sound:
+        raise typer.Exit(INCONSISTENT)
+
+
+@app.command("rebuild")
+def rebuild(root: Root = None, catalog: Catalog = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Make the catalog anew from the directories. What only it knows stays, as far as it can be read.
+
+    Exit status 1 when contradictions are left: damaged checkpoints are for `holdfast verify`.
+    """
+    with console.reporting(as_json):
+        if root is not None:
+            _one_place(url)
+            made = _offline(CatalogRebuild, "rebuild", root, catalog)
+        else:
+            made = _by_job(url or default_url())
+    if as_json:
+        console.print_json(made.model_dump())
+    else:
+        console.out().print(f"{made.checkpoints} checkpoints of {made.runs} runs are listed", markup=False)
+        if made.set_aside is not None:
+            kept = ", ".join(f"{count} {table}" for table, count in made.salvaged.items()) or "nothing"
+            console.out().print(f"the damaged catalog is {made.set_aside}; of it was kept: {kept}", markup=False)
+        _print(made.mended, len(made.mended), "mended", "green")
+        _print(made.left, len(made.left), "left", "red")
+    if made.left:
+        raise typer.Exit(INCONSISTENT)
+
+
+def _one_place(url: str | None) -> None:
+    if url is not None:
+        raise InvalidRequest("--root and --url exclude each other", hint="give the one you mean")
+
+
+def _offline(kind: type[Report], work: str, root: Path, catalog: str | None) -> Report:
+    """What the service's own program reports of a root that no daemon serves; the errors are its errors."""
+    check_installed()
+    command = [sys.executable, "-m", "holdfast_service.upkeep", work, "--root", str(root)]
+    done = subprocess.run([*command, *(["--catalog", catalog] if catalog else [])], stdout=subprocess.PIPE, check=False)
+    if done.returncode == 0:
+        return kind.model_validate_json(done.stdout)
+    try:
+        problem = Problem.model_validate_json(done.stdout).model_dump()
+    except ValueError as error:
+        raise StorageFailed(f"the catalog could not be looked at (exit status {done.returncode})") from error
+    raise from_problem(problem)
+
+
+class Problem(BaseModel, extra="allow"):
+    code: str
+
+
+def _by_job(url: str) -> CatalogRebuild:
+    """Have the service do it, and wait for the end of that job."""
+    with Api(url) as api:
+        body = JobRequest(kind="rebuild").model_dump_json().encode()
+        headers = {"Content-Type": "application/json"}
+        job = Job.model_validate_json(api.request("POST", "/v1/jobs", content=body, headers=headers).content)
+        while job.state in ("queued", "running"):
+            time.sleep(POLL_S)
+            job = Job.model_validate_json(api.request("GET", f"/v1/jobs/{job.id}").content)
+    if job.result is not None:
+        return CatalogRebuild.model_validate(job.result)
+    raise from_problem(job.problem) if job.problem else StorageFailed(f"job {job.id} was {job.state}")
+
+
+def _print(items: list[Contradiction], count: int, what: str, style: str) -> None:
+    out = console.out()
+    out.print(Text.assemble((f"{count} {what}" if count else f"no {what}" if what != "left" else "nothing is left", style)))
+    if items:
+        table = console.table("KIND", "WHAT")
+        for item in items:
+            table.add_row(item.kind, Text(item.text))
+        out.print(table)
+    if count > len(items):
+        out.print(f"and {count - len(items)} more", markup=False)

@@ -1,0 +1,105 @@
+"""`holdfast diff`: two checkpoints, tensor by tensor."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+from rich.text import Text
+
+from holdfast import completing, console, differences
+from holdfast.library import open_source, parse_target
+from holdfast.reader import CheckpointReader
+from holdfast_formats import comparing
+from holdfast_formats.comparing import Pair
+from holdfast_formats.observed import Difference
+
+from .options import SELECTED, AsJson, Root, Url
+
+SHOWN_MAX = 30
+FIRST = ("missing-in-a", "missing-in-b", "reshaped", "retyped")
+
+_A = typer.Argument(metavar="A", help=f"A checkpoint: {SELECTED}, or its directory.", autocompletion=completing.checkpoints)
+_B = typer.Argument(
+    metavar="B", help="The other one; a number is a step of the same run.", autocompletion=completing.checkpoints
+)
+A = Annotated[str, _A]
+B = Annotated[str, _B]
+Group = Annotated[str | None, typer.Option("--group", metavar="GROUP", help="Only this group.")]
+Fast = Annotated[bool, typer.Option("--fast", help="By digests alone: what is equal, not how far the rest is apart.")]
+Sort = Annotated[Literal["relative", "change", "name"], typer.Option("--sort", help="What comes first.")]
+Most = Annotated[int, typer.Option("--most", metavar="N", min=1, help="How many tensors to show; JSON has them all.")]
+
+
+def diff(  # noqa: PLR0913 — a command's options
+    a: A,
+    b: B,
+    group: Group = None,
+    fast: Fast = False,
+    sort: Sort = "relative",
+    most: Most = SHOWN_MAX,
+    root: Root = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints: which tensors are equal, missing, reshaped, and how far the others are apart.
+
+    Every byte that is compared is proven first. Exit status 0 whether they are equal or not.
+    """
+    other = f"{a.partition('@')[0]}@{b}" if b.isascii() and b.isdigit() and "@" in a else b
+    with console.reporting(as_json), open_source(parse_target(a), root, url) as left_source:
+        left = CheckpointReader.open(left_source, complete=False)
+        with open_source(parse_target(other), root, url) as right_source:
+            right = CheckpointReader.open(right_source, complete=False)
+            pairs = comparing.pairs(left.manifest, right.manifest, group)
+            found = [comparing.difference(pair) for pair in pairs] if fast else _exact(left, right, pairs, not as_json)
+    total = comparing.summarise(found)
+    labels = [f"{reader.manifest.run}@{reader.manifest.step}" for reader in (left, right)]
+    if as_json:
+        summary = {"a": labels[0], "b": labels[1], "exact": not fast, **total._asdict()}
+        console.print_json({**summary, "items": [one.model_dump() for one in found]})
+    else:
+        _print(labels, found, total, sort, most)
+
+
+def _exact(left: CheckpointReader, right: CheckpointReader, pairs: list[Pair], shown: bool) -> list[Difference]:
+    with console.progress("comparing", differences.bytes_to_read(pairs), shown) as bar:
+        return list(differences.compare(left, right, pairs, lambda count: bar.advance(bar.task_ids[0], count)))
+
+
+def _print(labels: list[str], found: list[Difference], total: comparing.Summary, sort: Sort, most: int) -> None:
+    out = console.out()
+    states = ", ".join(f"{count} {state.replace('-', ' ')}" for state, count in sorted(total.tensors.items()))
+    apart = "" if total.relative is None else f"; changed ones are {total.relative:.3g} of their norm apart"
+    out.print(Text(f"{labels[0]} and {labels[1]}: {states or 'no tensors'}{apart}", "bold"))
+    rows = [one for one in found if one.state != "equal"]
+    rows.sort(key=lambda one: _rank(one, sort))
+    if not rows:
+        return
+    numbers = ("RELATIVE", "CHANGE", "NORM A", "NORM B", "DIFFERING")
+    table = console.table("GROUP", "TENSOR", "WHAT", *numbers, right=numbers)
+    for one in rows[:most]:
+        figures = [_figure(value) for value in (one.relative, one.change, one.norm_a, one.norm_b)]
+        table.add_row(one.group, Text(one.name), _what(one), *figures, str(one.detail.get("differing", "")))
+    out.print(table)
+    if len(rows) > most:
+        out.print(Text(f"and {len(rows) - most} more: --most shows them, --json has them all", "dim"))
+
+
+def _rank(one: Difference, sort: Sort) -> tuple[bool, float]:
+    """What is missing or of another kind comes first; a stable sort keeps the order of names besides."""
+    value = None if sort == "name" else getattr(one, sort)
+    return one.state not in FIRST, -(value or 0.0)
+
+
+def _what(one: Difference) -> Text:
+    nonfinite = one.detail.get("nonfinite", 0)
+    if one.state == "reshaped":
+        return Text(f"reshaped: {one.detail['shape_a']} → {one.shape}", "yellow")
+    if one.state == "retyped":
+        return Text(f"retyped: {one.detail['dtype_a']} → {one.dtype}", "yellow")
+    return Text(one.state.replace("-", " ") + (f", {nonfinite} not finite" if nonfinite else ""))
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -1,0 +1,142 @@
+"""`holdfast jobs`: work that the service does by itself. Submit it, list it, watch it, cancel it."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Annotated, get_args
+
+import typer
+from rich.text import Text
+
+from holdfast import console
+from holdfast.api import Api
+from holdfast.config import default_url
+from holdfast.library import parse_target, step_of
+from holdfast_formats.errors import InvalidRequest, exit_status, from_problem
+from holdfast_formats.operations import Job, JobKind, JobRequest, JobState
+
+from .options import SELECTED, AsJson, Url
+
+SHOWN_MAX = 50
+WAIT_S = 0.5  # between two looks at a job whose progress is shown
+_COLOURS = {"done": "green", "failed": "bold red", "cancelled": "yellow", "running": "cyan", "queued": "dim"}
+
+app = typer.Typer(help="Work that the service does by itself: submit, list, watch and cancel it.", no_args_is_help=True)
+Number = Annotated[int, typer.Argument(metavar="JOB", help="The job's number.", min=0)]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show its progress until it has ended.")]
+Kind = Annotated[str | None, typer.Option("--kind", metavar="KIND", help=f"One of {', '.join(get_args(JobKind))}.")]
+State = Annotated[str | None, typer.Option("--state", metavar="STATE", help=f"One of {', '.join(get_args(JobState))}.")]
+Run = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Jobs of this run only.")]
+Most = Annotated[int, typer.Option("--limit", "-n", metavar="N", help="Show so many at most.", min=1)]
+Argument = Annotated[
+    list[str] | None, typer.Option("--argument", "-a", metavar="NAME=VALUE", help="What the job needs besides.")
+]
+
+
+@app.command("ls")
+def list_jobs(
+    kind: Kind = None,
+    state: State = None,
+    run: Run = None,
+    limit: Most = SHOWN_MAX,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs, newest first."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        found = list(islice(api.jobs(kind, state, run), limit))
+    if as_json:
+        console.print_json([job.model_dump() for job in found])
+        return
+    table = console.table("JOB", "KIND", "OF", "STATE", "BYTES", "CREATED", "NODE", right=("JOB", "BYTES"))
+    for job in found:
+        state_text = Text(job.state, _COLOURS[job.state])
+        age = console.human_age(job.created)
+        table.add_row(str(job.id), job.kind, Text(_subject(job)), state_text, _bytes(job), age, Text(job.node))
+    console.out().print(table if found else "No jobs.", markup=False)
+
+
+@app.command("show")
+def show_job(job_id: Number, follow: Follow = False, url: Url = None, as_json: AsJson = False) -> None:
+    """Show one job. With --follow, the exit status says what came of it."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        _show(api, api.job(job_id), follow, as_json)
+
+
+@app.command("submit")
+def submit_job(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(get_args(JobKind))}.")],
+    target: Annotated[str | None, typer.Argument(metavar="RUN@STEP", help=f"What it is about: {SELECTED}.")] = None,
+    argument: Argument = None,
+    follow: Follow = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have the service do something. The same request while it goes on is the same job."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        _show(api, api.submit_job(_request(api, kind, target, argument or [])), follow, as_json)
+
+
+@app.command("cancel")
+def cancel_job(job_id: Number, url: Url = None, as_json: AsJson = False) -> None:
+    """Ask a job to stop. What it has done by then stays done."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+        _show(api, api.cancel_job(job_id), False, as_json)
+
+
+def _request(api: Api, kind: str, target: str | None, arguments: list[str]) -> JobRequest:
+    if kind not in get_args(JobKind):
+        raise InvalidRequest(f"{kind!r} is not a kind of job", hint=f"one of {', '.join(get_args(JobKind))}")
+    given = dict(text.partition("=")[::2] for text in arguments)
+    run, step = None, None
+    if target is not None:
+        named = parse_target(target)
+        run, step = named.run, named.step
+        if step is None and "@" in target:
+            step = step_of(api, named)
+    return JobRequest.model_validate({"kind": kind, "run": run, "step": step, "arguments": given})
+
+
+def _show(api: Api, job: Job, follow: bool, as_json: bool) -> None:
+    if follow:
+        job = _followed(api, job, shown=not as_json)
+    if as_json:
+        console.print_json(job.model_dump())
+    else:
+        _print(job)
+    if follow and job.state == "failed":  # what went wrong is shown already
+        raise typer.Exit(exit_status(from_problem(job.problem or {})))
+
+
+def _followed(api: Api, job: Job, shown: bool) -> Job:
+    with console.progress(f"{job.kind} {_subject(job)}", job.total_bytes or 0, shown) as bar:
+        while job.state in ("queued", "running"):
+            job = api.job(job.id, WAIT_S)
+            bar.update(bar.task_ids[0], completed=job.done_bytes, total=job.total_bytes or None)
+    return job
+
+
+def _print(job: Job) -> None:
+    out = console.out()
+    out.print(Text.assemble(f"job {job.id}: {job.kind} {_subject(job)}  ", (job.state, _COLOURS[job.state])))
+    facts: dict[str, object] = {"created": job.created, "started": job.started, "ended": job.ended, "node": job.node}
+    facts |= {"bytes": _bytes(job), **job.arguments, **(job.result or {})}
+    for name, value in facts.items():
+        if value is not None:
+            out.print(Text(f"  {name:<10} {value}"))
+    if job.problem is not None:
+        out.print(Text.assemble("  ", (str(job.problem.get("code")), "bold red"), f" {job.problem.get('detail')}"))
+
+
+def _subject(job: Job) -> str:
+    if job.run is None:
+        return "-"
+    return job.run if job.step is None else f"{job.run}@{job.step}"
+
+
+def _bytes(job: Job) -> str:
+    if not job.total_bytes:
+        return "-"
+    if job.done_bytes >= job.total_bytes:
+        return console.human_bytes(job.total_bytes)
+    return f"{job.done_bytes / job.total_bytes:.0%} of {console.human_bytes(job.total_bytes)}"

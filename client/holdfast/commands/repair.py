@@ -1,0 +1,59 @@
+"""`holdfast repair`: damaged bytes of a checkpoint become what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from holdfast import console, errands
+from holdfast.api import Api
+from holdfast.config import default_url
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.operations import JobRequest
+
+from .marks import named
+from .options import AsJson, Root, Url
+
+Wanted = Annotated[str, typer.Argument(metavar="RUN@STEP", help="The checkpoint that is damaged.")]
+Sources = Annotated[
+    list[Path] | None,
+    typer.Option("--from", metavar="DIR", help="With --root: a replica's directory (several times: several)."),
+]
+
+
+def repair(checkpoint: Wanted, sources: Sources = None, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Read a checkpoint back, and make every damaged file of it anew: from replicas, held slots, or the manifest.
+
+    What is put in its place is proven first. The service uses the replicas that it has; with --root no daemon may be serving
+    that directory, and --from says where replicas are. Exit status 5 when damage is left.
+    """
+    with console.reporting(as_json):
+        run, step = named(checkpoint)
+        if root is not None and url is not None:
+            raise InvalidRequest("--root and --url exclude each other", hint="give the one you mean")
+        if sources and root is None:
+            raise InvalidRequest("--from is for a root that no daemon serves", hint="add --root DIR; a daemon has --replica")
+        if root is not None:
+            given = errands.words("--from", sources or [])
+            done = errands.offline("repair", f"{run}@{step}", "--root", str(root), *given)
+        else:
+            with Api(url or default_url()) as api:
+                wanted = JobRequest(kind="verify", run=run, step=step, arguments={"repair": True})
+                done = errands.as_job(api, wanted, lambda done, total: None)
+    _print(f"{run}@{step}", done, as_json)
+
+
+def _print(what: str, done: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        console.print_json(done)
+        return
+    out = console.out()
+    repaired = done.get("repaired", [])
+    if not repaired:
+        out.print(Text.assemble(("intact  ", "green"), f"{what} was what was written already"))
+    for file in repaired:
+        said = file if isinstance(file, str) else f"{file['file']} from {file['source']}"
+        out.print(Text.assemble(("repaired  ", "green"), f"{what}: {said}"))

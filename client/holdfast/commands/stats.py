@@ -1,0 +1,68 @@
+"""`holdfast stats`: what the numbers of a checkpoint's tensors are like."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Annotated, Literal
+
+import typer
+from rich.text import Text
+
+from holdfast import console
+from holdfast.api import Api
+from holdfast.config import default_url
+from holdfast.library import parse_target, step_of
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.observed import TensorStatistics
+
+from .options import SELECTED, AsJson, Url
+
+Sort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
+
+Which = Annotated[str, typer.Argument(metavar="CHECKPOINT", help=f"{SELECTED}.")]
+By = Annotated[
+    Sort, typer.Option("--sort", metavar="BY", help="name, rms, change, nonfinite, bytes or zeros: the most first.")
+]
+Group = Annotated[str | None, typer.Option("--group", metavar="GROUP", help="Only this group.")]
+Part = Annotated[str, typer.Option("--name", metavar="TEXT", help="Only tensors whose name has this in it.")]
+First = Annotated[int, typer.Option("--first", metavar="N", min=0, help="Only so many of them; 0 for all.")]
+
+
+def stats(  # noqa: PLR0913 — a command's options are its arguments
+    checkpoint: Which,
+    sort: By = "name",
+    group: Group = None,
+    name: Part = "",
+    first: First = 0,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a service found of every tensor: NaN and infinities, range, mean, rms, zeros, how far it has moved.
+
+    They are made a moment after the commit, when the checkpoint is read back.
+    """
+    with console.reporting(as_json):
+        target = parse_target(checkpoint)
+        if target.directory is not None:
+            raise InvalidRequest(f"{checkpoint} is a directory, which has no statistics", hint="name RUN@STEP")
+        with Api(url or default_url()) as api:
+            found = list(islice(api.statistics(target.run, step_of(api, target), group, sort, name), first or None))
+    if as_json:
+        console.print_json([item.model_dump() for item in found])
+    else:
+        console.out().print(_table(found) if found else f"No tensors of {checkpoint} fit.", markup=False)
+
+
+def _table(found: list[TensorStatistics]) -> object:
+    numbers = ("NAN", "INF", "MINIMUM", "MAXIMUM", "MEAN", "RMS", "ZEROS", "CHANGE")
+    table = console.table("GROUP", "TENSOR", "DTYPE", *numbers, right=numbers)
+    for item in found:
+        broken = "bold red" if item.nan + item.inf else ""
+        moments = map(_number, (item.minimum, item.maximum, item.mean, item.rms))
+        counts = (Text(str(item.nan), broken), Text(str(item.inf), broken))
+        table.add_row(item.group, Text(item.name), item.dtype, *counts, *moments, f"{item.zeros:.1%}", _number(item.change))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

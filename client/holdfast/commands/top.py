@@ -1,0 +1,123 @@
+"""`holdfast top`: how the checkpointing of all runs goes, live."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from holdfast import console
+from holdfast.api import Api
+from holdfast.config import default_url
+from holdfast.summaries import summaries
+from holdfast_formats.errors import Unavailable
+from holdfast_formats.observed import RunSummary
+
+from .options import AsJson, Url
+
+RUNS_SHOWN = 40
+ADVICE_SHOWN = 8
+_COLUMNS = ("RUN", "STEP", "COMMIT", "EXPOSED", "STALL p50", "p95", "DURABLE p95", "DISK", "LOST", "EVERY", "BETTER", "")
+
+Prefix = Annotated[str, typer.Argument(metavar="[PREFIX]", help="Only runs whose name begins so.")]
+Once = Annotated[bool, typer.Option("--once", help="Print it once and end; so it does where stdout is no terminal.")]
+Every = Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.2, help="Look again after so long.")]
+Most = Annotated[int, typer.Option("--runs", metavar="N", min=1, help="Show so many runs.")]
+ByName = Annotated[bool, typer.Option("--by-name", help="By name; else those first that need attention.")]
+
+
+def top(  # noqa: PLR0913 — one option each
+    prefix: Prefix = "",
+    once: Once = False,
+    every: Every = 2.0,
+    runs: Most = RUNS_SHOWN,
+    by_name: ByName = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how the checkpointing of all runs goes: last commit, exposure, stall, interval, and what needs attention."""
+    with console.reporting(as_json), Api(url or default_url()) as api:
+
+        def look() -> list[RunSummary]:
+            return list(summaries(api, prefix, "name" if by_name else "attention", runs))
+
+        if as_json:
+            console.print_json([summary.model_dump() for summary in look()])
+            return
+        screen = console.out()
+        if once or not screen.is_terminal:
+            screen.print(render(look()))
+            return
+        with Live(render(look()), console=screen, screen=True, auto_refresh=False) as live:
+            try:
+                while True:
+                    time.sleep(every)
+                    live.update(_looked(look), refresh=True)
+            except KeyboardInterrupt:
+                return
+
+
+def _looked(look: Callable[[], list[RunSummary]]) -> RenderableType:
+    try:
+        return render(look())
+    except Unavailable as error:  # it may come back
+        return Text(f"{error.code}: {error.detail}", style="bold red")
+
+
+def render(shown: list[RunSummary]) -> RenderableType:
+    """The table, and below it what needs attention and what to do about it."""
+    if not shown:
+        return Text("No runs.")
+    table = console.table(*_COLUMNS, right=_COLUMNS[1:-1])
+    for summary in shown:
+        table.add_row(Text(summary.run), *_cells(summary), _flag(summary))
+    advice = [(summary.run, item) for summary in shown for item in summary.attention]
+    lines = [
+        Text.assemble(
+            ("✖ " if item.level == "error" else "! ", "bold red" if item.level == "error" else "yellow"),
+            (f"{run}: ", "bold"),
+            item.text,
+            (f" → {item.hint}", "dim"),
+        )
+        for run, item in advice[:ADVICE_SHOWN]
+    ]
+    if len(advice) > ADVICE_SHOWN:
+        lines.append(Text(f"  and {len(advice) - ADVICE_SHOWN} more", style="dim"))
+    return Group(table, *([Text(""), *lines] if lines else []))
+
+
+def _cells(summary: RunSummary) -> list[str]:
+    lost = "-" if summary.goodput_lost is None else f"{summary.goodput_lost:.2%}"
+    return [
+        "-" if summary.newest is None else str(summary.newest),
+        human_seconds(summary.last_commit_age_s),
+        human_seconds(summary.exposed_s),
+        human_seconds(summary.stall_p50_s),
+        human_seconds(summary.stall_p95_s),
+        human_seconds(summary.durable_p95_s),
+        "not measured" if summary.disk_ratio is None else f"{summary.disk_ratio:.0%}",
+        lost,
+        human_seconds(summary.interval_s),
+        human_seconds(summary.recommended_interval_s),
+    ]
+
+
+def _flag(summary: RunSummary) -> Text:
+    codes = " ".join(item.code for item in summary.attention)
+    return Text(codes, style="bold red" if any(item.level == "error" for item in summary.attention) else "yellow")
+
+
+def human_seconds(seconds: float | None) -> str:
+    """0.0123 -> 12 ms, 75 -> 75 s, 7500 -> 125 min; - for what is not known."""
+    if not seconds:
+        return "-" if seconds is None else "0 s"
+    for below, unit_s, unit in ((1, 0.001, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < below:
+            value = seconds / unit_s
+            return f"{value:.1f} {unit}" if value < 10 and unit in ("ms", "s") else f"{value:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"

@@ -1,0 +1,65 @@
+"""`holdfast watch`: what happens, while it happens."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from holdfast import console
+from holdfast.api import Api
+from holdfast.config import default_url
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.operations import EVENTS, Event, Gap
+
+from .options import Url
+
+_COLOURS = {"info": "green", "warning": "yellow", "error": "bold red"}
+Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
+
+
+def watch(
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Watch this run only.")] = None,
+    kind: Annotated[str | None, typer.Option("--kind", metavar="KIND", help="Events of this kind only.")] = None,
+    after: Annotated[
+        int | None,
+        typer.Option("--after", metavar="ID", help="Begin behind this event; 0: with the oldest that is kept.", min=0),
+    ] = None,
+    count: Annotated[int | None, typer.Option("--count", "-n", metavar="N", help="End after so many events.", min=1)] = None,
+    url: Url = None,
+    as_json: Lines = False,
+) -> None:
+    """Show events as they happen, until interrupted. A connection that breaks is made anew, and no event is lost."""
+    with console.reporting(as_json), Api(url or default_url()) as api, suppress(KeyboardInterrupt):
+        if kind is not None and kind not in EVENTS:
+            raise InvalidRequest(f"there are no events of the kind {kind!r}", hint=f"one of {', '.join(EVENTS)}")
+        for shown, event in enumerate(api.events(after, run, kind, on_gap=_say_line if as_json else _say_gap), 1):
+            if as_json:
+                _line(event.model_dump())
+            else:
+                _print(event)
+            if shown == count:
+                return
+
+
+def _print(event: Event) -> None:
+    where = "" if event.run is None else event.run if event.step is None else f"{event.run}@{event.step}"
+    time = event.at[11:19] if len(event.at) >= 19 else event.at
+    kind = (f"{event.kind:<22}", _COLOURS[event.level])
+    console.out().print(Text.assemble((f"{time} ", "dim"), kind, " ", (f"{where:<20}", "bold"), " ", event.text))
+
+
+def _say_gap(gap: Gap) -> None:
+    text = f"events behind {gap.asked} are not kept any more; going on with {gap.oldest}"
+    console.err().print(text, style="yellow", markup=False)
+
+
+def _say_line(gap: Gap) -> None:
+    _line({"gap": gap.model_dump()})
+
+
+def _line(value: dict[str, Any]) -> None:
+    print(json.dumps(value, ensure_ascii=False), flush=True)

@@ -1,0 +1,62 @@
+"""Which part of a list is asked for. All that is given holds together."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timedelta, timezone
+from typing import NamedTuple
+
+from holdfast_formats import rest
+from holdfast_formats.errors import InvalidRequest
+
+_AGO = re.compile(r"(\d{1,6})(s|min|h|d|w)")
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+class Filter(NamedTuple):
+    """Checkpoints or rounds by step, time, state; checkpoints by label too. `since` is RFC 3339: 2030-01-31T12:00:00Z."""
+
+    label: str | None = None
+    state: str | None = None
+    step_min: int | None = None
+    step_max: int | None = None
+    since: str | None = None
+
+    def query(self) -> dict[str, str | None]:
+        """As parameters of a request, without those that are not given."""
+        return {name: str(value) for name, value in self._asdict().items() if value is not None}
+
+    def lets_through(self, checkpoint: rest.Checkpoint) -> bool:
+        """Whether step and time of a checkpoint are wanted; `InvalidRequest` where only a service knows the answer."""
+        if self.label is not None or self.state is not None:
+            raise InvalidRequest(
+                "labels and states are not known without a service", hint="leave --root out, or start `holdfast serve`"
+            )
+        if self.since is not None and _time(checkpoint.created) < _time(self.since):
+            return False
+        low, high = self.step_min, self.step_max
+        return (low is None or checkpoint.step >= low) and (high is None or checkpoint.step <= high)
+
+
+NO_FILTER = Filter()
+
+
+def since(text: str | None, now: datetime | None = None) -> str | None:
+    """A time as people give it, `2030-01-31` or `90min`, `12h`, `3d` ago -> RFC 3339; `InvalidRequest`."""
+    if text is None:
+        return None
+    ago = _AGO.fullmatch(text)
+    if ago is None:
+        return _time(text).isoformat().replace("+00:00", "Z")
+    at = (now or datetime.now(timezone.utc)) - timedelta(seconds=int(ago[1]) * _SECONDS[ago[2]])
+    return at.isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _time(text: str) -> datetime:
+    try:
+        at = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{text!r} is not a time", hint="give 2030-01-31T12:00:00Z, or how long ago: 12h, 3d"
+        ) from error
+    return at.replace(tzinfo=timezone.utc) if at.tzinfo is None else at.astimezone(timezone.utc)

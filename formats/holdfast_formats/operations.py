@@ -1,0 +1,134 @@
+"""Bodies of the REST API for what goes on beside saves: events, jobs, replicas, tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Level = Literal["info", "warning", "error"]
+JobKind = Literal["verify", "scrub", "export", "import", "compare", "rebuild"]
+JobState = Literal["queued", "running", "done", "failed", "cancelled"]
+Scope = Literal["read", "write", "admin"]
+ReplicaState = Literal["copying", "present", "damaged", "gone"]
+
+# Every kind of event, and what it tells.
+EVENTS: dict[str, str] = {
+    "daemon-started": "a daemon serves the root",
+    "attempt-declared": "a launch of training said hello for the first time",
+    "checkpoint-committed": "a checkpoint is complete, durable and visible",
+    "save-aborted": "a save ended without a checkpoint; `detail` has the problem",
+    "save-dropped": "the policy let a save go for another one",
+    "checkpoint-verified": "a checkpoint was read back and found equal to every digest",
+    "checkpoint-damaged": "bytes of a checkpoint are not what they were; `detail` says which",
+    "checkpoint-repaired": "damaged bytes were replaced by proven ones; `detail` says from where",
+    "checkpoint-unhealthy": "a checkpoint has new values that are not finite; `detail` names the tensors",
+    "checkpoint-frozen": "a checkpoint is bit-identical to the one before it",
+    "checkpoint-removed": "a checkpoint was removed; `detail` says why",
+    "checkpoint-replicated": "a checkpoint was copied to another tier and proven there",
+    "replica-failed": "a checkpoint could not be copied to another tier, or its copy there is damaged; it is tried again",
+    "restore-chosen": "a launch was told which step to restore",
+    "policy-changed": "the retention policy of a run was set",
+    "mark-changed": "a pin or a label was set or taken away",
+    "scrub-finished": "a scrub has read what was due",
+    "job-ended": "a job is done, failed or was cancelled",
+    "token-changed": "a token was made or revoked",
+    "request-refused": "a request was refused at the door: no token, a wrong one, or too little scope",
+}
+
+
+class Event(BaseModel):
+    """What happened. Ids ascend; the newest events are kept, older ones are forgotten."""
+
+    id: int
+    at: str = Field(description="RFC 3339, UTC")
+    kind: str = Field(description="one of the kinds that API.md lists")
+    level: Level
+    node: str
+    run: str | None = None
+    step: int | None = None
+    text: str = Field(description="one sentence for people")
+    detail: dict[str, Any] = Field(default_factory=dict)
+
+
+class Gap(BaseModel):
+    """Said in an event stream where events that were asked for are not kept any more: it goes on at the oldest one."""
+
+    asked: int = Field(description="the id behind which the stream was to begin or go on")
+    oldest: int = Field(description="the oldest id that is kept, 0 where there is none")
+
+
+class JobRequest(BaseModel):
+    """What is to be done. The same request while one like it goes on is the same job."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: JobKind
+    run: str | None = None
+    step: int | None = Field(default=None, ge=0)
+    arguments: dict[str, Any] = Field(default_factory=dict, description="what this kind of job needs besides")
+
+
+class Job(BaseModel):
+    id: int
+    kind: str
+    state: JobState
+    run: str | None
+    step: int | None
+    arguments: dict[str, Any]
+    done_bytes: int
+    total_bytes: int = Field(description="0 while it is not known")
+    node: str = Field(description="the node that runs it, or to which it was given")
+    tries: int = Field(default=0, description="how often it was started: a service that ends while it runs starts it anew")
+    created: str
+    started: str | None
+    ended: str | None
+    result: dict[str, Any] | None = None
+    problem: dict[str, Any] | None = None
+
+
+class Replica(BaseModel):
+    """A copy of a checkpoint in another tier."""
+
+    tier: str
+    state: ReplicaState
+    bytes: int
+    since: str
+    checked: str | None = Field(default=None, description="when it was last read back")
+    problem: dict[str, Any] | None = None
+
+
+class ReplicaLag(BaseModel):
+    """How far a tier is behind the root: committed checkpoints that have no copy there, and what is wrong with the tier."""
+
+    tier: str
+    checkpoints: int
+    bytes: int
+    oldest: str | None = Field(description="commit of the oldest checkpoint without a copy")
+    problem: dict[str, Any] | None = None
+
+
+class TokenRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    scope: Scope = "read"
+    runs: str = Field(default="*", max_length=128, description="a run's name, a prefix ending in *, or * for all")
+    expires_s: int | None = Field(default=None, ge=1, description="seconds from now on; None: never")
+
+
+class Token(BaseModel):
+    """A token as it is listed; its text is shown once, when it is made."""
+
+    id: int
+    name: str
+    scope: Scope
+    runs: str
+    created: str
+    expires: str | None
+    revoked: str | None
+    used: str | None
+
+
+class NewToken(Token):
+    token: str = Field(description="give it as `Authorization: Bearer …`; it cannot be shown again")

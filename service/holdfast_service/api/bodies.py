@@ -1,0 +1,119 @@
+"""Small bodies are read whole before anything looks at them, and JSON in them has to mean one thing: no member twice, no
+NaN, no number beyond 64 bits, no text that is not Unicode, no nesting that costs a parser its stack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import deque
+from typing import Any, NoReturn
+
+from starlette.types import Message, Receive, Scope
+
+from holdfast_formats.errors import DeadlineExceeded, InvalidRequest, LimitExceeded
+
+BODY_BYTES_MAX = 2**20
+BODY_WAIT_MAX_S = 30.0
+DEPTH_MAX = 32
+INTEGER_MAX = 2**63 - 1
+_STRUCTURE = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
+
+
+class Gone(Exception):
+    """The client hung up in the middle of its body."""
+
+
+async def read(scope: Scope, receive: Receive) -> bytes:
+    """The whole body; `LimitExceeded`, or `DeadlineExceeded` for one that trickles, or `Gone`."""
+    stated = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    if stated.isdigit() and (len(stated) > 18 or int(stated) > BODY_BYTES_MAX):
+        raise _too_long()
+    try:
+        return await asyncio.wait_for(_read(receive), BODY_WAIT_MAX_S)
+    except asyncio.TimeoutError:
+        raise DeadlineExceeded(f"the body did not arrive in {BODY_WAIT_MAX_S:.0f} s", hint="send it faster") from None
+
+
+async def _read(receive: Receive) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Gone
+        body += message.get("body", b"")
+        if len(body) > BODY_BYTES_MAX:
+            raise _too_long()
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """The body once more, for the application; what comes after it is the connection's own."""
+    held: deque[Message] = deque([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def again() -> Message:
+        return held.popleft() if held else await receive()
+
+    return again
+
+
+def parse(body: bytes) -> Any:
+    """The JSON document; `InvalidRequest` or `LimitExceeded` for one that could be read in two ways, or not at all."""
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not UTF-8: {error}") from error
+    _check_depth(text)
+    try:
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number, parse_int=_integer, parse_float=_real)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("the body has half of a surrogate pair in a text") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}", hint="/docs describes every body") from error
+    return value
+
+
+def _check_depth(text: str) -> None:
+    depth = 0
+    for found in _STRUCTURE.finditer(text):
+        if found[0] in "[{":
+            depth += 1
+            if depth > DEPTH_MAX:
+                raise LimitExceeded(f"the body is nested deeper than {DEPTH_MAX}")
+        elif found[0] in "]}":
+            depth -= 1
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the member {twice[:80]!r} stands there twice")
+    return made
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20 or abs(number := int(digits)) > INTEGER_MAX:
+        raise ValueError(f"the number {digits[:24]}… is beyond 64 bits")
+    return number
+
+
+def _real(digits: str) -> float:
+    number = float(digits)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError(f"the number {digits[:24]} is too large")
+    return number
+
+
+def _too_long() -> LimitExceeded:
+    return LimitExceeded(
+        f"the body is over the limit of {BODY_BYTES_MAX} bytes", hint="only chunks of uploads may be larger"
+    )

@@ -1,0 +1,96 @@
+"""Routes: two checkpoints side by side, tensor by tensor."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Annotated, NamedTuple
+
+from fastapi import APIRouter, Depends, Query, Request
+
+from holdfast_formats import comparing, rest
+from holdfast_formats.comparing import Pair
+from holdfast_formats.errors import LimitExceeded
+from holdfast_formats.observed import Difference, DifferenceState
+from holdfast_formats.packing import natural_key
+from holdfast_service.daemon import comparing as reading
+from holdfast_service.daemon.comparing import Side
+
+from . import contents, problems
+from .contents import OpenedCheckpoints, decode_cursor, encode_cursor
+from .services import Cursor, Limit, Wired
+
+EXACT_BYTES_MAX = 2**30  # one request reads no more; a job has no such limit
+
+router = APIRouter(prefix="/v1", tags=["contents"], responses=problems.RESPONSES)
+StepText = Annotated[str, Query(max_length=32, description="a step, or a selector such as `latest`")]
+
+
+class Asked(NamedTuple):
+    """Which tensors of which two checkpoints."""
+
+    left: rest.Checkpoint
+    right: rest.Checkpoint
+    group: str | None
+    state: DifferenceState | None
+    q: str
+
+    def pairs(self, opened: OpenedCheckpoints) -> list[Pair]:
+        held_a, held_b = (opened.open(side.run, side.step).manifest for side in (self.left, self.right))
+        found = comparing.pairs(held_a, held_b, self.group)
+        return [pair for pair in found if self.q in pair.name and self.state in (None, pair.state)]
+
+
+def _two(
+    services: Wired,
+    run: str,
+    a: StepText,
+    b: StepText,
+    run_b: Annotated[str | None, Query(max_length=128, description="the run of b; the same one unless given")] = None,
+) -> tuple[rest.Checkpoint, rest.Checkpoint]:
+    return contents.find(services, run, a), contents.find(services, run_b or run, b)
+
+
+def _asked(
+    two: Annotated[tuple[rest.Checkpoint, rest.Checkpoint], Depends(_two)],
+    group: Annotated[str | None, Query(max_length=64, description="of this group only")] = None,
+    state: Annotated[DifferenceState | None, Query(description="in this state only, as the manifests tell it")] = None,
+    q: Annotated[str, Query(max_length=256, description="whose names contain this")] = "",
+) -> Asked:
+    return Asked(*two, group, state, q)
+
+
+@router.get("/runs/{run}/compare", summary="Two checkpoints, tensor by tensor")
+def compare_checkpoints(
+    request: Request,
+    services: Wired,
+    asked: Annotated[Asked, Depends(_asked)],
+    exact: Annotated[bool, Query(description="read what changed and say how far it is apart; at most 1 GiB a page")] = False,
+    cursor: Cursor = None,
+    limit: Limit = 100,
+) -> rest.Page[Difference]:
+    """By group, in natural order of names. Digests say what is equal; `exact` reads the rest, every byte proven.
+
+    `unknown` is what was cut into other extents, so that only its bytes can tell. A `compare` job reads without a limit.
+    """
+    shown, behind = _page(asked.pairs(request.app.state.opened), cursor, limit)
+    if not exact:
+        return rest.Page(items=[comparing.difference(pair) for pair in shown], next=behind)
+    size = reading.bytes_to_read(shown)
+    if size > EXACT_BYTES_MAX:
+        raise LimitExceeded(
+            f"this page would read {size} bytes, one request at most {EXACT_BYTES_MAX}",
+            hint='ask for fewer with `limit`, or have it done as a job: POST /v1/jobs {"kind": "compare", …}',
+            bytes=size,
+        )
+    sides = Side(asked.left.run, asked.left.step), Side(asked.right.run, asked.right.step)
+    return rest.Page(items=list(reading.compare(services.tier, sides, shown)), next=behind)
+
+
+def _page(found: list[Pair], cursor: str | None, limit: int) -> tuple[list[Pair], str | None]:
+    first = 0
+    if cursor is not None:
+        group, name = decode_cursor(cursor, 2)
+        first = bisect_right(found, (group, natural_key(name)), key=lambda pair: (pair.group, natural_key(pair.name)))
+    shown = found[first : first + limit]
+    more = first + limit < len(found)
+    return shown, encode_cursor(shown[-1].group, shown[-1].name) if more else None

@@ -1,0 +1,108 @@
+"""The HTTP server, bounded: so many connections, requests whose head arrives in time and is of a size, and errors that
+are problems.
+
+uvicorn closes what is idle between two requests; but it waits for ever for a head, or for the rest of a body that has
+been answered already, that comes a byte at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
+
+from .problems import MEDIA_TYPE
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 1024
+HEAD_BYTES_MAX = 2**16  # request line and headers
+HEAD_WAIT_MAX_S = 20.0
+_REASONS = {400: "Bad Request", 503: "Service Unavailable"}
+
+
+def server(app: Any, log_level: str = "warning") -> uvicorn.Server:
+    """A server of this application, at whatever sockets it is given."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=Bounded,
+            ws="none",
+            lifespan="off",
+            log_level=log_level,
+            log_config=None,  # its lines are ours: `logs` shapes them
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # who may speak for others would have to be configured; peers are for the log alone
+            h11_max_incomplete_event_size=HEAD_BYTES_MAX,
+        )
+    )
+
+
+def connections_max() -> int:
+    """Half of the descriptors this process may have: files, ranks and the catalog need theirs."""
+    return min(CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+
+class Bounded(H11Protocol):
+    """One connection. It ends when it waits for the head of a request for too long."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > connections_max():
+            log.warning("%s is turned away: %d connections are open", self.client, len(self.connections) - 1)
+            self._end_with(DaemonGone("too many connections are open", hint="try again in a moment"))
+            return
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_waiting()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        self._wait_for_head()
+        super().on_response_complete()
+        if not self.cycle.response_complete:  # the next request had come already
+            self._stop_waiting()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is told so by a problem as well."""
+        self._end_with(InvalidRequest("this is not a request of HTTP/1.1", hint="or its head is too long"))
+
+    def _end_with(self, error: CheckpointError) -> None:
+        body = json.dumps(error.problem()).encode()
+        head = (
+            f"HTTP/1.1 {error.status} {_REASONS[error.status]}\r\nContent-Type: {MEDIA_TYPE}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _wait_for_head(self) -> None:
+        self._stop_waiting()
+        self._late = self.loop.call_later(HEAD_WAIT_MAX_S, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _give_up(self) -> None:
+        log.info("%s did not send a request in %.0f s", self.client, HEAD_WAIT_MAX_S)
+        self.transport.abort()

@@ -1,0 +1,172 @@
+"""Routes: events, as a stream that goes on where it was left (server-sent events), or page by page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, NamedTuple
+
+from fastapi import APIRouter, Depends, Header, Query, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from holdfast_formats import rest
+from holdfast_formats.errors import DeadlineExceeded, InvalidRequest
+from holdfast_formats.operations import EVENTS, Event, Gap
+from holdfast_service.control.events import Events
+from holdfast_service.control.pages import INTEGER_MAX
+
+from . import problems
+from .delivery import weights
+from .listening import listening
+from .services import Cursor, Limit, Wired
+
+MEDIA_TYPE = "text/event-stream"
+HEARTBEAT_S = 15.0
+READ_MAX = 500  # events that are read at once
+STREAMS_MAX = 64
+STREAM_WAIT_MAX_S = 5.0
+
+router = APIRouter(prefix="/v1", tags=["events"], responses=problems.RESPONSES)
+Id = Annotated[int, Query(ge=0, le=INTEGER_MAX)]
+
+
+class Wanted(NamedTuple):
+    """What a stream is asked for: events behind an id, None for those from now on, of one run or one kind."""
+
+    after: int | None
+    run: str | None
+    kind: str | None
+
+
+class EventStreams:
+    """The streams that are open, and how many there may be."""
+
+    def __init__(self, events: Events, streams_max: int = STREAMS_MAX) -> None:
+        self._events, self._streams_max = events, streams_max
+        self._room = asyncio.Semaphore(streams_max)
+
+    async def body(self, wanted: Wanted) -> AsyncGenerator[str, None]:
+        """Frames, until the service closes or the client goes; the first one says where the stream begins.
+
+        `DeadlineExceeded` where too many others are open.
+        """
+        async with self._admitted():
+            with listening(self._events) as listener:
+                now = await run_in_threadpool(self._events.bounds)
+                position = now[1] if wanted.after is None else wanted.after
+                yield _heartbeat(position)
+                said = time.monotonic()
+                while not self._events.hung_up:
+                    frames, position, more = await run_in_threadpool(self._read, wanted, position)
+                    if frames:
+                        yield frames
+                        said = time.monotonic()
+                    elif time.monotonic() - said >= HEARTBEAT_S:
+                        yield _heartbeat(position)
+                        said = time.monotonic()
+                    if not more:
+                        await listener.wait(max(said + HEARTBEAT_S - time.monotonic(), 0.01))
+
+    def _read(self, wanted: Wanted, position: int) -> tuple[str, int, bool]:
+        """Frames of what is behind `position`, where the stream then is, and whether there may be more already."""
+        found = self._events.following(position, READ_MAX, wanted.run, wanted.kind)
+        frames: list[str] = []
+        # Behind the newest one: the catalog was made anew, and counts from the beginning again.
+        if found.oldest > position + 1 or position > found.newest:
+            frames.append(_gap(Gap(asked=position, oldest=found.oldest)))
+            position = max(found.oldest - 1, 0)
+            if not found.events:
+                return "".join(frames), position, found.newest > position
+        events = [event for event in found.events if event.id > position]
+        frames += [_frame(event) for event in events]
+        full = len(found.events) == READ_MAX
+        last = events[-1].id if events else position
+        return "".join(frames), last if full else max(last, found.newest), full
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        try:
+            await asyncio.wait_for(self._room.acquire(), STREAM_WAIT_MAX_S)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(
+                f"{self._streams_max} event streams are open",
+                hint="ask again later; without Accept: text/event-stream the events come page by page",
+            ) from None
+        try:
+            yield
+        finally:
+            self._room.release()
+
+
+def _asked(
+    after: Annotated[
+        Id | None, Query(description="events behind this id only; a stream begins with the one behind it")
+    ] = None,
+    run: Annotated[str | None, Query(description="of this run only")] = None,
+    kind: Annotated[str | None, Query(description="of this kind only")] = None,
+    last_event_id: Annotated[
+        str | None, Header(description="where a stream that broke goes on; it outranks `after`")
+    ] = None,
+) -> Wanted:
+    if kind is not None and kind not in EVENTS:
+        raise InvalidRequest(f"there are no events of the kind {kind!r}", hint=f"one of {', '.join(EVENTS)}")
+    return Wanted(_parse_id(last_event_id) if last_event_id else after, run, kind)
+
+
+Asked = Annotated[Wanted, Depends(_asked)]
+
+
+@router.get(
+    "/events",
+    summary="Events: a live stream with `Accept: text/event-stream`, else a page, newest first",
+    response_model=rest.Page[Event],
+    responses={200: {"description": "A page, or a stream", "content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}},
+)
+async def get_events(
+    request: Request, services: Wired, wanted: Asked, cursor: Cursor = None, limit: Limit = 100
+) -> Response:
+    """A stream begins with what happens from now on, unless `after` or `Last-Event-ID` says where.
+
+    An `event: gap` says that events it should begin with are not kept any more, and which is the oldest that is.
+    """
+    accepted = weights(request.headers.get("accept", ""))
+    if accepted.get(MEDIA_TYPE, 0.0) <= accepted.get("application/json", 0.0):
+        read = services.events.newest
+        page = await run_in_threadpool(read, cursor, limit, wanted.run, wanted.kind, wanted.after or 0)
+        return JSONResponse(page.model_dump(), headers={"Vary": "Accept"})
+    streams: EventStreams = request.app.state.event_streams
+    body = streams.body(wanted)
+    first = await anext(body)
+    headers = {"Cache-Control": "no-store", "Vary": "Accept", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_all(first, body), media_type=MEDIA_TYPE, headers=headers)
+
+
+async def _all(first: str, rest_of_it: AsyncGenerator[str, None]) -> AsyncIterator[str]:
+    try:
+        yield first
+        async for frames in rest_of_it:
+            yield frames
+    finally:
+        await rest_of_it.aclose()
+
+
+def _parse_id(header: str) -> int:
+    if not (header.isascii() and header.isdigit() and len(header) <= 19 and int(header) <= INTEGER_MAX):
+        raise InvalidRequest(f"Last-Event-ID {header!r} is not an event's id")
+    return int(header)
+
+
+def _frame(event: Event) -> str:
+    return f"id: {event.id}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"
+
+
+def _gap(gap: Gap) -> str:
+    return f"id: {max(gap.oldest - 1, 0)}\nevent: gap\ndata: {gap.model_dump_json()}\n\n"
+
+
+def _heartbeat(position: int) -> str:
+    """A comment; and an id without data, which is no event but where a broken stream goes on (filters pass events by)."""
+    return f": \nid: {position}\n\n"

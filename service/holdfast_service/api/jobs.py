@@ -1,0 +1,111 @@
+"""Routes: jobs. A request that takes long answers at once with where to look."""
+
+from __future__ import annotations
+
+import time
+from hashlib import sha256
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Path, Query
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, Response
+
+from holdfast_formats import rest
+from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.operations import Job, JobKind, JobRequest, JobState
+from holdfast_service.control.job_runner import JobRunner
+from holdfast_service.control.jobs import GOES_ON
+
+from . import delivery, problems
+from .listening import listening
+from .services import Cursor, Limit, Wired
+
+WAIT_MAX_S = 20.0
+
+router = APIRouter(prefix="/v1", tags=["jobs"], responses=problems.RESPONSES)
+
+
+def _runner(services: Wired) -> JobRunner:
+    if services.runner is None:
+        raise NoSuchResource("this service does no jobs", hint="ask one that runs with a daemon")
+    return services.runner
+
+
+Runner = Annotated[JobRunner, Depends(_runner)]
+JobId = Annotated[int, Path(ge=0, description="the job's `id`")]
+IfNoneMatch = Annotated[str | None, Header(description="the ETag of the job that is known already")]
+_THERE = {"model": Job, "description": "A job like it is queued or running: it is that one"}
+
+
+@router.post(
+    "/jobs",
+    status_code=202,
+    summary="Submit a job; `Location` says where it is",
+    response_model=Job,
+    responses={200: _THERE},
+)
+def post_job(runner: Runner, wanted: JobRequest) -> Response:
+    """The same request while a job like it is queued or running is that job: 200. What cannot work is refused first."""
+    job, new = runner.submit(wanted)
+    headers = {"Location": f"/v1/jobs/{job.id}", "ETag": _tag(job)}
+    return JSONResponse(job.model_dump(), 202 if new else 200, headers)
+
+
+@router.get("/jobs", summary="Jobs, newest first")
+def list_jobs(
+    runner: Runner,
+    kind: Annotated[JobKind | None, Query(description="of this kind only")] = None,
+    state: Annotated[JobState | None, Query(description="in this state only")] = None,
+    run: Annotated[str | None, Query(description="of this run only")] = None,
+    cursor: Cursor = None,
+    limit: Limit = 100,
+) -> rest.Page[Job]:
+    return runner.jobs.page(cursor, limit, kind, state, run)
+
+
+@router.get(
+    "/jobs/{job_id}",
+    summary="One job: how far it is, and what came of it",
+    response_model=Job,
+    responses={304: {"description": "It is as `If-None-Match` says"}},
+)
+async def get_job(
+    services: Wired,
+    runner: Runner,
+    job_id: JobId,
+    wait_s: Annotated[float, Query(ge=0, le=WAIT_MAX_S, description="wait so long for its end, or for a change")] = 0,
+    if_none_match: IfNoneMatch = None,
+) -> Response:
+    """With `wait_s` the answer comes once the job has ended, or differs from `If-None-Match`, or when the time is up."""
+    until = time.monotonic() + wait_s
+    with listening(services.events) as listener:
+        while True:
+            job = await run_in_threadpool(runner.jobs.get, job_id)
+            unchanged = delivery.not_modified(if_none_match, _tag(job))
+            changed = if_none_match is not None and not unchanged
+            left_s = until - time.monotonic()
+            if job.state not in GOES_ON or changed or left_s <= 0 or services.events.hung_up:
+                break
+            await listener.wait(left_s)
+    if unchanged:
+        return Response(status_code=304, headers={"ETag": _tag(job)})
+    return JSONResponse(job.model_dump(), headers={"ETag": _tag(job)})
+
+
+@router.delete(
+    "/jobs/{job_id}",
+    status_code=204,
+    summary="Cancel a job",
+    responses={202: {"model": Job, "description": "It is running, and was asked to stop"}},
+)
+def cancel_job(runner: Runner, job_id: JobId) -> Response:
+    """204 when it has ended, by this or before; 202 while it is asked to stop. What it has done by then stays done."""
+    runner.jobs.get(job_id)  # read first: who may not see its run is told that there is no such job
+    job = runner.cancel(job_id)
+    if job.state in GOES_ON:
+        return JSONResponse(job.model_dump(), 202, {"Location": f"/v1/jobs/{job.id}"})
+    return Response(status_code=204)
+
+
+def _tag(job: Job) -> str:
+    return f'"{sha256(job.model_dump_json().encode()).hexdigest()[:32]}"'

@@ -1,0 +1,21 @@
+"""Routes: copies of checkpoints in other tiers."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from holdfast_formats import rest
+from holdfast_formats.operations import Replica
+from holdfast_service.control import replicas
+
+from . import contents, problems
+from .services import Wired
+
+router = APIRouter(prefix="/v1", tags=["replicas"], responses=problems.RESPONSES)
+
+
+@router.get("/runs/{run}/checkpoints/{step}/replicas", summary="A checkpoint's copies in other tiers, by tier")
+def list_replicas(services: Wired, run: str, step: str) -> rest.Page[Replica]:
+    """All on one page: there are as many as tiers. What is being copied, or could not be, is among them with its problem."""
+    found = contents.find(services, run, step)
+    return rest.Page(items=replicas.listed(services.catalog.database, found.run, found.step))

@@ -1,0 +1,73 @@
+"""What a request needs: how large a scope, and which run it is about. Told from method and path, so that a new route is
+never open by oversight: what changes something and is not listed here is an admin's.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import parse_qs
+
+from holdfast_formats.errors import NoSuchRun
+from holdfast_formats.operations import Scope
+from holdfast_service.control.tokens import Principal
+
+OPEN = frozenset({"/healthz", "/readyz", "/login"})
+OPEN_FILES = "/static/"  # style and script of pages, /login's among them
+METRICS = "/metrics"
+API = "/v1/"
+TOKENS = "/v1/tokens"
+CATALOG = "/v1/catalog/"  # what it says is about all runs, and some of it about none
+JOBS = "/v1/jobs"
+SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+CHUNK = re.compile(r"/v1/ranks/[^/]+/uploads/[^/]+/(?:data|table)")
+_RUN = re.compile(r"/v1/runs/([^/]+)")
+_WRITES = re.compile(r"/v1/(?:ranks/.+|jobs(?:/[^/]+)?|runs/[^/]+/checkpoints/[^/]+/(?:pin|labels/[^/]+))")
+_ADMINS_JOBS = frozenset({"rebuild", "import", "export"})  # they change the catalog, or files that no run has
+_RUNS_JOBS = frozenset({"verify", "scrub"})  # what they do is about the run they name, and nothing else
+
+
+def needed(method: str, path: str) -> Scope:
+    """The least scope that may do this. Pages need no more than reading: what they do, they ask the API for."""
+    if path == TOKENS or path.startswith((f"{TOKENS}/", CATALOG)):
+        return "admin"
+    if method in SAFE or not path.startswith(API):
+        return "read"
+    return "write" if _WRITES.fullmatch(path) else "admin"
+
+
+def is_open(method: str, path: str) -> bool:
+    """Whether nobody is asked who they are."""
+    return path in OPEN or (path.startswith(OPEN_FILES) and method in SAFE)
+
+
+def check(principal: Principal, method: str, path: str, query: bytes) -> None:
+    """Whether it may, as far as that can be told before the body.
+
+    Raises `Forbidden`, or `NoSuchRun` where a run that is not to be seen is read: nothing tells whether there is one.
+    """
+    principal.require(needed(method, path))
+    if path == TOKENS or path.startswith((f"{TOKENS}/", CATALOG)):
+        principal.require_run(None)
+    asked = parse_qs(query.decode("latin-1"), keep_blank_values=True).get("run", [])
+    at = _RUN.match(path)
+    for run in [*asked, *([at[1]] if at else [])]:
+        if method not in SAFE:
+            principal.require_run(run)
+        elif not principal.sees(run):
+            raise NoSuchRun(f"there is no run {run!r}", hint="holdfast ls lists the runs")
+    if method not in SAFE and needed(method, path) == "admin" and at is None:
+        principal.require_run(None)
+
+
+def check_body(principal: Principal, path: str, body: Any) -> None:
+    """What only the body tells: the run of a rank that says hello, and run and kind of a job. Raises `Forbidden`."""
+    if not isinstance(body, dict):
+        return
+    run, kind = body.get("run"), body.get("kind")
+    if path == JOBS:
+        if kind in _ADMINS_JOBS:
+            principal.require("admin")
+        principal.require_run(run if kind in _RUNS_JOBS and isinstance(run, str) else None)
+    elif isinstance(run, str):
+        principal.require_run(run)

@@ -1,0 +1,38 @@
+"""What a path names besides a number: the newest healthy checkpoint, and the best one by a metric."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import Query
+
+from holdfast_formats import rest
+from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
+from holdfast_service.control import selection
+
+from .services import Services
+
+LATEST_HEALTHY, BEST = "latest-healthy", "best"
+NAMES = (LATEST_HEALTHY, BEST)
+
+Metric = Annotated[str | None, Query(max_length=128, description="with `best`: a name in the `metrics` given at save")]
+Mode = Annotated[Literal["min", "max"], Query(description="with `best`: whether low or high is good")]
+
+
+def find(
+    services: Services, run: str, name: str, metric: str | None = None, mode: selection.Mode = "min"
+) -> rest.Checkpoint:
+    """The checkpoint that one of `NAMES` names; `NoSuchRun`, `NoSuchCheckpoint`, or `InvalidRequest` without a metric."""
+    services.catalog.run(run)
+    database = services.catalog.database
+    if name == LATEST_HEALTHY:
+        step, what = selection.newest_healthy(database, run), "that is verified and not unhealthy"
+    elif metric is None:
+        raise InvalidRequest(
+            "best by which metric?", hint=f"GET /v1/runs/{run}/checkpoints/best?metric=loss&mode=min says which step it is"
+        )
+    else:
+        step, what = selection.best(database, run, metric, mode), f"with the metric {metric!r} among the healthy ones"
+    if step is None:
+        raise NoSuchCheckpoint(f"run {run!r} has no checkpoint {what}", hint=f"holdfast ls {run} lists them")
+    return services.catalog.checkpoint(run, step)

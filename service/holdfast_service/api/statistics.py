@@ -1,0 +1,99 @@
+"""Routes: what was found of a checkpoint's tensors while it was read back, tensor by tensor and layer by layer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+from fastapi import APIRouter, Query, Request
+from numpy.typing import NDArray
+
+from holdfast_formats import rest, statistics
+from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchResource
+from holdfast_formats.observed import Layers, TensorStatistics
+from holdfast_formats.statistics import Statistics
+from holdfast_service.control.statistics import LAST_MAX, StatisticsStore
+
+from . import contents, problems
+from .contents import Columns, OpenedCheckpoints
+from .services import Cursor, Limit, Wired
+
+Sort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
+Group = Annotated[str | None, Query(max_length=64, description="this group only")]
+By = Annotated[
+    Sort, Query(description="names ascend; everything else begins with the most, and what is not known comes last")
+]
+Text = Annotated[str, Query(alias="q", max_length=256, description="only tensors whose name has this in it")]
+Last = Annotated[int, Query(ge=1, le=LAST_MAX, description="so many steps, the newest ones")]
+
+router = APIRouter(prefix="/v1", tags=["contents"], responses=problems.RESPONSES)
+
+
+@router.get("/runs/{run}/checkpoints/{step}/statistics", summary="What the tensors' numbers are like")
+def list_statistics(  # noqa: PLR0913 — one parameter a filter
+    request: Request,
+    services: Wired,
+    run: str,
+    step: str,
+    group: Group = None,
+    sort: By = "name",
+    q: Text = "",
+    cursor: Cursor = None,
+    limit: Limit = 100,
+) -> rest.Page[TensorStatistics]:
+    """They are made when the checkpoint is read back after its commit; before, 404. They never change."""
+    opened = request.app.state.opened
+    assert isinstance(opened, OpenedCheckpoints)
+    held = opened.open(run, contents.find(services, run, step).step)
+    if group is not None and group not in held.manifest.tensors:
+        raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(held.manifest.groups)}")
+    found = StatisticsStore(services.catalog.database).load(run, held.manifest.step)
+    listed = held.columns.listed
+    if len(listed) != len(found):
+        raise CorruptStatistics(f"the statistics of {run}@{step} are those of another checkpoint")
+    order = _ordered(_by_name(held.columns, group, q), sort, found, held.columns)
+    first = 0 if cursor is None else _behind(cursor, sort, order)
+    shown = order[first : first + limit].tolist()
+    items = [statistics.describe(found, position, listed[position]) for position in shown]
+    more = first + limit < len(order)
+    return rest.Page(items=items, next=contents.encode_cursor(sort, str(shown[-1])) if more else None)
+
+
+@router.get("/runs/{run}/layers", summary="Health by layer over the newest steps: a heat map")
+def get_layers(services: Wired, run: str, group: Annotated[str, Query(max_length=64)] = "model", last: Last = 50) -> Layers:
+    """Steps ascend. Those of checkpoints that are gone are there too, as long as they are among the newest ones."""
+    services.catalog.run(run)
+    return StatisticsStore(services.catalog.database).layers(run, group, last)
+
+
+def _by_name(columns: Columns, group: str | None, part: str) -> NDArray[np.int64]:
+    """Positions of the tensors of a group that have this in their names, in the order of these."""
+    if group is None and not part:
+        return columns.order
+    wanted = np.array([group in (None, held) and part in name for held, name, _ in columns.listed], np.bool_)
+    return columns.order[wanted[columns.order]]
+
+
+def _ordered(by_name: NDArray[np.int64], sort: Sort, found: Statistics, columns: Columns) -> NDArray[np.int64]:
+    """Positions in the manifest, in the order that was asked for; equal ones by name."""
+    if sort == "name" or not by_name.size:
+        return by_name
+    if sort == "bytes":
+        values = columns.sizes[by_name]
+    elif sort == "nonfinite":
+        values = found.nonfinite[by_name].astype(np.float64)
+    elif sort == "zeros":
+        values = found["zeros"][by_name] / np.maximum(columns.elements[by_name], 1)
+    else:
+        values = found[sort][by_name]
+    return by_name[np.argsort(-values, kind="stable")]
+
+
+def _behind(cursor: str, sort: Sort, order: NDArray[np.int64]) -> int:
+    """The place behind the tensor that a cursor names."""
+    by, position = contents.decode_cursor(cursor, 2)
+    number = int(position) if position.isascii() and position.isdigit() and len(position) < 12 else -1
+    at = np.flatnonzero(order == number)
+    if by != sort or len(at) != 1:
+        raise InvalidRequest("the cursor is not one of this list", hint="use `next` of the page before, unchanged")
+    return int(at[0]) + 1

@@ -1,0 +1,43 @@
+"""Routes: how the checkpointing of runs goes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+
+from holdfast_formats import rest
+from holdfast_formats.observed import RunSummary
+from holdfast_service.control.summaries import Order, Summaries
+
+from . import problems
+from .services import Cursor, Limit, Services
+
+router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
+
+
+@router.get("/summaries", summary="How the checkpointing of all runs goes, by name or by how much they need attention")
+def list_summaries(
+    request: Request,
+    prefix: Annotated[str, Query(max_length=128, description="runs whose name begins so")] = "",
+    sort: Annotated[Order, Query(description="by name, or those first that need attention (up to a minute old)")] = "name",
+    cursor: Cursor = None,
+    limit: Limit = 100,
+) -> rest.Page[RunSummary]:
+    return _summaries(request).page(cursor, limit, prefix, sort)
+
+
+@router.get("/runs/{run}/summary", summary="How a run's checkpointing goes: exposure, stall, interval, what needs attention")
+def get_summary(request: Request, run: str) -> RunSummary:
+    return _summaries(request).one(run)
+
+
+def of(services: Services) -> Summaries:
+    """The summaries over these services."""
+    return Summaries(services.tier, services.catalog, services.connected)
+
+
+def _summaries(request: Request) -> Summaries:
+    found = request.app.state.summaries
+    assert isinstance(found, Summaries)
+    return found

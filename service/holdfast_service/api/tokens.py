@@ -1,0 +1,31 @@
+"""Routes: bearer tokens, for admins of all runs; and the page on which a browser shows one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from starlette.responses import Response
+
+from holdfast_formats import operations, rest
+
+from . import problems
+from .services import Cursor, Limit, Wired
+
+router = APIRouter(prefix="/v1", tags=["tokens"], responses=problems.RESPONSES)
+
+
+@router.get("/tokens", summary="Tokens, newest first; never their text")
+def list_tokens(services: Wired, cursor: Cursor = None, limit: Limit = 100) -> rest.Page[operations.Token]:
+    return services.tokens.page(cursor, limit)
+
+
+@router.post("/tokens", status_code=201, summary="Make a token; its text is in this answer and nowhere else")
+def create_token(services: Wired, wanted: operations.TokenRequest, response: Response) -> operations.NewToken:
+    response.headers["Cache-Control"] = "no-store"
+    return services.tokens.create(wanted)
+
+
+@router.delete("/tokens/{name}", status_code=204, summary="Revoke a token, at once and for good")
+def revoke_token(services: Wired, name: Annotated[str, Path(max_length=63)]) -> None:
+    services.tokens.revoke(name)

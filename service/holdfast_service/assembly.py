@@ -1,0 +1,175 @@
+"""Puts the rooms together: control over a root, a node's data plane over control, and what the HTTP edge is given of both.
+
+What is opened is closed by the `stack`, the last first. Only `__main__` is above.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from contextlib import ExitStack
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast_formats import naming, rest
+from holdfast_service import __version__
+from holdfast_service.config import Config, fd_store
+from holdfast_service.control import salvage
+from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.decisions import Decisions, utc_now
+from holdfast_service.control.job_runner import JobRunner
+from holdfast_service.control.tokens import Tokens
+from holdfast_service.daemon import scrub as scrubbing
+from holdfast_service.daemon.adoption import Adoption
+from holdfast_service.daemon.arena import Arena
+from holdfast_service.daemon.budget import Budget
+from holdfast_service.daemon.callers import Callers
+from holdfast_service.daemon.checking import Checker
+from holdfast_service.daemon.disk_limit import PROBE_BYTES
+from holdfast_service.daemon.keeping import FdStore, HolderProcess, Keeper
+from holdfast_service.daemon.loader import Loader
+from holdfast_service.daemon.remote import RemoteRanks
+from holdfast_service.daemon.saver import Saver
+from holdfast_service.daemon.scrub import CheckJobs, Scrub
+from holdfast_service.daemon.server import Daemon, Identity
+from holdfast_service.daemon.spill import Spill
+from holdfast_service.replication import Copies, copying
+from holdfast_service.storage import disk_speed
+from holdfast_service.storage.pacing import Pace
+from holdfast_service.storage.posix import PosixTier
+from holdfast_service.watching import watch
+from holdfast_service.work import Workers, start_jobs
+
+if TYPE_CHECKING:
+    from holdfast_service.api.doors import Policy
+    from holdfast_service.api.services import Services
+
+log = logging.getLogger("holdfast_service")
+
+
+class Control(NamedTuple):
+    """What decides over a root."""
+
+    root: Path
+    tier: PosixTier
+    catalog: Catalog
+    decisions: Decisions
+    tokens: Tokens
+
+
+class Node(NamedTuple):
+    """The data plane of this machine, and what goes on in its background."""
+
+    daemon: Daemon
+    saver: Saver
+    arena: Arena
+    loader: Loader
+    remote: RemoteRanks
+    copies: Copies
+    runner: JobRunner
+    arena_bytes_max: int
+
+
+def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
+    """The root's storage and catalog; a catalog that is missing or damaged is made anew."""
+    tier = PosixTier(root, Pace(config.write_bytes_per_second) if config.write_bytes_per_second else None)
+    catalog = salvage.open_catalog(config.catalog_url).catalog
+    stack.callback(catalog.close)
+    decisions = Decisions(tier, catalog, config.keep, config.node)
+    stack.callback(decisions.close)
+    return Control(root, tier, catalog, decisions, Tokens(catalog.database, decisions.events, utc_now))
+
+
+def open_node(config: Config, control: Control, url: str | None, stack: ExitStack) -> Node:
+    """The daemon, listening at its socket: what an earlier one left is taken up, and what is due is checked and copied."""
+    root, tier, catalog, decisions, _ = control
+    budget = Budget(config.arena_bytes_max)
+    keeper = _keeper(root, config)
+    stack.callback(keeper.close)
+    checker = Checker(tier, decisions)
+    saver = Saver(tier, decisions, config.node, checker)
+    saver.history.disk.probe = partial(disk_speed.measure, root, PROBE_BYTES)
+    arena = Arena(budget, keeper, Spill(root) if config.spill == "auto" else None, saver.holds.make_room)
+    adoption = Adoption(arena, saver, decisions)
+    decisions.recover(adoption.start)
+    scrub = _scrub(config, checker, decisions, saver)
+    stack.callback(scrub.close)
+    loader = Loader(tier, arena)
+    copies = stack.enter_context(copying(config, tier, decisions, saver.holds.lend))
+    checker.repairs = copies.repairer
+    identity = Identity(config.node, str(root), __version__, url)
+    parts = (arena, saver, decisions, adoption, loader)
+    daemon = Daemon(config.socket.absolute(), identity, parts, Callers.of_group(config.socket_group))
+    stack.callback(daemon.close)
+    remote = RemoteRanks((arena, saver, decisions), config.silence_max)
+    stack.callback(remote.close)
+    checks = CheckJobs(checker, scrub, tier)
+    runner = start_jobs(config.node, Workers(tier, catalog, decisions, checks, copies.transfers))
+    stack.callback(runner.close)
+    log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
+    return Node(daemon, saver, arena, loader, remote, copies, runner, budget.bytes_max)
+
+
+def services(config: Config, control: Control, node: Node, door: Policy, stack: ExitStack) -> Services:
+    """What the HTTP edge is given."""
+    from holdfast_service.api.services import Services
+
+    saver, daemon = node.saver, node.daemon
+    at = os.stat(daemon.path)
+    socket_id = naming.socket_id(at.st_ino, at.st_ctime_ns)
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+    def about() -> rest.Node:
+        return rest.Node(
+            name=config.node,
+            pid=os.getpid(),
+            version=__version__,
+            root=str(control.root),
+            socket=str(daemon.path),
+            started=started,
+            arena_bytes=node.arena.bytes,
+            ranks=daemon.ranks + node.remote.count,
+            socket_id=socket_id,
+            busy=saver.working,
+        )
+
+    return Services(
+        tier=control.tier,
+        catalog=control.catalog,
+        root=str(control.root),
+        version=__version__,
+        node=about,
+        rotation=control.decisions.rotation,
+        events=control.decisions.events,
+        files_root=control.root,
+        remote=node.remote,
+        suspect=saver.checks.suspect,
+        restore_bytes=node.loader.counts.all,
+        runner=node.runner,
+        replicas=node.copies,
+        connected=lambda: saver.runs,
+        door=door,
+        history=watch(config, control.catalog.database, stack),
+        slots=lambda: (node.arena_bytes_max, node.arena.slots),
+    )
+
+
+def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver) -> Scrub:
+    """The scrub, which begins with what is committed and was never checked: found now, or left by a daemon that died."""
+    rate = config.scrub_bytes_per_second
+    plan = scrubbing.Plan(rate, config.scrub_every) if rate else scrubbing.Plan(None, None)
+    scrub = Scrub(checker, decisions, saver, plan)
+    scrub.check_soon(place for place in decisions.findings.unchecked() if not saver.checks.awaits(*place))
+    return scrub
+
+
+def _keeper(root: Path, config: Config) -> Keeper:
+    """Who keeps shared memory while no daemon lives. A root's holder is found by its root: the socket may change."""
+    store = fd_store()
+    if store is not None:
+        return FdStore(store.notify, store.inherited)
+    name = hashlib.sha256(bytes(root)).hexdigest()[:12]
+    return HolderProcess(config.socket.absolute().parent / f"{name}.holder")

@@ -1,0 +1,154 @@
+"""What reading checkpoints back (I7) has found: sound, damaged, or the same as the one before. Only the catalog knows.
+
+A damaged checkpoint stays listed and keeps its bytes, but is nobody's newest one, and takes nobody's place (I10).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from sqlalchemy import func, or_, select
+
+from holdfast_formats.errors import CheckpointError, Damaged, from_problem
+
+from .catalog import Catalog
+from .events import Events
+from .schema import CheckpointRow
+
+log = logging.getLogger(__name__)
+
+FROZEN = (
+    "it is bit-identical to step {before}: the training did not step in between, its learning rate is 0, "
+    "or what is saved is not what is trained"
+)
+
+
+class Place(NamedTuple):
+    """A checkpoint by its run and step."""
+
+    run: str
+    step: int
+
+
+class Findings:
+    """Records what checks, scrubs and readers find. Thread-safe. `settled` hears the run of what was found sound."""
+
+    def __init__(self, catalog: Catalog, events: Events, now: Callable[[], str], settled: Callable[[str], None]) -> None:
+        self._database, self._events, self._now, self._settled = catalog.database, events, now, settled
+
+    def sound(self, run: str, step: int, check: Mapping[str, Any] | None = None, same_as: int | None = None) -> None:
+        """A checkpoint was read back, whole, and every byte is right; only now may older ones go (I10).
+
+        Does nothing for one that has been removed meanwhile.
+        """
+        with self._database.write() as session:
+            row = session.get(CheckpointRow, (run, step), with_for_update=True)
+            if row is None:
+                return
+            news = not row.verified
+            frozen = same_as is not None and row.same_as != same_as
+            row.verified, row.damage, row.checked = True, None, self._now()
+            row.check = dict(check) if check is not None else row.check
+            row.same_as = same_as
+        if news:
+            self._events.add("checkpoint-verified", f"step {step} was read back and is sound", run, step)
+        if frozen:
+            text = FROZEN.format(before=same_as)
+            log.warning("%s@%s: %s", run, step, text)
+            self._events.add("checkpoint-frozen", f"step {step}: {text}", run, step, "warning", same_as=same_as)
+        self._settled(run)
+
+    def damaged(self, run: str, step: int, error: Damaged, checked: bool = False) -> None:
+        """Bytes of a checkpoint are not what was written. The same damage found again is no news.
+
+        `checked` says that it was read back whole, and not found by somebody who wanted a part of it.
+        """
+        problem = {**error.problem(), "run": run, "step": step}
+        with self._database.write() as session:
+            row = session.get(CheckpointRow, (run, step), with_for_update=True)
+            if row is None:
+                return
+            news = row.damage is None or _place(row.damage) != _place(problem)
+            row.verified, row.damage = False, problem
+            if checked:
+                row.checked = self._now()
+        if news:
+            log.error("%s@%s is damaged: %s", run, step, error.detail)
+            self._events.add(
+                "checkpoint-damaged", f"step {step} is damaged: {error.detail}", run, step, "error", problem=problem
+            )
+
+    def repaired(self, run: str, step: int, error: Damaged, source: str) -> None:
+        """Damaged bytes were replaced by proven ones."""
+        log.warning("%s@%s was repaired from %s: %s", run, step, source, error.detail)
+
+    def scrubbed(self, checkpoints: int, size: int, damages: int, seconds: float) -> None:
+        """A scrub has read what was due."""
+        text = f"{checkpoints} checkpoints of {size} bytes were read back in {seconds:.0f} s, {damages} are damaged"
+        level: Literal["info", "warning"] = "warning" if damages else "info"
+        about: dict[str, Any] = {"checkpoints": checkpoints, "bytes": size, "damaged": damages, "seconds": round(seconds, 3)}
+        self._events.add("scrub-finished", text, None, None, level, **about)
+
+    def damage(self, run: str, step: int) -> Damaged | None:
+        """What is known to be wrong with a checkpoint; None while it is sound, and for one that is not there."""
+        with self._database.read() as session:
+            row = session.get(CheckpointRow, (run, step))
+            return None if row is None else as_damage(row.damage)
+
+    def unchecked(self) -> list[Place]:
+        """What nobody has read back yet, newest first: found in the directories, or committed before a daemon died."""
+        wanted = select(CheckpointRow.run, CheckpointRow.step).where(
+            CheckpointRow.checked.is_(None), CheckpointRow.verified.is_(False), CheckpointRow.damage.is_(None)
+        )
+        with self._database.read() as session:
+            found = session.execute(wanted.order_by(CheckpointRow.step.desc(), CheckpointRow.run))
+            return [Place(run, step) for run, step in found]
+
+    def due(self, before: str) -> list[Place]:
+        """What was last read back before this time, or never; the longest ago first."""
+        never = CheckpointRow.checked.is_(None)
+        wanted = select(CheckpointRow.run, CheckpointRow.step).where(or_(never, CheckpointRow.checked < before))
+        order = (never.desc(), CheckpointRow.checked, CheckpointRow.run, CheckpointRow.step.desc())
+        with self._database.read() as session:
+            return [Place(run, step) for run, step in session.execute(wanted.order_by(*order))]
+
+    def oldest(self) -> str | None:
+        """When that was which was read back the longest ago; None when nothing was."""
+        with self._database.read() as session:
+            return session.scalar(select(func.min(CheckpointRow.checked)))
+
+    def newest(self, run: str) -> int | None:
+        """The newest checkpoint that is not known to be damaged."""
+        wanted = (CheckpointRow.run == run, CheckpointRow.damage.is_(None))
+        with self._database.read() as session:
+            return session.scalar(select(func.max(CheckpointRow.step)).where(*wanted))
+
+    def before(self, run: str, step: int) -> int | None:
+        """The checkpoint before this one that is not known to be damaged."""
+        wanted = (CheckpointRow.run == run, CheckpointRow.step < step, CheckpointRow.damage.is_(None))
+        with self._database.read() as session:
+            return session.scalar(select(func.max(CheckpointRow.step)).where(*wanted))
+
+    def passed_over(self, run: str, step: int | None) -> list[str]:
+        """What to say where this step was chosen as the newest: which newer ones are damaged, and how; newest first."""
+        wanted = select(CheckpointRow.step, CheckpointRow.damage).where(
+            CheckpointRow.run == run, CheckpointRow.step > (-1 if step is None else step), CheckpointRow.damage.is_not(None)
+        )
+        instead = "there is no sound one" if step is None else f"step {step} is restored instead"
+        with self._database.read() as session:
+            found = session.execute(wanted.order_by(CheckpointRow.step.desc())).all()
+        return [f"step {newer} is damaged ({damage.get('detail', 'unknown')}): {instead}" for newer, damage in found]
+
+
+def as_damage(problem: Mapping[str, Any] | None) -> Damaged | None:
+    """The error that a checkpoint's `damage` describes."""
+    if problem is None:
+        return None
+    error: CheckpointError = from_problem(problem)
+    return error if isinstance(error, Damaged) else Damaged(error.detail, hint=error.hint, **error.members)
+
+
+def _place(problem: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(problem.get(member) for member in ("code", "file", "tensor", "offset", "length"))

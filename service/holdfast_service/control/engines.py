@@ -1,0 +1,88 @@
+"""The engine that reaches a catalog's database: what SQLite and PostgreSQL each need to keep the same promises."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sqlalchemy import Engine, create_engine, event
+from sqlalchemy.engine import URL, Connection, make_url
+from sqlalchemy.exc import ArgumentError
+
+BUSY_TIMEOUT_S = 10  # how long a transaction waits for another one's locks
+CONNECT_TIMEOUT_S = 10
+IDLE_TIMEOUT_S = 60  # a node that stops in the middle of a transaction holds up the others no longer
+CONNECTIONS = 8
+CONNECTIONS_MORE = 40  # at most so many besides, for as long as they are used
+POSTGRESQL = "postgresql+psycopg"  # also where a URL names no driver
+READ_ONLY = "holdfast_read_only"
+HASTY = "holdfast_hasty"
+
+
+def connect(url: str) -> Engine:
+    """An engine for `url`. On SQLite, what may write takes the write lock as it begins, so none can deadlock."""
+    made = make_url(url)
+    if made.get_backend_name() == "postgresql":
+        return _postgresql(made)
+    engine = create_engine(made, hide_parameters=True)
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown; also of a text that is no URL."""
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except ArgumentError:
+        return re.sub(r"//[^/]*@", "//***@", url)
+
+
+def _postgresql(url: URL) -> Engine:
+    if url.drivername == "postgresql":
+        url = url.set(drivername=POSTGRESQL)
+    given = {} if "connect_timeout" in url.query else {"connect_timeout": CONNECT_TIMEOUT_S}
+    engine = create_engine(
+        url,
+        hide_parameters=True,
+        isolation_level="READ COMMITTED",  # what waited for a row's lock sees what the one before it did
+        pool_pre_ping=True,  # a server that was started anew is found again
+        pool_size=CONNECTIONS,
+        max_overflow=CONNECTIONS_MORE,
+        pool_timeout=BUSY_TIMEOUT_S,
+        connect_args=given,
+    )
+    event.listen(engine, "connect", _prepare_postgresql)
+    return engine
+
+
+def _prepare_postgresql(connection: Any, _: Any) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET lock_timeout = '{BUSY_TIMEOUT_S}s'")
+        cursor.execute(f"SET idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_S}s'")
+    connection.commit()
+
+
+def _prepare_sqlite(connection: Any, _: Any) -> None:
+    connection.isolation_level = None  # the driver would begin transactions at a moment of its own
+    # Timeout first: switching to WAL needs the file to itself for a moment.
+    for pragma in (
+        f"busy_timeout = {BUSY_TIMEOUT_S * 1000}",
+        "journal_mode = WAL",
+        "foreign_keys = ON",
+    ):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    options = connection.get_execution_options()
+    if options.get(READ_ONLY, False):
+        connection.exec_driver_sql("BEGIN")
+        return
+    # FULL syncs the log before a commit returns; with NORMAL a power cut may lose the newest ones, and never tears the file.
+    wanted = "NORMAL" if options.get(HASTY, False) else "FULL"
+    if connection.info.get("synchronous") != wanted:
+        connection.exec_driver_sql(f"PRAGMA synchronous = {wanted}")
+        connection.info["synchronous"] = wanted
+    connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -1,0 +1,61 @@
+"""What a run's summary is made of: rows of the catalog and numbers of the storage, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+NOTHING: Mapping[str, float] = {}
+
+
+class Save(NamedTuple):
+    """A round. Times are seconds since the epoch, infinite where what is recorded is no time."""
+
+    step: int
+    attempt: int
+    state: str
+    opened: float
+    ended: float | None = None
+    code: str | None = None
+    measured: Mapping[str, float] = NOTHING
+
+
+class Held(NamedTuple):
+    """A run's checkpoints taken together, and the newest one of them."""
+
+    checkpoints: int = 0
+    bytes: int = 0
+    newest: int | None = None
+    newest_verified: int | None = None
+    newest_healthy: int | None = None
+    damaged: int = 0
+    newest_damaged: int | None = None
+    newest_bytes: int = 0
+    created: str | None = None
+    healthy: bool | None = None
+    same_as: int | None = None
+    nonfinite: int | None = None
+    verified_created: str | None = None  # of the newest verified one
+
+
+class Copies(NamedTuple):
+    """A run's replicas in one tier."""
+
+    newest: int | None
+    damaged: int
+
+
+class Facts(NamedTuple):
+    """One run at one moment. `saves` and `declared` (times of attempts) are the newest ones, newest first."""
+
+    run: str
+    attempt: int
+    now: float
+    held: Held = Held()
+    saves: tuple[Save, ...] = ()
+    declared: tuple[float, ...] = ()
+    copies: Mapping[str, Copies] = {}
+    free_bytes: int = 0
+    quota_bytes: int | None = None
+    makes_room: bool = False  # its policy lets old checkpoints go
+    connected: bool = False  # ranks of it are connected to this daemon

@@ -1,0 +1,53 @@
+"""A value that takes a while to make, remembered, and made anew behind the backs of those who ask for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextvars import Context
+from typing import Generic, TypeVar
+
+from holdfast_formats.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+
+class Remembered(Generic[Value]):
+    """Thread-safe. A value older than `fresh_s` is given once more while a new one is made; one older than `old_s` never."""
+
+    def __init__(self, make: Callable[[], Value], fresh_s: float, old_s: float) -> None:
+        self._make, self._fresh_s, self._old_s = make, fresh_s, old_s
+        self._making = threading.Lock()
+        self._known: tuple[float, Value] | None = None
+
+    def get(self) -> Value:
+        """The value; raises what making it raises, when there is none that is recent enough."""
+        known = self._recent(self._old_s)
+        if known is None:
+            with self._making:
+                known = self._recent(self._old_s)  # whoever was faster has made it meanwhile
+                return self._remember() if known is None else known[1]
+        if self._recent(self._fresh_s) is None and self._making.acquire(blocking=False):
+            threading.Thread(target=self._again, name="holdfast-remembered", daemon=True).start()
+        return known[1]
+
+    def _recent(self, age_s: float) -> tuple[float, Value] | None:
+        known = self._known
+        return known if known is not None and time.monotonic() - known[0] < age_s else None
+
+    def _remember(self) -> Value:
+        value = Context().run(self._make)  # not as the request that happens to come first: others are given it as well
+        self._known = (time.monotonic(), value)
+        return value
+
+    def _again(self) -> None:
+        try:
+            self._remember()
+        except CheckpointError as error:  # who asks when this has grown old hears of it
+            log.warning("%s", error.detail)
+        finally:
+            self._making.release()

@@ -1,0 +1,195 @@
+"""Bearer tokens: made, listed, revoked, and told from what is none. Only their SHA-256 is kept.
+
+A token's text is `hf_`, 32 random bytes and a CRC-32 of them, in URL-safe base64. The CRC is no secret: what was cut or
+mistyped is told without asking the database.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import re
+import secrets
+import zlib
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from typing import NamedTuple, get_args
+
+from sqlalchemy import or_, select
+
+from holdfast_formats import rest
+from holdfast_formats.errors import Forbidden, InvalidRequest, NoSuchResource, Unauthenticated
+from holdfast_formats.operations import NewToken, Scope, Token, TokenRequest
+
+from .database import Database
+from .events import Events
+from .pages import bounded, decode_cursor, integer, page
+from .schema import TokenRow
+from .visible import ALL, matches
+
+PREFIX = "hf_"
+SECRET_BYTES = 32
+TEXT_CHARACTERS_MAX = 64
+USED_EVERY_S = 60.0
+EXPIRES_MAX_S = 100 * 365 * 86_400
+_SCOPES: tuple[Scope, ...] = get_args(Scope)  # each may what those before it may
+_RUNS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}\*?|\*")
+_HINT = "give a token as `Authorization: Bearer …`, or as HOLDFAST_TOKEN; `holdfast token create` makes one"
+
+
+class Principal(NamedTuple):
+    """Who asks: the name of a token, or of an open door, and what it may do to which runs."""
+
+    name: str
+    scope: Scope
+    runs: str = ALL
+
+    def sees(self, run: str) -> bool:
+        return matches(self.runs, run)
+
+    @property
+    def sees_all(self) -> bool:
+        return self.runs == ALL
+
+    def require(self, scope: Scope) -> None:
+        """`Forbidden` when it may not so much."""
+        if _SCOPES.index(scope) > _SCOPES.index(self.scope):
+            hint = f"use a token with the scope {scope!r}"
+            raise Forbidden(f"{self.name} has the scope {self.scope!r}, this needs {scope!r}", hint=hint, needed=scope)
+
+    def require_run(self, run: str | None) -> None:
+        """`Forbidden` when a run, or with None any run at all, is not among its own."""
+        if not (self.sees_all if run is None else self.sees(run)):
+            what = "all runs" if run is None else f"run {run!r}"
+            raise Forbidden(f"{self.name} is for the runs {self.runs!r}, this is about {what}", hint="use another token")
+
+
+class Tokens:
+    """The tokens of one catalog. Thread-safe. `now` is RFC 3339 text of one form, so that times compare as text."""
+
+    def __init__(self, database: Database, events: Events, now: Callable[[], str]) -> None:
+        self._database, self._events, self._now = database, events, now
+
+    def create(self, wanted: TokenRequest) -> NewToken:
+        """A new token and, this once, its text. `InvalidRequest` for a name that is in use, and for no pattern of runs."""
+        if _RUNS.fullmatch(wanted.runs) is None:
+            raise InvalidRequest(f"{wanted.runs!r} names no runs", hint="give a run's name, a prefix ending in *, or *")
+        if wanted.expires_s is not None and wanted.expires_s > EXPIRES_MAX_S:
+            raise InvalidRequest(f"a token expires after at most {EXPIRES_MAX_S} seconds", hint="or leave it out: never")
+        text, now = make_text(), self._now()
+        with self._database.write() as session:
+            active = select(TokenRow.id).where(TokenRow.name == wanted.name, *_in_force(now)).limit(1)
+            if session.scalar(active) is not None:
+                raise InvalidRequest(
+                    f"there is a token named {wanted.name!r}", hint="revoke it first, or name this otherwise"
+                )
+            made = TokenRow(
+                name=wanted.name,
+                digest=digest(text),
+                scope=wanted.scope,
+                runs=wanted.runs,
+                created=now,
+                expires=None if wanted.expires_s is None else _later(now, wanted.expires_s),
+            )
+            session.add(made)
+            session.flush()
+            token = Token.model_validate(made, from_attributes=True)
+        self._tell(token, "made")
+        return NewToken(**token.model_dump(), token=text)
+
+    def page(self, cursor: str | None, limit: int) -> rest.Page[Token]:
+        """A page of all tokens, the newest first, revoked and expired ones among them."""
+        before = decode_cursor("token", cursor)
+        wanted = select(TokenRow).order_by(TokenRow.id.desc()).limit(bounded(limit) + 1)
+        if before is not None:
+            wanted = wanted.where(TokenRow.id < integer(before))
+        with self._database.read() as session:
+            found = [Token.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
+        return page("token", found, limit, lambda token: token.id)
+
+    def revoke(self, name: str) -> None:
+        """Take the token of this name out of force; one that is revoked already stays so. `NoSuchResource`."""
+        with self._database.write() as session:
+            row = session.scalar(select(TokenRow).where(TokenRow.name == name).order_by(TokenRow.id.desc()).limit(1))
+            if row is None:
+                raise NoSuchResource(f"there is no token named {name!r}", hint="`holdfast token ls` lists them")
+            if row.revoked is not None:
+                return
+            row.revoked = self._now()
+            token = Token.model_validate(row, from_attributes=True)
+        self._tell(token, "revoked")
+
+    def any_in_force(self) -> bool:
+        """Whether anybody could come in by a token now."""
+        with self._database.read() as session:
+            return session.scalar(select(TokenRow.id).where(*_in_force(self._now())).limit(1)) is not None
+
+    def verify(self, text: str) -> Principal:
+        """Whose token this is; `Unauthenticated` when it is none, or is not in force any more."""
+        if not well_formed(text):
+            raise Unauthenticated("this is not a token of holdfast", hint=_HINT)
+        wanted, now = digest(text), self._now()
+        with self._database.read() as session:
+            row = session.scalar(select(TokenRow).where(TokenRow.digest == wanted))
+            if row is None or not hmac.compare_digest(row.digest, wanted):
+                raise Unauthenticated("this token is not known", hint=_HINT)
+            if row.revoked is not None:
+                raise Unauthenticated(f"the token {row.name!r} has been revoked", hint=_HINT)
+            if row.expires is not None and row.expires <= now:
+                raise Unauthenticated(f"the token {row.name!r} has expired", hint=_HINT)
+            found, token_id, used = Principal(row.name, _scope(row.scope), row.runs), row.id, row.used
+        if used is None or _later(used, USED_EVERY_S) <= now:
+            self._note_use(token_id, now)
+        return found
+
+    def _note_use(self, token_id: int, now: str) -> None:
+        with self._database.write() as session:
+            row = session.get(TokenRow, token_id)
+            if row is not None:
+                row.used = now
+
+    def _tell(self, token: Token, what: str) -> None:
+        text = f"the token {token.name!r} was {what}"
+        self._events.add("token-changed", text, token=token.name, scope=token.scope, runs=token.runs, change=what)
+
+
+def missing() -> Unauthenticated:
+    """What is said to who shows no token where one is needed."""
+    return Unauthenticated("this needs a token", hint=_HINT)
+
+
+def make_text() -> str:
+    secret = secrets.token_bytes(SECRET_BYTES)
+    return PREFIX + base64.urlsafe_b64encode(secret + zlib.crc32(secret).to_bytes(4, "big")).decode()
+
+
+def well_formed(text: str) -> bool:
+    """Whether a text could be a token: its form and its CRC are right."""
+    if len(text) > TEXT_CHARACTERS_MAX or not (text.isascii() and text.startswith(PREFIX)):
+        return False
+    try:
+        decoded = base64.b64decode(text.removeprefix(PREFIX), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        return False
+    secret, check = decoded[:SECRET_BYTES], decoded[SECRET_BYTES:]
+    return len(check) == 4 and zlib.crc32(secret).to_bytes(4, "big") == check
+
+
+def digest(text: str) -> str:
+    """The SHA-256 by which a token is known. Its 256 random bits need no salt, and no slow hash."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _in_force(now: str):  # type: ignore[no-untyped-def]
+    return TokenRow.revoked.is_(None), or_(TokenRow.expires.is_(None), TokenRow.expires > now)
+
+
+def _later(moment: str, seconds: float) -> str:
+    then = datetime.fromisoformat(moment.replace("Z", "+00:00")).astimezone(timezone.utc) + timedelta(seconds=seconds)
+    return then.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _scope(text: str) -> Scope:
+    return next(scope for scope in _SCOPES if scope == text)

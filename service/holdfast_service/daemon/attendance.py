@@ -1,0 +1,45 @@
+"""Which ranks are connected now, and which processes belong to their job."""
+
+from __future__ import annotations
+
+from .rounds import Participant
+
+
+class _Crew:
+    """The ranks of an attempt. A process that has parted belongs to the job as long as any other rank of it is here."""
+
+    def __init__(self) -> None:
+        self.present: set[Participant] = set()
+        self.processes: set[str] = set()
+
+
+class Attendance:
+    """Not thread-safe: guarded by the saver's lock."""
+
+    def __init__(self) -> None:
+        self._crews: dict[tuple[str, int], _Crew] = {}  # by run and attempt; those of whom somebody is here
+
+    @property
+    def runs(self) -> set[str]:
+        return {run for run, _ in self._crews}
+
+    def of(self, run: str) -> list[Participant]:
+        """The ranks of a run, of whatever attempt."""
+        return [who for (name, _), crew in self._crews.items() if name == run for who in crew.present]
+
+    def join(self, who: Participant) -> None:
+        crew = self._crews.setdefault((who.run, who.attempt), _Crew())
+        crew.present.add(who)
+        crew.processes.add(who.process)
+
+    def leave(self, who: Participant) -> set[Participant]:
+        """Returns who is left of its attempt."""
+        crew = self._crews.get((who.run, who.attempt), _Crew())
+        crew.present.discard(who)
+        if not crew.present:
+            self._crews.pop((who.run, who.attempt), None)
+        return crew.present
+
+    def belongs(self, run: str, process: str) -> bool:
+        """Whether a process is, or was, a rank of a job that is still here."""
+        return any(process in crew.processes for (name, _), crew in self._crews.items() if name == run)

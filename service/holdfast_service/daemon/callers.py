@@ -1,0 +1,116 @@
+"""Who may speak at a unix socket of ours: where it stands, and whom the kernel says is at the other end."""
+
+from __future__ import annotations
+
+import grp
+import logging
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast_formats.errors import Forbidden, InvalidRequest, RootBusy
+
+log = logging.getLogger(__name__)
+
+SOCKET_NAME_BYTES_MAX = 100
+_CREDENTIALS = struct.Struct("iII")  # SO_PEERCRED: process, user, group
+_SO_PEERGROUPS = 59  # the groups besides; Python does not name it
+_GROUPS_BYTES_MAX = 1024
+
+
+class Caller(NamedTuple):
+    """The process that connected, as it was when it did."""
+
+    pid: int
+    uid: int
+    gids: frozenset[int]
+
+    @classmethod
+    def of(cls, connection: socket.socket) -> Caller:
+        pid, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        try:
+            others = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES_MAX)
+        except OSError as error:  # more groups than fit, or a kernel before 4.13
+            log.debug("the groups of process %d are not known: %s", pid, error)
+            others = b""
+        return cls(pid, uid, frozenset({gid, *struct.unpack(f"{len(others) // 4}I", others)}))
+
+
+class Callers(NamedTuple):
+    """Whom a socket lets in: this user, root, and the members of a group if one is given."""
+
+    gid: int | None = None
+
+    @classmethod
+    def of_group(cls, name: str | None) -> Callers:
+        """`InvalidRequest` for a group that there is not."""
+        try:
+            return cls(None if name is None else grp.getgrnam(name).gr_gid)
+        except KeyError:
+            raise InvalidRequest(
+                f"there is no group {name!r}", hint="name a group of this machine with --socket-group"
+            ) from None
+
+    def check(self, caller: Caller) -> None:
+        """`Forbidden` for anybody else, whatever the modes of files say."""
+        if caller.uid in (0, os.geteuid()) or (self.gid is not None and self.gid in caller.gids):
+            return
+        hint = "run under the daemon's user, or have it started with --socket-group and a group of both"
+        raise Forbidden(f"process {caller.pid} of user {caller.uid} may not use this daemon", hint=hint)
+
+    def admit(self, path: Path, made: bool) -> None:
+        """Let the group reach the socket; its directory only where we `made` it."""
+        if self.gid is None:
+            return
+        os.chown(path, -1, self.gid)
+        path.chmod(0o660)
+        if made:
+            os.chown(path.parent, -1, self.gid)
+            path.parent.chmod(0o750)
+
+
+def prepare_directory(path: Path) -> bool:
+    """Make the socket's directory, for this user alone, and say so; `InvalidRequest` where others could put theirs there."""
+    if len(os.fsencode(path)) > SOCKET_NAME_BYTES_MAX:
+        hint = f"choose one of at most {SOCKET_NAME_BYTES_MAX} bytes"
+        raise InvalidRequest(f"the socket path {path} is too long for a unix socket", hint=hint)
+    made = not path.parent.exists()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.parent.stat()
+    hint = "choose a directory of your own with --socket"
+    if found.st_uid not in (0, os.geteuid()):
+        raise InvalidRequest(f"the socket's directory {path.parent} belongs to user {found.st_uid}", hint=hint)
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise InvalidRequest(f"everybody may replace files in the socket's directory {path.parent}", hint=hint)
+    return made
+
+
+def listen(path: Path, callers: Callers) -> socket.socket:
+    """A socket at `path` that only these callers can connect to; `RootBusy` when a daemon answers there already."""
+    made = prepare_directory(path)
+    _refuse_if_answered(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.settimeout(0.5)  # so that closing is noticed
+    mask = os.umask(0o177)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+    finally:
+        os.umask(mask)
+    callers.admit(path, made)
+    listener.listen(128)
+    return listener
+
+
+def _refuse_if_answered(path: Path) -> None:
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        probe.connect(str(path))
+    except OSError:
+        return
+    finally:
+        probe.close()
+    raise RootBusy(f"another daemon answers at {path}", hint="stop it, or serve another --socket")

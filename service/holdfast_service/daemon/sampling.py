@@ -1,0 +1,192 @@
+"""Would another layout get back what was stored? A few are tried on every checkpoint, each on a few places.
+
+Which ones follows from run and step, so a check is repeated exactly, and other steps try others. What a rank holds is worked
+out as every reader does; its bytes are put together from whole, proven extents, as a restore does, and compared with bytes
+read straight from where they stand in the file. Memory is one extent and two windows.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holdfast_formats import holding, layouts, parts, proof, reading, region, shard_file, transfer
+from holdfast_formats.errors import CorruptManifest, NotFound, Refused
+from holdfast_formats.holding import Held, Holding
+from holdfast_formats.holdings import Bytes
+from holdfast_formats.manifest import Manifest, TensorEntry
+from holdfast_formats.parts import Part
+from holdfast_formats.reading import Wanted
+from holdfast_formats.shard_file import ShardFile, Strip
+from holdfast_formats.transfer import Direction, Elements
+from holdfast_service.storage import Tier
+
+LAYOUTS = (
+    "tp=2",
+    "tp=4",
+    "pp=2",
+    "tp=2,pp=2",
+    "sharding=3:stage3",
+    "sharding=4:stage3:dim0",
+    "tp=2,sharding=2:stage3",
+)
+TRIED = 2  # layouts a checkpoint
+WINDOWS = 4  # places a layout
+WINDOW_BYTES = 2**18
+TENSORS_MAX = 20_000  # of a group, for whose layouts every rank is worked out; with more, one rank alone
+COVERED = 500  # tensors whose parts are put together over all ranks
+CONFIG = "config.json"
+CONFIG_BYTES_MAX = 2**20
+
+Heed = Callable[[int], None]
+
+
+class Tried(NamedTuple):
+    """The layouts that fitted and were tried, as text with the rank, and how many bytes were read for them."""
+
+    layouts: tuple[str, ...]
+    bytes: int
+
+
+def try_layouts(tier: Tier, directory: str, made: Manifest, heed: Heed | None = None) -> Tried:
+    """Try some layouts; `CorruptManifest`, naming layout, rank and tensor, for one that would not restore what is stored.
+
+    Layouts that do not fit the checkpoint's shapes are passed over.
+    """
+    group = next((group for group in ("model", *made.groups) if made.tensors.get(group)), None)
+    if group is None:
+        return Tried((), 0)
+    chance = random.Random(f"{made.run}@{made.step}")
+    config = _config(tier, directory, made)
+    trial = _Trial(tier, directory, made.tensors[group], heed or (lambda size: None))
+    tried: list[str] = []
+    for text in chance.sample(LAYOUTS, len(LAYOUTS)):
+        layout = layouts.parse(text)
+        rank = chance.randrange(layout.mesh.world)
+        where = f"layout {text}, rank {rank}"
+        try:
+            held = holding.of_manifest(made, group, layout, config)
+            mine = held.of(rank)
+            file = shard_file.lay_out(mine.tensors, {name: e.shape for name, e in trial.entries.items()}, {})
+        except (Refused, NotFound):  # it does not fit; other layouts do
+            continue
+        _check_coverage(made, group, held, rank, mine, where)
+        for _ in range(WINDOWS):
+            trial.compare(group, file, chance, where)
+        tried.append(f"{text} rank {rank}")
+        if len(tried) == TRIED:
+            break
+    return Tried(tuple(tried), trial.read)
+
+
+def _check_coverage(made: Manifest, group: str, held: Holding, rank: int, mine: Held, where: str) -> None:
+    """The read plan of the rank brings what it holds, and all ranks together hold every element."""
+    wanted = [Wanted(group, part.tensor, part.box) for local in mine.tensors for part in local.parts]
+    plan = reading.plan(made, wanted)
+    brought = {(piece.tensor, piece.offset) for read in plan.reads for piece in read.pieces}
+    for one in wanted:
+        entry = made.tensors[group][one.name]
+        view = region.byte_view(entry.dtype, entry.shape, one.name)
+        box = region.byte_box(entry.dtype, one.box, entry.shape, one.name)
+        for first, stop in reading.extents_of(entry.extents, box, view):
+            if any((one.name, extent.offset) not in brought for extent in entry.extents[first:stop]):
+                raise CorruptManifest(f"{where}: the read plan leaves out a part of tensor {one.name!r}", tensor=one.name)
+    entries = made.tensors[group]
+    if len(entries) > TENSORS_MAX:
+        return
+    names = set(random.Random(made.step).sample(sorted(entries), min(len(entries), COVERED)))
+    names = {name for name in names if not name.startswith("ranks/")}  # of one rank alone, whatever the layout
+    boxes: dict[str, dict[region.Box, None]] = {name: {} for name in names}
+    for other in range(held.layout.mesh.world):
+        for local in (mine if other == rank else held.of(other)).tensors:
+            for part in local.parts:
+                if part.tensor in boxes:
+                    boxes[part.tensor][part.box] = None
+    for name in sorted(names):
+        if region.union_volume(list(boxes[name])) != prod(entries[name].shape):
+            raise CorruptManifest(f"{where}: the ranks together do not hold all of tensor {name!r}", tensor=name)
+
+
+class _Trial:
+    """Reads of one checkpoint's group, and how many bytes they were."""
+
+    def __init__(self, tier: Tier, directory: str, entries: Mapping[str, TensorEntry], heed: Heed) -> None:
+        self.entries = entries
+        self.read = 0
+        self._tier, self._directory, self._heed = tier, directory, heed
+
+    def compare(self, group: str, file: ShardFile, chance: random.Random, where: str) -> None:
+        """One window at a random place of the rank's file, put together both ways."""
+        body = len(file.header)
+        if body == file.bytes:
+            return
+        start = chance.randrange(body, file.bytes)
+        low, high = next(shard_file.windows(file, start, min(start + WINDOW_BYTES, file.bytes), WINDOW_BYTES))
+        for strip in shard_file.strips(file, low, high):
+            restored, stored = (np.zeros(strip.units * strip.itemsize, np.uint8) for _ in range(2))
+            for part in strip.parts:
+                self._assemble(group, strip, part, restored)
+                self._copy(strip, part, stored)
+            if not np.array_equal(restored, stored):
+                name = strip.parts[0].tensor
+                raise CorruptManifest(f"{where}: tensor {name!r} would be restored as something else", tensor=name)
+
+    def _assemble(self, group: str, strip: Strip, part: Part, memory: Bytes) -> None:
+        """A part as a restore gets it: from whole extents, proven."""
+        entry, view, held = self._place(strip, part, memory)
+        for first, stop in reading.extents_of(entry.extents, part.box, view):
+            for extent in entry.extents[first:stop]:
+                data = self._get(entry.file, entry.start + extent.offset, extent.length)
+                proof.check(proof.tensor_piece(group, part.tensor, entry, extent), data)
+                units = np.frombuffer(data, held.dtype)
+                transfer.move(Direction.SCATTER, units, extent.offset // strip.itemsize, held, part.box, view.shape)
+
+    def _copy(self, strip: Strip, part: Part, memory: Bytes) -> None:
+        """The same part, run by run from where it stands in the file."""
+        entry, view, held = self._place(strip, part, memory)
+        start, stop = region.byte_span(part.box, view.shape, strip.itemsize)
+        data = np.frombuffer(self._get(entry.file, entry.start + start, stop - start), np.uint8)
+        flat = np.empty(part.box.volume * strip.itemsize, np.uint8)
+        for there, here, length in region.byte_runs(part.box, view.shape, strip.itemsize):
+            flat[here : here + length] = data[there - start : there - start + length]
+        held[...] = flat.view(held.dtype).reshape(part.box.shape)
+
+    def _place(self, strip: Strip, part: Part, memory: Bytes) -> tuple[TensorEntry, region.ByteView, Elements]:
+        entry = self.entries[part.tensor]
+        held = parts.view(memory.view(transfer.element_dtype(strip.itemsize)), part)
+        return entry, region.byte_view(entry.dtype, entry.shape), held
+
+    def _get(self, file: str, start: int, length: int) -> bytes:
+        self._heed(length)
+        self.read += length
+        return self._tier.read(f"{self._directory}/{file}", start, length)
+
+
+def identical(made: Manifest, before: Manifest) -> bool:
+    """Whether two checkpoints hold the very same tensors, byte for byte by their digests; random streams do not count."""
+    mine, theirs = dict(_digests(made)), dict(_digests(before))
+    return bool(mine) and mine == theirs
+
+
+def _digests(made: Manifest) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
+    for group in ("model", "master", "optim", "ema"):
+        for name, entry in made.tensors.get(group, {}).items():
+            if entry.extents and not name.startswith("ranks/"):
+                yield (group, name), (entry.dtype, entry.shape, entry.extents)
+
+
+def _config(tier: Tier, directory: str, made: Manifest) -> Mapping[str, Any] | None:
+    """The checkpoint's config.json, which says whose rules hold; None where there is none that says so."""
+    entry = made.file(CONFIG)
+    if entry is None or entry.header_bytes or entry.bytes > CONFIG_BYTES_MAX:
+        return None
+    try:
+        config = json.loads(tier.read(f"{directory}/{CONFIG}", 0, entry.bytes))
+    except (ValueError, RecursionError):
+        return None
+    return config if isinstance(config, dict) else None

@@ -1,0 +1,236 @@
+"""The scrub (I7): everything that is committed is read back from time to time, slowly, so that damage is found while it
+can be mended, and before the bytes are needed.
+
+It gives way to all else: to saves, which it waits for; to others at disk and processor, by its priority and its rate; and
+to removals, since it holds nothing: a checkpoint that goes while it is read was not damaged. How far it is stands in the
+catalog, as the time of each checkpoint's last check, so it goes on where it was when the daemon is started anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from typing import Any, NamedTuple, Protocol
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, InvalidRequest
+from holdfast_formats.operations import Job
+from holdfast_service.storage import Tier
+
+from .checking import Checker, Ended, told
+from .ports import Decisions
+from .priority import give_way
+from .saver import Saver
+from .verifier import read_manifest
+
+log = logging.getLogger(__name__)
+
+LOOK_S, LOOK_MIN_S = 60.0, 0.1  # how often it is looked whether something is due
+PAUSE_S = 0.1
+RETRY_S = 3600.0  # what could not be read, for another reason than damage, is left alone for so long
+
+
+class Stopped(BaseException):
+    """The daemon ends, or whoever asked for a check wants it no more, which is the cause then. No failure of a check."""
+
+
+Progress = Callable[[int], None]  # hears how many bytes are read, and may raise to stop
+
+
+class Plan(NamedTuple):
+    """How fast and how often: nothing is scrubbed unasked when either is None."""
+
+    bytes_per_second: int | None
+    every_s: float | None
+
+
+class Rate:
+    """So many bytes a second; `wait` sleeps, in short spans, so that an end is noticed."""
+
+    def __init__(self, bytes_per_second: int, sleep: Callable[[float], object]) -> None:
+        self._bytes_per_second, self._sleep = bytes_per_second, sleep
+        self._lock = threading.Lock()
+        self._free_at = time.monotonic()
+
+    def take(self, size: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            at = max(self._free_at, now)
+            self._free_at = at + size / self._bytes_per_second
+        if at > now:
+            self._sleep(at - now)
+
+
+class Scrubbed(NamedTuple):
+    """What a pass over checkpoints did; `unread` are those that could not be read, or were gone."""
+
+    checkpoints: int
+    bytes: int
+    damaged: tuple[str, ...]
+    unread: tuple[str, ...]
+    seconds: float
+
+
+class Scrub:
+    """A thread that checks what was found unchecked at the start, then what is due, the longest unread first."""
+
+    def __init__(self, checker: Checker, decisions: Decisions, saver: Saver, plan: Plan) -> None:
+        self._checker, self._decisions, self._saver, self._plan = checker, decisions, saver, plan
+        self._closing, self._wake = threading.Event(), threading.Event()
+        self._found: deque[tuple[str, int]] = deque()
+        self._not_before: dict[tuple[str, int], float] = {}  # time.monotonic(), of what could not be read
+        rate = plan.bytes_per_second
+        self._rate = None if rate is None else Rate(rate, self._closing.wait)
+        self._thread = threading.Thread(target=self._run, name="holdfast-scrub", daemon=True)
+        self._thread.start()
+
+    def check_soon(self, found: Iterable[tuple[str, int]]) -> None:
+        """What nobody has checked yet, though it is committed: it is read before all else, and not at the scrub's rate."""
+        self._found.extend(found)
+        self._wake.set()
+
+    def close(self) -> None:
+        """Stop, in the middle of a checkpoint if need be: its last check stands, and it stays due."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join()
+
+    def scrub(self, run: str | None = None, progress: Progress | None = None) -> Scrubbed:
+        """Check all checkpoints, or those of a run, now and in the caller's thread, at the scrub's rate.
+
+        What `progress` raises ends it, and comes out again.
+        """
+        places = [place for place in self._decisions.findings.due(_utc(timedelta())) if run in (None, place[0])]
+        with _stopping():
+            return self._pass(places, self.heed(progress, paced=True))
+
+    def heed(self, progress: Progress | None, paced: bool) -> Progress:
+        """What readers of whole checkpoints call before each read: it waits for saves, and for the rate if `paced`."""
+
+        def heed(size: int) -> None:
+            while self._saver.writing and not self._closing.is_set():
+                self._closing.wait(PAUSE_S)
+            if paced and self._rate is not None:
+                self._rate.take(size)
+            if self._closing.is_set():
+                raise Stopped
+            if progress is not None:
+                try:
+                    progress(size)
+                except BaseException as error:
+                    raise Stopped from error
+
+        return heed
+
+    def _run(self) -> None:
+        give_way()
+        while not self._closing.is_set():
+            self._wake.clear()
+            try:
+                self._look()
+            except Stopped:
+                return
+            except CheckpointError as error:
+                log.warning("the scrub waits for the catalog: %s", error.detail)
+            except Exception:
+                log.exception("the scrub failed")
+            self._wake.wait(min(LOOK_S, max(self._plan.every_s or LOOK_S, LOOK_MIN_S)))
+
+    def _look(self) -> None:
+        unpaced = self.heed(None, paced=False)
+        while self._found:
+            self._check(*self._found.popleft(), unpaced)
+        if self._rate is None or self._plan.every_s is None:
+            return
+        due = self._decisions.findings.due(_utc(timedelta(seconds=self._plan.every_s)))
+        now = time.monotonic()
+        due = [place for place in due if self._not_before.get(place, now) <= now and not self._saver.checks.awaits(*place)]
+        if due:
+            self._pass(due, self.heed(None, paced=True))
+
+    def _pass(self, places: Sequence[tuple[str, int]], heed: Progress) -> Scrubbed:
+        began, before = time.monotonic(), self._checker.counts.all()["bytes"]
+        ends = [(f"{run}@{step}", self._check(run, step, heed)) for run, step in places]
+        made = Scrubbed(
+            checkpoints=len(places),
+            bytes=self._checker.counts.all()["bytes"] - before,
+            damaged=tuple(name for name, end in ends if end is Ended.DAMAGED),
+            unread=tuple(name for name, end in ends if end in (Ended.GONE, Ended.FAILED)),
+            seconds=round(time.monotonic() - began, 3),
+        )
+        self._decisions.findings.scrubbed(made.checkpoints, made.bytes, len(made.damaged), made.seconds)
+        return made
+
+    def _check(self, run: str, step: int, heed: Progress) -> Ended:
+        ended = told(run, step, lambda: self._checker.check(run, step, heed, hold=False))
+        if ended in (Ended.GONE, Ended.FAILED):
+            self._not_before[run, step] = time.monotonic() + RETRY_S
+        else:
+            self._not_before.pop((run, step), None)
+        return ended
+
+
+class CheckJobs:
+    """Checks that somebody asks for, as jobs: what they are asked, and how they say how far they are."""
+
+    def __init__(self, checker: Checker, scrub: Scrub, tier: Tier) -> None:
+        self._checker, self._scrub, self._tier = checker, scrub, tier
+
+    def verify(self, job: Job, progress: Reports) -> dict[str, Any]:
+        """Check one checkpoint, its `run` and `step`, and say what was read.
+
+        Raises the first `Damaged` that could not be repaired, once it is recorded; `InvalidRequest`, `NoSuchCheckpoint`,
+        what stands in the way of reading, and what `progress` raises to stop.
+        """
+        if job.run is None or job.step is None:
+            raise InvalidRequest("a check is of a run's step", hint="name `run` and `step`")
+        directory = naming.checkpoint_path(job.run, job.step)
+        try:
+            total = read_manifest(self._tier, directory).bytes
+        except Damaged:  # the check says so, or has it mended
+            total = 0
+        with _stopping():
+            check = self._checker.check(job.run, job.step, self._scrub.heed(_Sum(progress, total).add, paced=False))
+        made = read_manifest(self._tier, directory)
+        tensors = sum(len(listed) for listed in made.tensors.values())
+        return {**check, "files": len(made.files), "tensors": tensors}
+
+    def scrub(self, job: Job, progress: Reports) -> dict[str, Any]:
+        """Check all checkpoints, or those of `run`, whenever they were last checked, at the scrub's rate."""
+        return self._scrub.scrub(job.run, _Sum(progress, 0).add)._asdict()
+
+
+class Reports(Protocol):
+    """How a job says how far it is; it raises where the job is to stop."""
+
+    def report(self, done_bytes: int, total_bytes: int) -> None: ...
+
+
+class _Sum:
+    def __init__(self, progress: Reports, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+        self._lock = threading.Lock()
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self._done += size
+            self._progress.report(min(self._done, self._total) if self._total else self._done, self._total)
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """What made a check stop comes out as it was raised; `DaemonGone` where the daemon ends."""
+    try:
+        yield
+    except Stopped as stopped:
+        raise stopped.__cause__ or DaemonGone("the daemon is ending") from None
+
+
+def _utc(ago: timedelta) -> str:
+    """The time so long ago, spelled as the catalog spells times, so that text compares as time does."""
+    return (datetime.now(timezone.utc) - ago).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,127 @@
+"""The public API as the pages ask it: through the app itself, with the viewer's own token, typed by the formats."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from urllib.parse import quote
+
+import httpx
+from fastapi import Depends, Request
+from pydantic import BaseModel
+
+from holdfast_formats import rest
+from holdfast_formats.errors import CheckpointError, NotFound, from_problem
+
+COOKIE = "holdfast_token"
+LIMIT_MAX = 1000  # of a page of the API
+AT_ONCE = 8  # questions under way at a time for one page
+
+Model = TypeVar("Model", bound=BaseModel)
+Value = TypeVar("Value")
+
+
+class SignInNeeded(Exception):
+    """The API wants a token that it knows; the viewer is sent to /login."""
+
+
+class Shown(NamedTuple, Generic[Value]):
+    """A part of a page: its value, or why there is none. `absent`: this service does not have it at all."""
+
+    value: Value | None
+    error: CheckpointError | None = None
+
+    @property
+    def absent(self) -> bool:
+        return isinstance(self.error, NotFound)
+
+
+class Api:
+    """The API, asked as one viewer. Errors of the API are raised as what they are, 401 as `SignInNeeded`."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    async def ask(
+        self, method: str, path: str, *, headers: dict[str, str] | None = None, body: BaseModel | None = None, **params: Any
+    ) -> httpx.Response:
+        """One request; parameters that are None or empty are left out. Raises the API's errors, and `SignInNeeded`."""
+        said = {name: value for name, value in params.items() if value is not None and value != ""}
+        content = None if body is None else body.model_dump_json().encode()
+        sent = dict(headers or {}) | ({} if body is None else {"Content-Type": "application/json"})
+        async with self._turns:
+            answer = await self._client.request(method, path, params=said, headers=sent, content=content)
+        if answer.status_code == 401:
+            raise SignInNeeded
+        if answer.status_code >= 400:
+            raise _error(answer)
+        return answer
+
+    async def get(self, model: type[Model], path: str, **params: Any) -> Model:
+        answer = await self.ask("GET", path, headers={"Accept": "application/json"}, **params)
+        return model.model_validate_json(answer.content)
+
+    async def page(self, model: type[Model], path: str, **params: Any) -> rest.Page[Model]:
+        return await self.get(rest.Page[model], path, **params)  # type: ignore[valid-type]
+
+    async def walk(self, model: type[Model], path: str, most: int, **params: Any) -> tuple[list[Model], bool]:
+        """Up to `most` items of a list, page by page, and whether these are all."""
+        items: list[Model] = []
+        cursor = None
+        while True:
+            page = await self.page(model, path, cursor=cursor, limit=min(LIMIT_MAX, most - len(items)), **params)
+            items += page.items
+            cursor = page.next
+            if cursor is None or len(items) >= most:
+                return items, cursor is None
+
+
+async def shown(asked: Awaitable[Value]) -> Shown[Value]:
+    """What was asked for as a part of a page: an error becomes its text there, and not the end of the page."""
+    try:
+        return Shown(await asked)
+    except CheckpointError as error:
+        return Shown(None, error)
+
+
+def at(run: str, step: int | str | None = None, *more: str) -> str:
+    """The API's path of a run, or of a checkpoint and what belongs to it."""
+    parts = ["v1", "runs", run] + ([] if step is None else ["checkpoints", str(step)]) + list(more)
+    return "/" + "/".join(quote(part, safe="") for part in parts)
+
+
+def to(run: str, step: int | str | None = None, *more: str) -> str:
+    """The page of what `at` names in the API."""
+    return at(run, step, *more).removeprefix("/v1")
+
+
+async def _api(request: Request) -> AsyncIterator[Api]:
+    # The peer's address and the name it called go along, so whoever guards the API sees what it would have seen.
+    peer = request.client or ("127.0.0.1", 0)
+    transport = httpx.ASGITransport(request.app, raise_app_exceptions=False, client=(peer[0], peer[1]))
+    base = f"{request.url.scheme}://{request.url.netloc}"
+    async with httpx.AsyncClient(transport=transport, base_url=base, headers=_as_viewer(request), trust_env=False) as client:
+        yield Api(client)
+
+
+def _as_viewer(request: Request) -> dict[str, str]:
+    given = request.headers.get("authorization")
+    token = request.cookies.get(COOKIE)
+    if given is None and token and token.isascii() and token.isprintable():
+        given = f"Bearer {token}"
+    return {} if given is None else {"Authorization": given}
+
+
+def _error(answer: httpx.Response) -> CheckpointError:
+    try:
+        problem = answer.json()
+    except ValueError:
+        problem = None
+    if not isinstance(problem, dict):
+        problem = {"detail": f"the service answered {answer.status_code}"}
+    return from_problem(problem)
+
+
+Asked = Annotated[Api, Depends(_api)]

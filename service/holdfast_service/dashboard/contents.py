@@ -1,0 +1,195 @@
+"""What a checkpoint holds, from its manifest and its statistics: asked for each time, decoded once.
+
+The manifest's validator says whether what is kept is still what stands there; whoever may not read it is refused as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import cached_property
+from itertools import pairwise
+from math import sqrt
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast_formats.errors import CheckpointError, CorruptManifest, LimitExceeded
+from holdfast_formats.manifest import Manifest, TensorEntry
+from holdfast_formats.observed import TensorStatistics
+from holdfast_formats.packing import natural_key
+
+from .asking import Api, Shown, at
+
+KEPT_MAX = 4  # manifests kept decoded; one of 100 000 tensors takes about 100 MB
+STATISTICS_MAX = 20_000  # tensors; of more, the API is asked for a page at a time, sorted there
+
+
+class Measured(NamedTuple):
+    """What the pages show of a tensor's statistics."""
+
+    norm: float | None
+    change: float | None  # L2
+    changed_from: int | None
+    nan: int
+    inf: int
+    minimum: float | None
+    maximum: float | None
+    zeros: float
+
+    @property
+    def nonfinite(self) -> int:
+        return self.nan + self.inf
+
+    @property
+    def relative(self) -> float | None:
+        return None if self.change is None or not self.norm else self.change / self.norm
+
+
+class Line(NamedTuple):
+    """A tensor, or another name of one."""
+
+    group: str
+    name: str
+    entry: TensorEntry
+    alias_of: str | None
+
+    @property
+    def digests(self) -> tuple[tuple[int, int, str], ...]:
+        """Equal for equal bytes cut alike."""
+        return tuple((extent.offset, extent.length, extent.digest) for extent in self.entry.extents)
+
+
+class Held:
+    """A decoded manifest."""
+
+    def __init__(self, manifest: Manifest, tag: str) -> None:
+        self.manifest, self.tag = manifest, tag
+        self.measured: dict[tuple[str, str], Measured] | None = None
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        """Tensors and aliases by group and in natural order of their names."""
+        tensors, aliases = self.manifest.tensors, self.manifest.aliases
+        found = [Line(group, name, entry, None) for group, named in tensors.items() for name, entry in named.items()]
+        found += [
+            Line(group, name, tensors[group][target], target)
+            for group, named in aliases.items()
+            for name, target in named.items()
+        ]
+        return sorted(found, key=lambda line: (line.group, natural_key(line.name), line.name))
+
+    @property
+    def tensors(self) -> int:
+        """How many lines there are."""
+        tensors, aliases = self.manifest.tensors, self.manifest.aliases
+        return sum(len(named) for named in tensors.values()) + sum(len(named) for named in aliases.values())
+
+    def line(self, group: str, name: str) -> Line | None:
+        """The tensor, or other name of one, that is called like this."""
+        target = self.manifest.aliases.get(group, {}).get(name)
+        entry = self.manifest.tensors.get(group, {}).get(target or name)
+        return None if entry is None else Line(group, name, entry, target)
+
+    def of_file(self, name: str) -> list[Line]:
+        """What stands in a file, in its order."""
+        inside = [line for line in self.lines if line.alias_of is None and line.entry.file == name]
+        return sorted(inside, key=lambda line: line.entry.start)
+
+
+class _Kept:
+    """The manifests of the newest questions. Only the event loop's thread touches it."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[str, Held] = OrderedDict()
+
+    def get(self, key: str) -> Held | None:
+        return self._held.get(key)
+
+    def put(self, key: str, held: Held) -> None:
+        self._held[key] = held
+        self._held.move_to_end(key)
+        while len(self._held) > KEPT_MAX:
+            self._held.popitem(last=False)
+
+
+_kept = _Kept()
+_DECODER = msgspec.json.Decoder(Manifest)
+
+
+async def held(api: Api, run: str, step: int | str) -> Held:
+    """What the checkpoint holds; the API's errors when it cannot be read, `CorruptManifest` when it is no manifest."""
+    path = at(run, step, "manifest")
+    known = _kept.get(path)
+    headers = {"Accept-Encoding": "identity"} | ({"If-None-Match": known.tag} if known else {})
+    answer = await api.ask("GET", path, headers=headers)
+    if known is not None and answer.status_code == 304:
+        return known
+    try:
+        manifest = await asyncio.to_thread(_DECODER.decode, answer.content)
+    except msgspec.ValidationError as error:
+        raise CorruptManifest(f"the manifest of {run}@{step} cannot be read: {error}") from error
+    made = Held(manifest, answer.headers.get("etag", ""))
+    _kept.put(path, made)
+    return made
+
+
+async def statistics(api: Api, contents: Held) -> Shown[dict[tuple[str, str], Measured]]:
+    """What was measured of each tensor as it was saved, or why nobody knows."""
+    if contents.measured is not None:
+        return Shown(contents.measured)
+    if contents.tensors > STATISTICS_MAX:
+        return Shown(None, LimitExceeded("too many tensors to show them all at once: sort by what was measured"))
+    path = at(contents.manifest.run, contents.manifest.step, "statistics")
+    try:
+        items, _ = await api.walk(TensorStatistics, path, STATISTICS_MAX)
+    except CheckpointError as error:
+        return Shown(None, error)
+    contents.measured = {(item.group, item.name): measured(item) for item in items}
+    return Shown(contents.measured)
+
+
+def measured(item: TensorStatistics) -> Measured:
+    finite = item.elements - item.nan - item.inf
+    norm = None if item.rms is None else item.rms * sqrt(finite)
+    return Measured(norm, item.change, item.changed_from, item.nan, item.inf, item.minimum, item.maximum, item.zeros)
+
+
+class Stripe(NamedTuple):
+    """A piece of a tensor on the map: from and to, as fractions of the file, and who held it."""
+
+    start: float
+    width: float
+    who: str
+    shade: int
+
+
+def stripes(line: Line, mesh: dict[str, int], file_bytes: int, shades: dict[str, int]) -> list[Stripe]:
+    """The tensor's place in its file. Rows that one axis of the mesh shared out are a stripe for each of its ranks."""
+    entry = line.entry
+    start, width = entry.start / file_bytes, entry.nbytes / file_bytes
+    shade = shades[entry.placement]
+    axis = _shared_rows(entry, mesh)
+    if axis is None:
+        return [Stripe(start, width, entry.placement, shade)]
+    rows = entry.shape[0]
+    held_rows = -(-rows // mesh[axis])  # as torch cuts: the first ranks have most
+    cuts = [min(rows, rank * held_rows) for rank in range(mesh[axis] + 1)]
+    return [
+        Stripe(start + width * first / rows, width * (last - first) / rows, f"{axis}={rank}", shade)
+        for rank, (first, last) in enumerate(pairwise(cuts))
+        if last > first
+    ]
+
+
+def _shared_rows(entry: TensorEntry, mesh: dict[str, int]) -> str | None:
+    cut = [part.partition("=") for part in entry.placement.split(", ") if "Shard(" in part]
+    if len(cut) == 1 and cut[0][2] == "Shard(dim=0)" and 1 < mesh.get(cut[0][0], 0) <= 64 and entry.shape and entry.shape[0]:
+        return cut[0][0]
+    return None
+
+
+def numbered(placements: Iterable[str]) -> dict[str, int]:
+    """A number for each placement, by which it has its colour."""
+    return {placement: number for number, placement in enumerate(dict.fromkeys(placements))}

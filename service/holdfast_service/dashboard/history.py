@@ -1,0 +1,78 @@
+"""A run's saves as the plots want them: one entry a save, with what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast_formats import rest
+from holdfast_formats.observed import SaveTimes
+
+from .words import stamp
+
+# What may have become of a save, in the order of the timeline's lanes from the top.
+OUTCOMES = ("pinned", "verified", "committed", "unhealthy", "damaged", "removed", "dropped", "aborted", "under way")
+_PHASES = ("stage_s", "queue_s", "write_s", "commit_s")
+
+
+def saves(
+    checkpoints: Sequence[rest.Checkpoint], rounds: Sequence[rest.Round], pinned: set[int], complete: bool = False
+) -> list[dict[str, Any]]:
+    """Every save that a round or a checkpoint tells of, oldest first.
+
+    Rounds are known of the newest saves only: of a checkpoint without one, the time of its commit is all there is. Where
+    the checkpoints are `complete`, what was committed and is not among them was removed, however old it is.
+    """
+    there = {made.step: made for made in checkpoints}
+    told: set[int] = set()
+    oldest_listed = min(there, default=0)
+    found = []
+    for made in rounds:
+        checkpoint = there.get(made.step) if made.state == "committed" else None
+        if made.state == "committed":
+            if checkpoint is None and made.step < oldest_listed and not complete:
+                continue  # not removed, only not asked for
+            told.add(made.step)
+        found.append(_of_round(made, checkpoint, pinned))
+    found += [_of_checkpoint(made, pinned) for made in checkpoints if made.step not in told]
+    return sorted(found, key=lambda save: (save["at"], save["step"]))
+
+
+def _of_round(made: rest.Round, checkpoint: rest.Checkpoint | None, pinned: set[int]) -> dict[str, Any]:
+    times = SaveTimes.model_validate(made.measured or {})
+    phases = [value for value in (getattr(times, name) for name in _PHASES) if value is not None]
+    opened = stamp(made.opened)
+    ended = None if made.ended is None else stamp(made.ended)
+    durable = sum(phases) if phases else None if ended is None else ended - opened
+    size = times.bytes if times.bytes is not None else checkpoint.bytes if checkpoint else None
+    return {
+        "at": ended or opened,
+        "step": made.step,
+        "attempt": made.attempt,
+        "outcome": _outcome(made, checkpoint, pinned),
+        "why": made.code,
+        "stall": times.stall_s,
+        "durable": durable if made.state == "committed" else None,
+        "rate": size / times.write_s if size and times.write_s else None,
+        "limit": times.disk_bytes_per_second,
+        "bytes": size,
+    }
+
+
+def _of_checkpoint(made: rest.Checkpoint, pinned: set[int]) -> dict[str, Any]:
+    outcome = "pinned" if made.step in pinned and made.state in ("verified", "committed") else made.state
+    nothing = dict.fromkeys(("why", "stall", "durable", "rate", "limit"))
+    known = {"at": stamp(made.created), "step": made.step, "attempt": made.attempt, "outcome": outcome, "bytes": made.bytes}
+    return known | nothing
+
+
+def _outcome(made: rest.Round, checkpoint: rest.Checkpoint | None, pinned: set[int]) -> str:
+    if made.state in ("aborted", "dropped"):
+        return made.state
+    if made.state != "committed":
+        return "under way"
+    if checkpoint is None:
+        return "removed"
+    if made.step in pinned and checkpoint.state in ("verified", "committed"):
+        return "pinned"
+    return checkpoint.state

@@ -1,0 +1,44 @@
+"""One module a page, or a few that belong together."""
+
+from fastapi import APIRouter
+
+from holdfast_service.dashboard import static
+
+from . import (
+    actions,
+    checkpoint,
+    compare,
+    events,
+    health,
+    jobs,
+    nodes,
+    overview,
+    policy,
+    restoring,
+    run,
+    sign_in,
+    tensors,
+    tokens,
+)
+
+router = APIRouter(include_in_schema=False)
+for _page in (
+    overview,
+    run,
+    policy,
+    compare,
+    checkpoint,
+    tensors,
+    health,
+    restoring,
+    actions,
+    nodes,
+    jobs,
+    events,
+    tokens,
+    sign_in,
+    static,
+):
+    router.include_router(_page.router)
+
+__all__ = ["router"]

@@ -1,0 +1,79 @@
+"""What can be done with a checkpoint: each a form, what cannot be undone with a page before it, then the page again."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from fastapi import Request
+from starlette.responses import Response
+
+from holdfast_formats import rest
+from holdfast_formats.errors import CheckpointError, InvalidRequest
+from holdfast_formats.operations import Job, JobRequest
+from holdfast_formats.retention import Force, check_label
+from holdfast_service.dashboard.asking import Asked, at, to
+from holdfast_service.dashboard.rendering import page, see
+from holdfast_service.dashboard.routing import Form, Posted, page_router
+
+router = page_router()
+_CHECKPOINT = "/runs/{run}/checkpoints/{step}"
+_FORCES: tuple[str, ...] = get_args(Force)
+
+
+@router.post(f"{_CHECKPOINT}/pin")
+async def set_pin(api: Asked, run: str, step: int, form: Posted) -> Response:
+    """Pin it, or with `pinned=no` take the pin away."""
+    unpin = form.text("pinned") == "no"
+    await api.ask("DELETE" if unpin else "PUT", at(run, step, "pin"))
+    return see(_back(form, run, step), "unpinned" if unpin else "pinned")
+
+
+@router.post(f"{_CHECKPOINT}/labels")
+async def add_label(api: Asked, run: str, step: int, form: Posted) -> Response:
+    label = check_label(form.text("label"))
+    await api.ask("PUT", at(run, step, "labels", label))
+    return see(to(run, step), "labelled")
+
+
+@router.post(f"{_CHECKPOINT}/labels/{{label}}/remove")
+async def remove_label(api: Asked, run: str, step: int, label: str, _: Posted) -> Response:
+    await api.ask("DELETE", at(run, step, "labels", check_label(label)))
+    return see(to(run, step), "unlabelled")
+
+
+@router.get(f"{_CHECKPOINT}/remove")
+async def confirm_removal(request: Request, api: Asked, run: str, step: int) -> Response:
+    """What would go, or why it may not, before anything does."""
+    made = await api.get(rest.Checkpoint, at(run, step))
+    refused: CheckpointError | None = None
+    try:
+        await api.ask("DELETE", at(run, step), dry_run="true")
+    except CheckpointError as error:
+        refused = error
+    return page(request, "remove.html", run=run, made=made, refused=refused, forces=_FORCES)
+
+
+@router.post(f"{_CHECKPOINT}/remove")
+async def remove(api: Asked, run: str, step: int, form: Posted) -> Response:
+    """Remove it, when the step was typed once more."""
+    if form.number("confirm") != step:
+        raise InvalidRequest(
+            f"the step typed was {form.text('confirm')!r}, the checkpoint's is {step}", hint="go back and type the step"
+        )
+    await api.ask("DELETE", at(run, step), force=form.text("force"))
+    return see(to(run), "removed")
+
+
+@router.post(f"{_CHECKPOINT}/jobs")
+async def submit(api: Asked, run: str, step: int, form: Posted) -> Response:
+    """Have it verified, replicated or exported; the page of jobs shows how far that is."""
+    target = form.text("to")
+    wanted = {"kind": form.text("kind"), "run": run, "step": step, "arguments": {"to": target} if target else {}}
+    if wanted["kind"] not in ("verify", "export"):
+        raise InvalidRequest(f"{wanted['kind']!r} is nothing that is done with one checkpoint here")
+    answer = await api.ask("POST", "/v1/jobs", body=JobRequest.model_validate(wanted))
+    return see(f"/jobs/{Job.model_validate_json(answer.content).id}", "job")
+
+
+def _back(form: Form, run: str, step: int) -> str:
+    return to(run) if form.text("back") == "run" else to(run, step)

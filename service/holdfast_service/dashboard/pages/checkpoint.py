@@ -1,0 +1,160 @@
+"""A checkpoint: what is known of it, its copies, its files with a map of each, and what can be done with it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, NamedTuple
+
+from fastapi import Depends, Query, Request
+from starlette.responses import Response
+
+from holdfast_formats import rest
+from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.manifest import TensorEntry
+from holdfast_formats.operations import Job, Replica
+from holdfast_formats.retention import Preview, Verdict
+from holdfast_service.dashboard import contents
+from holdfast_service.dashboard.asking import Api, Asked, Shown, at, shown
+from holdfast_service.dashboard.contents import Line, Stripe
+from holdfast_service.dashboard.rendering import page
+from holdfast_service.dashboard.routing import page_router
+
+router = page_router()
+
+FILES_SHOWN = 200
+JOBS_LOOKED_AT = 200
+TENSORS_DRAWN = 400
+EXTENTS_LISTED = 200
+
+
+class Drawn(NamedTuple):
+    """A tensor on the map of its file."""
+
+    line: Line
+    stripes: list[Stripe]
+
+
+@router.get("/runs/{run}/checkpoints/{step}")
+async def show_checkpoint(request: Request, api: Asked, run: str, step: str) -> Response:
+    """Facts, checks, copies and actions."""
+    found = await api.get(rest.Checkpoint, at(run, step))
+    replicas, verdict, jobs, beside = await asyncio.gather(
+        shown(api.page(Replica, at(run, found.step, "replicas"))),
+        shown(_verdict(api, run, found.step)),
+        shown(api.page(Job, "/v1/jobs", run=run, limit=JOBS_LOOKED_AT)),
+        _before(api, found),
+    )
+    return page(
+        request,
+        "checkpoint.html",
+        run=run,
+        made=found,
+        replicas=replicas,
+        verdict=verdict,
+        jobs=[job for job in jobs.value.items if job.step == found.step] if jobs.value else None,
+        before=beside,
+    )
+
+
+@router.get("/runs/{run}/checkpoints/{step}/files")
+async def show_files(request: Request, api: Asked, run: str, step: str, cursor: str | None = None) -> Response:
+    """Files as they should be, and as they lie on storage. A page of its own: asking for it holds the checkpoint a while."""
+    made = await api.get(rest.Checkpoint, at(run, step))
+    files, node = await asyncio.gather(
+        shown(api.page(rest.File, at(run, made.step, "files"), cursor=cursor, limit=FILES_SHOWN)),
+        shown(api.page(rest.Node, "/v1/nodes")),
+    )
+    return page(
+        request,
+        "files.html",
+        run=run,
+        made=made,
+        files=files,
+        first=cursor is None,
+        next=files.value.next if files.value else None,
+        root=node.value.items[0].root if node.value and node.value.items else None,
+    )
+
+
+@router.get("/runs/{run}/checkpoints/{step}/map/{name}")
+async def show_map(request: Request, api: Asked, run: str, step: str, name: str, first: int = 0) -> Response:
+    """One file from its first byte to its last: which tensors stand where, and who held them as they were saved."""
+    made = await api.get(rest.Checkpoint, at(run, step))
+    held = await contents.held(api, run, made.step)
+    entry = held.manifest.file(name)
+    if entry is None:
+        raise NoSuchResource(f"the checkpoint has no file {name!r}", hint="the checkpoint's page lists its files")
+    lines = await asyncio.to_thread(held.of_file, name)
+    part = lines[max(first, 0) : max(first, 0) + TENSORS_DRAWN]
+    shades = contents.numbered(line.entry.placement for line in lines)
+    # Of a file with more tensors than fit, the map shows the bytes of those that are listed.
+    begin = part[0].entry.start if part else 0
+    end = part[-1].entry.start + part[-1].entry.nbytes if part else entry.bytes
+    moved = [line._replace(entry=_moved(line.entry, begin)) for line in part]
+    drawn = [
+        Drawn(line, contents.stripes(there, held.manifest.mesh, max(end - begin, 1), shades))
+        for line, there in zip(part, moved, strict=True)
+    ]
+    return page(
+        request,
+        "map.html",
+        run=run,
+        made=made,
+        file=entry,
+        drawn=drawn,
+        shades=shades,
+        mesh=held.manifest.mesh,
+        begin=begin,
+        end=end,
+        first=max(first, 0),
+        total=len(lines),
+        shown_at_once=TENSORS_DRAWN,
+    )
+
+
+def _tensor(
+    group: Annotated[str, Query(max_length=64)], name: Annotated[str, Query(max_length=4096)], first: int = 0
+) -> tuple[str, str, int]:
+    return group, name, max(first, 0)
+
+
+@router.get("/runs/{run}/checkpoints/{step}/extents")
+async def show_extents(
+    request: Request, api: Asked, run: str, step: str, asked: Annotated[tuple[str, str, int], Depends(_tensor)]
+) -> Response:
+    """A tensor's extents: where each stands, and the digest that proves it."""
+    group, name, first = asked
+    made = await api.get(rest.Checkpoint, at(run, step))
+    held = await contents.held(api, run, made.step)
+    line = held.line(group, name)
+    if line is None:
+        raise NoSuchResource(f"the checkpoint has no tensor {name!r} in {group!r}", hint="look at its list of tensors")
+    return page(
+        request,
+        "extents.html",
+        run=run,
+        made=made,
+        line=line,
+        extents=line.entry.extents[first : first + EXTENTS_LISTED],
+        first=first,
+        shown_at_once=EXTENTS_LISTED,
+        measured=(await contents.statistics(api, held)).value,
+    )
+
+
+async def _verdict(api: Api, run: str, step: int) -> Verdict | None:
+    preview = await api.get(Preview, at(run) + "/retention")
+    return next((verdict for verdict in preview.verdicts if verdict.step == step), None)
+
+
+async def _before(api: Api, made: rest.Checkpoint) -> int | None:
+    """The step of the checkpoint before this one, to compare with."""
+    listed: Shown[tuple[list[rest.Checkpoint], bool]] = await shown(
+        api.walk(rest.Checkpoint, at(made.run) + "/checkpoints", 1000)
+    )
+    older = [other.step for other in listed.value[0] if other.step < made.step] if listed.value else []
+    return max(older, default=None)
+
+
+def _moved(entry: TensorEntry, begin: int) -> TensorEntry:
+    return TensorEntry(entry.dtype, entry.shape, entry.file, entry.start - begin, entry.extents, entry.placement)

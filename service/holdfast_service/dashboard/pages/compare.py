@@ -1,0 +1,142 @@
+"""Two checkpoints of a run, tensor by tensor. Equal is what has equal digests; how far the rest is apart, its bytes tell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from functools import lru_cache
+from typing import Annotated, Any, NamedTuple, get_args
+
+from fastapi import Depends, Query, Request
+from starlette.responses import Response
+
+from holdfast_formats import comparing, rest
+from holdfast_formats.comparing import Pair
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.observed import Difference, DifferenceState
+from holdfast_service.dashboard import contents
+from holdfast_service.dashboard.asking import Api, Asked, at
+from holdfast_service.dashboard.contents import Held, Measured
+from holdfast_service.dashboard.rendering import page
+from holdfast_service.dashboard.routing import page_router
+
+router = page_router()
+
+SHOWN = 100
+COMPARED_MAX = 1  # it holds on to both manifests
+STEPS_OFFERED = 200
+STATES: tuple[str, ...] = get_args(DifferenceState)
+SORTS = ("bytes", "norm_b", "relative")
+Text = Annotated[str, Query(max_length=200)]
+Known = dict[tuple[str, str], Measured]
+
+
+def _asked(
+    a: Text = "", b: Text = "", q: Text = "", state: Text = "", sort: Text = "name", exact: Text = ""
+) -> dict[str, str]:
+    return {"a": a, "b": b, "q": q, "state": state, "sort": sort, "exact": exact}
+
+
+Wanted = Annotated[dict[str, str], Depends(_asked)]
+
+
+@router.get("/runs/{run}/compare")
+async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, first: int = 0) -> Response:
+    """`a` is the older step, `b` the newer one; without both, a form to choose them. `exact` reads what is shown."""
+    listed = await api.page(rest.Checkpoint, at(run) + "/checkpoints", limit=STEPS_OFFERED)
+    same: dict[str, Any] = {"run": run, "steps": listed.items, "asked": asked, "states": STATES}
+    if not (asked["a"] and asked["b"]):
+        return page(request, "compare.html", compared=None, **same)
+    checkpoints = [await api.get(rest.Checkpoint, at(run, asked[side])) for side in ("a", "b")]
+    one, other = [await contents.held(api, run, found.step) for found in checkpoints]
+    known = [(await contents.statistics(api, held)).value or {} for held in (one, other)]
+    compared = await asyncio.to_thread(compare, one, other)
+    values = Values(one.manifest.step, known[0], known[1])
+    found = await asyncio.to_thread(matching, compared, values, asked)
+    begin = min(max(first, 0), max(len(found) - 1, 0) // SHOWN * SHOWN)
+    part = [values.difference(pair) for pair in found[begin : begin + SHOWN]]
+    too_much: CheckpointError | None = None
+    if asked["exact"]:
+        part, too_much = await _measured(api, run, asked, part)
+    return page(
+        request,
+        "compare.html",
+        compared=checkpoints,
+        counts=compared.counts,
+        bytes_changed=compared.bytes_changed,
+        measured=bool(known[0] and known[1]),
+        too_much=too_much,
+        found=len(found),
+        shown=part,
+        first=begin,
+        shown_at_once=SHOWN,
+        **same,
+    )
+
+
+class Compared(NamedTuple):
+    """Every tensor of either, in the order of the lists, with its state, and what there is of each state."""
+
+    pairs: list[tuple[Pair, DifferenceState]]
+    counts: dict[str, int]
+    bytes_changed: int
+
+
+class Values(NamedTuple):
+    """What the statistics of the saves say of tensors: of the older step, and of the newer one."""
+
+    step: int
+    before: Known
+    after: Known
+
+    def difference(self, pair: Pair) -> Difference:
+        made = comparing.difference(pair)
+        before, after = (side.get((made.group, made.name)) for side in (self.before, self.after))
+        made.norm_a = before.norm if before else None
+        made.norm_b = after.norm if after else None
+        if made.change is None and after is not None and after.changed_from == self.step:
+            made.change = after.change
+            made.relative = after.change / made.norm_a if after.change is not None and made.norm_a else None
+        return made
+
+
+@lru_cache(maxsize=COMPARED_MAX)
+def compare(one: Held, other: Held) -> Compared:
+    """The newest one is kept: whoever sorts, searches and pages asks for the same again."""
+    pairs = [(pair, pair.state) for pair in comparing.pairs(one.manifest, other.manifest)]
+    counted = Counter[str](state for _, state in pairs)
+    changed = sum(pair.entry.nbytes for pair, state in pairs if state == "changed")
+    return Compared(pairs, {name: counted[name] for name in STATES}, changed)
+
+
+def matching(compared: Compared, values: Values, asked: dict[str, str]) -> list[Pair]:
+    """Those whose names have every word of the search, sorted: the largest first, and what nobody knows last."""
+    words, sort = asked["q"].casefold().split(), asked["sort"]
+    found = [
+        pair
+        for pair, state in compared.pairs
+        if asked["state"] in ("", state) and all(word in pair.name.casefold() for word in words)
+    ]
+    if sort == "bytes":
+        return sorted(found, key=lambda pair: -pair.entry.nbytes)
+    if sort not in SORTS or not (values.before or values.after):
+        return found
+    return sorted(found, key=lambda pair: -(getattr(values.difference(pair), sort) or 0))
+
+
+async def _measured(
+    api: Api, run: str, asked: dict[str, str], part: list[Difference]
+) -> tuple[list[Difference], CheckpointError | None]:
+    """The same tensors with their bytes read, or the error that says that these are too many for one page."""
+
+    async def measured(one: Difference) -> Difference:
+        if one.state not in ("changed", "unknown"):
+            return one
+        said = {"a": asked["a"], "b": asked["b"], "group": one.group, "q": one.name, "exact": "true"}
+        found = await api.page(Difference, at(run) + "/compare", **said)
+        return next((other for other in found.items if other.name == one.name), one)
+
+    try:
+        return list(await asyncio.gather(*map(measured, part))), None
+    except CheckpointError as error:
+        return part, error

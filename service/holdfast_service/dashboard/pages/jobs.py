@@ -1,0 +1,50 @@
+"""Jobs: how far each is, and a button that stops it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query, Request
+from starlette.responses import Response
+
+from holdfast_formats import rest
+from holdfast_formats.operations import Job
+from holdfast_service.dashboard.asking import Asked, shown
+from holdfast_service.dashboard.rendering import page, see
+from holdfast_service.dashboard.routing import Posted, page_router
+
+router = page_router()
+
+JOBS_SHOWN = 50
+STATES = ("queued", "running", "done", "failed", "cancelled")
+GOING_ON = ("queued", "running")
+
+
+@router.get("/jobs")
+async def show_jobs(
+    request: Request, api: Asked, state: Annotated[str, Query(max_length=20)] = "", cursor: str | None = None
+) -> Response:
+    jobs = await shown(api.page(Job, "/v1/jobs", state=state, cursor=cursor, limit=JOBS_SHOWN))
+    listed = jobs.value or rest.Page[Job](items=[])
+    return page(
+        request,
+        "jobs.html",
+        jobs=jobs,
+        listed=listed.items,
+        next=listed.next,
+        first=cursor is None,
+        state=state,
+        states=STATES,
+        going_on=GOING_ON,
+    )
+
+
+@router.get("/jobs/{job_id}")
+async def show_job(request: Request, api: Asked, job_id: int) -> Response:
+    return page(request, "job.html", job=await api.get(Job, f"/v1/jobs/{job_id}"), going_on=GOING_ON)
+
+
+@router.post("/jobs/{job_id}/cancel")
+async def cancel(api: Asked, job_id: int, _: Posted) -> Response:
+    await api.ask("DELETE", f"/v1/jobs/{job_id}")
+    return see(f"/jobs/{job_id}", "cancelled")

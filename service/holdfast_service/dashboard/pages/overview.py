@@ -1,0 +1,96 @@
+"""The overview: every run at a glance, and above them what needs a person."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, NamedTuple
+
+from fastapi import Query, Request
+from starlette.responses import Response
+
+from holdfast_formats import rest
+from holdfast_formats.observed import Attention, RunSummary
+from holdfast_service.dashboard.asking import Api, Asked, shown
+from holdfast_service.dashboard.rendering import page
+from holdfast_service.dashboard.routing import page_router
+
+router = page_router()
+
+RUNS_SHOWN = 50
+SORTS = ("attention", "name")
+Text = Annotated[str, Query(max_length=128)]
+_ORDER = {"error": 0, "warning": 1}
+
+
+class RunLine(NamedTuple):
+    """A line of the overview. `summary` is None where this service sums nothing up."""
+
+    name: str
+    newest: int | None
+    checkpoints: int
+    bytes: int
+    attempt: int
+    summary: RunSummary | None
+
+    @property
+    def level(self) -> str:
+        """The worst that needs attention, for the mark at the line's beginning."""
+        levels = [item.level for item in self.summary.attention] if self.summary else []
+        return "error" if "error" in levels else "warning" if levels else "fine"
+
+
+class Call(NamedTuple):
+    run: str
+    item: Attention
+
+
+@router.get("/")
+async def show_overview(
+    request: Request, api: Asked, q: Text = "", sort: Text = "attention", cursor: str | None = None
+) -> Response:
+    """Lines of a page of runs, those first that need a person; tiles for the whole service."""
+    order = sort if sort in SORTS else "attention"
+    lines, health, nodes, going_on = await asyncio.gather(
+        _lines(api, q, order, cursor),
+        api.get(rest.Health, "/healthz"),
+        shown(api.page(rest.Node, "/v1/nodes")),
+        shown(_under_way(api)),
+    )
+    return page(
+        request,
+        "overview.html",
+        q=q,
+        sort=order,
+        lines=lines.items,
+        next=lines.next,
+        first=cursor is None,
+        health=health,
+        nodes=nodes.value.items if nodes.value else [],
+        rounds=going_on.value or [],
+        calls=_calls([line.summary for line in lines.items if line.summary]),
+    )
+
+
+async def _lines(api: Api, prefix: str, order: str, cursor: str | None) -> rest.Page[RunLine]:
+    said = {"prefix": prefix, "sort": order, "cursor": cursor, "limit": RUNS_SHOWN}
+    summed = await shown(api.page(RunSummary, "/v1/summaries", **said))
+    if summed.value is not None:
+        made = [RunLine(s.run, s.newest, s.checkpoints, s.bytes, s.attempt, s) for s in summed.value.items]
+        return rest.Page(items=made, next=summed.value.next)
+    if not summed.absent and summed.error is not None:
+        raise summed.error
+    runs = await api.page(rest.Run, "/v1/runs", **said)
+    plain = [RunLine(run.name, run.newest, run.checkpoints, run.bytes, run.attempt, None) for run in runs.items]
+    return rest.Page(items=plain, next=runs.next)
+
+
+async def _under_way(api: Api) -> list[rest.Round]:
+    pages = await asyncio.gather(
+        *(api.page(rest.Round, "/v1/rounds", state=state, limit=20) for state in ("open", "sealed"))
+    )
+    return [made for found in pages for made in found.items]
+
+
+def _calls(summaries: list[RunSummary]) -> list[Call]:
+    found = [Call(summary.run, item) for summary in summaries for item in summary.attention]
+    return sorted(found, key=lambda call: _ORDER[call.item.level])

@@ -1,0 +1,120 @@
+"""What a run keeps: the policy in a form, what it would do and why, and only then the change (`If-Match`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from holdfast_formats import rest
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.retention import Preview, RetentionPolicy
+from holdfast_service.dashboard.asking import Api, Asked, at, to
+from holdfast_service.dashboard.rendering import page, see
+from holdfast_service.dashboard.routing import Form, Posted, page_router
+
+router = page_router()
+
+VERDICTS_SHOWN = 500
+BEST_ROWS_SPARE = 1
+HOUR_S = 3600.0
+
+
+@router.get("/runs/{run}/policy")
+async def show_policy(request: Request, api: Asked, run: str) -> Response:
+    """The policy in force, and its verdict on every checkpoint."""
+    tag = await _tag(api, run)
+    preview = await api.get(Preview, at(run) + "/retention")
+    return await _page(request, api, run, tag, preview, in_force=preview)
+
+
+@router.post("/runs/{run}/policy/preview")
+async def preview_policy(request: Request, api: Asked, run: str, form: Posted) -> Response:
+    """What the policy in the form would keep and remove, with reasons. Nothing changes."""
+    policy = as_policy(form)
+    tag = form.text("tag")
+    answer = await api.ask("PUT", at(run) + "/policy", body=policy, headers={"If-Match": tag}, dry_run="true")
+    preview = Preview.model_validate_json(answer.content)
+    now = await api.get(Preview, at(run) + "/retention")
+    return await _page(request, api, run, tag, preview, in_force=now)
+
+
+@router.post("/runs/{run}/policy")
+async def put_policy(api: Asked, run: str, form: Posted) -> Response:
+    """Set the policy that was previewed, if nobody has set another one since."""
+    await api.ask("PUT", at(run) + "/policy", body=as_policy(form), headers={"If-Match": form.text("tag")})
+    return see(to(run) + "/policy", "policy")
+
+
+def as_policy(form: Form) -> RetentionPolicy:
+    """The policy that the form's fields say; `InvalidRequest` names the field that says none."""
+    best = [
+        {"metric": metric, "mode": mode, "count": count, "keep_unmeasured": unmeasured == "keep"}
+        for metric, mode, count, unmeasured in zip(
+            form.all("metric"), form.all("mode"), _counts(form), form.all("unmeasured"), strict=False
+        )
+        if metric
+    ]
+    said: dict[str, Any] = {name: form.number(name) for name in ("last", "every_steps", "steps_apart")}
+    said["every_seconds"] = _hours(form, "every_hours")
+    said["within_seconds"] = _hours(form, "within_hours")
+    gigabytes = _real(form, "quota_gigabytes")
+    said["quota_bytes"] = None if gigabytes is None else round(gigabytes * 1e9)
+    steps = [part for part in form.text("steps").replace(",", " ").split() if part]
+    if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in steps):
+        raise InvalidRequest("steps: whole numbers, with spaces between them", hint="go back and change the field")
+    try:
+        return RetentionPolicy(**said, best=tuple(best), steps=tuple(map(int, steps)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidRequest(
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", hint="go back and change the field"
+        ) from error
+
+
+def _counts(form: Form) -> list[int]:
+    if not all(text.isascii() and text.isdigit() for text in form.all("count") if text):
+        raise InvalidRequest("count: not a whole number", hint="go back and change the field")
+    return [int(text or 1) for text in form.all("count")]
+
+
+def _real(form: Form, name: str) -> float | None:
+    text = form.text(name)
+    try:
+        return float(text) if text else None
+    except ValueError as error:
+        raise InvalidRequest(f"{name}: {text!r} is not a number", hint="go back and change the field") from error
+
+
+def _hours(form: Form, name: str) -> float | None:
+    hours = _real(form, name)
+    return None if hours is None else hours * HOUR_S
+
+
+async def _tag(api: Api, run: str) -> str:
+    """What `If-Match` has to say. Asked for before the preview: a policy set in between is noticed at the change."""
+    return str((await api.ask("GET", at(run) + "/policy")).headers["etag"])
+
+
+async def _page(request: Request, api: Api, run: str, tag: str, preview: Preview, *, in_force: Preview) -> Response:
+    """The form with the previewed policy. Where that is the one in force, nothing is proposed."""
+    newest = await api.page(rest.Checkpoint, at(run) + "/checkpoints", limit=1)
+    before = {verdict.step: verdict.keep for verdict in in_force.verdicts}
+    return page(
+        request,
+        "policy.html",
+        run=run,
+        policy=preview.policy,
+        tag=tag,
+        preview=preview,
+        proposed=preview is not in_force,
+        # What changes comes first: that is what a person has to agree to.
+        verdicts=sorted(preview.verdicts, key=lambda v: (v.keep == before.get(v.step, v.keep), v.keep, -v.step))[
+            :VERDICTS_SHOWN
+        ],
+        before=before,
+        best=[*preview.policy.best, *[None] * BEST_ROWS_SPARE],
+        metrics=sorted(newest.items[0].metrics) if newest.items else [],
+    )

@@ -1,0 +1,74 @@
+"""A run: how its saves go, what stands on disk, and what the policy makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import Depends, Query, Request
+from starlette.responses import Response
+
+from holdfast_formats import rest
+from holdfast_formats.observed import RunSummary
+from holdfast_formats.retention import Preview, Verdict
+from holdfast_service.dashboard import history
+from holdfast_service.dashboard.asking import LIMIT_MAX, Api, Asked, Shown, at, shown
+from holdfast_service.dashboard.rendering import page
+from holdfast_service.dashboard.routing import page_router
+
+router = page_router()
+
+CHECKPOINTS_SHOWN = 25
+SAVES_DRAWN = LIMIT_MAX
+VERDICTS_UP_TO = 2000  # checkpoints; the reasons of more than these come on the policy's own page
+STATES = ("committed", "verified", "unhealthy", "damaged")
+Text = Annotated[str, Query(max_length=200)]
+
+
+def _filters(state: Text = "", label: Text = "", step_min: Text = "", step_max: Text = "") -> dict[str, str]:
+    return {"state": state, "label": label, "step_min": step_min, "step_max": step_max}
+
+
+Filters = Annotated[dict[str, str], Depends(_filters)]
+
+
+@router.get("/runs/{run}")
+async def show_run(request: Request, api: Asked, run: str, filters: Filters, cursor: str | None = None) -> Response:
+    """Tiles, timeline and plots of the newest saves, and a page of checkpoints."""
+    found = await api.get(rest.Run, at(run))
+    listed, drawn, rounds, summary, verdicts = await asyncio.gather(
+        api.page(rest.Checkpoint, at(run) + "/checkpoints", cursor=cursor, limit=CHECKPOINTS_SHOWN, **filters),
+        api.page(rest.Checkpoint, at(run) + "/checkpoints", limit=SAVES_DRAWN),
+        api.page(rest.Round, "/v1/rounds", run=run, limit=SAVES_DRAWN),
+        shown(api.get(RunSummary, at(run) + "/summary")),
+        _verdicts(api, found),
+    )
+    by_step = verdicts.value or {}
+    kept = {verdict.step for verdict in by_step.values() if verdict.pinned or verdict.labels}
+    failed = [made for made in rounds.items if made.state in ("aborted", "dropped")]
+    return page(
+        request,
+        "run.html",
+        run=found,
+        summary=summary.value,
+        newest=drawn.items[0] if drawn.items else None,
+        checkpoints=listed.items,
+        next=listed.next,
+        first=cursor is None,
+        filters=filters,
+        states=STATES,
+        verdicts=by_step,
+        failed=failed[:20],
+        under_way=[made for made in rounds.items if made.state in ("open", "sealed")],
+        saves=history.saves(drawn.items, rounds.items, kept, complete=drawn.next is None),
+        lanes=history.OUTCOMES,
+        drawn_all=drawn.next is None,
+    )
+
+
+async def _verdicts(api: Api, run: rest.Run) -> Shown[dict[int, Verdict]]:
+    if run.checkpoints > VERDICTS_UP_TO:
+        return Shown(None)
+    preview = await shown(api.get(Preview, at(run.name) + "/retention"))
+    made = None if preview.value is None else {verdict.step: verdict for verdict in preview.value.verdicts}
+    return Shown(made, preview.error)

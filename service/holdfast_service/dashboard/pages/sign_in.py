@@ -1,0 +1,59 @@
+"""The door for browsers: a token, kept in a cookie that no script can read and no other site can send along."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import httpx
+from fastapi import Query, Request
+from starlette.responses import Response
+
+from holdfast_service.dashboard.asking import COOKIE, Api, Asked, SignInNeeded
+from holdfast_service.dashboard.rendering import page, see
+from holdfast_service.dashboard.routing import Posted, page_router
+
+router = page_router()
+
+COOKIE_AGE_S = 30 * 86_400
+TOKEN_CHARACTERS_MAX = 512
+
+
+@router.get("/login")
+async def show_sign_in(request: Request, api: Asked, next: Annotated[str, Query(max_length=2000)] = "/") -> Response:
+    return page(request, "login.html", next=next, refused=False, open_to_all=await _opens(api, None))
+
+
+@router.post("/login")
+async def sign_in(request: Request, api: Asked, form: Posted) -> Response:
+    """Keep a token that the API knows; one that it does not know is not kept."""
+    token = form.text("token")
+    fits = 0 < len(token) <= TOKEN_CHARACTERS_MAX and token.isascii() and token.isprintable()
+    if not (fits and await _opens(api, token)):
+        return page(request, "login.html", 401, next=form.text("next"), refused=True, open_to_all=False)
+    answer = see(_own(form.text("next")), "signed-in")
+    secure = request.url.scheme == "https" or bool(getattr(request.app.state, "behind_tls", False))
+    answer.set_cookie(COOKIE, token, COOKIE_AGE_S, path="/", secure=secure, httponly=True, samesite="strict")
+    return answer
+
+
+@router.post("/logout")
+async def sign_out(_: Posted) -> Response:
+    answer = see("/login")
+    answer.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
+    return answer
+
+
+async def _opens(api: Api, token: str | None) -> bool:
+    """Whether the API answers to this token, or to none."""
+    headers: dict[str, str] = {"Authorization": f"Bearer {token}"} if token else {"Authorization": ""}
+    try:
+        answer: httpx.Response = await api.ask("GET", "/v1/runs", headers=headers, limit=1)
+    except SignInNeeded:
+        return False
+    return answer.status_code == 200
+
+
+def _own(path: str) -> str:
+    """A path of this service, whatever a link asked for: an address elsewhere begins with // or a scheme."""
+    inside = path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
+    return path if inside else "/"

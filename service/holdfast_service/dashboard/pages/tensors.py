@@ -1,0 +1,124 @@
+"""The tensors of a checkpoint: searched, sorted, a page at a time, however many there are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import Depends, Query, Request
+from starlette.responses import Response
+
+from holdfast_formats import rest
+from holdfast_formats.observed import TensorStatistics
+from holdfast_service.dashboard import contents
+from holdfast_service.dashboard.asking import Api, Asked, at
+from holdfast_service.dashboard.contents import Held, Line, Measured
+from holdfast_service.dashboard.rendering import page
+from holdfast_service.dashboard.routing import page_router
+
+router = page_router()
+
+TENSORS_SHOWN = 100
+Key = Callable[[Line, Measured | None], Any]
+Known = Mapping[tuple[str, str], Measured]
+# What can be sorted by; the largest come first, and what nobody knows last.
+SORTS: dict[str, Key] = {
+    "bytes": lambda line, _: line.entry.nbytes,
+    "norm": lambda _, measured: measured and measured.norm,
+    "change": lambda _, measured: measured and measured.relative,
+    "nonfinite": lambda _, measured: measured and measured.nonfinite,
+    "zeros": lambda _, measured: measured and measured.zeros,
+}
+# Of more tensors than can be shown with their statistics at once, the API sorts by these.
+SORTED_THERE = ("change", "nonfinite", "zeros")
+Text = Annotated[str, Query(max_length=200)]
+
+
+class Search(NamedTuple):
+    """What the list is to show: names with all words of `q`, of one group or all, in an order."""
+
+    q: str
+    group: str
+    sort: str
+    first: int = 0
+    cursor: str | None = None
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What every link of the page says again."""
+        return {"q": self.q, "group": self.group, "sort": self.sort}
+
+
+class Found(NamedTuple):
+    """A page of tensors. Either all matches are counted, or `next` is the cursor of the page behind them."""
+
+    lines: list[Line]
+    known: Known | None
+    matches: int | None
+    first: int = 0
+    next: str | None = None
+
+
+def _search(q: Text = "", group: Text = "", sort: Text = "name", first: int = 0, cursor: str | None = None) -> Search:
+    return Search(q, group, sort if sort in SORTS else "name", max(first, 0), cursor)
+
+
+Wanted = Annotated[Search, Depends(_search)]
+
+
+@router.get("/runs/{run}/checkpoints/{step}/tensors")
+async def show_tensors(request: Request, api: Asked, run: str, step: str, wanted: Wanted) -> Response:
+    """A page of them, with what was measured while their bytes passed."""
+    made = await api.get(rest.Checkpoint, at(run, step))
+    held = await contents.held(api, run, made.step)
+    measured = await contents.statistics(api, held)
+    many = held.tensors > contents.STATISTICS_MAX
+    if many and wanted.sort in SORTED_THERE:
+        found = await _sorted_there(api, held, wanted)
+    else:
+        found = await asyncio.to_thread(_sorted_here, held, measured.value, wanted)
+    return page(
+        request,
+        "tensors.html",
+        run=run,
+        made=made,
+        found=found,
+        why=measured.error if found.known is None else None,
+        sorts=("bytes", *SORTED_THERE) if many else tuple(SORTS),
+        begun=wanted.cursor is not None,
+        shown_at_once=TENSORS_SHOWN,
+        **wanted.said,
+    )
+
+
+def _sorted_here(held: Held, known: Known | None, wanted: Search) -> Found:
+    lines = select(held.lines, known or {}, wanted)
+    begin = min(wanted.first, max(len(lines) - 1, 0) // TENSORS_SHOWN * TENSORS_SHOWN)
+    return Found(lines[begin : begin + TENSORS_SHOWN], known, len(lines), begin)
+
+
+async def _sorted_there(api: Api, held: Held, wanted: Search) -> Found:
+    said = {**wanted.said, "cursor": wanted.cursor, "limit": TENSORS_SHOWN}
+    listed = await api.page(TensorStatistics, at(held.manifest.run, held.manifest.step, "statistics"), **said)
+    tensors = held.manifest.tensors
+    lines = [Line(item.group, item.name, tensors[item.group][item.name], None) for item in listed.items]
+    known = {(item.group, item.name): contents.measured(item) for item in listed.items}
+    return Found(lines, known, None, next=listed.next)
+
+
+def select(lines: list[Line], measured: Known, wanted: Search) -> list[Line]:
+    """Those whose names have every word of the search, in the order that was asked for."""
+    words = wanted.q.casefold().split()
+    found = [
+        line for line in lines if wanted.group in ("", line.group) and all(word in line.name.casefold() for word in words)
+    ]
+    key = SORTS.get(wanted.sort)
+    if key is None:
+        return found
+
+    def largest_first(line: Line) -> tuple[bool, float]:
+        value = key(line, measured.get((line.group, line.alias_of or line.name)))
+        return (value is None, -float(value or 0))
+
+    return sorted(found, key=largest_first)

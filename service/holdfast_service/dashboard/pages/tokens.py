@@ -1,0 +1,70 @@
+"""Tokens: who may come in. The text of a new one is shown once, on the page that answers its making."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from fastapi import Request
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from holdfast_formats import rest
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.operations import NewToken, Token, TokenRequest
+from holdfast_service.dashboard.asking import Api, Asked, shown
+from holdfast_service.dashboard.rendering import page, see
+from holdfast_service.dashboard.routing import Form, Posted, page_router
+
+router = page_router()
+
+TOKENS_SHOWN = 200
+SCOPES = {
+    "read": "look at everything, and restore",
+    "write": "save, pin, label, and have jobs done",
+    "admin": "remove, set policies, make tokens",
+}
+DAY_S = 86_400
+
+
+@router.get("/tokens")
+async def show_tokens(request: Request, api: Asked, cursor: str | None = None) -> Response:
+    return await _page(request, api, cursor, None)
+
+
+@router.post("/tokens")
+async def make_token(request: Request, api: Asked, form: Posted) -> Response:
+    """Not a redirect: the text would be gone with it."""
+    answer = await api.ask("POST", "/v1/tokens", body=_wanted(form))
+    return await _page(request, api, None, NewToken.model_validate_json(answer.content))
+
+
+@router.post("/tokens/{name}/revoke")
+async def revoke(api: Asked, name: str, _: Posted) -> Response:
+    await api.ask("DELETE", f"/v1/tokens/{quote(name, safe='')}")
+    return see("/tokens", "revoked")
+
+
+def _wanted(form: Form) -> TokenRequest:
+    days = form.number("days")
+    said = {"name": form.text("name"), "scope": form.text("scope") or "read", "runs": form.text("runs") or "*"}
+    try:
+        return TokenRequest.model_validate({**said, "expires_s": None if days is None else days * DAY_S})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(f"{where}: {first['msg']}", hint="names are letters, digits, dots and dashes") from error
+
+
+async def _page(request: Request, api: Api, cursor: str | None, made: NewToken | None) -> Response:
+    found = await shown(api.page(Token, "/v1/tokens", cursor=cursor, limit=TOKENS_SHOWN))
+    listed = found.value or rest.Page[Token](items=[])
+    return page(
+        request,
+        "tokens.html",
+        tokens=found,
+        listed=listed.items,
+        next=listed.next,
+        first=cursor is None,
+        made=made,
+        scopes=SCOPES,
+    )

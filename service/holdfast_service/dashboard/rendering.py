@@ -1,0 +1,97 @@
+"""Templates to responses. Everything is escaped, nothing comes from elsewhere, and the browser is told so (CSP)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from fastapi import Request
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from holdfast_formats.errors import CheckpointError
+
+from . import words
+from .asking import COOKIE, SignInNeeded
+from .static import address
+
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": CSP,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+# What a page says after an action that ended in a redirect; an address can choose one of these and nothing else.
+SAID = {
+    "pinned": "Pinned. Nothing removes this checkpoint until the pin is taken away.",
+    "unpinned": "The pin is gone. The retention policy decides again.",
+    "labelled": "Labelled. Nothing removes a checkpoint that has a label.",
+    "unlabelled": "The label is gone.",
+    "removed": "The checkpoint was removed.",
+    "policy": "The policy is in force.",
+    "job": "The job is queued. Its progress is shown here.",
+    "cancelled": "The job was asked to stop.",
+    "revoked": "The token was revoked. It opens nothing any more.",
+    "signed-in": "Signed in.",
+}
+
+
+@lru_cache(1)
+def environment() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    made.filters |= {
+        "bytes": words.size,
+        "seconds": words.seconds,
+        "number": words.number,
+        "percent": words.percent,
+        "when": words.when,
+        "prose": words.prose,
+        "part": lambda text: quote(str(text), safe=""),
+    }
+    made.globals |= {"static": address, "link": link, "bytes_text": words.bytes_text, "seconds_text": words.seconds_text}
+    return made
+
+
+def link(path: str, **params: Any) -> str:
+    """An address of ours with those parameters that say something."""
+    said = {name: value for name, value in params.items() if value not in (None, "", False)}
+    return f"{path}?{urlencode(said)}" if said else path
+
+
+def page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
+    """A whole page. `said` in the address picks one of the sentences above."""
+    said = SAID.get(request.query_params.get("said", ""))
+    here = {"path": request.url.path, "said": said, "signed_in": COOKIE in request.cookies}
+    text = environment().get_template(template).render(**here, **values)
+    return HTMLResponse(text, status, HEADERS)
+
+
+def see(path: str, said: str | None = None) -> RedirectResponse:
+    """After an action: the page that shows what came of it."""
+    return RedirectResponse(link(path, said=said), 303, {"Cache-Control": "no-store"})
+
+
+def problem_page(request: Request, error: CheckpointError) -> HTMLResponse:
+    return page(request, "problem.html", error.status, error=error)
+
+
+async def as_page(request: Request, error: Exception) -> Response:
+    """What a page ends with when the API refused it: the way to the door, or the problem in words."""
+    if isinstance(error, SignInNeeded):
+        back = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        return see(link("/login", next=back if request.method == "GET" else None))
+    assert isinstance(error, CheckpointError)
+    return problem_page(request, error)

@@ -1,0 +1,90 @@
+"""Page routes: errors become pages, and what is posted must come from a page of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+from urllib.parse import parse_qs, urlsplit
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
+
+from .asking import SignInNeeded
+from .rendering import as_page
+
+FORM_BYTES_MAX = 256 * 1024
+FIELDS_MAX = 256
+_OWN_SITE = ("same-origin", "none")
+
+
+class PageRoute(APIRoute):
+    """FastAPI's own hook for this: the handler of every page, with its errors rendered for people."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except (CheckpointError, SignInNeeded) as error:
+                return await as_page(request, error)
+            except RequestValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(str(part) for part in first["loc"])
+                return await as_page(request, InvalidRequest(f"{where}: {first['msg']}"))
+
+        return handled
+
+
+def page_router() -> APIRouter:
+    return APIRouter(include_in_schema=False, route_class=PageRoute)
+
+
+class Form:
+    """What a form has sent: its fields, of which most are there once."""
+
+    def __init__(self, fields: dict[str, list[str]]) -> None:
+        self._fields = fields
+
+    def text(self, name: str) -> str:
+        return self._fields.get(name, [""])[0].strip()
+
+    def all(self, name: str) -> list[str]:
+        return [value.strip() for value in self._fields.get(name, [])]
+
+    def number(self, name: str) -> int | None:
+        """A whole number, None where the field is empty; `InvalidRequest` for anything else."""
+        text = self.text(name).replace(" ", "").replace("_", "")
+        if not text:
+            return None
+        if not (text.isascii() and text.isdigit() and len(text) < 20):
+            raise InvalidRequest(f"{name}: {self.text(name)!r} is not a whole number", hint="go back and change the field")
+        return int(text)
+
+
+async def _posted(request: Request) -> Form:
+    """The form; `InvalidRequest` when another site's page sent it: the cookie alone must not be enough to act."""
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    foreign = site not in _OWN_SITE if site is not None else origin is not None and not _same(origin, request)
+    if foreign:
+        raise InvalidRequest("this form was sent from another site", hint="open the page here and send it again")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > FORM_BYTES_MAX:
+            raise LimitExceeded(f"a form has at most {FORM_BYTES_MAX} bytes")
+    try:
+        return Form(parse_qs(body.decode(), keep_blank_values=True, max_num_fields=FIELDS_MAX))
+    except ValueError as error:
+        raise InvalidRequest("the form cannot be read", hint="open the page again") from error
+
+
+def _same(origin: str, request: Request) -> bool:
+    return urlsplit(origin).netloc == request.url.netloc
+
+
+Posted = Annotated[Form, Depends(_posted)]

@@ -1,0 +1,57 @@
+"""Scripts, styles and the vendored libraries: read once, named by their content, kept by the browser for good."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from importlib.resources import files
+from typing import NamedTuple
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from holdfast_formats.errors import NoSuchResource
+
+router = APIRouter(include_in_schema=False)
+
+_TYPES = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
+SERVED = (
+    "base.css",
+    "parts.css",
+    "theme.js",
+    "page.js",
+    "charts.js",
+    "heat.js",
+    "events.js",
+    "icon.svg",
+    "vendor/htmx-4.0.1.min.js",
+    "vendor/uPlot-1.6.32.iife.min.js",
+    "vendor/uPlot-1.6.32.min.css",
+)
+
+
+class Asset(NamedTuple):
+    data: bytes
+    media_type: str
+    tag: str
+
+
+@lru_cache
+def asset(name: str) -> Asset:
+    """One of the files that are served; `NoSuchResource` for any other name."""
+    if name not in SERVED:
+        raise NoSuchResource(f"there is nothing at /static/{name}")
+    data = files(__package__).joinpath("static", *name.split("/")).read_bytes()
+    return Asset(data, _TYPES[name.rpartition(".")[2]], hashlib.sha256(data).hexdigest()[:16])
+
+
+def address(name: str) -> str:
+    """Where a page finds it. The address changes with the content, so a browser may keep what it has."""
+    return f"/static/{name}?{asset(name).tag}"
+
+
+@router.get("/static/{name:path}")
+def get_static(name: str) -> Response:
+    found = asset(name)
+    headers = {"Cache-Control": "public, max-age=31536000, immutable", "X-Content-Type-Options": "nosniff"}
+    return Response(found.data, media_type=found.media_type, headers=headers | {"ETag": f'"{found.tag}"'})

@@ -1,0 +1,171 @@
+// The run's plots: what became of each save over time, and four measurements below it, all on one axis of time.
+(function () {
+  "use strict";
+  const island = document.getElementById("saves");
+  if (!island || !window.uPlot) return;
+  const { saves, lanes, run } = JSON.parse(island.textContent);
+  const times = saves.map((save) => save.at);
+  const pointed = document.getElementById("pointed");
+  const resting = pointed.textContent;
+  let charts = [];
+  let zoomed = null; // [from, to] in seconds, null for everything
+
+  const COLOURS = {
+    pinned: "--pinned", verified: "--fine", committed: "--committed", unhealthy: "--warning", damaged: "--error",
+    removed: "--gone", dropped: "--dropped", aborted: "--error", "under way": "--accent",
+  };
+  // light-dark() is only resolved where it is used as a colour, so a hidden element is asked.
+  const probe = document.createElement("span");
+  probe.hidden = true;
+  document.body.append(probe);
+  function colour(name) {
+    probe.style.color = `var(${name})`;
+    return getComputedStyle(probe).color;
+  }
+
+  function seconds(value) {
+    if (value === null || value === undefined) return "";
+    if (value === 0) return "0";
+    if (Math.abs(value) < 0.001) return `${+(value * 1e6).toPrecision(3)} µs`;
+    if (Math.abs(value) < 1) return `${+(value * 1e3).toPrecision(3)} ms`;
+    if (Math.abs(value) < 120) return `${+value.toPrecision(3)} s`;
+    return `${+(value / 60).toPrecision(3)} min`;
+  }
+  function bytes(value) {
+    if (value === null || value === undefined) return "";
+    let unit = 0;
+    const units = ["B", "kB", "MB", "GB", "TB", "PB"];
+    while (Math.abs(value) >= 1000 && unit < units.length - 1) { value /= 1000; unit += 1; }
+    return `${+value.toPrecision(3)} ${units[unit]}`;
+  }
+
+  function everything() {
+    const from = times[0], to = times[times.length - 1];
+    const room = Math.max((to - from) * 0.03, 1);
+    return [from - room, to + room];
+  }
+  function zoom(range) {
+    zoomed = range;
+    const [min, max] = range || everything();
+    for (const chart of charts) chart.setScale("x", { min, max });
+  }
+
+  function tell(index) {
+    if (index === null || index === undefined) { pointed.textContent = resting; return; }
+    const save = saves[index];
+    const parts = [`step ${save.step}`, save.outcome, new Date(save.at * 1000).toLocaleString()];
+    if (save.why) parts.push(save.why);
+    if (save.stall !== null) parts.push(`stall ${seconds(save.stall)}`);
+    if (save.durable !== null) parts.push(`durable after ${seconds(save.durable)}`);
+    if (save.rate !== null) parts.push(`${bytes(save.rate)}/s`);
+    if (save.bytes !== null) parts.push(bytes(save.bytes));
+    pointed.textContent = parts.join(" · ");
+  }
+  function openSave(index) {
+    const save = saves[index];
+    if (save && !["removed", "dropped", "aborted", "under way"].includes(save.outcome)) {
+      location.href = `${run}/checkpoints/${save.step}`;
+    }
+  }
+
+  // Times as 24 hours; the first mark has the date, and so have marks that are days apart.
+  function clock(_, marks, __, ___, step) {
+    const two = (value) => String(value).padStart(2, "0");
+    return marks.map((mark, index) => {
+      const at = new Date(mark * 1000);
+      const day = `${two(at.getMonth() + 1)}-${two(at.getDate())}`;
+      const time = `${two(at.getHours())}:${two(at.getMinutes())}` + (step < 60 ? `:${two(at.getSeconds())}` : "");
+      return step >= 86400 ? day : index === 0 ? `${time}\n${at.getFullYear()}-${day}` : time;
+    });
+  }
+  const timeAxis = () => axis({ values: clock, space: 76, incrs: [1, 5, 10, 30, 60, 300, 600, 1800, 3600, 10800, 21600, 86400, 172800, 604800, 2592000] });
+
+  const axis = (more) => ({
+    stroke: colour("--quiet"), font: "11px system-ui, sans-serif", grid: { stroke: colour("--line"), width: 1 },
+    ticks: { stroke: colour("--line"), width: 1, size: 4 }, ...more,
+  });
+  function options(element, height, more) {
+    const [min, max] = zoomed || everything();
+    return {
+      width: element.clientWidth, height, legend: { show: false },
+      cursor: { sync: { key: "saves" }, drag: { x: true, y: false }, focus: { prox: 24 }, points: { size: 9 } },
+      hooks: {
+        setCursor: [(chart) => tell(chart.cursor.left >= 0 ? chart.cursor.idx : null)],
+        setSelect: [(chart) => {
+          if (chart.select.width > 4) zoom([chart.posToVal(chart.select.left, "x"), chart.posToVal(chart.select.left + chart.select.width, "x")]);
+        }],
+      },
+      ...more,
+      scales: { x: { time: true, min, max }, ...more.scales },
+    };
+  }
+
+  function drawLanes() {
+    const element = document.getElementById("lanes");
+    const shown = lanes.filter((lane) => saves.some((save) => save.outcome === lane));
+    const rows = shown.length;
+    const data = [times, ...shown.map((lane, row) => saves.map((save) => (save.outcome === lane ? rows - row : null)))];
+    const series = shown.map((lane) => ({
+      label: lane, stroke: colour(COLOURS[lane]), paths: () => null,
+      points: { show: true, size: 9, fill: colour(COLOURS[lane]), stroke: colour(COLOURS[lane]), width: 1 },
+    }));
+    const chart = new uPlot(options(element, Math.max(70 + rows * 30, 130), {
+      series: [{}, ...series],
+      scales: { y: { range: [0.4, rows + 0.6] } },
+      axes: [timeAxis(), axis({ size: 82, splits: () => shown.map((_, row) => rows - row), values: () => shown, grid: { stroke: colour("--line"), width: 1, dash: [2, 4] } })],
+    }), data, element);
+    chart.over.addEventListener("click", () => { if (chart.select.width <= 4) openSave(chart.cursor.idx); });
+    chart.over.addEventListener("dblclick", () => zoom(null));
+    charts.push(chart);
+  }
+
+  function drawMeasure(id, names, say) {
+    const element = document.getElementById(id);
+    if (!saves.some((save) => save[names[0]] !== null)) {
+      const none = document.createElement("p");
+      none.className = "nodata";
+      none.textContent = "Not measured for these saves.";
+      element.append(none);
+      return;
+    }
+    const data = [times, ...names.map((name) => saves.map((save) => save[name]))];
+    const series = names.map((name, row) => ({
+      label: name, stroke: colour(row ? "--gone" : "--accent"), width: row ? 1.5 : 1.75, spanGaps: true, dash: row ? [6, 4] : undefined,
+      points: { show: row === 0 && saves.length < 200, size: 5, fill: colour("--accent") },
+    }));
+    const chart = new uPlot(options(element, 150, {
+      series: [{}, ...series],
+      scales: { y: { range: (_, low, high) => [0, Math.max(high || 0, 1e-9) * 1.12] } },
+      axes: [timeAxis(), axis({ size: 64, values: (_, marks) => marks.map(say) })],
+    }), data, element);
+    chart.over.addEventListener("dblclick", () => zoom(null));
+    charts.push(chart);
+  }
+
+  function draw() {
+    for (const chart of charts) chart.destroy();
+    for (const none of document.querySelectorAll(".chart .nodata")) none.remove();
+    charts = [];
+    drawLanes();
+    drawMeasure("stall", ["stall"], seconds);
+    drawMeasure("durable", ["durable"], seconds);
+    drawMeasure("rate", ["rate", "limit"], (value) => `${bytes(value)}/s`);
+    drawMeasure("bytes", ["bytes"], bytes);
+  }
+
+  const MOVES = {
+    in: ([from, to]) => [from + (to - from) / 4, to - (to - from) / 4],
+    out: ([from, to]) => [from - (to - from) / 2, to + (to - from) / 2],
+    earlier: ([from, to]) => [from - (to - from) / 3, to - (to - from) / 3],
+    later: ([from, to]) => [from + (to - from) / 3, to + (to - from) / 3],
+    all: () => null,
+  };
+  document.querySelector("[data-chart-tools]").hidden = false;
+  for (const button of document.querySelectorAll("[data-zoom]")) {
+    button.addEventListener("click", () => zoom(MOVES[button.dataset.zoom](zoomed || everything())));
+  }
+  let resized;
+  window.addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(draw, 120); });
+  document.addEventListener("theme", draw);
+  draw();
+})();

@@ -1,0 +1,98 @@
+"""How the pages say numbers and times: short for the eye, with the exact value to hover over or to have read out."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+from markupsafe import Markup, escape
+
+NONE = Markup('<span class="quiet" title="not known">–</span>')
+_DECIMALS_FROM = 100
+_AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (60 * 2, 60, "min"))
+
+
+def bytes_text(count: float) -> str:
+    """Decimal units, as disks are sold and `holdfast ls` prints them."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= _DECIMALS_FROM else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} PB"
+
+
+def seconds_text(seconds: float) -> str:
+    """A length of time: 380 µs, 12 ms, 1.4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    if seconds < 0:
+        return f"−{seconds_text(-seconds)}"
+    if seconds == 0:
+        return "0 s"
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    for large, name, small, rest in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= large:
+            whole, left = divmod(seconds, large)
+            return f"{whole:.0f} {name}" + (f" {left // small:.0f} {rest}" if left >= small else "")
+    return f"{seconds:.3g} s"
+
+
+def number_text(value: float) -> str:
+    """A measured value in four digits; whole numbers with thin spaces between thousands."""
+    if isinstance(value, int):
+        return f"{value:,}".replace(",", "\u202f")
+    return f"{value:.4g}"
+
+
+def size(count: float | None) -> Markup:
+    return NONE if count is None else _titled(bytes_text(count), f"{number_text(int(count))} bytes")
+
+
+def seconds(value: float | None) -> Markup:
+    return NONE if value is None else _titled(seconds_text(value), f"{value:.6g} seconds")
+
+
+def number(value: float | None) -> Markup:
+    return NONE if value is None else _titled(number_text(value), repr(value))
+
+
+def percent(value: float | None) -> Markup:
+    return NONE if value is None else _titled(f"{100 * value:.3g} %", repr(value))
+
+
+def when(text: str | None) -> Markup:
+    """A moment of the API as an age, with the moment itself to hover over."""
+    if not text:
+        return NONE
+    try:
+        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return Markup(escape(text))
+    passed = (datetime.now(timezone.utc) - moment.astimezone(timezone.utc)).total_seconds()
+    return Markup('<time datetime="{0}" title="{0}">{1}</time>').format(text, age_text(passed))
+
+
+def age_text(passed: float) -> str:
+    if passed < 0:
+        return f"in {seconds_text(-passed)}"
+    for least, unit, name in _AGES:
+        if passed >= least:
+            return f"{passed / unit:.0f} {name} ago"
+    return f"{passed:.0f} s ago"
+
+
+def prose(text: str) -> Markup:
+    """A sentence of the service: what it sets in backquotes is to be typed as it stands."""
+    parts = text.split("`")
+    return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts))
+
+
+def stamp(text: str) -> float:
+    """A moment of the API as seconds since 1970, for plots."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+
+
+def _titled(text: str, title: str) -> Markup:
+    return Markup('<span title="{}">{}</span>').format(title, text)

@@ -1,0 +1,132 @@
+"""How the service logs: one line a record, for people or as JSON for programs, with the same declared fields.
+
+Whoever logs of a save names it RUN@STEP or gives its place by `about`. Fields are declared in `FIELDS`; nothing else of what
+a record carries is written, so that no secret gets out by way of a field.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import threading
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+from holdfast_formats.errors import CheckpointError
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+LogFormat = Literal["text", "json"]
+
+# Every field of a JSON line, and what it says. A record has the first five always, the others where they are known.
+FIELDS: dict[str, str] = {
+    "time": "RFC 3339, UTC, milliseconds",
+    "level": "debug, info, warning, error or critical",
+    "logger": "the module that logs",
+    "message": "one sentence for people",
+    "node": "the node that logs",
+    "run": "the run it is about",
+    "step": "the step it is about",
+    "attempt": "the attempt it is about",
+    "code": "the code of the error, as API.md lists them",
+    "thread": "the thread that logs, for warnings and errors",
+    "exception": "the traceback of what was not expected",
+}
+_GIVEN = ("run", "step", "attempt", "code")
+# How messages name a save, wherever they do: then its parts are fields as well.
+_PLACE = re.compile(r"%s@%s(?P<attempt> attempt %s)?")
+_ARGUMENT = re.compile(r"%(?!%)")
+
+
+def about(run: str | None = None, step: int | None = None, attempt: int | None = None, **more: Any) -> dict[str, Any]:
+    """The `extra` of a log record: which save it is about, and the `code` or `error` of what went wrong."""
+    error = more.pop("error", None)
+    if isinstance(error, CheckpointError):
+        more["code"] = error.code
+    assert more.keys() <= set(_GIVEN), more
+    return {
+        name: value for name, value in {"run": run, "step": step, "attempt": attempt, **more}.items() if value is not None
+    }
+
+
+def fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What a record is about: as given by `about`, else as its message names it, and the code of an error in it."""
+    found = {name: vars(record)[name] for name in _GIVEN if vars(record).get(name) is not None}
+    arguments = record.args if isinstance(record.args, tuple) else ()
+    place = _PLACE.search(record.msg) if isinstance(record.msg, str) else None
+    if place is not None:
+        first = len(_ARGUMENT.findall(record.msg, 0, place.start()))
+        names = ("run", "step", "attempt") if place["attempt"] else ("run", "step")
+        found = dict(zip(names, arguments[first:], strict=False)) | found
+    raised = record.exc_info[1] if record.exc_info else None
+    for error in (raised, *arguments):
+        if isinstance(error, CheckpointError):
+            found.setdefault("code", error.code)
+    return found
+
+
+class JsonLines(logging.Formatter):
+    """A record as one line of JSON with the declared fields."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__()
+        self._node = node
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line: dict[str, Any] = {
+            "time": at,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "node": self._node,
+            **fields(record),
+        }
+        if record.levelno >= logging.WARNING and record.threadName:
+            line["thread"] = record.threadName
+        if record.exc_info and record.exc_info[0] is not None:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class TextLines(logging.Formatter):
+    """A record as a line for people; what it is about stands behind the message unless the message names it."""
+
+    def __init__(self) -> None:
+        super().__init__(LOG_FORMAT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        missing = [f"{name}={value}" for name, value in fields(record).items() if str(value) not in record.message]
+        return f"{line} [{' '.join(missing)}]" if missing else line
+
+
+def start_logging(level: str, form: LogFormat = "text", node: str = "node") -> None:
+    """Log to stderr from `level` on; `ValueError` for a level that does not exist. Libraries speak up only to warn."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines(node) if form == "json" else TextLines())
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(True)
+    for library in ("alembic", "sqlalchemy", "httpx", "httpcore", "uvicorn", "opentelemetry"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+
+
+def log_what_nobody_catches() -> None:
+    """Log exceptions that no code of ours expected, which end the process or a thread of it."""
+    log = logging.getLogger("holdfast_service")
+
+    def ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+            return
+        log.critical("unexpected %s ends the daemon", kind.__name__, exc_info=(kind, error, trace))
+
+    def thread_ended(given: threading.ExceptHookArgs) -> None:
+        if given.exc_value is not None and not issubclass(given.exc_type, SystemExit):
+            name = given.thread.name if given.thread else "?"
+            trace = (given.exc_type, given.exc_value, given.exc_traceback)
+            log.error("unexpected %s ended the thread %s", given.exc_type.__name__, name, exc_info=trace)
+
+    sys.excepthook = ended
+    threading.excepthook = thread_ended

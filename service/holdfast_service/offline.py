@@ -1,0 +1,102 @@
+"""`python -m holdfast_service.offline`: repairs and imports in a root that no daemon serves. `holdfast` calls it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
+from holdfast_service.control import roots
+from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.daemon.repair import Repairer
+from holdfast_service.storage import PosixTier, Tier, lock_root
+
+from .transfers import Quiet, Transfers, open_source
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do it and print what came of it as JSON, or the problem; the exit status follows the error's branch."""
+    given = _parser().parse_args(arguments)
+    try:
+        print(json.dumps(_done(given)))
+    except CheckpointError as error:
+        print(json.dumps(error.problem()))
+        return exit_status(error)
+    return 0
+
+
+def _done(given: argparse.Namespace) -> dict[str, Any]:
+    run, at, step = given.checkpoint.partition("@")
+    if not at or not (step.isascii() and step.isdigit()):
+        raise InvalidRequest(f"{given.checkpoint!r} does not name a checkpoint", hint="give RUN@STEP")
+    which = naming.check_run(run), naming.check_step(int(step))
+    root = Path(given.root).resolve()
+    if given.act == "repair" and not root.is_dir():
+        raise InvalidRequest(f"there is no directory {root}", hint="name the daemon's directory with --root")
+    others = {str(path): _root_of(Path(path)) for path in (given.sources or ())}
+    with _decided(root, listed=given.act == "import") as (tier, decisions):
+        repairer = Repairer(tier, (decisions, decisions.repair_book()), lambda: others)
+        transfers = Transfers(tier, decisions, repairer)
+        if given.act == "repair":
+            return transfers.repair(*which)
+        return transfers.bring(open_source(Path(given.source)), *which, Quiet())
+
+
+@contextmanager
+def _decided(root: Path, listed: bool) -> Iterator[tuple[Tier, Decisions]]:
+    """The root's tier and control, with nobody else in it: `RootBusy` while a daemon serves it.
+
+    With `listed` the catalog says first what the directories say; what is damaged it would list no more.
+    """
+    lock = lock_root(root)
+    try:
+        tier = PosixTier(root)
+        catalog = Catalog.open(f"sqlite:///{root / naming.CATALOG}")
+        try:
+            if listed:
+                roots.reconcile(tier, catalog)
+            decisions = Decisions(tier, catalog, None)
+            yield tier, decisions
+            decisions.close()
+        finally:
+            catalog.close()
+    finally:
+        lock.release()
+
+
+def _root_of(path: Path) -> Tier:
+    """The root that a replica, or a single checkpoint's directory in one, belongs to."""
+    if not path.is_dir():
+        raise InvalidRequest(f"there is no directory {path}", hint="name a replica's directory")
+    found = path.resolve()
+    if (found / naming.COMMIT).exists() or (found / naming.MANIFEST).exists():
+        if found.parent.name != naming.CHECKPOINTS:
+            raise InvalidRequest(f"{path} is not below a root", hint="name the directory that holds RUN/checkpoints/")
+        found = found.parents[2]
+    return PosixTier(found)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="holdfast", description="Work in a root that no daemon serves.")
+    acts = parser.add_subparsers(dest="act", required=True)
+    repair = acts.add_parser("repair", help="mend a damaged checkpoint from replicas")
+    repair.add_argument("checkpoint", metavar="RUN@STEP")
+    repair.add_argument("--from", dest="sources", action="append", metavar="DIR", help="a replica's directory")
+    bring = acts.add_parser("import", help="make a checkpoint of a directory")
+    bring.add_argument("source", metavar="SRC")
+    bring.add_argument("checkpoint", metavar="RUN@STEP")
+    bring.set_defaults(sources=())
+    for act in (repair, bring):
+        act.add_argument("--root", required=True, metavar="DIR")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

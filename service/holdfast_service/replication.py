@@ -1,0 +1,145 @@
+"""Wires replicas and repair: what the daemon copies and mends to what control knows of it. Only `__main__` is above."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, StorageFailed
+from holdfast_formats.operations import ReplicaLag
+from holdfast_service.config import Config, check_apart
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.replicas import RepairBook, ReplicaBook
+from holdfast_service.daemon.repair import Lend, Repairer
+from holdfast_service.daemon.replicas import Replicator, reached
+from holdfast_service.storage import RootLock, Tier
+from holdfast_service.storage.pacing import Pace
+from holdfast_service.storage.posix import PosixTier, lock_root
+from holdfast_service.transfers import Transfers
+
+log = logging.getLogger(__name__)
+
+REACH_MAX_S, REACH_POLL_S = 60.0, 0.1  # so long a start waits for replicas before it mends with what there is
+CLOSE_S = 10.0
+
+
+class Copies:
+    """The replicas of one root, their repairer, and what brings checkpoints in and out, for whoever needs them."""
+
+    def __init__(self, replicators: dict[str, Replicator], book: ReplicaBook, transfers: Transfers) -> None:
+        self.replicators, self._book, self.transfers = replicators, book, transfers
+        self.repairer = transfers.repairer
+
+    def lags(self) -> list[ReplicaLag]:
+        """How far each replica is behind, and what is wrong with it."""
+        found = []
+        for name, one in self.replicators.items():
+            problem = one.problem.problem() if one.problem is not None else None
+            found.append(self._book.lag(name).model_copy(update={"problem": problem}))
+        return found
+
+
+class MendedAtStart:
+    """Checkpoints that a start could not list, because manifest or COMMIT is damaged: mended once replicas are reached."""
+
+    def __init__(self, replicators: dict[str, Replicator], book: RepairBook, repairer: Repairer) -> None:
+        self._replicators, self._book, self._repairer = replicators, book, repairer
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._mend, name="holdfast-mend", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop before the next one."""
+        self._closed.set()
+        self._thread.join(CLOSE_S)
+
+    def _mend(self) -> None:
+        limit = time.monotonic() + REACH_MAX_S
+        while any(one.tier is None for one in self._replicators.values()) and time.monotonic() < limit:
+            if self._closed.wait(REACH_POLL_S):
+                return
+        try:
+            for run, step in self._book.unlisted():
+                if self._closed.is_set():
+                    return
+                self._repairer.run(run, step)
+        except CheckpointError as error:
+            log.error("damaged checkpoints could not be looked for: %s", error.detail)
+
+
+class Reached:
+    """A replica's directory: locked, so that no other daemon serves it or copies there, and looked at anew each time.
+
+    Where its disk was mounted there may be an empty directory of another disk now: nothing is written there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock: RootLock | None = None
+        self._tier: PosixTier | None = None
+        self._at: tuple[int, int] | None = None
+
+    def __call__(self) -> Tier:
+        """The tier; `StorageFailed` where it cannot be reached, `RootBusy` where another daemon has it."""
+        at = _identity(self._path)
+        if self._tier is not None and at == self._at:
+            return self._tier
+        if self._tier is not None and not (self._path / naming.LOCK).exists():
+            raise StorageFailed(
+                f"{self._path} is not what it was when copies began: is its disk gone?", hint="mount it again"
+            )
+        self.close()
+        self._lock = lock_root(self._path)
+        self._tier, self._at = PosixTier(self._path), _identity(self._path)
+        return self._tier
+
+    def close(self) -> None:
+        """Let others have it."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+@contextmanager
+def copying(config: Config, tier: Tier, decisions: Decisions, lend: Lend) -> Iterator[Copies]:
+    """The replicas that the configuration names, each with its worker going, for the length of the block."""
+    check_apart(config.root, config.replica)
+    replicators: dict[str, Replicator] = {}
+    book = decisions.replica_book()
+    records = decisions.repair_book()
+    repairer = Repairer(tier, (decisions, records), lambda: reached(replicators), lend)
+    mending = MendedAtStart(replicators, records, repairer)
+    with ExitStack() as locks:
+        for name, path in config.replica:
+            pace = Pace(config.replica_bytes_per_second) if config.replica_bytes_per_second else None
+            place = Reached(path)
+            locks.callback(place.close)
+            parts = (tier, place, book)
+            replicators[name] = Replicator(name, parts, decisions.events.wait, pace, repairer.replica)
+            log.info("replica %s: %s", name, path)
+        for one in replicators.values():
+            one.start()
+        mending.start()
+        try:
+            yield Copies(replicators, book, Transfers(tier, decisions, repairer, config.export_root))
+        finally:
+            for one in replicators.values():
+                one.end()
+            mending.close()
+            for one in replicators.values():
+                one.close()

@@ -1,0 +1,35 @@
+"""Stamps of files: a text that becomes another when a file is written, replaced or made anew, had without reading it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+
+from .directories import ABSENT
+
+
+def stamps(directory: int, names: Sequence[str]) -> dict[str, str]:
+    """The stamp of the directory itself, as "", and of each one in it, of those that hold files of all these names."""
+    found = {"": _stamp(directory, "", names)}
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                found[entry.name] = _stamp(directory, f"{entry.name}/", names)
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def _stamp(directory: int, below: str, names: Sequence[str]) -> str | None:
+    parts = []
+    for name in names:
+        try:
+            status = os.stat(f"{below}{name}", dir_fd=directory, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in ABSENT:
+                return None
+            raise
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        # The time of the last change can be set by nobody, unlike that of the last write.
+        parts.append(f"{status.st_ino:x}.{status.st_size:x}.{status.st_ctime_ns:x}")
+    return " ".join(parts)

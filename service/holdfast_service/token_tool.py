@@ -1,0 +1,94 @@
+"""`python -m holdfast_service.token_tool`: tokens of a root, made, listed and revoked in its catalog, whether or not it
+is served.
+
+`holdfast token … --root DIR` becomes this process: the first admin's token has to come from somebody who can write to the
+root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, exit_status
+from holdfast_formats.operations import Token, TokenRequest
+from holdfast_service.config import ROOT, catalog_url, default_node
+from holdfast_service.control.database import Database
+from holdfast_service.control.decisions import utc_now
+from holdfast_service.control.events import Events
+from holdfast_service.control.pages import PAGE_ITEMS_MAX
+from holdfast_service.control.tokens import Tokens
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what is asked for and print its result as JSON; the exit status follows the error's branch."""
+    given = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    try:
+        print(json.dumps(_done(given), ensure_ascii=False))
+    except CheckpointError as error:
+        print(json.dumps(error.problem(), ensure_ascii=False))
+        return exit_status(error)
+    return 0
+
+
+def _done(given: argparse.Namespace) -> Any:
+    root = Path(given.root)
+    if not root.is_dir() and given.what != "create":
+        raise NoSuchResource(f"there is no directory {root}", hint="name the daemon's directory with --root")
+    root.mkdir(parents=True, exist_ok=True)
+    database = Database.open(given.catalog or catalog_url(root))
+    try:
+        tokens = Tokens(database, Events(database, default_node(), utc_now), utc_now)
+        if given.what == "create":
+            return tokens.create(_wanted(given)).model_dump()
+        if given.what == "revoke":
+            tokens.revoke(given.name)
+            return {"name": given.name, "revoked": True}
+        return [token.model_dump() for token in _all(tokens)]
+    finally:
+        database.close()
+
+
+def _wanted(given: argparse.Namespace) -> TokenRequest:
+    try:
+        return TokenRequest(name=given.name, scope=given.scope, runs=given.runs, expires_s=given.expires_s)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidRequest(f"{first['loc'][0]}: {first['msg']}", hint="see `holdfast token create --help`") from error
+
+
+def _all(tokens: Tokens) -> list[Token]:
+    found: list[Token] = []
+    cursor = None
+    while True:
+        page = tokens.page(cursor, PAGE_ITEMS_MAX)
+        found += page.items
+        if (cursor := page.next) is None:
+            return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="holdfast token")
+    parser.add_argument("--root", default=str(ROOT))
+    parser.add_argument("--catalog")
+    commands = parser.add_subparsers(dest="what", required=True)
+    create = commands.add_parser("create")
+    create.add_argument("name")
+    create.add_argument("--scope", default="read")
+    create.add_argument("--runs", default="*")
+    create.add_argument("--expires-s", type=int)
+    commands.add_parser("revoke").add_argument("name")
+    commands.add_parser("ls")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Traces, where somebody wants them: OTEL_* names a place for spans, and the OpenTelemetry SDK is installed.
+
+The rest of the program knows `span`, for what goes on now, and `record`, for what is over and was measured. Neither costs
+more than a look at one variable while nobody traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+NANOSECONDS = 1_000_000_000
+Attributes = Mapping[str, Any]
+Tell = Callable[..., None]
+NOTHING: Attributes = MappingProxyType({})
+
+
+class Part(NamedTuple):
+    """A stretch of something that is over, in seconds since the epoch."""
+
+    name: str
+    began: float
+    ended: float
+    attributes: Attributes = NOTHING
+
+
+class Tracer(Protocol):
+    """What takes spans."""
+
+    @contextmanager
+    def span(self, name: str, headers: Iterable[tuple[bytes, bytes]], attributes: Attributes) -> Iterator[Tell]:
+        yield _ignore
+
+    def record(self, whole: Part, parts: Iterable[Part], error: str | None) -> None: ...
+    def close(self) -> None: ...
+
+
+_tracer: Tracer | None = None
+
+
+def trace_with(tracer: Tracer) -> Callable[[], None]:
+    """Give spans to `tracer` until what is returned is called, which closes it."""
+    global _tracer
+    _tracer = tracer
+
+    def end() -> None:
+        global _tracer
+        _tracer = None
+        tracer.close()
+
+    return end
+
+
+def tracing() -> bool:
+    """Whether anybody takes spans."""
+    return _tracer is not None
+
+
+@contextmanager
+def span(name: str, attributes: Attributes = NOTHING, headers: Iterable[tuple[bytes, bytes]] = ()) -> Iterator[Tell]:
+    """Trace the block, under the span that `headers` (traceparent) or the calling code are in; it may tell more of it."""
+    if _tracer is None:
+        yield _ignore
+        return
+    with _tracer.span(name, headers, attributes) as tell:
+        yield tell
+
+
+def record(whole: Part, parts: Iterable[Part] = (), error: str | None = None) -> None:
+    """Trace what is over: a stretch of time and those within it; `error` is the code that it ended with."""
+    if _tracer is not None:
+        _tracer.record(whole, parts, error)
+
+
+def _ignore(**attributes: Any) -> None:
+    pass

@@ -1,0 +1,168 @@
+"""Wires exports, imports and repairs: each from what is asked for to what came of it, for jobs and for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from holdfast_formats import naming
+from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.manifest import Manifest
+from holdfast_formats.operations import Job, JobRequest
+from holdfast_service.control import commit
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.daemon import exporting, importing
+from holdfast_service.daemon.copies import Going, read_pair
+from holdfast_service.daemon.exporting import Export
+from holdfast_service.daemon.importing import Goal
+from holdfast_service.daemon.repair import Repairer, detail_of
+from holdfast_service.daemon.verifier import verify
+from holdfast_service.storage import PosixTier, Tier
+from holdfast_service.storage.tier import split_leaf
+
+
+class Progress(Protocol):
+    """Where work tells how far it is; it may raise, to stop the work."""
+
+    def report(self, done_bytes: int, total_bytes: int) -> None: ...
+
+
+class Quiet:
+    """Nobody looks."""
+
+    def report(self, done_bytes: int, total_bytes: int) -> None:
+        """Hear it and go on."""
+
+
+class Transfers:
+    """What brings checkpoints out of one root and into it. `place` is the only directory that jobs may name, if any."""
+
+    def __init__(self, tier: Tier, decisions: Decisions, repairer: Repairer, place: Path | None = None) -> None:
+        self._tier, self._decisions, self.repairer, self._place = tier, decisions, repairer, place
+
+    def handlers(self) -> dict[str, Callable[[Job, Progress], dict[str, Any]]]:
+        """What jobs of these kinds do. `export` has `to` and perhaps `model_only`, `import` has `from`: below the place."""
+        return {"export": self.export_job, "import": self.import_job}
+
+    def check(self, request: JobRequest) -> None:
+        """Refuse a request of these kinds that could only fail, before it becomes a job.
+
+        Raises `InvalidRequest` for a path that is not below the place, `NoSuchCheckpoint` for nothing to export,
+        `AlreadyCommitted` for a step that is there.
+        """
+        run, step = _named(request)
+        if request.kind == "import":
+            self._reach(_text(request, "from"))
+            self._decisions.imports().attempt(run, step)
+            return
+        self._reach()
+        split_leaf(_text(request, "to"))
+        if not self._tier.list(naming.checkpoint_path(run, step)):
+            raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
+
+    def export_job(self, job: Job, progress: Progress) -> dict[str, Any]:
+        """Export what a job names, below the place."""
+        run, step = _named(job)
+        wanted = Export(run, step, _text(job, "to"), bool(job.arguments.get("model_only", False)))
+        return self.export(self._reach(), wanted, progress)
+
+    def import_job(self, job: Job, progress: Progress) -> dict[str, Any]:
+        """Import what a job names, from below the place, as its run and step."""
+        return self.bring(self._reach(_text(job, "from")), *_named(job), progress)
+
+    def repair_job(self, job: Job, progress: Progress) -> dict[str, Any]:
+        """Repair the checkpoint that a job names; raises the damage that is left."""
+        return self.repair(*_named(job))
+
+    def export(self, place: Tier, wanted: Export, progress: Progress) -> dict[str, Any]:
+        """Copy a checkpoint out; it has its name only once it is complete."""
+        with self._decisions.reading(wanted.run, wanted.step):
+            size = read_pair(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).made.bytes
+            staging, made = exporting.stage(self._tier, place, wanted, _going(progress, 2 * size))
+        try:
+            commit.publish_export(place, staging, wanted.target)
+        except AlreadyCommitted:
+            place.remove_tree(staging)
+            raise
+        return {"to": wanted.target, "files": len(made.files), "bytes": made.bytes, "committed": not wanted.model_only}
+
+    def bring(self, source: Tier, run: str, step: int, progress: Progress) -> dict[str, Any]:
+        """Make a checkpoint of what stands in `source`; it is read back, and counts as verified then."""
+        imports = self._decisions.imports()
+        staging = naming.staging_path(run, step, naming.NO_ATTEMPT)
+        ours = importing.is_checkpoint(source)
+        pair = read_pair(source, "") if ours else None
+        goal = Goal(run, step, imports.attempt(run, step, pair.made.attempt if pair else None), staging)
+        plan = importing.counted(pair.made) if pair else importing.plan_import(source, goal)
+        imports.admit(plan._replace(run=run, step=step))
+        self._tier.remove_tree(staging)
+        try:
+            if pair:
+                copied = importing.copy_in(source, self._tier, goal, _going(progress, 2 * plan.bytes))
+                made = imports.publish(staging, (copied.encoded, copied.commit))
+            else:
+                importing.pack_anew(source, self._tier, plan, goal, _going(progress, plan.bytes))
+                made = imports.publish(staging, plan)
+        except BaseException:
+            self._tier.remove_tree(staging)
+            raise
+        return self._verified(made)
+
+    def repair(self, run: str, step: int) -> dict[str, Any]:
+        """Mend what is damaged; raises the damage that is left."""
+        outcome = self.repairer.run(run, step)
+        if outcome.left is not None:
+            raise outcome.left
+        return {"run": run, "step": step, "repaired": [detail_of(mended) for mended in outcome.mended]}
+
+    def _verified(self, made: Manifest) -> dict[str, Any]:
+        with self._decisions.reading(made.run, made.step):
+            verify(self._tier, naming.checkpoint_path(made.run, made.step))
+        self._decisions.findings.sound(made.run, made.step)
+        tensors = sum(len(named) for named in made.tensors.values())
+        return {"run": made.run, "step": made.step, "tensors": tensors, "files": len(made.files), "bytes": made.bytes}
+
+    def _reach(self, below: str = "") -> Tier:
+        """The place, or a directory below it, reached without following a link."""
+        if self._place is None:
+            raise InvalidRequest(
+                "this service exports to no directory and imports from none", hint="start it with --export-root DIR"
+            )
+        place = PosixTier(self._place)
+        if below and not place.list(below):
+            raise InvalidRequest(
+                f"there is no directory {below!r} with files below the export root", hint="look at its path"
+            )
+        return PosixTier(self._place / below) if below else place
+
+
+def open_source(path: Path) -> Tier:
+    """A directory to import from; `InvalidRequest` when it is none."""
+    if not path.is_dir():
+        raise InvalidRequest(f"{path} is no directory", hint="name the directory that holds the files")
+    return PosixTier(path.resolve())
+
+
+def _going(progress: Progress, total: int) -> Going:
+    done = 0
+
+    def moved(count: int) -> None:
+        nonlocal done
+        done += count
+        progress.report(min(done, total), total)
+
+    return Going(moved=moved)
+
+
+def _named(job: Job | JobRequest) -> tuple[str, int]:
+    if job.run is None or job.step is None:
+        raise InvalidRequest(f"a job of kind {job.kind!r} needs run and step", hint="say which checkpoint is meant")
+    return naming.check_run(job.run), naming.check_step(job.step)
+
+
+def _text(job: Job | JobRequest, name: str) -> str:
+    found = job.arguments.get(name)
+    if not isinstance(found, str) or not found:
+        raise InvalidRequest(f"a job of kind {job.kind!r} needs the argument {name!r}", hint="a path below the export root")
+    return found

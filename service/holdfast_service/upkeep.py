@@ -1,0 +1,68 @@
+"""`python -m holdfast_service.upkeep check|rebuild --root DIR`: looks after a catalog while no daemon serves its root.
+
+`holdfast catalog` runs it and prints what it says: one JSON document, a problem where it ends with an error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed, exit_status
+from holdfast_service import config
+from holdfast_service.control import consistency, salvage
+from holdfast_service.control.decisions import utc_now
+from holdfast_service.storage.posix import PosixTier, lock_root
+
+WORK = ("check", "check-thorough", "rebuild")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do it and print what came of it; the exit status follows the error's branch."""
+    try:
+        work, *flags = sys.argv[1:] if arguments is None else arguments
+        if work not in WORK:
+            raise InvalidRequest(f"{work!r} is none of {', '.join(WORK)}")
+        print(run(work, config.parse(flags)))
+    except CheckpointError as error:
+        print(json.dumps(error.problem()))
+        return exit_status(error)
+    return 0
+
+
+def run(work: str, settings: config.Config) -> str:
+    """The report as JSON. `RootBusy` while a daemon serves the root, which then has to be asked instead."""
+    root = settings.root.resolve()
+    if not root.is_dir():
+        raise StorageFailed(f"there is no directory {root}", hint="name the daemon's directory with --root")
+    lock = lock_root(root)
+    try:
+        return _made(work, root, settings.catalog_url)
+    finally:
+        lock.release()
+
+
+def _made(work: str, root: Path, url: str) -> str:
+    tier = PosixTier(root)
+    if work != "rebuild":
+        return _checked(tier, url, thorough=work == "check-thorough")
+    opened = salvage.open_catalog(url)
+    try:
+        made = consistency.rebuild(tier, opened.catalog, writers=(), now=utc_now())
+    finally:
+        opened.catalog.close()
+    aside = None if opened.set_aside is None else str(opened.set_aside)
+    return made.model_copy(update={"set_aside": aside, "salvaged": opened.salvaged}).model_dump_json()
+
+
+def _checked(tier: PosixTier, url: str, thorough: bool) -> str:
+    catalog = salvage.open_sound(url)
+    try:
+        return consistency.check(tier, catalog, writers=(), thorough=thorough).model_dump_json()
+    finally:
+        catalog.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Wires what watches the daemon: logs, the history of its saves, and traces of them where somebody takes spans."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from importlib.util import find_spec
+
+from holdfast_formats.errors import CheckpointError
+from holdfast_service import __version__, tracing
+from holdfast_service.config import Config, notify_socket, otel_environment
+from holdfast_service.control.database import Database
+from holdfast_service.control.history import History
+from holdfast_service.control.spans import JobSpans, SaveSpans
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+_HINT = "pip install 'holdfast[otel]'"
+
+
+def watch(config: Config, database: Database, stack: ExitStack) -> History:
+    """The history of this node's saves, traced until `stack` unwinds if OTEL_* says so."""
+    history = History(database, config.node)
+    history.look()  # from here on
+    stack.callback(start_tracing(otel_environment(), config.node))
+    if tracing.tracing():
+        watcher = Watcher(history, JobSpans(database, config.node))
+        stack.callback(watcher.close)
+    return history
+
+
+def start_tracing(environment: Mapping[str, str], node: str) -> Callable[[], None]:
+    """Trace if OTEL_* names a place and the SDK is installed; what is returned ends it and sends what is left."""
+    wanted = any(environment.get(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT") for kind in ("", "TRACES_"))
+    off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none"
+    if not wanted or off:
+        return lambda: None
+    if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
+        log.warning("OTEL_* names a place for spans, but the OpenTelemetry SDK is not installed: %s", _HINT)
+        return lambda: None
+    from holdfast_service.telemetry_otel import exporting
+
+    tracer = exporting(node, __version__)
+    if tracer is None:
+        log.warning("OTEL_* names a place for spans, but no OTLP exporter is installed: %s", _HINT)
+        return lambda: None
+    return tracing.trace_with(tracer)
+
+
+def notify_ready(address: str | None = None) -> None:
+    """Tell the service manager, if there is one, that the daemon serves: systemd's Type=notify."""
+    address = address or notify_socket()
+    if address is None:
+        return
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as speaker:
+            speaker.sendto(b"READY=1", "\0" + address[1:] if address.startswith("@") else address)
+    except OSError as error:
+        log.warning("the service manager at %s could not be told that the daemon serves: %s", address, error.strerror)
+
+
+class Watcher:
+    """A thread that turns saves and jobs into spans as they end."""
+
+    def __init__(self, history: History, jobs: JobSpans, look_s: float = LOOK_S) -> None:
+        self._history, self._jobs, self._look_s = history, jobs, look_s
+        self._saves = SaveSpans()
+        history.listeners.append(self._saves.hear)
+        self._look()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-watcher", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Trace what has ended by now, stop."""
+        self._closing.set()
+        self._thread.join()
+        self._look()
+        self._saves.flush(all_of_them=True)
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._look_s):
+            self._look()
+            self._saves.flush()
+
+    def _look(self) -> None:
+        try:
+            self._history.look()
+            self._jobs.look()
+        except CheckpointError as error:  # the catalog says so elsewhere; the next look finds what this one missed
+            log.warning("saves are not traced: %s", error.detail)

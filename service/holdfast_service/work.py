@@ -1,0 +1,97 @@
+"""Wires jobs: which kinds a node does, and who does them. Only `__main__` is above."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from holdfast_formats import comparing, naming
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.operations import Job, JobRequest
+from holdfast_service.control import consistency, roots
+from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.decisions import Decisions, utc_now
+from holdfast_service.control.job_runner import JobRunner, Progress
+from holdfast_service.control.jobs import Jobs
+from holdfast_service.daemon import comparing as bytewise
+from holdfast_service.daemon.comparing import Side
+from holdfast_service.daemon.priority import give_way
+from holdfast_service.daemon.scrub import CheckJobs
+from holdfast_service.storage import Tier
+from holdfast_service.transfers import Transfers
+
+MOST_CHANGED = 100  # tensors that a comparison names
+
+
+class Workers(NamedTuple):
+    """Who does what jobs ask for."""
+
+    tier: Tier
+    catalog: Catalog
+    decisions: Decisions
+    checks: CheckJobs
+    transfers: Transfers
+
+
+def start_jobs(node: str, workers: Workers) -> JobRunner:
+    """The runner of this node's jobs, with every kind that it can do."""
+    catalog, decisions, transfers = workers.catalog, workers.decisions, workers.transfers
+    runner = JobRunner(Jobs(catalog.database, node, utc_now), decisions.events, begin=give_way)
+
+    def exists(request: JobRequest) -> None:
+        assert request.run is not None and request.step is not None  # what is needed is checked first
+        catalog.checkpoint(request.run, request.step)
+
+    def verify(job: Job, progress: Progress) -> dict[str, Any]:
+        return (transfers.repair_job if job.arguments.get("repair") else workers.checks.verify)(job, progress)
+
+    def rebuild(job: Job, progress: Progress) -> dict[str, Any]:
+        return consistency.rebuild(workers.tier, catalog, [node], utc_now()).model_dump()
+
+    comparison = Comparison(workers)
+    runner.register("verify", verify, needs=("run", "step"), check=exists)
+    runner.register("scrub", workers.checks.scrub)
+    runner.register("rebuild", rebuild)
+    runner.register("compare", comparison, needs=("run", "step", "with"), check=comparison.check)
+    for kind, path in (("export", "to"), ("import", "from")):
+        handler = transfers.handlers()[kind]
+        runner.register(kind, handler, needs=("run", "step", path), check=transfers.check)
+    runner.start()
+    return runner
+
+
+class Comparison:
+    """The `compare` job: how far checkpoint `with`, RUN@STEP or a step of the same run, is from the one that is named."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._tier, self._catalog, self._decisions = workers.tier, workers.catalog, workers.decisions
+
+    def check(self, request: JobRequest) -> None:
+        """`InvalidRequest` for what names no checkpoint, `NoSuchCheckpoint` for one that is not there."""
+        for side in self._sides(request):
+            self._catalog.checkpoint(side.run, side.step)
+
+    def __call__(self, job: Job, progress: Progress) -> dict[str, Any]:
+        """Raises `CorruptExtent` for what is not what was written: nothing is compared that was not proven (I7)."""
+        left, right = sides = self._sides(job)
+        with self._decisions.reading(*left), self._decisions.reading(*right):
+            made = [roots.load_manifest(self._tier, *side) for side in sides]
+            pairs = comparing.pairs(made[0], made[1])
+            total, done = bytewise.bytes_to_read(pairs), 0
+
+            def read(size: int) -> None:
+                nonlocal done
+                done += size
+                progress.report(done, total)
+
+            found = list(bytewise.compare(self._tier, sides, pairs, read))
+        most = sorted((one for one in found if one.state != "equal"), key=lambda one: -(one.relative or 0.0))
+        summary = comparing.summarise(found)._asdict()
+        return {**summary, "bytes": total, "most": [one.model_dump() for one in most[:MOST_CHANGED]]}
+
+    def _sides(self, request: JobRequest | Job) -> tuple[Side, Side]:
+        assert request.run is not None and request.step is not None  # what is needed is checked first
+        run, at, step = str(request.arguments["with"]).rpartition("@")
+        if not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
+            raise InvalidRequest("`with` names no checkpoint", hint="give RUN@STEP, or a step of the same run")
+        other = naming.check_run(run) if at else request.run
+        return Side(request.run, request.step), Side(other, naming.check_step(int(step)))

@@ -1,0 +1,293 @@
+"""The door: who comes in, who sees what, what other sites' pages cannot do, and which bodies are not looked at."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast_formats.operations import Scope
+from holdfast_service.api.doors import Policy
+from tests.api.guarded import CHECKPOINT, Guarded, code, guarded
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with guarded(tmp_path_factory.mktemp("closed"), Policy(tokens=True)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def behind_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with guarded(tmp_path_factory.mktemp("tls"), Policy(tokens=True, tls=True, metrics_open=True)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def ajar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with guarded(tmp_path_factory.mktemp("open"), Policy(hosts=frozenset({"node-7.example"}))) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/runs", "/v1/tokens", "/metrics", "/docs", "/openapi.json", "/", "/nothing", CHECKPOINT, "//healthz", "/healthz/"],
+)
+def test_nothing_without_a_token(closed: Guarded, path: str) -> None:
+    """Whatever is asked for, listed or not, is 401 with a challenge and a hint."""
+    for method in ("GET", "HEAD", "PUT", "POST", "DELETE", "OPTIONS", "TRACE"):
+        answer = closed.ask(method, path)
+        assert answer.status_code == 401 and answer.headers["www-authenticate"].startswith("Bearer")
+        if method != "HEAD":
+            assert code(answer) == (401, "unauthenticated") and "HOLDFAST_TOKEN" in answer.json()["hint"]
+
+
+def test_probes_need_none(closed: Guarded, behind_tls: Guarded) -> None:
+    """Health and readiness are everybody's; metrics are where that was said."""
+    assert [closed.ask("GET", path).status_code for path in ("/healthz", "/readyz", "/metrics")] == [200, 200, 401]
+    assert behind_tls.ask("GET", "/metrics").status_code == 200
+    assert closed.ask("GET", "/metrics", closed.token()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header", ["Bearer", "Basic aGY6aGY=", "Bearer hf_", "bearer \xff\xfe", "Bearer " + "A" * 20_000, "Token x"]
+)
+def test_headers_that_are_no_token(closed: Guarded, header: str) -> None:
+    """401, however it is spelt."""
+    assert code(closed.ask("GET", "/v1/runs", headers={"Authorization": header.encode("latin-1")}))[0] == 401
+
+
+def test_a_token_ends_at_once(closed: Guarded) -> None:
+    """Revoked, it is refused with the next request."""
+    token = closed.token()
+    assert closed.ask("GET", "/v1/runs", token).status_code == 200
+    name = closed.running.services.tokens.verify(token).name
+    assert closed.ask("DELETE", f"/v1/tokens/{name}", closed.token("admin")).status_code == 204
+    assert code(closed.ask("GET", "/v1/runs", token)) == (401, "unauthenticated")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "scope"),
+    [
+        ("GET", "/v1/runs", "read"),
+        ("GET", "/metrics", "read"),
+        ("GET", "/docs", "read"),
+        ("PUT", f"{CHECKPOINT}/pin", "write"),
+        ("DELETE", f"{CHECKPOINT}/pin", "write"),
+        ("PUT", f"{CHECKPOINT}/labels/good", "write"),
+        ("PUT", f"/v1/ranks/{'0' * 32}", "write"),
+        ("POST", "/v1/jobs", "write"),
+        ("DELETE", "/v1/jobs/1", "write"),
+        ("GET", "/v1/tokens", "admin"),
+        ("POST", "/v1/tokens", "admin"),
+        ("DELETE", "/v1/tokens/x", "admin"),
+        ("PUT", "/v1/runs/team-a/policy", "admin"),
+        ("DELETE", "/v1/runs/team-a/checkpoints/4", "admin"),
+        ("POST", "/v1/what-nobody-has-thought-of", "admin"),
+        ("PATCH", "/v1/runs/team-a", "admin"),
+        ("POST", "/runs/team-a/pin", "read"),  # a page, which asks the API as its viewer
+    ],
+)
+def test_scopes(closed: Guarded, method: str, path: str, scope: str) -> None:
+    """Each may what those before it may, and nothing that is not listed is open by oversight."""
+    for number, held in enumerate(("read", "write", "admin")):
+        answer = closed.ask(method, path, closed.token(held))  # type: ignore[arg-type]
+        if number < ("read", "write", "admin").index(scope):
+            assert code(answer) == (403, "forbidden") and answer.json()["needed"] == scope
+        else:
+            assert answer.status_code not in (401, 403), answer.text
+
+
+def test_a_token_for_some_runs_sees_no_others(closed: Guarded) -> None:
+    """Lists have its runs alone, in full pages; another run is as one that is not there."""
+    token = closed.token("admin", "team-*")
+    page = closed.ask("GET", "/v1/runs?limit=1", token).json()
+    assert [run["name"] for run in page["items"]] == ["team-a"]
+    page = closed.ask("GET", f"/v1/runs?limit=1&cursor={page['next']}", token).json()
+    assert ([run["name"] for run in page["items"]], page["next"]) == (["team-b"], None)
+    hidden, none = ("/v1/runs/other", "/v1/runs/team-none")
+    for behind in ("", "/checkpoints", "/checkpoints/1", "/checkpoints/1/files/manifest.json", "/policy"):
+        answers = [closed.ask("GET", path + behind, token) for path in (hidden, none)]
+        bodies_ = [json.loads(answer.text.replace("other", "X").replace("team-none", "X")) for answer in answers]
+        assert bodies_[0] == bodies_[1] and answers[0].status_code == 404, behind
+    assert code(closed.ask("GET", "/v1/rounds?run=other", token)) == (404, "no-such-run")
+    assert code(closed.ask("GET", "/v1/rounds?run=team-a&run=other", token)) == (404, "no-such-run")
+    assert code(closed.ask("DELETE", "/v1/runs/other/checkpoints/1", token)) == (403, "forbidden")
+    assert code(closed.ask("DELETE", "/v1/runs/%6fther/checkpoints/1", token)) == (403, "forbidden")
+    assert code(closed.ask("GET", "/v1/runs/team-a/compare?a=5&b=1&run_b=other", token)) == (404, "no-such-run")
+    assert code(closed.ask("GET", "/v1/catalog/check", token)) == (403, "forbidden")
+    theirs = closed.ask("POST", "/v1/jobs", closed.token("write"), json={"kind": "verify", "run": "other", "step": 1})
+    for method in ("GET", "DELETE"):
+        assert code(closed.ask(method, theirs.headers["location"], token)) == (404, "no-such-resource")
+    assert code(closed.ask("GET", "/v1/tokens", token)) == (403, "forbidden")
+    wider = {"name": "wider", "scope": "admin"}
+    assert code(closed.ask("POST", "/v1/tokens", token, json=wider)) == (403, "forbidden")
+    assert "other" not in closed.ask("GET", "/", token).text
+
+
+@pytest.mark.parametrize(
+    ("runs", "scope", "body", "allowed"),
+    [
+        ("team-*", "write", {"kind": "verify", "run": "team-a"}, True),
+        ("team-*", "write", {"kind": "verify", "run": "other"}, False),
+        ("team-*", "write", {"kind": "scrub"}, False),
+        ("team-*", "admin", {"kind": "compare", "run": "team-a", "arguments": {"with": "other@1"}}, False),
+        ("*", "write", {"kind": "scrub"}, True),
+        ("*", "write", {"kind": "rebuild"}, False),
+        ("*", "write", {"kind": "export", "run": "other"}, False),
+        ("*", "admin", {"kind": "rebuild"}, True),
+    ],
+)
+def test_jobs_are_judged_by_what_they_do(closed: Guarded, runs: str, scope: Scope, body: dict, allowed: bool) -> None:
+    """A job is about a run, or about all of them; some are for admins."""
+    answer = closed.ask("POST", "/v1/jobs", closed.token(scope, runs), json=body)
+    assert (answer.status_code != 403) is allowed, answer.text
+
+
+def test_a_rank_of_another_run_may_not_say_hello(closed: Guarded) -> None:
+    """Uploads begin with the run's name, and that has to be one of the token's."""
+    hello = {"run": "other", "rank": 0, "world": 1, "launch": "l"}
+    path = f"/v1/ranks/{'a' * 32}"
+    assert code(closed.ask("PUT", path, closed.token("write", "team-*"), json=hello)) == (403, "forbidden")
+    assert closed.ask("PUT", path, closed.token("write", "oth*"), json=hello).status_code == 404  # no daemon behind this one
+
+
+def test_tokens_over_rest(closed: Guarded) -> None:
+    """Made, listed without their text, and never twice under one name."""
+    admin = closed.token("admin")
+    made = closed.ask("POST", "/v1/tokens", admin, json={"name": "viewer", "runs": "team-a"})
+    assert made.status_code == 201 and made.headers["cache-control"] == "no-store"
+    assert closed.ask("GET", "/v1/runs", made.json()["token"]).json()["items"][0]["name"] == "team-a"
+    listed = closed.ask("GET", "/v1/tokens?limit=1", admin)
+    assert listed.json()["items"][0]["name"] == "viewer" and made.json()["token"] not in listed.text
+    assert code(closed.ask("POST", "/v1/tokens", admin, json={"name": "viewer"})) == (400, "invalid-request")
+    assert code(closed.ask("DELETE", "/v1/tokens/nobody", admin)) == (404, "no-such-resource")
+
+
+def test_an_open_door_checks_what_it_is_shown(ajar: Guarded) -> None:
+    """Nobody needs a token, but a wrong one is refused and a small one gives little."""
+    assert ajar.ask("GET", "/v1/runs").status_code == 200
+    assert code(ajar.ask("GET", "/v1/runs", "hf_wrong")) == (401, "unauthenticated")
+    assert code(ajar.ask("PUT", f"{CHECKPOINT}/pin", ajar.token("read"))) == (403, "forbidden")
+    assert ajar.ask("PUT", f"{CHECKPOINT}/pin").status_code == 204
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("127.0.0.1", True),
+        ("127.0.0.1:9", True),
+        ("[::1]:8420", True),
+        ("localhost:8420", True),
+        ("LOCALHOST", True),
+        ("holdfast.localhost:1", True),
+        ("node-7.example", True),
+        ("rebound.attacker.example", False),
+        ("rebound.attacker.example:8420", False),
+        ("127.0.0.1.attacker.example", False),
+        ("localhost.attacker.example", False),
+        ("[attacker.example]", False),
+        ("", False),
+    ],
+)
+def test_an_open_door_is_asked_by_names_that_are_its_own(ajar: Guarded, host: str, allowed: bool) -> None:
+    """A name that somebody else made to point here is refused: a browser would believe its pages. A token needs no name."""
+    answer = ajar.ask("GET", "/v1/runs", headers={"Host": host})
+    assert (answer.status_code == 200) is allowed
+    if not allowed:
+        assert code(answer) == (403, "forbidden")
+    assert ajar.ask("GET", "/v1/runs", ajar.token(), headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "allowed"),
+    [
+        ({}, True),
+        ({"Sec-Fetch-Site": "same-origin"}, True),
+        ({"Sec-Fetch-Site": "none"}, True),
+        ({"Sec-Fetch-Site": "cross-site"}, False),
+        ({"Sec-Fetch-Site": "same-site"}, False),
+        ({"Origin": "https://attacker.example"}, False),
+        ({"Origin": "null"}, False),
+        ({"Origin": "http://[bad"}, False),
+        ({"Origin": "OWN"}, True),
+        ({"Origin": "OWN", "Sec-Fetch-Site": "cross-site"}, False),
+    ],
+)
+def test_other_sites_pages_change_nothing(ajar: Guarded, headers: dict[str, str], allowed: bool) -> None:
+    """On an open door a browser's word is asked for where there is one; reading is not affected."""
+    headers = {name: value.replace("OWN", ajar.running.url) for name, value in headers.items()}
+    answer = ajar.ask("PUT", f"{CHECKPOINT}/labels/good", headers=headers)
+    assert (answer.status_code == 204) is allowed, answer.text
+    assert ajar.ask("GET", CHECKPOINT, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "allowed"),
+    [
+        ({}, False),
+        ({"Sec-Fetch-Site": "same-origin"}, True),
+        ({"Origin": "OWN"}, True),
+        ({"Origin": "http://127.0.0.1:1"}, False),
+        ({"Sec-Fetch-Site": "cross-site"}, False),
+    ],
+)
+def test_a_cookie_changes_things_for_our_own_pages_alone(closed: Guarded, headers: dict[str, str], allowed: bool) -> None:
+    """It is as good as the header for reading; a change needs the browser's word that the page is ours."""
+    headers = {name: value.replace("OWN", closed.running.url) for name, value in headers.items()}
+    headers["Cookie"] = f"theme=dark; holdfast_token={closed.token('write')}; x=y"
+    assert (closed.ask("PUT", f"{CHECKPOINT}/pin", headers=headers).status_code == 204) is allowed
+    assert closed.ask("GET", CHECKPOINT, headers=headers).status_code == 200
+
+
+def test_the_login_page(closed: Guarded, behind_tls: Guarded) -> None:
+    """A browser is led to it; a token that is in force becomes a cookie that scripts and other sites do not get."""
+    sent = closed.ask("GET", "/", headers={"Accept": "text/html,*/*"})
+    assert (sent.status_code, sent.headers["location"]) == (303, "/login")
+    deeper = closed.ask("GET", "/runs/team-a", headers={"Accept": "text/html"})
+    assert deeper.headers["location"] == "/login?next=%2Fruns%2Fteam-a"
+    assert "password" in closed.ask("GET", "/login").text
+    assert [closed.ask(method, "/static/x").status_code for method in ("GET", "PUT")] == [404, 401]
+    wrong = closed.ask("POST", "/login", data={"token": "hf_no"}, headers={"Sec-Fetch-Site": "same-origin"})
+    assert wrong.status_code == 401 and "set-cookie" not in wrong.headers
+    for door, secure in ((closed, False), (behind_tls, True)):
+        token = door.token()
+        taken = door.ask("POST", "/login", data={"token": token}, headers={"Sec-Fetch-Site": "same-origin"})
+        cookie = taken.headers["set-cookie"]
+        assert taken.status_code == 303 and ("Secure" in cookie) is secure
+        assert "HttpOnly" in cookie and "SameSite=strict" in cookie
+        assert door.ask("GET", "/v1/runs", headers={"Cookie": cookie.partition(";")[0]}).status_code == 200
+
+
+def test_refusals_are_told_and_counted(closed: Guarded, caplog: pytest.LogCaptureFixture) -> None:
+    """Each one counts, one a minute and peer is logged and becomes an event, and none of it has the token."""
+    refusals, events = closed.running.services.refusals, closed.running.services.events
+    refusals._told.clear()
+    refusals._minute = (0.0, 0)
+    before, newest = refusals.counts["unauthenticated"], events.bounds()[1]
+    other = "hf_" + "s3cret" * 8
+    with caplog.at_level(logging.INFO):
+        for _ in range(20):
+            closed.ask("GET", "/v1/runs", other)
+    assert refusals.counts["unauthenticated"] == before + 20
+    told = events.after(newest, 99)
+    assert [event.kind for event in told] == ["request-refused"] and told[0].detail["peer"] == "127.0.0.1"
+    assert sum("refused" in record.message for record in caplog.records) == 1
+    assert "s3cret" not in caplog.text + told[0].model_dump_json()
+    metrics = closed.ask("GET", "/metrics", closed.token()).text
+    assert f'holdfast_requests_refused_total{{code="unauthenticated"}} {before + 20:.1f}' in metrics
+
+
+def test_many_peers_cost_no_more_than_a_few_lines(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes from many addresses fills neither memory nor the log."""
+    from holdfast_formats.errors import Unauthenticated
+    from holdfast_service.api import refusals as module
+
+    refusals = module.Refusals(ajar.running.services.events)
+    newest = ajar.running.services.events.bounds()[1]
+    for number in range(2 * module.PEERS_MAX):
+        refusals.add(f"10.0.{number // 256}.{number % 256}", "GET", "/" * 10_000, Unauthenticated("no"))
+    assert len(refusals._told) == module.PEERS_MAX
+    assert len(ajar.running.services.events.after(newest, 999)) == module.TOLD_A_MINUTE_MAX

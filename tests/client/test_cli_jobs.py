@@ -1,0 +1,132 @@
+"""`holdfast jobs` and `holdfast watch`, against the real service."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from holdfast.api import Api
+from holdfast.cli import app
+from holdfast_formats import naming
+from holdfast_formats.errors import DeadlineExceeded
+from holdfast_formats.operations import Job, JobRequest
+from holdfast_service.control import events as ring
+from holdfast_service.control.job_runner import Progress
+from tests.checkpoints import build_root, flip
+from tests.serving import Served, served
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    build_root(tmp_path, {"tiny": (5, 10)})
+    monkeypatch.setenv("COLUMNS", "200")
+    with served(tmp_path) as running:
+        monkeypatch.setenv("HOLDFAST_URL", running.url)
+        yield running
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def hold_up(service: Served) -> None:
+    def handler(job: Job, progress: Progress) -> dict[str, Any]:
+        while True:
+            progress.report(1, 2)
+            time.sleep(0.005)
+
+    assert service.services.runner is not None
+    service.services.runner.register("export", handler)
+
+
+def test_a_job_is_submitted_followed_and_listed(service: Served) -> None:
+    """The step may be `latest`; following shows what came of it."""
+    done = call("jobs", "submit", "verify", "tiny@latest", "--follow")
+    assert done.exit_code == 0, done.output
+    assert "verify tiny@10" in done.output and "done" in done.output
+    shown = json.loads(call("jobs", "show", 1, "--json").output)
+    assert (shown["id"], shown["state"], shown["step"]) == (1, "done", 10)
+    listed = call("jobs", "ls", "--state", "done", "--run", "tiny")
+    assert "tiny@10" in listed.output and "verify" in listed.output
+    assert json.loads(call("jobs", "ls", "--json").output) == [shown]
+    assert "No jobs." in call("jobs", "ls", "--kind", "export").output
+
+
+def test_a_failed_job_says_so_by_its_exit_status(service: Served) -> None:
+    """The branch of its problem, as for every command; the problem is shown."""
+    file = sorted((service.root / naming.checkpoint_path("tiny", 5)).glob("model*.safetensors"))[0]
+    flip(file, file.stat().st_size - 1)
+    failed = call("jobs", "submit", "verify", "tiny@5", "--follow")
+    assert failed.exit_code == 5
+    assert "corrupt-extent" in failed.output and file.name in failed.output
+    followed = call("jobs", "show", 1, "--follow", "--json")
+    assert (followed.exit_code, json.loads(followed.output)["problem"]["file"]) == (5, file.name)
+
+
+def test_a_job_is_cancelled(service: Served) -> None:
+    """Arguments are handed on as they are given."""
+    hold_up(service)
+    submitted = json.loads(call("jobs", "submit", "export", "tiny@5", "-a", "to=a=b", "--json").output)
+    assert submitted["arguments"] == {"to": "a=b"}
+    assert call("jobs", "cancel", submitted["id"]).exit_code == 0
+    with Api(service.url) as api:
+        assert api.wait_job(submitted["id"], 30).state == "cancelled"
+
+
+def test_waiting_for_a_job_ends(service: Served) -> None:
+    """With the job, or when the time is up."""
+    hold_up(service)
+    with Api(service.url) as api:
+        job = api.submit_job(JobRequest(kind="export", run="tiny", step=5))
+        assert api.submit_job(JobRequest(kind="export", run="tiny", step=5)).id == job.id
+        with pytest.raises(DeadlineExceeded):
+            api.wait_job(job.id, 0.1)
+        api.cancel_job(job.id)
+        assert api.wait_job(job.id).state == "cancelled"
+        assert [found.id for found in api.jobs(kind="export", state="cancelled")] == [job.id]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["submit", "fold"], 2),
+        (["submit", "verify"], 2),
+        (["submit", "verify", "tiny@6"], 3),
+        (["show", 99], 3),
+        (["cancel", 99], 3),
+    ],
+)
+def test_errors_end_with_their_status(service: Served, arguments: list[object], status: int) -> None:
+    """By branch, and named."""
+    assert call("jobs", *arguments).exit_code == status
+
+
+def test_watch_shows_events(service: Served) -> None:
+    """From the oldest on with --after 0; with --json one object a line; of one run or kind."""
+    for step in range(3):
+        service.services.events.add("checkpoint-committed", f"step {step} is committed", "a", step)
+    service.services.events.add("save-aborted", "it went wrong", "b", 1, "warning")
+    shown = call("watch", "--after", 0, "-n", 4)
+    assert shown.exit_code == 0
+    assert "step 2 is committed" in shown.output and "save-aborted" in shown.output
+    lines = call("watch", "a", "--after", 1, "-n", 2, "--json").output.splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert "it went wrong" in call("watch", "--kind", "save-aborted", "--after", 0, "-n", 1).output
+    assert call("watch", "--kind", "nonsense").exit_code == 2
+
+
+def test_watch_says_what_is_forgotten(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gap, on stderr or as a line of its own."""
+    monkeypatch.setattr(ring, "EVENTS_MAX", 2)
+    monkeypatch.setattr(ring, "TRIM_EVERY", 2)
+    for step in range(6):
+        service.services.events.add("checkpoint-committed", "it is", "a", step)
+    lines = call("watch", "--after", 1, "-n", 1, "--json").output.splitlines()
+    assert [json.loads(line).get("gap") for line in lines] == [{"asked": 1, "oldest": 5}, None]
+    assert "not kept any more; going on with 5" in call("watch", "--after", 1, "-n", 1).output

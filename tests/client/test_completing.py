@@ -1,0 +1,41 @@
+"""What the shell offers: asked as a shell asks, through the command's own completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from holdfast.cli import app
+from tests.checkpoints import build_root
+from tests.serving import served
+
+
+def offered(words: str) -> list[str]:
+    """What bash is offered for a command line that ends in the word to complete."""
+    count = len(words.split(" ")) - 1
+    environment = {"_HOLDFAST_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+    return CliRunner().invoke(app, [], env=environment, prog_name="holdfast").output.split()
+
+
+def test_runs_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs first, steps behind the @, the newest before the others; a command's own names too."""
+    build_root(tmp_path, {"tiny": (5, 10), "titan": (1,), "other": (2,)})
+    monkeypatch.setenv("HOLDFAST_URL", "")
+    assert offered(f"holdfast show --root {tmp_path} ti") == ["tiny", "titan"]
+    assert offered(f"holdfast verify --root {tmp_path} tiny@") == ["tiny@latest", "tiny@10", "tiny@5"]
+    assert offered(f"holdfast diff --root {tmp_path} tiny@5 tiny@1") == ["tiny@10"]
+    assert "doctor" in offered("holdfast doc")
+    with served(tmp_path) as service:
+        monkeypatch.setenv("HOLDFAST_URL", service.url)
+        assert offered("holdfast show tiny@") == ["tiny@latest", "tiny@latest-healthy", "tiny@best", "tiny@10", "tiny@5"]
+
+
+def test_what_cannot_be_asked_offers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No service, no run, no directory: TAB stays silent."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOLDFAST_URL", "http://127.0.0.1:9")
+    assert offered("holdfast show ti") == []
+    assert offered("holdfast show tiny@") == []
+    assert offered(f"holdfast show --root {tmp_path} nope@") == []

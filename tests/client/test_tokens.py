@@ -1,0 +1,243 @@
+"""Tokens from end to end: the command that makes them, the daemon that asks for them, the client that shows them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from holdfast import Checkpointer
+from holdfast.api import Api
+from holdfast.cli import app
+from holdfast.config import given_token
+from holdfast.tokens import RootTokens, ServiceTokens
+from holdfast_formats.errors import (
+    CheckpointError,
+    Forbidden,
+    InvalidRequest,
+    NoSuchResource,
+    NoSuchRun,
+    Unauthenticated,
+)
+from holdfast_formats.operations import TokenRequest
+from holdfast_service.config import parse
+from tests.checkpoints import build_root
+from tests.client.test_remote import far_daemon
+from tests.daemons import running, wait_until
+
+HERE = "127.0.0.1:0"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of the test's own, without a token."""
+    for name in ("HOLDFAST_TOKEN", "HOLDFAST_URL", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path / "home"
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["token", *map(str, arguments)])
+
+
+def test_the_first_token_is_made_with_the_service_down(tmp_path: Path) -> None:
+    """In the root's catalog, by the command; then the daemon lets its owner in, who makes the next one over REST."""
+    root = tmp_path / "root"
+    made = call("create", "boss", "--scope", "admin", "--root", root)
+    assert made.exit_code == 0, made.output
+    boss = made.stdout.strip()
+    assert boss.startswith("hf_") and "cannot be shown again" in made.stderr
+    with running(root, "--require-tokens", listen=HERE) as daemon:
+        with Api(daemon.url) as nobody, pytest.raises(Unauthenticated) as refused:
+            list(nobody.runs())
+        assert "HOLDFAST_TOKEN" in refused.value.hint
+        with Api(daemon.url, token=boss) as api:
+            assert list(api.runs()) == []
+            store = ServiceTokens(api)
+            viewer = store.create(TokenRequest(name="viewer", runs="team-*", expires_s=3600))
+            assert [token.name for token in store.all()] == ["viewer", "boss"]
+        with Api(daemon.url, token=viewer.token) as api, pytest.raises(Forbidden):
+            ServiceTokens(api).all()
+        RootTokens(root).revoke("viewer")  # beside the daemon that runs
+        with Api(daemon.url, token=viewer.token) as api, pytest.raises(Unauthenticated, match="revoked"):
+            list(api.runs())
+        assert boss not in daemon.log.read_text() and viewer.token not in daemon.log.read_text()
+
+
+def test_the_command_over_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command at an address, with HOLDFAST_TOKEN; refusals have the exit status of their branch."""
+    root = tmp_path / "root"
+    boss = RootTokens(root).create(TokenRequest(name="boss", scope="admin")).token
+    with running(root, "--require-tokens", listen=HERE) as daemon:
+        denied = call("ls", "--url", daemon.url)
+        assert denied.exit_code == 7 and "HOLDFAST_TOKEN" in denied.stderr
+        monkeypatch.setenv("HOLDFAST_TOKEN", boss)
+        made = json.loads(call("create", "ci", "--scope", "write", "--expires", "30d", "--url", daemon.url, "--json").stdout)
+        assert (made["scope"], made["runs"]) == ("write", "*") and made["expires"] > made["created"]
+        shown = call("ls", "--url", daemon.url).stdout
+        assert "ci" in shown and "never" in shown and "in force" in shown
+        assert call("revoke", "ci", "--url", daemon.url).exit_code == 0
+        assert "revoked" in call("ls", "--url", daemon.url).stdout
+        monkeypatch.setenv("HOLDFAST_TOKEN", made["token"])
+        assert call("ls", "--url", daemon.url).exit_code == 7
+
+
+def test_the_command_refuses_by_name(tmp_path: Path) -> None:
+    """Wrong names, patterns, spans and options are told, and nothing is made."""
+    root = tmp_path / "root"
+    store = RootTokens(root)
+    store.create(TokenRequest(name="taken"))
+    for line, status in (
+        ("create a --scope god", 2),
+        ("create a..b/c", 2),
+        ("create a --runs a*b", 2),
+        ("create a --expires soon", 2),
+        ("create a --expires 99999999d", 2),
+        ("create taken", 2),
+        ("revoke nobody", 3),
+        ("ls --url http://127.0.0.1:9", 2),
+    ):
+        refused = call(*line.split(), "--root", root)
+        assert refused.exit_code == status and "hint:" in refused.stderr, (line, refused.output)
+    assert [token.name for token in store.all()] == ["taken"]
+
+
+def test_a_root_that_is_not_there(tmp_path: Path) -> None:
+    """Only making a token makes a root."""
+    with pytest.raises(NoSuchResource):
+        RootTokens(tmp_path / "none").all()
+    assert not (tmp_path / "none").exists()
+    assert call("ls", "--catalog", "sqlite://").exit_code == 2
+
+
+def test_where_the_token_comes_from(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment first, then the user's file, which nobody else may read."""
+    assert given_token() is None
+    kept = home / ".config" / "holdfast" / "token"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("hf_kept\n")
+    kept.chmod(0o640)
+    with pytest.raises(InvalidRequest, match="can be read by other users") as caught:
+        given_token()
+    assert "chmod 600" in caught.value.hint
+    kept.chmod(0o600)
+    assert given_token() == "hf_kept"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / ".config"))
+    assert given_token() == "hf_kept"
+    monkeypatch.setenv("HOLDFAST_TOKEN", " hf_stated ")
+    assert given_token() == "hf_stated"
+    for wrong in ("hf_a\r\nX-Evil: 1", "hf a", "hf_é"):
+        with pytest.raises(InvalidRequest, match="holds no token") as caught:
+            Api("http://127.0.0.1:9", token=wrong)
+        assert wrong not in str(caught.value)
+
+
+def test_a_remote_rank_needs_a_token_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads, outcomes and restores go through with it; without it, or for another run, the trainer is told why."""
+    root = tmp_path / "root"
+    tokens = {
+        name: RootTokens(root).create(TokenRequest(name=name, scope=scope, runs=runs)).token  # type: ignore[arg-type]
+        for name, scope, runs in (("writer", "write", "far-*"), ("reader", "read", "*"))
+    }
+    state = {"x": torch.arange(100_000)}
+    with far_daemon(root, "--require-tokens") as daemon:
+        for token, kind, run in (
+            ("", Unauthenticated, "far-1"),
+            (tokens["reader"], Forbidden, "far-1"),
+            (tokens["writer"], Forbidden, "near-1"),
+        ):
+            monkeypatch.setenv("HOLDFAST_TOKEN", token)
+            with pytest.raises(kind) as caught, Checkpointer(run, state, url=daemon.url) as checkpointer:
+                checkpointer.save(1, wait="durable")
+            assert caught.value.hint
+        monkeypatch.setenv("HOLDFAST_TOKEN", tokens["writer"])
+        with Checkpointer("far-1", state, url=daemon.url) as checkpointer:
+            checkpointer.save(1, wait="durable")
+        monkeypatch.setenv("HOLDFAST_TOKEN", tokens["reader"])
+        with Api(daemon.url) as api:
+            assert [made.step for made in api.checkpoints("far-1")] == [1]
+        monkeypatch.setenv("HOLDFAST_TOKEN", tokens["writer"])
+        live = {"x": torch.zeros_like(state["x"])}
+        with Checkpointer("far-1", live, url=daemon.url) as checkpointer:
+            assert checkpointer.restore() == 1
+        assert torch.equal(live["x"], state["x"])
+        with Api(daemon.url) as api, pytest.raises(NoSuchRun):
+            api.run("near-1")
+
+
+def test_a_token_that_is_revoked_under_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save is refused by name instead of waiting for a daemon that answers."""
+    root = tmp_path / "root"
+    monkeypatch.setenv("HOLDFAST_TOKEN", RootTokens(root).create(TokenRequest(name="writer", scope="write")).token)
+    with far_daemon(root, "--require-tokens") as daemon:
+        checkpointer = Checkpointer("far-1", {"x": torch.ones(5)}, url=daemon.url)
+        checkpointer.save(1, wait="durable")
+        RootTokens(root).revoke("writer")
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.save(2, wait="durable")
+        assert caught.value.code == "unauthenticated" and caught.value.hint
+        checkpointer.close(wait=False)
+
+
+def serve(root: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """A daemon that is expected to end by itself."""
+    command = [sys.executable, "-m", "holdfast_service", "--root", str(root), "--socket", str(root.parent / "s"), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_daemon_listens_elsewhere_only_when_somebody_may_come_in(tmp_path: Path) -> None:
+    """Refused at the start, with what to do; with a token it asks everybody for one, and otherwise it has to be said."""
+    root = tmp_path / "root"
+    refused = serve(root, "--listen", "0.0.0.0:0")
+    assert refused.returncode == 2 and "there is no token yet" in refused.stderr
+    for advice in ("holdfast token create", "--behind-tls", "--insecure-no-tokens"):
+        assert advice in refused.stderr
+    contradicts = serve(root, "--listen", HERE, "--insecure-no-tokens", "--require-tokens")
+    assert contradicts.returncode == 2 and "contradicts" in contradicts.stderr
+    with running(root, "--behind-tls", listen="0.0.0.0:0") as daemon:
+        assert status(daemon.url) == (401, 200)
+    with running(root, "--insecure-no-tokens", listen="0.0.0.0:0") as daemon:
+        assert status(daemon.url) == (200, 200)
+        assert "--insecure-no-tokens" in daemon.log.read_text()
+    RootTokens(root).create(TokenRequest(name="a"))
+    with running(root, listen="0.0.0.0:0") as daemon:
+        assert status(daemon.url) == (401, 200)
+        wait_until(lambda: "refused 'GET" in daemon.log.read_text() or "refused GET" in daemon.log.read_text())
+        assert "in clear text" in daemon.log.read_text()
+    with running(root, listen=HERE) as daemon:
+        assert status(daemon.url) == (200, 200)
+
+
+def status(url: str) -> tuple[int, int]:
+    import httpx
+
+    url = url.replace("0.0.0.0", "127.0.0.1")
+    return tuple(httpx.get(url + path, trust_env=False).status_code for path in ("/v1/runs", "/healthz"))  # type: ignore[return-value]
+
+
+def test_flags_of_the_door(tmp_path: Path) -> None:
+    """They are read from the command line and from the environment alike."""
+    config = parse(["--require-tokens", "--allowed-hosts", "node-7.example, B "], {"HOLDFAST_METRICS_OPEN": "true"})
+    assert config.require_tokens and config.metrics_open and not config.behind_tls
+    assert config.allowed_hosts == {"node-7.example", "b"}
+    with pytest.raises(InvalidRequest, match="--behind-tls"):
+        parse([], {"HOLDFAST_BEHIND_TLS": "perhaps"})
+
+
+def test_names_that_are_allowed(tmp_path: Path) -> None:
+    """An open door is asked by the names that were allowed, and by no others."""
+    import httpx
+
+    root = tmp_path / "root"
+    build_root(root, {"tiny": (1,)})
+    with running(root, "--allowed-hosts", "node-7.example", listen=HERE) as daemon:
+        for host, expected in (("node-7.example", 200), ("attacker.example", 403)):
+            got = httpx.get(f"{daemon.url}/v1/runs", headers={"Host": host}, trust_env=False)
+            assert got.status_code == expected

@@ -1,0 +1,17 @@
+"""Fixtures of the tests of control: what stores something runs on every database."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.database import Database
+from tests.databases import database, database_url
+
+__all__ = ["catalog", "database", "database_url"]
+
+
+@pytest.fixture
+def catalog(database: Database) -> Catalog:
+    """An empty catalog, on every kind of database in turn."""
+    return Catalog(database)

@@ -1,0 +1,236 @@
+"""The runner: what becomes of a job's handler is what becomes of the job, and closing never waits for long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast_formats.errors import CorruptExtent, InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.operations import Job, JobRequest
+from holdfast_service.control import job_runner as module
+from holdfast_service.control.database import Database
+from holdfast_service.control.decisions import utc_now
+from holdfast_service.control.events import Events
+from holdfast_service.control.job_runner import Handler, JobRunner, Progress
+from holdfast_service.control.jobs import Jobs
+
+VERIFY = JobRequest(kind="verify", run="a", step=1)
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    opened = Database.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every report written, and signs of life given all the time."""
+    monkeypatch.setattr(module, "REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "ALIVE_EVERY_S", 0.01)
+
+
+def a_runner(database: Database, handler: Handler, **options: Any) -> JobRunner:
+    jobs = Jobs(database, "node-1", utc_now)
+    runner = JobRunner(jobs, Events(database, "node-1", utc_now))
+    runner.register("verify", handler, **options)
+    return runner
+
+
+def ended(runner: JobRunner, job: Job) -> Job:
+    """The job once it has ended."""
+    until = time.monotonic() + PATIENCE_S
+    while (found := runner.jobs.get(job.id)).state in ("queued", "running"):
+        assert time.monotonic() < until, found
+        time.sleep(0.01)
+    return found
+
+
+def told(runner: JobRunner) -> list[dict[str, Any]]:
+    """What the events say of jobs that have ended; the last one is told just behind the row."""
+    until = time.monotonic() + PATIENCE_S
+    while runner.busy and time.monotonic() < until:
+        time.sleep(0.01)
+    return [event.detail for event in runner._events.after(0, 100, kind="job-ended")]
+
+
+def until_stopped(started: threading.Event) -> Handler:
+    def handler(job: Job, progress: Progress) -> dict[str, Any]:
+        started.set()
+        while True:
+            progress.report(1, 2)
+            time.sleep(0.001)
+
+    return handler
+
+
+def test_a_handler_does_its_job(database: Database) -> None:
+    """It is handed the job, its progress can be read, and what it returns is the result."""
+    seen: list[Job] = []
+
+    def handler(job: Job, progress: Progress) -> dict[str, Any]:
+        seen.append(job)
+        progress.report(4, 9)
+        seen.append(runner.jobs.get(job.id))
+        return {"bytes": 9}
+
+    runner = a_runner(database, handler)
+    runner.start()
+    job, new = runner.submit(VERIFY)
+    done = ended(runner, job)
+    assert new and (done.state, done.result, done.problem, done.done_bytes) == ("done", {"bytes": 9}, None, 9)
+    assert (seen[0].id, seen[1].state, seen[1].done_bytes, seen[1].total_bytes) == (job.id, "running", 4, 9)
+    (event,) = told(runner)
+    assert (event["job"], event["state"], event["result"]) == (job.id, "done", {"bytes": 9})
+    runner.close()
+
+
+def test_failures_are_told_by_name(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+    """An error of ours is the job's problem; any other stays opaque, with a reference that the log has beside the cause."""
+    errors: list[Exception] = [
+        CorruptExtent("bytes are wrong", hint="restore another", file="f"),
+        ZeroDivisionError("hidden"),
+    ]
+
+    def handler(job: Job, progress: Progress) -> dict[str, Any]:
+        raise errors.pop(0)
+
+    runner = a_runner(database, handler)
+    runner.start()
+    first = ended(runner, runner.submit(VERIFY)[0])
+    assert first.state == "failed" and first.problem is not None
+    assert (first.problem["code"], first.problem["file"]) == ("corrupt-extent", "f")
+    second = ended(runner, runner.submit(VERIFY)[0])
+    assert second.problem is not None and second.problem["code"] == "internal-error"
+    assert "hidden" not in str(second.problem)
+    assert second.problem["reference"] in caplog.text and "ZeroDivisionError" in caplog.text
+    assert [event["state"] for event in told(runner)] == ["failed", "failed"]
+    runner.close()
+
+
+def test_what_cannot_work_is_refused_before_it_is_stored(database: Database) -> None:
+    """Kinds that nobody does, what is missing, and what the kind's own check refuses."""
+
+    def check(request: JobRequest) -> None:
+        raise NoSuchCheckpoint("there is none")
+
+    runner = a_runner(database, lambda job, progress: {}, needs=("run", "step", "to"), check=check)
+    with pytest.raises(InvalidRequest, match="'export'"):
+        runner.submit(JobRequest(kind="export", run="a", step=1))
+    with pytest.raises(InvalidRequest, match="'step'"):
+        runner.submit(JobRequest(kind="verify", run="a"))
+    with pytest.raises(InvalidRequest, match="'to'"):
+        runner.submit(VERIFY)
+    with pytest.raises(NoSuchCheckpoint):
+        runner.submit(VERIFY.model_copy(update={"arguments": {"to": "there"}}))
+    assert runner.jobs.page(None, 10).items == []
+
+
+def test_a_running_job_is_cancelled(database: Database) -> None:
+    """Its handler is stopped at its next report; a queued job is cancelled on the spot, and both are told."""
+    started = threading.Event()
+    runner = a_runner(database, until_stopped(started))
+    runner.start()
+    running, _ = runner.submit(VERIFY)
+    assert started.wait(PATIENCE_S)
+    queued, _ = runner.submit(VERIFY.model_copy(update={"step": 2}))
+    assert runner.cancel(queued.id).state == "cancelled"
+    runner.cancel(running.id)
+    assert ended(runner, running).state == "cancelled"
+    assert sorted(event["job"] for event in told(runner)) == [running.id, queued.id]
+    runner.close()
+
+
+def test_a_job_cancelled_through_another_node_stops(database: Database) -> None:
+    """The catalog is where a node is told, with its signs of life."""
+    started = threading.Event()
+    runner = a_runner(database, until_stopped(started))
+    runner.start()
+    job, _ = runner.submit(VERIFY)
+    assert started.wait(PATIENCE_S)
+    Jobs(database, "node-2", utc_now).cancel(job.id)
+    assert ended(runner, job).state == "cancelled"
+    runner.close()
+
+
+def test_closing_puts_a_job_back_and_the_next_start_does_it(database: Database) -> None:
+    """The service ends though a job is running; the job goes on, and its interrupted start is not counted."""
+    started = threading.Event()
+    runner = a_runner(database, until_stopped(started))
+    runner.start()
+    job, _ = runner.submit(VERIFY)
+    assert started.wait(PATIENCE_S)
+    runner.close(PATIENCE_S)
+    assert (runner.jobs.get(job.id).state, runner.busy) == ("queued", False)
+    again = a_runner(database, lambda job, progress: {"tries": job.tries})
+    again.start()
+    assert ended(again, job).result == {"tries": 1}
+    again.close()
+
+
+def test_closing_does_not_wait_for_a_handler_that_never_reports(database: Database) -> None:
+    """It stays running in the catalog, and the next start puts it back."""
+    started, release = threading.Event(), threading.Event()
+
+    def handler(job: Job, progress: Progress) -> dict[str, Any]:
+        started.set()
+        release.wait(PATIENCE_S)
+        return {"late": True}
+
+    runner = a_runner(database, handler)
+    runner.start()
+    job, _ = runner.submit(VERIFY)
+    assert started.wait(PATIENCE_S)
+    runner.close(0.05)
+    assert runner.jobs.get(job.id).state == "running"
+    again = a_runner(database, lambda job, progress: {"tries": job.tries})
+    again.start()
+    assert ended(again, job).result == {"tries": 2}
+    release.set()
+    while runner.busy:
+        time.sleep(0.01)
+    assert again.jobs.get(job.id).result == {"tries": 2}
+    again.close()
+
+
+def test_a_job_that_ends_its_service_is_given_up(database: Database) -> None:
+    """After so many starts it has failed, and an event says so."""
+    jobs = Jobs(database, "node-1", utc_now)
+    job, _ = jobs.submit(VERIFY)
+    for _ in range(3):
+        assert jobs.claim(["verify"]) is not None
+        if jobs.get(job.id).tries < 3:
+            jobs.recover()
+    runner = a_runner(database, lambda job, progress: {})
+    runner.start()
+    assert runner.jobs.get(job.id).state == "failed"
+    assert [event["state"] for event in told(runner)] == ["failed"]
+    runner.close()
+
+
+def test_a_failing_catalog_does_not_stop_the_work(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+    """What cannot be recorded is logged; the handler goes on."""
+    reported = threading.Event()
+
+    def handler(job: Job, progress: Progress) -> dict[str, Any]:
+        with database.write() as session:
+            session.connection().exec_driver_sql("DROP TABLE jobs")
+        progress.report(1, 2)
+        reported.set()
+        return {}
+
+    runner = a_runner(database, handler)
+    runner.start()
+    runner.submit(VERIFY)
+    assert reported.wait(PATIENCE_S)
+    while runner.busy:
+        time.sleep(0.01)
+    runner.close()
+    assert "is not recorded" in caplog.text

@@ -1,0 +1,216 @@
+"""Jobs in the catalog: the same request is the same job, one node at a time runs it, and it outlasts who runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchResource
+from holdfast_formats.operations import JobRequest
+from holdfast_service.control import jobs as module
+from holdfast_service.control.database import Database
+from holdfast_service.control.jobs import Jobs
+
+VERIFY = JobRequest(kind="verify", run="a", step=1)
+KINDS = ["verify", "export"]
+
+
+class Clock:
+    """A time that tests move on."""
+
+    def __init__(self) -> None:
+        self.minute = 0
+
+    def __call__(self) -> str:
+        return f"2030-01-01T00:{self.minute:02}:00.000Z"
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    opened = Database.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def jobs(database: Database, clock: Clock) -> Jobs:
+    return Jobs(database, "node-1", clock)
+
+
+def test_the_same_request_is_the_same_job_while_it_goes_on(jobs: Jobs) -> None:
+    """Queued or running, it is found again; once it has ended, the same request is new work."""
+    first, new = jobs.submit(VERIFY)
+    assert (new, first.state, first.tries, first.arguments) == (True, "queued", 0, {})
+    assert jobs.submit(VERIFY) == (first, False)
+    claimed = jobs.claim(KINDS)
+    assert claimed is not None
+    assert jobs.submit(VERIFY)[0].id == first.id
+    other, new = jobs.submit(VERIFY.model_copy(update={"arguments": {"to": "there"}}))
+    assert new and other.id != first.id
+    assert jobs.finish(claimed, "done", {"bytes": 3}) is not None
+    assert jobs.submit(VERIFY)[1]
+
+
+def test_many_at_once_submit_one_job(jobs: Jobs) -> None:
+    """However many ask at the same time, one of them makes the job and all are told the same."""
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: jobs.submit(VERIFY), range(24)))
+    assert len({job.id for job, _ in found}) == 1
+    assert sum(new for _, new in found) == 1
+
+
+def test_each_job_is_claimed_once(database: Database, clock: Clock) -> None:
+    """Two nodes that claim as fast as they can never run the same job, and leave none."""
+    nodes = [Jobs(database, f"node-{n}", clock) for n in range(2)]
+    for step in range(12):
+        nodes[0].submit(JobRequest(kind="verify", run="a", step=step))
+
+    def claim_all(node: Jobs) -> list[int]:
+        claimed = []
+        while (job := node.claim(KINDS)) is not None:
+            claimed.append(job.id)
+        return claimed
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(claim_all, nodes)
+    assert sorted(first + second) == list(range(1, 13))
+
+
+def test_only_kinds_that_are_asked_for_are_claimed(jobs: Jobs) -> None:
+    """A node leaves to others what it cannot do; the oldest job comes first."""
+    jobs.submit(JobRequest(kind="export", run="a", step=1))
+    jobs.submit(VERIFY)
+    assert not jobs.waiting(["scrub"])
+    assert jobs.claim(["scrub"]) is None
+    assert jobs.waiting(KINDS)
+    claimed = jobs.claim(KINDS)
+    assert claimed is not None and (claimed.kind, claimed.state, claimed.tries) == ("export", "running", 1)
+
+
+def test_pages_go_from_the_newest_on(jobs: Jobs) -> None:
+    """By kind, state and run; behind a cursor nothing is repeated."""
+    for step in range(5):
+        jobs.submit(JobRequest(kind="verify", run="ab"[step % 2], step=step))
+    claimed = jobs.claim(KINDS)
+    assert claimed is not None
+    jobs.finish(claimed, "failed", problem={"code": "corrupt-extent"})
+    first = jobs.page(None, 2)
+    assert [job.step for job in first.items] == [4, 3]
+    assert [job.step for job in jobs.page(first.next, 10).items] == [2, 1, 0]
+    assert [job.step for job in jobs.page(None, 10, state="failed").items] == [0]
+    assert [job.step for job in jobs.page(None, 10, run="b", kind="verify").items] == [3, 1]
+    assert jobs.page(None, 10, kind="export").items == []
+
+
+def test_a_queued_job_is_cancelled_at_once(jobs: Jobs) -> None:
+    """Nobody claims it any more; cancelling what has ended changes nothing."""
+    job, _ = jobs.submit(VERIFY)
+    cancelled = jobs.cancel(job.id)
+    assert (cancelled.state, cancelled.ended is None) == ("cancelled", False)
+    assert jobs.claim(KINDS) is None
+    assert jobs.cancel(job.id) == cancelled
+
+
+def test_who_runs_a_job_hears_that_it_is_cancelled(jobs: Jobs) -> None:
+    """With its next sign of life; how far it is can be read meanwhile."""
+    jobs.submit(VERIFY)
+    claimed = jobs.claim(KINDS)
+    assert claimed is not None
+    assert not jobs.progress(claimed, 3, 10)
+    assert (jobs.get(claimed.id).done_bytes, jobs.get(claimed.id).total_bytes) == (3, 10)
+    assert jobs.cancel(claimed.id).state == "running"
+    assert jobs.progress(claimed)
+    ended = jobs.finish(claimed, "cancelled", reported=(3, 10))
+    assert ended is not None and ended.state == "cancelled" and ended.done_bytes == 3
+
+
+def test_a_node_that_starts_puts_its_jobs_back(database: Database, jobs: Jobs, clock: Clock) -> None:
+    """Its own ones alone; after so many starts the job has failed, with a problem that says so."""
+    job, _ = jobs.submit(VERIFY)
+    jobs.submit(JobRequest(kind="export", run="a", step=1))
+    other = Jobs(database, "node-2", clock)
+    assert other.claim(["export"]) is not None
+    for tries in range(1, module.TRIES_MAX + 1):
+        claimed = jobs.claim(["verify"])
+        assert claimed is not None and claimed.tries == tries
+        ended = jobs.recover()
+        assert (jobs.get(job.id).state == "queued") == (tries < module.TRIES_MAX)
+    assert [gone.id for gone in ended] == [job.id]
+    problem = jobs.get(job.id).problem
+    assert problem is not None and problem["tries"] == module.TRIES_MAX and problem["hint"]
+    assert jobs.page(None, 10, kind="export").items[0].state == "running"
+
+
+def test_a_job_that_was_to_be_cancelled_is_not_started_again(jobs: Jobs) -> None:
+    """The service ended before who ran it had stopped."""
+    job, _ = jobs.submit(VERIFY)
+    assert jobs.claim(KINDS) is not None
+    jobs.cancel(job.id)
+    assert [ended.state for ended in jobs.recover()] == ["cancelled"]
+    assert jobs.claim(KINDS) is None
+
+
+def test_a_lost_nodes_job_goes_to_another(database: Database, jobs: Jobs, clock: Clock) -> None:
+    """Without a sign of life for long it is put back, and who ran it before can report on it no more."""
+    jobs.submit(VERIFY)
+    other = Jobs(database, "node-2", clock)
+    lost = other.claim(KINDS)
+    assert lost is not None
+    assert jobs.recover_lost() == []
+    assert jobs.claim(KINDS) is None
+    clock.minute = 1 + int(module.LOST_S) // 60
+    assert jobs.recover_lost() == []
+    again = jobs.claim(KINDS)
+    assert again is not None and (again.id, again.node, again.tries) == (lost.id, "node-1", 2)
+    assert other.progress(lost)
+    assert other.finish(lost, "done", {}) is None
+    other.release(lost)
+    assert jobs.get(again.id).state == "running"
+    assert jobs.finish(again, "done", {"bytes": 1}) is not None
+
+
+def test_a_closing_node_gives_its_job_back(jobs: Jobs) -> None:
+    """It is queued as it was, and that start is not counted."""
+    jobs.submit(VERIFY)
+    claimed = jobs.claim(KINDS)
+    assert claimed is not None
+    jobs.release(claimed)
+    again = jobs.claim(KINDS)
+    assert again is not None and (again.id, again.tries) == (claimed.id, 1)
+
+
+def test_what_is_too_much_is_refused(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long requests, long queues and numbers that are none, by name and with nothing stored."""
+    with pytest.raises(LimitExceeded, match="bytes"):
+        jobs.submit(VERIFY.model_copy(update={"arguments": {"text": "x" * module.ARGUMENTS_BYTES_MAX}}))
+    with pytest.raises(NoSuchResource):
+        jobs.get(7)
+    with pytest.raises(InvalidRequest):
+        jobs.cancel(2**63)
+    monkeypatch.setattr(module, "QUEUED_MAX", 1)
+    jobs.submit(VERIFY)
+    with pytest.raises(LimitExceeded, match="waiting"):
+        jobs.submit(VERIFY.model_copy(update={"step": 2}))
+    assert jobs.submit(VERIFY)[1] is False
+    assert len(jobs.page(None, 10).items) == 1
+
+
+def test_old_jobs_are_forgotten(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have ended, beyond so many; what waits is never forgotten."""
+    monkeypatch.setattr(module, "KEPT_MAX", 3)
+    monkeypatch.setattr(module, "TRIM_EVERY", 5)
+    jobs.submit(JobRequest(kind="export", run="a", step=1))
+    for step in range(9):
+        jobs.submit(VERIFY.model_copy(update={"step": step}))
+        claimed = jobs.claim(["verify"])
+        assert claimed is not None
+        jobs.finish(claimed, "done", {})
+    assert [job.id for job in jobs.page(None, 20).items] == [10, 9, 8, 1]

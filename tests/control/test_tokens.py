@@ -1,0 +1,195 @@
+"""Tokens: what is kept of them, who they are, and when they are in force no more. And which runs a session sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast_formats.errors import Forbidden, InvalidRequest, NoSuchResource, NoSuchRun, Unauthenticated
+from holdfast_formats.operations import TokenRequest
+from holdfast_service.control import tokens as module
+from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.events import Events
+from holdfast_service.control.schema import TokenRow
+from holdfast_service.control.tokens import Principal, Tokens
+from holdfast_service.control.visible import limited_to, matches
+
+NOW = "2026-01-01T00:00:00.000Z"
+
+
+class World:
+    """Tokens over a catalog, and a clock."""
+
+    def __init__(self, path: Path) -> None:
+        self.catalog = Catalog.open(f"sqlite:///{path}")
+        self.now = NOW
+        self.events = Events(self.catalog.database, "node-1", lambda: self.now)
+        self.tokens = Tokens(self.catalog.database, self.events, lambda: self.now)
+
+    def row(self, name: str) -> TokenRow:
+        with self.catalog.database.read() as session:
+            (found,) = (row for row in session.query(TokenRow) if row.name == name)
+            return found
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path / "catalog.sqlite")
+    yield made
+    made.catalog.close()
+
+
+def test_a_token_is_known_by_its_digest_alone(world: World, tmp_path: Path) -> None:
+    """Its text is told once; what is kept is SHA-256, and the events tell the name."""
+    made = world.tokens.create(TokenRequest(name="ci", scope="write", runs="team-*"))
+    assert world.tokens.verify(made.token) == Principal("ci", "write", "team-*")
+    world.catalog.close()
+    for path in tmp_path.iterdir():
+        assert made.token.encode() not in path.read_bytes() and made.token[3:].encode() not in path.read_bytes()
+    assert [(e.kind, e.detail["token"]) for e in world.events.after(0, 9)] == [("token-changed", "ci")]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: "",
+        lambda text: text[:-1],
+        lambda text: text + "A",
+        lambda text: text.removeprefix("hf_"),
+        lambda text: "hf_" + text[3:].swapcase(),
+        lambda text: text[:10] + ("A" if text[10] != "A" else "B") + text[11:],
+        lambda text: "hf_" + "é" * 48,
+        lambda text: "hf_" + "=" * 48,
+        lambda text: text + "\x00",
+        lambda text: "A" * 100_000,
+    ],
+)
+def test_what_is_no_token_is_told_without_the_database(world: World, spoil) -> None:
+    """The CRC tells what was cut or mistyped; nothing is asked for it."""
+    text = spoil(world.tokens.create(TokenRequest(name="a")).token)
+    world.catalog.close()
+    assert not module.well_formed(text)
+    with pytest.raises(Unauthenticated) as caught:
+        world.tokens.verify(text)
+    assert caught.value.hint and (not text or text not in str(caught.value))
+
+
+def test_a_token_of_another_catalog(world: World) -> None:
+    """One that is well formed and that nobody made here is not known."""
+    with pytest.raises(Unauthenticated, match="not known"):
+        world.tokens.verify(module.make_text())
+
+
+def test_tokens_end(world: World) -> None:
+    """By revocation at once, by time at the moment; then the name is free for another."""
+    kept = world.tokens.create(TokenRequest(name="kept"))
+    short = world.tokens.create(TokenRequest(name="short", expires_s=60))
+    assert world.tokens.verify(short.token).name == "short"
+    with pytest.raises(InvalidRequest, match="there is a token named 'short'"):
+        world.tokens.create(TokenRequest(name="short"))
+    world.now = "2026-01-01T00:01:00.000Z"
+    with pytest.raises(Unauthenticated, match="expired"):
+        world.tokens.verify(short.token)
+    assert world.tokens.verify(world.tokens.create(TokenRequest(name="short")).token).name == "short"
+    world.tokens.revoke("kept")
+    world.tokens.revoke("kept")
+    with pytest.raises(Unauthenticated, match="revoked"):
+        world.tokens.verify(kept.token)
+    with pytest.raises(NoSuchResource):
+        world.tokens.revoke("nobody")
+
+
+def test_somebody_can_come_in(world: World) -> None:
+    """Only tokens that are in force count."""
+    assert not world.tokens.any_in_force()
+    world.tokens.create(TokenRequest(name="a", expires_s=60))
+    assert world.tokens.any_in_force()
+    world.now = "2026-01-01T01:00:00.000Z"
+    assert not world.tokens.any_in_force()
+    world.tokens.create(TokenRequest(name="b"))
+    world.tokens.revoke("b")
+    assert not world.tokens.any_in_force()
+
+
+def test_use_is_noted_once_a_minute(world: World) -> None:
+    """A token that is used all the time costs one write a minute."""
+    made = world.tokens.create(TokenRequest(name="a"))
+    for now, noted in (("00:10.000", "00:10.000"), ("00:50.000", "00:10.000"), ("01:10.000", "01:10.000")):
+        world.now = f"2026-01-01T00:{now}Z"
+        world.tokens.verify(made.token)
+        assert world.row("a").used == f"2026-01-01T00:{noted}Z"
+
+
+def test_pages_of_tokens(world: World) -> None:
+    """Newest first, revoked ones among them, never a text or a digest."""
+    for name in "abc":
+        world.tokens.create(TokenRequest(name=name))
+    world.tokens.revoke("b")
+    first = world.tokens.page(None, 2)
+    assert [(t.name, t.revoked) for t in first.items] == [("c", None), ("b", NOW)]
+    assert [t.name for t in world.tokens.page(first.next, 2).items] == ["a"]
+    assert {"token", "digest"}.isdisjoint(first.items[0].model_dump())
+
+
+@pytest.mark.parametrize("runs", ["", "**", "a*b", "*a", "-a", "a b", "../x", "a/b", "é*"])
+def test_patterns_that_are_none(world: World, runs: str) -> None:
+    """Only a run's name, a prefix with a star behind it, or a star."""
+    with pytest.raises(InvalidRequest):
+        world.tokens.create(TokenRequest(name="a", runs=runs))
+    assert world.tokens.page(None, 9).items == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "run", "seen"),
+    [
+        ("*", "x", True),
+        ("ab*", "abc", True),
+        ("ab*", "ab", True),
+        ("ab*", "a", False),
+        ("ab", "ab", True),
+        ("ab", "abc", False),
+    ],
+)
+def test_matching(pattern: str, run: str, seen: bool) -> None:
+    """A prefix is one of characters, a name is the whole name."""
+    assert matches(pattern, run) is seen
+
+
+def test_scopes_include_those_before_them() -> None:
+    """admin may write, write may read, not the other way round; runs are a question of their own."""
+    writer = Principal("w", "write", "team-*")
+    writer.require("read")
+    writer.require("write")
+    writer.require_run("team-a")
+    for refused in (lambda: writer.require("admin"), lambda: writer.require_run("other"), lambda: writer.require_run(None)):
+        with pytest.raises(Forbidden) as caught:
+            refused()
+        assert caught.value.hint
+
+
+def test_a_limited_session_sees_its_runs_alone(world: World) -> None:
+    """In lists, pages, counts, single look-ups and events; names that LIKE would mix up are kept apart."""
+    catalog = world.catalog
+    for run in ("Team-c", "a_b", "axb", "team-a", "team-b", "zoo"):
+        catalog.declare_attempt(run, "launch", 1, NOW)
+        catalog.open_round(run, 1, 1, 1, NOW)
+        world.events.add("attempt-declared", "one", run)
+    world.events.add("daemon-started", "of no run")
+    with limited_to("team-*"):
+        first = catalog.runs(None, 1)
+        assert [run.name for run in first.items] == ["team-a"]
+        assert [run.name for run in catalog.runs(first.next, 5).items] == ["team-b"]
+        assert sorted(made.run for made in catalog.rounds().items) == ["team-a", "team-b"]
+        assert [event.run for event in world.events.after(0, 99)] == ["team-a", "team-b"]
+        assert catalog.round_counts()["open"] == 2
+        assert catalog.newest_attempt("zoo") == 0
+        for call in (lambda: catalog.run("zoo"), lambda: catalog.checkpoints("zoo", None, 1), lambda: catalog.rounds("zoo")):
+            with pytest.raises(NoSuchRun):
+                call()
+    with limited_to("a_*"):
+        assert [run.name for run in catalog.runs(None, 5).items] == ["a_b"]
+    with limited_to("team"):
+        assert catalog.runs(None, 5).items == []
+    assert len(catalog.runs(None, 9).items) == 6

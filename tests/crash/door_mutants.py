@@ -1,0 +1,130 @@
+"""What `mutations` takes away at the doors: who may come in, what they may do, and how much they may bring."""
+
+from __future__ import annotations
+
+from tests.crash.mutants import Mutation
+
+_API = "service/holdfast_service/api"
+_TOKENS = "service/holdfast_service/control/tokens.py"
+_DOORS = "tests/api/test_doors.py"
+_CALLERS = "tests/daemon/test_callers.py"
+
+DOORS = (
+    Mutation(
+        "asking for a token",
+        f"{_API}/doors.py",
+        "            raise missing()\n",
+        "            principal = ANYBODY\n",
+        (_DOORS,),
+    ),
+    Mutation(
+        "revocation",
+        _TOKENS,
+        "            if row.revoked is not None:\n                raise Unau",
+        "            if False:\n                raise Unau",
+        ("tests/control/test_tokens.py",),
+    ),
+    Mutation(
+        "a token's end",
+        _TOKENS,
+        "            if row.expires is not None and row.expires <= now:\n",
+        "            if False:\n",
+        ("tests/control/test_tokens.py",),
+    ),
+    Mutation("the scope", f"{_API}/rights.py", "    principal.require(needed(method, path))\n", "", (_DOORS,)),
+    Mutation(
+        "the runs of a token, in paths",
+        f"{_API}/rights.py",
+        "    for run in [*asked, *([at[1]] if at else [])]:\n",
+        "    for run in asked:\n",
+        (_DOORS,),
+    ),
+    Mutation(
+        "the runs of a token, in lists",
+        "service/holdfast_service/control/database.py",
+        "        with _translated(), Session(self._reading) as session:\n            restrict(session)\n",
+        "        with _translated(), Session(self._reading) as session:\n",
+        (_DOORS,),
+    ),
+    Mutation(
+        "the runs of a token, in bodies",
+        f"{_API}/rights.py",
+        "    elif isinstance(run, str):\n        principal.require_run(run)\n",
+        "",
+        (_DOORS,),
+    ),
+    Mutation("the Host", f"{_API}/doors.py", "            self._check_host(headers)\n", "", (_DOORS,)),
+    Mutation(
+        "the Origin",
+        f"{_API}/doors.py",
+        "            self._check_origin(headers, told=cookie is not None)\n",
+        "            pass\n",
+        (_DOORS,),
+    ),
+    Mutation(
+        "the word of a browser that shows a cookie", f"{_API}/doors.py", "told=cookie is not None)", "told=False)", (_DOORS,)
+    ),
+    Mutation(
+        "a token before listening elsewhere",
+        f"{_API}/entrance.py",
+        "        if not tokens.any_in_force():\n",
+        "        if False:\n",
+        ("tests/api/test_entrance.py",),
+    ),
+    Mutation(
+        "the length of bodies",
+        f"{_API}/bodies.py",
+        "        if len(body) > BODY_BYTES_MAX:\n",
+        "        if False:\n",
+        ("tests/api/test_connections.py",),
+    ),
+    Mutation(
+        "members that stand twice",
+        f"{_API}/bodies.py",
+        "    if len(made) != len(pairs):\n",
+        "    if False:\n",
+        ("tests/api/test_connections.py",),
+    ),
+    Mutation(
+        "heads that trickle",
+        f"{_API}/connections.py",
+        "        self.transport.abort()\n",
+        "        pass\n",
+        ("tests/api/test_connections.py",),
+    ),
+    Mutation(
+        "the number of connections",
+        f"{_API}/connections.py",
+        "        if len(self.connections) > connections_max():\n",
+        "        if False:\n",
+        ("tests/api/test_connections.py",),
+    ),
+    Mutation(
+        "who is at the socket",
+        "service/holdfast_service/daemon/server.py",
+        "            self._daemon.callers.check(Caller.of(self._connection))\n",
+        "            pass\n",
+        (_CALLERS,),
+    ),
+    Mutation(
+        "who is at the holder's socket",
+        "service/holdfast_service/daemon/holder.py",
+        "                    if not is_ours(connection):\n",
+        "                    if False:\n",
+        (_CALLERS,),
+    ),
+    Mutation(
+        "whose the holder is",
+        "service/holdfast_service/daemon/keeping.py",
+        "        Callers().check(Caller.of(connection))",
+        "        pass",
+        (_CALLERS,),
+    ),
+    Mutation(
+        "whose the socket's directory is",
+        "service/holdfast_service/daemon/callers.py",
+        "    if found.st_uid not in (0, os.geteuid()):\n",
+        "    if False:\n",
+        (_CALLERS,),
+    ),
+)

@@ -1,0 +1,35 @@
+"""A trainer of its own process: `second_job.py URL|SOCKET STEPS`. It says what it restored and what became of its saves.
+
+Lines: `restored N`, `saved N`, `refused CODE`. It waits for a line on stdin before every step, and ends with stdin.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from holdfast import Checkpointer
+from holdfast_formats.errors import CheckpointError
+
+
+def main() -> None:
+    place = sys.argv[1]
+    where = {"url": place} if place.startswith("http") else {"socket": Path(place)}
+    try:
+        with Checkpointer("run", {"model": torch.nn.Linear(8, 8)}, **where) as checkpointer:  # type: ignore[arg-type]
+            print("restored", checkpointer.restore(), flush=True)
+            for line in sys.stdin:
+                ticket = checkpointer.save(int(line), wait="durable")
+                ticket.result()
+                print("saved", line.strip(), flush=True)
+    except CheckpointError as error:
+        print("refused", error.code, flush=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A root with committed checkpoints, its catalog, and tiers beside it: what replicas and repairs work on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast_formats import naming
+from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.replicas import listed
+from holdfast_service.daemon.repair import Repairer
+from holdfast_service.daemon.replicas import Replicator, reached
+from holdfast_service.storage import PosixTier, Tier
+from tests.checkpoints import build_root
+
+RUN = "tiny"
+
+
+class CopiesWorld:
+    """The real parts over real directories; workers are asked to `look` by the tests, and have no thread."""
+
+    def __init__(self, directory: Path, steps: tuple[int, ...] = (5,), replicas: tuple[str, ...] = ("far",)) -> None:
+        self.root = directory / "root"
+        self.built = build_root(self.root, {RUN: steps})
+        self.tier = PosixTier(self.root)
+        self.catalog = Catalog.open(f"sqlite:///{directory / 'catalog.sqlite'}")
+        self.decisions = Decisions(self.tier, self.catalog, None)
+        self.decisions.recover()
+        for step in steps:
+            self.decisions.findings.sound(RUN, step)
+        self.book = self.decisions.replica_book()
+        self.replicators: dict[str, Replicator] = {}
+        parts = (self.decisions, self.decisions.repair_book())
+        self.repairer = Repairer(self.tier, parts, lambda: reached(self.replicators))
+        for name in replicas:
+            self.add(name, PosixTier(directory / name))
+
+    def add(self, name: str, tier: Tier) -> Replicator:
+        """A further tier to copy to."""
+        parts = (self.tier, lambda: tier, self.book)
+        self.replicators[name] = Replicator(name, parts, lambda seconds: False, mend=self.repairer.replica)
+        return self.replicators[name]
+
+    def copy(self, name: str = "far") -> None:
+        """Let a worker do all it has to do."""
+        while self.replicators[name].look():
+            pass
+
+    def states(self, step: int) -> dict[str, str]:
+        """What is known of a checkpoint's copies, by tier."""
+        return {replica.tier: replica.state for replica in listed(self.catalog.database, RUN, step)}
+
+    def path(self, step: int = 5) -> Path:
+        return self.root / naming.checkpoint_path(RUN, step)
+
+    def events(self, kind: str) -> list[dict]:
+        return [event.detail for event in self.decisions.events.after(0, 100, kind=kind)]
+
+    def close(self) -> None:
+        self.decisions.close()
+        self.catalog.close()
+
+
+@contextmanager
+def copies_world(
+    directory: Path, steps: tuple[int, ...] = (5,), replicas: tuple[str, ...] = ("far",)
+) -> Iterator[CopiesWorld]:
+    """A world for the length of a block."""
+    world = CopiesWorld(directory, steps, replicas)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """All files of a checkpoint."""
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}

@@ -1,0 +1,289 @@
+"""Replicas: every verified checkpoint is copied, proven; copies go only after a removal; a bad disk there hurts nobody."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from sqlalchemy import delete
+
+from holdfast_formats import manifest as manifests
+from holdfast_formats import naming
+from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, NoSpace, StorageFailed
+from holdfast_service.control import run_files
+from holdfast_service.control.decisions import utc_now
+from holdfast_service.control.roots import load_manifest
+from holdfast_service.control.schema import ReplicaRow
+from holdfast_service.daemon.copies import Stopped
+from holdfast_service.daemon.verifier import verify
+from holdfast_service.storage import MemoryTier, PosixTier
+from tests.checkpoints import build, flip, varied_arrays
+from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
+from tests.daemons import wait_until
+
+STEPS = (5, 10, 15)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[CopiesWorld]:
+    with copies_world(tmp_path, STEPS) as made:
+        yield made
+
+
+def far(tmp_path: Path, step: int = 5) -> Path:
+    return tmp_path / "far" / naming.checkpoint_path(RUN, step)
+
+
+def test_every_verified_checkpoint_is_copied(world: CopiesWorld, tmp_path: Path) -> None:
+    """Byte for byte, newest first; it is recorded and told, and nothing is behind any more."""
+    lag = world.book.lag("far")
+    assert (lag.checkpoints, lag.bytes) == (3, sum(built.manifest.bytes for built in world.built.values()))
+    world.replicators["far"].look()
+    assert [world.states(step) for step in STEPS] == [{}, {}, {"far": "present"}]
+    world.copy()
+    for step in STEPS:
+        assert contents(far(tmp_path, step)) == contents(world.path(step))
+        assert world.states(step) == {"far": "present"}
+    assert [detail["tier"] for detail in world.events("checkpoint-replicated")] == ["far"] * 3
+    assert world.book.lag("far").checkpoints == 0
+    assert not os.listdir(tmp_path / "far" / RUN / naming.STAGING)
+
+
+def test_what_is_not_verified_waits(tmp_path: Path) -> None:
+    """A checkpoint that nobody has read back yet is not copied; it counts as behind."""
+    with copies_world(tmp_path, STEPS) as world:
+        fresh = world.catalog.checkpoint(RUN, 15).model_copy(update={"verified": False})
+        world.catalog.record_checkpoint(fresh)
+        world.copy()
+        assert [world.states(step) for step in STEPS] == [{"far": "present"}, {"far": "present"}, {}]
+        assert world.book.lag("far").checkpoints == 1
+
+
+def test_a_copy_goes_after_its_checkpoint_was_removed(world: CopiesWorld, tmp_path: Path) -> None:
+    """Removed here, removed there; a new checkpoint of the same step is copied again."""
+    world.copy()
+    world.decisions.rotation.remove(RUN, 10)
+    assert world.states(10) == {"far": "gone"} and far(tmp_path, 10).exists()
+    world.copy()
+    assert world.states(10) == {} and not far(tmp_path, 10).exists()
+    assert far(tmp_path, 5).exists() and far(tmp_path, 15).exists()
+    build(world.path(10), varied_arrays(seed=4), run=RUN, step=10)
+    world.decisions.recover()
+    world.decisions.findings.sound(RUN, 10)
+    world.copy()
+    assert contents(far(tmp_path, 10)) == contents(world.path(10))
+
+
+@pytest.mark.parametrize("at", [1, 4, "publish"])
+def test_a_removal_in_the_middle_of_a_copy(world: CopiesWorld, tmp_path: Path, at: int | str) -> None:
+    """It waits for no replica's disk, however far the copy is; what of the copy is left goes too."""
+    acts: list[str] = []
+
+    class Watched(PosixTier):
+        def create(self, path: str, size: int) -> object:
+            acts.append(path)
+            if len(acts) == at:
+                world.decisions.rotation.remove(RUN, 15, newest=True)
+            return super().create(path, size)
+
+        def publish(self, source: str, target: str) -> None:
+            if at == "publish" and target == naming.checkpoint_path(RUN, 15):
+                world.decisions.rotation.remove(RUN, 15, newest=True)
+            super().publish(source, target)
+
+    watched = world.add("watched", Watched(tmp_path / "watched"))
+    while watched.look():
+        pass
+    assert sorted(os.listdir(tmp_path / "watched" / RUN / naming.CHECKPOINTS)) == [naming.step_directory(s) for s in (5, 10)]
+    assert not os.listdir(tmp_path / "watched" / RUN / naming.STAGING)
+    assert world.states(5) == {"watched": "present"}
+
+
+def test_copies_outlive_a_lost_disk(world: CopiesWorld, tmp_path: Path) -> None:
+    """A checkpoint that is gone without a removal keeps its copy, whatever the daemon then finds on an empty disk."""
+    world.copy()
+    shutil.rmtree(world.root / RUN)
+    world.decisions.recover()
+    assert world.catalog.run(RUN).checkpoints == 0
+    world.replicators["far"]._tier = None  # as after a start
+    world.copy()
+    for step in STEPS:
+        verify(PosixTier(tmp_path / "far"), naming.checkpoint_path(RUN, step))
+
+
+@pytest.mark.parametrize("catalog_lost", [False, True])
+def test_another_training_does_not_overwrite_them(world: CopiesWorld, tmp_path: Path, catalog_lost: bool) -> None:
+    """A new checkpoint of a step whose copy is all that is left of a lost one is not copied over it, and that is told."""
+    world.copy()
+    before = contents(far(tmp_path, 15))
+    shutil.rmtree(world.root / RUN)
+    world.decisions.recover()
+    if catalog_lost:
+        with world.catalog.database.write() as session:
+            session.execute(delete(ReplicaRow))
+        world.book.opened("far", PosixTier(tmp_path / "far"))
+    build(world.path(15), varied_arrays(seed=9), run=RUN, step=15)
+    made = load_manifest(world.tier, RUN, 15)
+    encoded = manifests.encode(msgspec.structs.replace(made, created=utc_now()))
+    (world.path(15) / naming.MANIFEST).write_bytes(encoded)
+    (world.path(15) / naming.COMMIT).write_bytes(manifests.encode_commit(made, encoded))
+    world.decisions.recover()
+    world.decisions.findings.sound(RUN, 15)
+    world.copy()
+    assert contents(far(tmp_path, 15)) == before
+    (told,) = world.events("replica-failed")
+    assert told["problem"]["code"] == AlreadyCommitted.code
+    assert world.book.lag("far").checkpoints == 1
+
+
+def test_a_clock_that_was_set_back(world: CopiesWorld) -> None:
+    """A checkpoint from the future is copied once, and not for ever."""
+    made = load_manifest(world.tier, RUN, 15)
+    encoded = manifests.encode(msgspec.structs.replace(made, created="2099-01-01T00:00:00.000Z"))
+    (world.path(15) / naming.MANIFEST).write_bytes(encoded)
+    (world.path(15) / naming.COMMIT).write_bytes(manifests.encode_commit(made, encoded))
+    world.decisions.recover()
+    world.decisions.findings.sound(RUN, 15)
+    world.copy()
+    assert world.book.lag("far").checkpoints == 0
+
+
+def test_a_restart_goes_on(world: CopiesWorld, tmp_path: Path) -> None:
+    """What a crash left in staging is swept; what is there already is found and not copied again; rows are made anew."""
+    world.replicators["far"].look()
+    staging = tmp_path / "far" / naming.staging_path(RUN, 10, naming.NO_ATTEMPT)
+    staging.mkdir(parents=True)
+    (staging / "half").write_bytes(b"x")
+    shutil.copytree(world.path(5), far(tmp_path, 5))  # published, but not recorded before the crash
+    inode = os.stat(far(tmp_path, 5) / naming.COMMIT).st_ino
+    world.replicators["far"]._tier = None
+    world.copy()
+    assert not staging.exists()
+    assert [world.states(step) for step in STEPS] == [{"far": "present"}] * 3
+    assert os.stat(far(tmp_path, 5) / naming.COMMIT).st_ino == inode
+    assert world.book.stale("far", "0") is None, "it was read back, though nobody had copied it"
+
+
+def test_a_damaged_checkpoint_is_not_copied(world: CopiesWorld, tmp_path: Path) -> None:
+    """Nothing of it is published there; the damage is named, and the others are copied."""
+    entry = next(e for e in world.built[RUN, 15].manifest.tensors["optim"].values() if e.nbytes)
+    flip(world.path(15) / entry.file, entry.start)
+    world.copy()
+    assert not far(tmp_path, 15).exists() and world.states(15) == {"far": "copying"}
+    (told,) = world.events("replica-failed")
+    assert (told["problem"]["code"], told["problem"]["file"]) == (CorruptExtent.code, entry.file)
+    assert world.states(5) == world.states(10) == {"far": "present"}
+
+
+def test_what_arrives_damaged_is_not_published(world: CopiesWorld, tmp_path: Path) -> None:
+    """A disk that stores other bytes than it was given is found out before COMMIT is written there."""
+
+    class Lying(PosixTier):
+        def read_stored(self, path: str, offset: int, buffer: object) -> int:
+            done = super().read_stored(path, offset, buffer)
+            if path.endswith("config.json"):
+                buffer[3] ^= 1
+            return done
+
+    lying = world.add("lying", Lying(tmp_path / "lying"))
+    while lying.look():
+        pass
+    assert not (tmp_path / "lying" / RUN / naming.CHECKPOINTS).exists()
+    assert {world.states(step)["lying"] for step in STEPS} == {"copying"}
+
+
+@pytest.mark.parametrize("error", [NoSpace("full", hint="free space"), StorageFailed("gone", hint="check it")])
+def test_a_full_or_dead_disk_is_named_and_tried_again(tmp_path: Path, error: Exception) -> None:
+    """The worker keeps going, its problem shows beside the lag, and it catches up when the disk works again."""
+    with copies_world(tmp_path, STEPS, replicas=()) as world:
+        tier = MemoryTier()
+        sick = threading.Event()
+        sick.set()
+
+        class Sick:
+            def __getattr__(self, name: str) -> object:
+                if name == "create" and sick.is_set():
+                    raise error
+                return getattr(tier, name)
+
+        one = world.add("sick", Sick())  # type: ignore[arg-type]
+        one.start()
+        try:
+            wait_until(lambda: one.problem is not None)
+            assert one.problem is error and world.states(15) == {"sick": "copying"}
+            assert len(world.events("replica-failed")) == 1
+            world.decisions.findings.sound(RUN, 5)  # nothing else notices
+            sick.clear()
+            one._closed.set()
+        finally:
+            one.close()
+        again = world.add("sick", tier)
+        while again.look():
+            pass
+        assert [world.states(step) for step in STEPS] == [{"sick": "present"}] * 3
+
+
+def test_a_copy_can_be_stopped_anywhere(world: CopiesWorld, tmp_path: Path) -> None:
+    """A shutdown in the middle of a file leaves nothing under checkpoints/ and nothing in staging."""
+    one = world.replicators["far"]
+    one.look()
+    one._closed.set()
+    with pytest.raises(Stopped):
+        one.look()
+    assert os.listdir(tmp_path / "far" / RUN / naming.CHECKPOINTS) == [naming.step_directory(15)]
+    assert not os.listdir(tmp_path / "far" / RUN / naming.STAGING)
+
+
+def test_a_damaged_copy_is_found_and_mended(world: CopiesWorld, tmp_path: Path) -> None:
+    """Whoever was not read for longest is read back, and made from the checkpoint itself what it was."""
+    world.copy()
+    entry = next(e for e in world.built[RUN, 5].manifest.tensors["model"].values() if e.nbytes)
+    flip(far(tmp_path) / entry.file, entry.start)
+    (far(tmp_path) / naming.COMMIT).unlink()
+    assert world.replicators["far"].check(RUN, 5) is None
+    assert contents(far(tmp_path)) == contents(world.path()) and world.states(5) == {"far": "present"}
+    assert {detail["file"] for detail in world.events("checkpoint-repaired")} == {entry.file, naming.COMMIT}
+    assert {detail["replica"] for detail in world.events("checkpoint-repaired")} == {"far"}
+
+
+def test_a_damaged_copy_of_a_damaged_checkpoint(world: CopiesWorld, tmp_path: Path) -> None:
+    """What is damaged in both stays damaged, and is listed so."""
+    world.copy()
+    entry = next(e for e in world.built[RUN, 5].manifest.tensors["model"].values() if e.nbytes)
+    for path in (far(tmp_path), world.path()):
+        flip(path / entry.file, entry.start)
+    left = world.replicators["far"].check(RUN, 5)
+    assert left is not None and left.members["file"] == entry.file
+    assert world.states(5) == {"far": "damaged"}
+
+
+def test_rows_come_from_the_directory(world: CopiesWorld, tmp_path: Path) -> None:
+    """A catalog made anew lists the copies that are all there is; the others are read back, mended and made anew."""
+    world.copy()
+    (far(tmp_path, 5) / naming.MANIFEST).write_bytes(b"{}")
+    shutil.rmtree(far(tmp_path, 10))
+    with world.catalog.database.write() as session:
+        session.execute(delete(ReplicaRow).where(ReplicaRow.step != 10))
+    world.book.opened("far", PosixTier(tmp_path / "far"))
+    assert [world.states(step) for step in STEPS] == [{}, {}, {}]
+    shutil.rmtree(world.path(15))
+    world.decisions.recover()
+    world.book.opened("far", PosixTier(tmp_path / "far"))
+    assert [world.states(step) for step in STEPS] == [{}, {}, {"far": "present"}]
+    assert world.book.stale("far", "2000") == (RUN, 15), "nobody knows when it was read last"
+    world.copy()
+    assert [world.states(step) for step in STEPS] == [{"far": "present"}] * 3
+    assert contents(far(tmp_path)) == contents(world.path())
+
+
+def test_policy_and_pins_go_along(world: CopiesWorld, tmp_path: Path) -> None:
+    """A replica that is served one day keeps what the run keeps."""
+    world.decisions.rotation.mark(RUN, 5, lambda file: run_files.pinned(file, 5))
+    world.copy()
+    path = f"{RUN}/{naming.RUN_FILE}"
+    assert (tmp_path / "far" / path).read_bytes() == (world.root / path).read_bytes()

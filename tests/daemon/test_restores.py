@@ -1,0 +1,161 @@
+"""All ranks of a restore end alike: on the step that all of them could read, or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from holdfast_formats.errors import CorruptExtent, Damaged, DeadlineExceeded, StateMismatch, StorageFailed
+from holdfast_service.daemon import restores as module
+from holdfast_service.daemon.restores import GO_ON, Restores, Verdict
+from holdfast_service.daemon.rounds import Participant
+
+BAD = CorruptExtent("bytes [0, 9) are not what was written", file="model.safetensors")
+
+
+class Known:
+    """What the catalog would know."""
+
+    def __init__(self) -> None:
+        self.marked: dict[int, Damaged] = {}
+
+    def damage(self, run: str, step: int) -> Damaged | None:
+        return self.marked.get(step)
+
+    def damaged(self, run: str, step: int, error: Damaged, checked: bool = False) -> None:
+        self.marked[step] = error
+
+    def newest(self, run: str) -> int | None:
+        return 400
+
+    def passed_over(self, run: str, step: int | None) -> list[str]:
+        return [f"step {bad} is damaged" for bad in self.marked]
+
+
+def rank(number: int, world: int = 2) -> Participant:
+    return Participant("r", number, world, 1, lambda outcome: None)
+
+
+def made(look: Callable[..., Damaged | None] = lambda run, step, error: error) -> tuple[Restores, Known]:
+    known = Known()
+    return Restores(look, known), known  # type: ignore[arg-type]
+
+
+def test_all_go_on_when_all_are_well() -> None:
+    """The first one waits for the second; the answer is asked for again in between."""
+    restores, _ = made()
+    with pytest.raises(DeadlineExceeded):
+        restores.judge(rank(0), (0, 500, None), False, 0.0)
+    assert restores.judge(rank(1), (0, 500, None), False, 0.0) == GO_ON
+    assert restores.judge(rank(0), (0, 500, None), False, 0.0) == GO_ON
+
+
+def test_damage_that_one_meets_ends_it_for_all() -> None:
+    """Whether a rank was done before or comes later, it gets the same damage."""
+    restores, _ = made()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(restores.judge, rank(0, 3), (0, 500, None), False, 60.0)
+        assert restores.judge(rank(1, 3), (0, 500, BAD), False, 0.0) == Verdict(error=BAD)
+        assert waiting.result(30) == Verdict(error=BAD)
+    assert restores.judge(rank(2, 3), (0, 500, None), False, 60.0) == Verdict(error=BAD)
+    for number in range(3):  # the next turn is a new one
+        restores.told(rank(number, 3), 1, 400, named=False)
+
+
+def test_what_is_well_again_is_read_again_and_then_believed() -> None:
+    """Repaired, or sound when the daemon looks: once more. Who still cannot read it ends it for all."""
+    restores, known = made(lambda run, step, error: None)
+    assert restores.judge(rank(1), (0, 500, BAD), False, 0.0) == Verdict(again=True)
+    assert known.marked == {}
+    assert restores.judge(rank(1), (0, 500, BAD), False, 0.0).error is BAD
+    assert known.marked == {500: BAD}
+
+
+def test_who_comes_too_late_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that never asked is not waited for without end; if it meets damage then, it cannot take the others back."""
+    restores, _ = made()
+    restores.unheard_s = 0.0
+    assert restores.judge(rank(0), (0, 500, None), False, 30.0) == GO_ON
+    assert restores.judge(rank(1), (0, 500, BAD), False, 0.0) == Verdict(error=BAD, late=True)
+
+
+def test_who_asked_is_waited_for_until_it_is_gone() -> None:
+    """A rank that reads is waited for; a rank that dies, fails for a reason of its own, asks anew or saves is not."""
+    ends: list[Callable[[Restores, Participant], object]] = [
+        lambda restores, who: restores.gone(who),
+        lambda restores, who: restores.judge(who, (0, 500, StateMismatch("x")), False, 0.0),
+        lambda restores, who: restores.told(who, 1, 500, named=False),
+        lambda restores, who: restores.moved_on(who),
+    ]
+    for end in ends:
+        restores, _ = made()
+        restores.unheard_s = 0.0
+        other = rank(1)
+        restores.told(other, 0, 500, named=False)
+        with pytest.raises(DeadlineExceeded):
+            restores.judge(rank(0), (0, 500, None), False, 0.0)
+        end(restores, other)
+        assert restores.judge(rank(0), (0, 500, None), False, 0.0) == GO_ON
+    restores.join(other)
+
+
+def test_who_names_a_step_asks_for_itself() -> None:
+    """Nobody is waited for, nobody else is stopped, and the answer says which step is sound."""
+    restores, _ = made()
+    assert restores.judge(rank(0), (0, 500, None), True, 0.0) == GO_ON
+    assert restores.judge(rank(1), (0, 500, BAD), True, 0.0) == Verdict(error=BAD, late=True, newest=400)
+    assert restores.told(rank(1), 1, 500, named=True) == ()
+
+
+def test_what_an_earlier_daemon_was_told_counts() -> None:
+    """The catalog knows of the damage: a rank that asks the next daemon does not go on from that step."""
+    restores, known = made()
+    known.marked[500] = BAD
+    assert restores.judge(rank(0), (0, 500, None), False, 0.0) == Verdict(error=BAD)
+    assert restores.told(rank(0), 1, 400, named=False) == ("step 500 is damaged",)
+
+
+def test_a_look_that_fails_believes_the_rank_at_last() -> None:
+    """Where the daemon itself cannot read, the rank tries once more, and is believed then."""
+
+    def fails(run: str, step: int, error: Damaged) -> Damaged | None:
+        raise StorageFailed("the disk is gone")
+
+    restores, known = made(fails)
+    assert restores.judge(rank(1), (0, 500, BAD), False, 0.0) == Verdict(again=True)
+    assert restores.judge(rank(1), (0, 500, BAD), False, 0.0).error is BAD
+    assert known.marked == {500: BAD}
+
+
+def test_it_forgets_old_turns_and_lets_go_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns are bounded, and a daemon that ends keeps nobody waiting."""
+    monkeypatch.setattr(module, "TURNS_MAX", 3)
+    restores, _ = made()
+    for turn in range(10):
+        restores.told(rank(0), turn, 500, named=False)
+    assert len(restores._turns) == 3
+    restores.close()
+    assert restores.judge(rank(0), (9, 500, None), False, 60.0) == GO_ON
+
+
+def test_it_is_known_while_a_rank_restores() -> None:
+    """From the answer until it has ended, fails for a reason of its own, saves, asks for another turn, or is gone."""
+    restores, _ = made()
+    restores.told(rank(0), 0, None, named=False)  # there is nothing to be restored
+    assert not restores.under_way
+    ends: list[Callable[[], object]] = [
+        lambda: restores.judge(rank(0, 1), (1, 500, None), False, 0.0),
+        lambda: restores.judge(rank(0, 1), (2, 500, None), True, 0.0),
+        lambda: restores.judge(rank(0, 1), (3, 500, StorageFailed("slow")), False, 0.0),
+        lambda: restores.judge(rank(0, 1), (4, 500, BAD), False, 0.0),
+        lambda: restores.moved_on(rank(0, 1)),
+        lambda: restores.told(rank(0, 1), 7, None, named=False),
+        lambda: restores.gone(rank(0, 1)),
+    ]
+    for turn, end in enumerate(ends, 1):
+        restores.told(rank(0, 1), turn, 500, named=False)
+        assert restores.under_way
+        end()
+        assert not restores.under_way

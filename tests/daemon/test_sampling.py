@@ -1,0 +1,84 @@
+"""A check tries other layouts: what a rank of them would hold comes back as it was stored, or is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast_formats.errors import CorruptExtent, CorruptManifest
+from holdfast_formats.holding import Held, Holding
+from holdfast_service.daemon import sampling
+from holdfast_service.daemon.sampling import TRIED, identical, try_layouts
+from holdfast_service.storage import PosixTier
+from tests.checkpoints import build, varied_arrays
+
+STEPS = range(1, 25)
+
+
+def test_whatever_is_drawn_restores_what_is_stored(tmp_path: Path) -> None:
+    """Many steps, so that every layout is drawn: dtypes, scalars, empty tensors, tensors of several extents."""
+    tier = PosixTier(tmp_path)
+    drawn: set[str] = set()
+    for step in STEPS:
+        made = build(tmp_path / str(step), step=step).manifest
+        tried = try_layouts(tier, str(step), made)
+        assert len(tried.layouts) == TRIED and tried.bytes > 0
+        assert try_layouts(tier, str(step), made) == tried
+        drawn |= {text.partition(" rank ")[0] for text in tried.layouts}
+    assert drawn == set(sampling.LAYOUTS)
+
+
+def test_bytes_that_were_not_proven_are_not_compared(tmp_path: Path) -> None:
+    """Both ways would bring the same wrong bytes: the extents' digests tell."""
+    built = build(tmp_path / "c")
+    for path in built.path.glob("*.safetensors"):
+        header = built.manifest.file(path.name).header_bytes  # type: ignore[union-attr]
+        path.write_bytes(path.read_bytes()[:header] + b"\xa5" * (path.stat().st_size - header))
+    with pytest.raises(CorruptExtent):
+        try_layouts(PosixTier(tmp_path), "c", built.manifest)
+
+
+@pytest.mark.parametrize("config", [b"?", b"[]", b'{"model_type": 5}', b"{}"])
+def test_a_config_that_says_nothing_is_passed_over(tmp_path: Path, config: bytes) -> None:
+    """Rules are found by names and shapes then, as every reader does; one that is refused is no damage."""
+    made = build(tmp_path / "c", config=config).manifest
+    assert len(try_layouts(PosixTier(tmp_path), "c", made).layouts) in (0, TRIED)
+
+
+def test_a_layout_that_loses_a_tensor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the arithmetic of layouts wrong, no rank would miss what none holds: the check would."""
+    made = build(tmp_path / "c").manifest
+    whole = Holding.of
+
+    def forgetful(self: Holding, rank: int) -> Held:
+        held = whole(self, rank)
+        return held._replace(tensors=tuple(t for t in held.tensors if not t.name.startswith("embed")))
+
+    monkeypatch.setattr(Holding, "of", forgetful)
+    with pytest.raises(CorruptManifest) as caught:
+        try_layouts(PosixTier(tmp_path), "c", made)
+    assert caught.value.members["tensor"] == "embed.weight"
+
+
+def test_a_layout_that_misplaces_bytes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes put together otherwise than they stand: layout, rank and tensor are named."""
+    made = build(tmp_path / "c").manifest
+    monkeypatch.setattr(sampling.transfer, "move", lambda *of: 0)
+    with pytest.raises(CorruptManifest, match=r"layout .*, rank \d+: tensor .* something else"):
+        try_layouts(PosixTier(tmp_path), "c", made)
+
+
+def test_nothing_to_try(tmp_path: Path) -> None:
+    """A checkpoint without tensors has no layout."""
+    made = build(tmp_path / "c", {"extra": {}}).manifest
+    assert try_layouts(PosixTier(tmp_path), "c", made) == ((), 0)
+
+
+def test_identical_is_of_what_trains(tmp_path: Path) -> None:
+    """One bit in one tensor is a difference; nothing to compare is none that is the same."""
+    one, same, other = (
+        build(tmp_path / name, varied_arrays(seed), aliases={}).manifest for name, seed in zip("abc", (0, 0, 1), strict=True)
+    )
+    none = build(tmp_path / "d", {"extra": {}}).manifest
+    assert identical(one, same) and not identical(one, other) and not identical(none, none)

@@ -1,0 +1,27 @@
+"""A service with two small runs, and a client that is a browser without scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.checkpoints import build_root
+from tests.serving import Served, served
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Served]:
+    """A service of its own for tests that change something."""
+    build_root(tmp_path / "root", {"tiny": (5, 10, 15), "other": (1,)})
+    with served(tmp_path / "root") as running:
+        yield running
+
+
+@pytest.fixture
+def browser(service: Served) -> Iterator[httpx.Client]:
+    """Follows redirects, as a browser does after a form."""
+    with httpx.Client(base_url=service.url, trust_env=False, follow_redirects=True) as client:
+        yield client

@@ -1,0 +1,190 @@
+"""What forms do: each action over a real root, what it changes, and what it refuses."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from sqlalchemy import update
+
+from holdfast_formats import naming
+from holdfast_service.control.schema import CheckpointRow
+from tests.serving import Served
+
+from .reading import Page
+
+STEP = "/runs/tiny/checkpoints/5"
+
+
+def verdict(browser: httpx.Client, step: int) -> dict:
+    """What the API says of a checkpoint of the run."""
+    return next(v for v in browser.get("/v1/runs/tiny/retention").json()["verdicts"] if v["step"] == step)
+
+
+def field(page: Page, name: str) -> str:
+    """The value of a form's field."""
+    return next(e.attributes["value"] for e in page.all("input") if e.attributes.get("name") == name)
+
+
+def test_pin(browser: httpx.Client) -> None:
+    """Pinned and unpinned from the checkpoint's page and from the run's table."""
+    page = Page(browser.post(f"{STEP}/pin").text)
+    assert verdict(browser, 5)["pinned"]
+    assert "Take the pin away" in page.text
+    assert "Pinned. Nothing removes this checkpoint" in page.text
+    table = browser.post(f"{STEP}/pin", data={"pinned": "no", "back": "run"})
+    assert table.url.path == "/runs/tiny"
+    assert not verdict(browser, 5)["pinned"]
+
+
+def test_label(browser: httpx.Client) -> None:
+    """Labels are added and taken away; one that is not allowed is refused by name."""
+    page = Page(browser.post(f"{STEP}/labels", data={"label": "release-1"}).text)
+    assert verdict(browser, 5)["labels"] == ["release-1"]
+    assert "Remove label release-1" in page.text
+    refused = browser.post(f"{STEP}/labels", data={"label": "<script>"})
+    assert (refused.status_code, "<script>" in refused.text.replace("<script src", "")) == (400, False)
+    browser.post(f"{STEP}/labels/release-1/remove")
+    assert verdict(browser, 5)["labels"] == []
+
+
+def test_remove(service: Served, browser: httpx.Client) -> None:
+    """Nothing goes before the step was typed; then the checkpoint is gone, and the run's page says so."""
+    wrong = browser.post(f"{STEP}/remove", data={"confirm": "10"})
+    assert wrong.status_code == 400
+    assert (service.root / naming.checkpoint_path("tiny", 5)).exists()
+    done = browser.post(f"{STEP}/remove", data={"confirm": "5"})
+    assert (done.status_code, done.url.path) == (200, "/runs/tiny")
+    assert not (service.root / naming.checkpoint_path("tiny", 5)).exists()
+    assert "The checkpoint was removed" in Page(done.text).text
+
+
+def test_remove_is_explained_when_it_may_not_be(service: Served, browser: httpx.Client) -> None:
+    """A pinned one has no form, only the reason; the newest sound one wants a second yes."""
+    browser.post(f"{STEP}/pin")
+    page = Page(browser.get(f"{STEP}/remove").text)
+    assert "It may not be removed" in page.text
+    assert "confirm" not in [e.attributes.get("name") for e in page.all("input")]
+    service.services.catalog.mark_verified("tiny", 15)
+    page = Page(browser.get("/runs/tiny/checkpoints/15/remove").text)
+    assert "force" in [e.attributes.get("name") for e in page.all("input")]
+    assert browser.post("/runs/tiny/checkpoints/15/remove", data={"confirm": "15"}).status_code == 409
+    assert (
+        browser.post("/runs/tiny/checkpoints/15/remove", data={"confirm": "15", "force": "newest-verified"}).status_code
+        == 200
+    )
+
+
+def test_the_newest_healthy_one_wants_a_second_yes(service: Served, browser: httpx.Client) -> None:
+    """Where a newer one is unhealthy, the form asks for that very yes; another one removes nothing."""
+    for step in (5, 15):
+        service.services.catalog.mark_verified("tiny", step)
+    with service.services.catalog.database.write() as session:
+        session.execute(update(CheckpointRow).where(CheckpointRow.step == 15).values(healthy=False))
+    form = Page(browser.get(f"{STEP}/remove").text)
+    asked = next(e for e in form.all("input") if e.attributes.get("name") == "force")
+    assert (asked.attributes["value"], "newest healthy one" in form.text) == ("newest-healthy", True)
+    for force, status in (("newest-verified", 409), ("newest-healthy", 200)):
+        done = browser.post(f"{STEP}/remove", data={"confirm": "5", "force": force})
+        assert done.status_code == status
+        assert (service.root / naming.checkpoint_path("tiny", 5)).exists() == (status != 200)
+
+
+def test_a_check_that_has_not_run_is_said(service: Served, browser: httpx.Client) -> None:
+    """Until somebody has read a checkpoint back its page says so, in words; then what was found, and tried."""
+    text = Page(browser.get(STEP).text).text
+    for part in ("not checked yet", "never since its commit", "not tried yet", "only its commit speaks for it"):
+        assert part in text
+    said = {"verified": True, "checked": "2030-01-01T00:00:00.000Z"}
+    for layouts, told in ((["tp=2 rank 1"], "tp=2 rank 1"), ([], "none of those that are tried fits")):
+        with service.services.catalog.database.write() as session:
+            at = update(CheckpointRow).where(CheckpointRow.run == "tiny", CheckpointRow.step == 5)
+            session.execute(at.values(**said, check={"seconds": 1.5, "layouts": layouts}))
+        text = Page(browser.get(STEP).text).text
+        assert "yes, equal to every digest" in text and told in text
+        assert not any(part in text for part in ("not checked yet", "never since", "not tried yet"))
+
+
+def test_policy_is_previewed_then_set(service: Served, browser: httpx.Client) -> None:
+    """The preview changes nothing and says what would go and why; what it carries on is the policy that was typed."""
+    service.services.catalog.mark_verified("tiny", 15)
+    tag = field(Page(browser.get("/runs/tiny/policy").text), "tag")
+    said = {
+        "tag": tag,
+        "last": "1",
+        "every_steps": "",
+        "within_hours": "",
+        "steps": "5",
+        "quota_gigabytes": "1.5",
+        "metric": ["accuracy", ""],
+        "mode": ["max", "min"],
+        "count": ["2", "1"],
+        "unmeasured": ["", "keep"],
+    }
+    shown = Page(browser.post("/runs/tiny/policy/preview", data=said).text)
+    assert "1 checkpoint with" in shown.text
+    assert "would be removed" in shown.text
+    assert browser.get("/v1/runs/tiny/policy").json()["last"] is None
+    form = [e for e in shown.all("input") if e.inside.count("form") == 1]
+    apply = [(e.attributes["name"], e.attributes.get("value", "")) for e in form if e.attributes.get("type") == "hidden"]
+    sent = {name: [v for n, v in apply if n == name] for name, _ in apply}
+    sent["tag"] = [tag]
+    done = browser.post("/runs/tiny/policy", data=sent)
+    assert "The policy is in force" in Page(done.text).text
+    policy = browser.get("/v1/runs/tiny/policy").json()
+    assert (policy["last"], policy["steps"], policy["quota_bytes"]) == (1, [5], 1_500_000_000)
+    assert policy["best"] == [{"metric": "accuracy", "mode": "max", "count": 2, "keep_unmeasured": False}]
+
+
+def test_a_stale_policy_is_not_overwritten(browser: httpx.Client) -> None:
+    """Who previewed before another policy was set is told so, and sets nothing."""
+    tag = field(Page(browser.get("/runs/tiny/policy").text), "tag")
+    browser.post("/runs/tiny/policy", data={"tag": tag, "last": "7"})
+    for path in ("/runs/tiny/policy", "/runs/tiny/policy/preview"):
+        late = browser.post(path, data={"tag": tag, "last": "1"})
+        assert (late.status_code, "precondition-failed" in late.text) == (412, True)
+    assert browser.get("/v1/runs/tiny/policy").json()["last"] == 7
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"last": "-1"}, {"last": "many"}, {"last": "0"}, {"every_hours": "soon"}, {"steps": "5 x"}, {"quota_gigabytes": "-1"}],
+)
+def test_a_policy_that_is_none(browser: httpx.Client, said: dict[str, str]) -> None:
+    """A field that says nothing possible is named, and nothing changes."""
+    tag = field(Page(browser.get("/runs/tiny/policy").text), "tag")
+    refused = browser.post("/runs/tiny/policy", data={"tag": tag, **said})
+    assert refused.status_code == 400
+    assert browser.get("/v1/runs/tiny/policy").headers["etag"] == tag
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({}, 200),
+    ],
+)
+def test_forms_of_other_sites_do_nothing(browser: httpx.Client, headers: dict[str, str], status: int) -> None:
+    """A page elsewhere cannot make a visitor's browser act here."""
+    got = browser.post(f"{STEP}/pin", headers=headers)
+    assert (got.status_code in (400, 403)) == (status == 403)
+    assert verdict(browser, 5)["pinned"] == (status == 200)
+
+
+def test_a_form_has_a_limit(browser: httpx.Client) -> None:
+    """Nobody fills the service's memory by a form."""
+    assert browser.post(f"{STEP}/labels", data={"label": "x" * 3_000_000}).status_code == 413
+
+
+def test_jobs_and_tokens_answer_as_the_api_does(browser: httpx.Client) -> None:
+    """A form ends in what the API says: the job's own page, the token's text once, or the problem in words."""
+    job = browser.post(f"{STEP}/jobs", data={"kind": "verify"})
+    there = browser.get("/v1/jobs")
+    assert (job.status_code == 200) == (there.status_code == 200)
+    token = browser.post("/tokens", data={"name": "ci", "scope": "read", "days": "3"})
+    assert (token.status_code == 200) == (browser.get("/v1/tokens").status_code == 200)
+    assert Page(job.text).faults() == Page(token.text).faults() == []
+    assert browser.post(f"{STEP}/jobs", data={"kind": "rebuild"}).status_code == 400

@@ -1,0 +1,23 @@
+"""consistency: the report of a look at catalog and directories."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from holdfast_formats.consistency import KINDS, UNMENDABLE, CatalogCheck, Contradiction, Kind
+
+
+def test_kinds_are_those_that_are_described() -> None:
+    """Every kind has a sentence, and what cannot be mended is one of them."""
+    assert tuple(KINDS) == get_args(Kind)
+    assert set(UNMENDABLE) <= set(KINDS)
+
+
+def test_a_check_is_sound_without_contradictions() -> None:
+    """Its number counts, not the items that are shown."""
+    item = Contradiction(kind="not-listed", run="run", step=5, text="run@5 is committed, and not listed")
+    facts = {"catalog": "sqlite:///x", "runs": 1, "checkpoints": 1, "manifests_read": 0, "thorough": False}
+    assert CatalogCheck(**facts, count=0, items=[]).sound
+    found = CatalogCheck(**facts, count=2, items=[item])
+    assert not found.sound
+    assert CatalogCheck.model_validate_json(found.model_dump_json()) == found

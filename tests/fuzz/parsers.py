@@ -1,0 +1,208 @@
+"""Every reader of bytes that somebody else may have made, each with valid inputs to begin from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from holdfast_formats import arena, layouts, listing, manifest, naming, safetensors, table, values, wire
+from holdfast_formats.errors import CheckpointError, from_problem
+from holdfast_formats.proof import Piece
+from holdfast_formats.region import Box
+from holdfast_formats.rules import choice
+from holdfast_formats.rules import document as rules
+from holdfast_formats.rules.table import compile_table
+from holdfast_formats.table import SlotTable
+from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_service.api import bodies
+from holdfast_service.api import contents as cursors
+from holdfast_service.control import pages, run_files, tokens
+from holdfast_service.daemon import holder
+from holdfast_service.storage.memory import MemoryTier
+
+from .mutating import bytes_changed, framed, mutated
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "v1/golden/checkpoints/step-00000500"
+Mutate = Callable[[random.Random, bytes], bytes]
+
+
+class Parser(NamedTuple):
+    """`parse` either understands an input or raises an error of ours by name."""
+
+    name: str
+    parse: Callable[[bytes], object]
+    seeds: tuple[bytes, ...]
+    mutate: Mutate = mutated
+
+
+def _safetensors(data: bytes) -> None:
+    with suppress(CheckpointError):
+        safetensors.decode(data, 2**40)  # the head of a file that is said to be large
+    found = safetensors.decode(data, len(data))
+    safetensors.encode(found.tensors, found.metadata)
+
+
+def _manifest(data: bytes) -> None:
+    sha256 = hashlib.sha256(data).hexdigest()
+    try:
+        files = json.loads(data)["files"]
+        stated = (sum(file["bytes"] for file in files), len(files))
+        commit = msgspec.json.encode(manifest.Commit(1, sha256, *stated)) + b"\n"
+    except Exception:  # then there is no COMMIT that fits
+        commit = msgspec.json.encode(manifest.Commit(1, sha256, 0, 0)) + b"\n"
+    made = manifest.decode(data, commit)
+    manifest.validate(made)
+
+
+def _commit(data: bytes) -> None:
+    manifest.decode((GOLDEN / naming.MANIFEST).read_bytes(), data)
+
+
+def _run_file(data: bytes) -> None:
+    tier = MemoryTier()
+    tier.replace("run/run.json", data)
+    file = run_files.read_run_file(tier, "run")
+    run_files.write_run_file(tier, "run", file)
+
+
+def _arena(data: bytes) -> None:
+    memory = memoryview(data)
+    made = arena.read_superblock(memory)
+    arena.read_owner(memory)
+    for slot in range(made.slots):
+        arena.read_header(memory, made, slot)
+
+
+def _holder(data: bytes) -> None:
+    fd = os.memfd_create("fuzz")
+    try:
+        os.pwrite(fd, data, 0)
+        holder.holds_sealed(fd)
+    finally:
+        os.close(fd)
+
+
+def _frames(messages: Any, data: bytes) -> None:
+    decoder = wire.FrameDecoder(messages)
+    middle = len(data) // 2
+    for message in [*decoder.feed(data[:middle]), *decoder.feed(data[middle:])]:
+        wire.encode_frame(message)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _layout(data: bytes) -> None:
+    found = layouts.parse(_text(data))
+    assert layouts.parse(layouts.text(found)) == found
+
+
+def _rules(data: bytes) -> None:
+    compile_table(choice._lineage(rules.check(rules.decode(data))))
+
+
+def _state(data: bytes) -> None:
+    values.for_rank(data, 1)
+    for group in ("extra", "optim"):
+        values.by_rank(data, group)
+
+
+def _problem(data: bytes) -> None:
+    body = bodies.parse(data)
+    if isinstance(body, dict):
+        str(from_problem(body))
+        from_problem(body).problem()
+
+
+def _segment() -> bytes:
+    made = arena.geometry(2, 4096, 4096)
+    memory = bytearray(made.segment_bytes)
+    arena.write_superblock(memoryview(memory), made, arena.Owner("run", 0, 1, 1))
+    for slot in range(made.slots):
+        arena.write_header(memoryview(memory), made, slot, arena.SlotHeader(arena.SlotState.SEALED, 5, 1, 8, 8, 1))
+    return bytes(memory)
+
+
+def _table() -> bytes:
+    spec = TensorSpec("model", "w", "F32", (4, 4))
+    held = (Fragment(spec, (Box((0, 0), (2, 4)),), 0),)
+    made = SlotTable(
+        "run", 5, 1, 0, 1, ("model", "extra"), held, {"extra": {"lr": "0.1"}}, {"model": {"v": "w"}}, metrics={"loss": 2.5}
+    )
+    return table.encode(made)
+
+
+def _wire_seeds(*messages: wire.Message) -> tuple[bytes, ...]:
+    return tuple(map(wire.encode_frame, messages))
+
+
+_PIECES = [Piece("a.safetensors", 0, 100, "0" * 16), Piece("b.safetensors", 4096, 10, "f" * 16)]
+_STATE = values.merge(
+    5, {"loss": 2.5}, ["model", "extra"], {0: {"extra": {"lr": "0.1", "x": "[1]"}}, 1: {"extra": {"lr": "0.1", "x": "[2]"}}}
+)
+_CURSOR = cursors.encode_cursor("model", "w").encode()
+_LAYOUTS = (
+    b"tp=4,pp=2,dp=8",
+    b"tp=2,pp=2:3/1,sharding=4:stage1:flat:align=8:pad=2:bucket=99,vocab=64,qkv=heads,experts=stacked,rules=gpt-2",
+    b"tp=8,etp=1,ep=8,cp=2,dp=2,order=tp-cp-ep-dp-pp",
+    b'{"tp": 2, "pp": 2}',
+)
+_RULES = Path(rules.__file__).parent
+_RUN_FILE = (
+    b'{"format":1,"keep_last":3,"pins":[5],"labels":{"good":[5,10]},"policy":{"last":2,"every_steps":10,'
+    b'"best":[{"metric":"loss","mode":"min","count":1}],"steps":[1],"quota_bytes":5}}'
+)
+_framed_8: Mutate = partial(framed, length_bytes=8)
+_framed_4: Mutate = partial(framed, length_bytes=wire.LENGTH_BYTES)
+_FILES = tuple(path.read_bytes() for path in sorted(GOLDEN.glob("*.safetensors")))[:3]
+
+PARSERS = (
+    Parser("safetensors", _safetensors, _FILES, _framed_8),
+    Parser("manifest", _manifest, ((GOLDEN / naming.MANIFEST).read_bytes(),)),
+    Parser("commit", _commit, ((GOLDEN / naming.COMMIT).read_bytes(),)),
+    Parser("run-file", _run_file, (_RUN_FILE,)),
+    Parser("table", lambda data: table.decode(data, 10_000), (_table(),)),
+    Parser("arena", _arena, (_segment(),), bytes_changed),
+    Parser("holder", _holder, (_segment(),), bytes_changed),
+    Parser(
+        "wire-to-daemon",
+        partial(_frames, wire.TO_DAEMON),
+        _wire_seeds(
+            wire.Hello(id=1, run="r", rank=0, world=1, launch="x"),
+            wire.Reserve(id=2, slots=2, data_bytes=5, table_bytes=5),
+            wire.Lease(id=3, step=5),
+            wire.Choose(id=4, turn=0, groups=("model",)),
+        ),
+        _framed_4,
+    ),
+    Parser(
+        "wire-to-rank",
+        partial(_frames, wire.TO_RANK),
+        _wire_seeds(
+            wire.Welcome(reply_to=1, attempt=1, node="n", root="/r", version="1", url=None),
+            wire.Failed(reply_to=2, problem={"code": "no-space", "detail": "d", "hint": "h"}),
+            wire.Outcome(step=5, attempt=1, state="aborted", problem={"code": "round-aborted"}),
+        ),
+        _framed_4,
+    ),
+    Parser("listing", listing.decode, (listing.encode(listing.of(_PIECES)),), bytes_changed),
+    Parser("layout", _layout, _LAYOUTS, mutated),
+    Parser("rules", _rules, tuple(path.read_bytes() for path in sorted(_RULES.rglob("*.toml")))[:3], bytes_changed),
+    Parser("state", _state, (_STATE,)),
+    Parser("cursor", lambda data: pages.decode_cursor("run", _text(data)), (b"cnVuOmE=",), bytes_changed),
+    Parser("cursor-of-tensors", lambda data: cursors.decode_cursor(_text(data), 2), (_CURSOR,), bytes_changed),
+    Parser("body", bodies.parse, (_RUN_FILE, b'{"name": "a", "runs": "*", "expires_s": 60}')),
+    Parser("problem", _problem, (b'{"code": "no-space", "detail": "d", "hint": "h", "needed": 5, "type": "t"}',)),
+    Parser("token", lambda data: tokens.well_formed(_text(data)), (tokens.PREFIX.encode() + b"A" * 48,), bytes_changed),
+)
+BY_NAME = {parser.name: parser for parser in PARSERS}

@@ -1,0 +1,126 @@
+"""Logs: one line a record, the declared fields and no others, whoever logs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+import holdfast_service
+from holdfast import Checkpointer
+from holdfast_formats.errors import NoSpace
+from holdfast_service.logs import FIELDS, JsonLines, TextLines, about
+from tests.daemons import running
+
+API_MD = (Path(holdfast_service.__file__).parent / "API.md").read_text()
+ALWAYS = {"time", "level", "logger", "message", "node"}
+
+
+def a_record(message: object, *arguments: object, level: int = logging.WARNING, **given: object) -> logging.LogRecord:
+    return logging.getLogger("holdfast_service.test").makeRecord(
+        "holdfast_service.test",
+        level,
+        __file__,
+        1,
+        message,
+        arguments,
+        None,
+        extra=given,  # type: ignore[arg-type]
+    )
+
+
+def as_json(record: logging.LogRecord) -> dict:
+    line = JsonLines("node-1").format(record)
+    assert "\n" not in line
+    parsed: dict = json.loads(line)
+    return parsed
+
+
+@pytest.mark.parametrize(
+    ("record", "fields"),
+    [
+        (a_record("%s@%s attempt %s aborted", "llama", 5, 2), {"run": "llama", "step": 5, "attempt": 2}),
+        (a_record("in %.2f s: %s@%s is gone", 0.5, "llama", 5), {"run": "llama", "step": 5}),
+        (a_record("%s", NoSpace("full")), {"code": "no-space"}),
+        (
+            a_record("said by hand", **about("llama", 7, error=NoSpace("full"))),
+            {"run": "llama", "step": 7, "code": "no-space"},
+        ),
+        (a_record("100 %% of it"), {}),
+        (a_record("nothing to say"), {}),
+        (a_record({"not": "text"}), {}),
+    ],
+)
+def test_what_a_record_is_about(record: logging.LogRecord, fields: dict) -> None:
+    """Run, step, attempt and code are found in what it was given, or in how its message names a save."""
+    line = as_json(record)
+    assert {name: line[name] for name in ("run", "step", "attempt", "code") if name in line} == fields
+    assert set(line) <= set(FIELDS) and line.keys() >= ALWAYS
+    assert (line["node"], line["level"], line["logger"]) == ("node-1", "warning", "holdfast_service.test")
+    assert datetime.fromisoformat(line["time"].replace("Z", "+00:00")).tzinfo is not None
+
+
+def test_undeclared_fields_are_not_written() -> None:
+    """What a record carries besides, a token for example, stays out of the log."""
+    assert "hf_secret" not in JsonLines("n").format(a_record("hello", token="hf_secret", authorization="hf_secret"))
+    assert "hf_secret" not in TextLines().format(a_record("hello", token="hf_secret"))
+
+
+def test_exceptions_have_their_traceback_and_code() -> None:
+    """The traceback is one member, so that a record stays one line."""
+    try:
+        raise NoSpace("full")
+    except NoSpace:
+        record = logging.getLogger("x").makeRecord("x", logging.ERROR, __file__, 1, "failed", (), sys.exc_info())
+    line = as_json(record)
+    assert line["code"] == "no-space" and "Traceback" in line["exception"] and "thread" in line
+
+
+def test_text_says_what_the_message_does_not() -> None:
+    """Lines for people end in what is known besides, once."""
+    assert (
+        TextLines()
+        .format(a_record("%s@%s failed: full", "llama", 5, **about(code="no-space")))
+        .endswith("llama@5 failed: full [code=no-space]")
+    )
+    assert TextLines().format(a_record("plain")).endswith("plain")
+
+
+def test_api_md_lists_the_fields() -> None:
+    """API.md has every declared field, in order, and no other."""
+    section = API_MD[API_MD.index("## Logs") : API_MD.index("## Traces")]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(FIELDS)
+
+
+def test_daemon_logs_json_alone(tmp_path: Path) -> None:
+    """Every line of a daemon that saves, refuses and ends is such an object; a save can be followed by its fields."""
+    with running(tmp_path / "root", "--log-format", "json", "--node", "node-1", listen="127.0.0.1:0") as daemon:
+        with Checkpointer("llama", {"model": torch.nn.Linear(4, 4)}, socket=str(daemon.socket)) as checkpointer:
+            checkpointer.save(3).result(60)
+        httpx.get(f"{daemon.url}/v1/runs/nope", trust_env=False)
+    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+    assert all(line.keys() >= ALWAYS and set(line) <= set(FIELDS) for line in lines)
+    assert {line["node"] for line in lines} == {"node-1"}
+    (committed,) = [line for line in lines if "committed:" in line["message"]]
+    assert (committed["run"], committed["step"], committed["attempt"]) == ("llama", 3, 1)
+
+
+@pytest.mark.parametrize(
+    "how", ["raise ValueError('boom')", "t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()"]
+)
+def test_what_nobody_catches_is_logged(how: str) -> None:
+    """An exception that ends the process or a thread is a line like any other."""
+    begin = (
+        "import threading\nfrom holdfast_service.logs import *\nstart_logging('info', 'json')\nlog_what_nobody_catches()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", begin + how], capture_output=True, text=True, check=False)
+    (line,) = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert "unexpected" in line["message"] and "Traceback" in line["exception"]

@@ -1,0 +1,75 @@
+"""`--replica`: what it may say, and where else it can be said."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from holdfast_formats.errors import InvalidRequest, RootBusy, StorageFailed
+from holdfast_service.config import check_apart, parse
+from holdfast_service.replication import Reached
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "found"),
+    [
+        ([], {}, ()),
+        (["--replica", "/mnt/nas"], {}, (("nas", Path("/mnt/nas")),)),
+        (
+            ["--replica", "a=/x", "--replica", "b=/y, /mnt/c"],
+            {},
+            (("a", Path("/x")), ("b", Path("/y")), ("c", Path("/mnt/c"))),
+        ),
+        ([], {"HOLDFAST_REPLICA": "a=/x,b=/y"}, (("a", Path("/x")), ("b", Path("/y")))),
+        (["--replica", "a=/x"], {"HOLDFAST_REPLICA": "b=/y"}, (("a", Path("/x")),)),
+    ],
+)
+def test_replicas_are_named(flags: list[str], environment: dict[str, str], found: tuple[tuple[str, Path], ...]) -> None:
+    """Several times, separated by commas, or in the environment; the name is the directory's unless it is said."""
+    assert parse(flags, environment).replica == found
+
+
+@pytest.mark.parametrize("flag", ["a=", "=/x", "a b=/x", "/", "..=/x", "a=/x,/y/a"])
+def test_a_name_that_is_none(flag: str) -> None:
+    """It is refused by the flag's name."""
+    with pytest.raises(InvalidRequest, match="--replica"):
+        parse(["--replica", flag], {})
+
+
+def test_an_empty_mount_point_is_not_the_disk(tmp_path: Path) -> None:
+    """A disk that is gone is named, also where a directory stands in its place; back again, it is taken up again."""
+    far, away = tmp_path / "far", tmp_path / "away"
+    place = Reached(far)
+    tier = place()
+    assert place() is tier
+    with pytest.raises(RootBusy):
+        Reached(far)()
+    far.rename(away)
+    for make in (lambda: None, far.mkdir):
+        make()
+        with pytest.raises(StorageFailed, match="is its disk gone"):
+            place()
+    assert list(far.iterdir()) == []
+    far.rmdir()
+    away.rename(far)
+    assert place() is tier
+    far.rename(away)
+    shutil.copytree(away, far)
+    assert place() is not tier, "another mount of it"
+    place.close()
+    again = Reached(far)
+    again()
+    again.close()
+
+
+def test_replicas_stand_apart(tmp_path: Path) -> None:
+    """None is in the root, around it, in another one, or reached there by a link."""
+    root, far = tmp_path / "root", tmp_path / "far"
+    root.mkdir()
+    (tmp_path / "link").symlink_to(root)
+    check_apart(root, (("far", far), ("near", tmp_path / "near")))
+    for wrong in (root, root / "in", tmp_path, tmp_path / "link", far / "in"):
+        with pytest.raises(InvalidRequest, match="lie in one another"):
+            check_apart(root, (("far", far), ("wrong", wrong)))
