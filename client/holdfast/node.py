@@ -19,6 +19,7 @@ from holdfast_formats import listing, wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_formats.proof import Piece
 
+from . import direct
 from .mapping import Mapping
 from .reader import CheckpointReader
 from .transport import Transport
@@ -92,6 +93,9 @@ class LentMemory:
 
     def waits(self, name: str, offset: int) -> bool:
         return False
+
+    def past_cache(self) -> direct.Reader | None:
+        return None
 
     def close(self) -> None:
         """Nothing: the memory is unmapped with the last view of it."""

@@ -18,14 +18,25 @@ from holdfast_formats import digest, proof
 from holdfast_formats.manifest import Extent
 from holdfast_formats.proof import Piece
 
+from . import direct
 from .sources import Source
 from .wants import Run, copy
 
-# Who waits for a disk or a network keeps several requests under way. From memory, one thread more than cores is enough, and
-# none more on a single core: threads that take turns there only push each other's chunks out of the cache.
-READERS_WAITING, READERS_SPARE = 8, 1
+# Who waits for a disk or a network keeps several requests under way; past the page cache few long ones do, by medians of
+# seven rounds. From memory, one thread more than cores is enough, and none more on a single core: threads that take turns
+# there only push each other's chunks out of the cache.
+READERS_WAITING, READERS_DIRECT, READERS_SPARE = 8, 4, 1
+WAITING_CHUNK_BYTES, DIRECT_CHUNK_BYTES = 2**21, 2**22
 BUFFERS_BYTES_MAX = 128 * 2**20  # of all threads
 PROBES = 64  # places looked at to tell which it is
+
+
+class Manner(NamedTuple):
+    """How many threads read, how much at a time, and how past the page cache, if they do."""
+
+    readers: int
+    chunk_bytes: int
+    past_cache: direct.Reader | None = None
 
 
 class Part(NamedTuple):
@@ -42,14 +53,15 @@ Job = Sequence[Part]  # they follow each other in the file
 
 def check(source: Source, pieces: Iterable[Piece]) -> None:
     """Read and check a few pieces. Raises `CorruptExtent` with file, tensor and byte range."""
-    reading = _Reading(source)
+    reading = _Reading(source, Manner(1, source.chunk_bytes))
     for piece in pieces:
         reading.check(piece)
 
 
 def prove(source: Source, runs: Sequence[Run], cores: int) -> None:
     """Read and check runs; nothing is handed over. Raises `CorruptExtent` with file, tensor and byte range."""
-    _on_threads(source, runs, cores, lambda: _Prover(source).take)
+    manner = _manner(source, runs, cores, again=True)
+    _on_threads(runs, manner, lambda: _Prover(source, manner).take)
 
 
 def hand_over(source: Source, runs: Sequence[Run], cores: int, proven: bool) -> None:
@@ -58,7 +70,8 @@ def hand_over(source: Source, runs: Sequence[Run], cores: int, proven: bool) -> 
     Of an extent that is damaged nothing is handed over; of those before it, everything. If `prove` found all of them right,
     who takes a damaged one as it lies in the file may have been overwritten with it.
     """
-    _on_threads(source, runs, cores, lambda: _Giver(source, in_place=proven).take)
+    manner = _manner(source, runs, cores, again=proven)
+    _on_threads(runs, manner, lambda: _Giver(source, manner, in_place=proven).take)
 
 
 def _jobs(runs: Sequence[Run], bytes_max: int) -> deque[Job]:
@@ -99,12 +112,13 @@ def _parts(run: Run, bytes_max: int) -> Iterator[Part]:
     yield Part(run, extents[first : run.stop], base + offset, base + end)
 
 
-def _on_threads(source: Source, runs: Sequence[Run], cores: int, worker: Callable[[], Callable[[Job], None]]) -> None:
+def _on_threads(runs: Sequence[Run], manner: Manner, worker: Callable[[], Callable[[Job], None]]) -> None:
     """Take all jobs, each thread with a worker of its own; the first error ends it and is raised."""
-    jobs = _jobs(runs, source.chunk_bytes)
+    jobs = _jobs(runs, manner.chunk_bytes)
     if not jobs:
         return
-    count = min(_readers(source, jobs, cores), len(jobs))
+    largest = max(max(job[-1].stop - job[0].start for job in jobs), manner.chunk_bytes)
+    count = min(manner.readers, max(BUFFERS_BYTES_MAX // largest, 1), len(jobs))
 
     def drain() -> None:
         act = worker()
@@ -131,21 +145,32 @@ def _on_threads(source: Source, runs: Sequence[Run], cores: int, worker: Callabl
             jobs.clear()
 
 
-def _readers(source: Source, jobs: Sequence[Job], cores: int) -> int:
-    """How many threads read these jobs fastest, in the memory that they may use."""
-    probed = [jobs[at][0] for at in range(0, len(jobs), max(len(jobs) // PROBES, 1))]
-    wanted = READERS_WAITING
-    if not any(source.waits(part.run.entry.file, part.start) for part in probed):
-        wanted = cores + READERS_SPARE if cores > 1 else 1
-    largest = max(max(job[-1].stop - job[0].start for job in jobs), source.chunk_bytes)
-    return max(min(wanted, BUFFERS_BYTES_MAX // largest), 1)
+def _manner(source: Source, runs: Sequence[Run], cores: int, again: bool) -> Manner:
+    """How these runs are read fastest. What is to be read `again` afterwards is left in the page cache."""
+    waiting = [source.waits(file, start) for file, start in _places(runs)]
+    if not any(waiting):
+        return Manner(cores + READERS_SPARE if cores > 1 else 1, source.chunk_bytes)
+    past_cache = source.past_cache() if not again and 2 * sum(waiting) > len(waiting) else None
+    if past_cache is not None:
+        return Manner(READERS_DIRECT, max(source.chunk_bytes, DIRECT_CHUNK_BYTES), past_cache)
+    return Manner(READERS_WAITING, max(source.chunk_bytes, WAITING_CHUNK_BYTES))
+
+
+def _places(runs: Sequence[Run]) -> Iterator[tuple[str, int]]:
+    """Some extents' first bytes, all over the runs."""
+    step = max(sum(run.stop - run.first for run in runs) // PROBES, 1)
+    at = 0
+    for run in runs:
+        for index in range(run.first + -at % step, run.stop, step):
+            yield run.entry.file, run.entry.start + run.entry.extents[index].offset
+        at += run.stop - run.first
 
 
 class _Reading:
     """One thread's buffer, and the source."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, manner: Manner) -> None:
+        self._source, self._manner = source, manner
         self._memory = memoryview(b"")
 
     def all(self, file: str, start: int, size: int) -> memoryview:
@@ -153,14 +178,21 @@ class _Reading:
         view = self._source.view(file, start, start + size)
         if view is not None:
             return view
-        if len(self._memory) < size:
-            self._memory = np.empty(max(size, self._source.chunk_bytes), np.uint8).data
+        room = max(size, self._manner.chunk_bytes)
+        if self._manner.past_cache is not None:
+            if len(self._memory) < room + 2 * direct.ALIGNMENT:
+                self._memory = direct.memory_for(room)
+            found = self._manner.past_cache(file, start, size, self._memory)
+            if found is not None:
+                return found
+        elif len(self._memory) < room:
+            self._memory = np.empty(room, np.uint8).data
         buffer = self._memory[:size]
         return buffer[: self._source.read_into(file, start, buffer)]
 
     def check(self, piece: Piece, into: memoryview | None = None) -> None:
         """Read a piece in parts that stay in the cache, into a buffer or in place, and check it."""
-        found, held, step = digest.running(), 0, self._source.chunk_bytes
+        found, held, step = digest.running(), 0, self._manner.chunk_bytes
         for at in range(0, piece.length, step):
             size = min(step, piece.length - at)
             if into is None:
@@ -176,9 +208,9 @@ class _Reading:
 
 
 class _Prover:
-    def __init__(self, source: Source) -> None:
-        self._reading = _Reading(source)
-        self._chunk_bytes = source.chunk_bytes
+    def __init__(self, source: Source, manner: Manner) -> None:
+        self._reading = _Reading(source, manner)
+        self._chunk_bytes = manner.chunk_bytes
 
     def take(self, job: Job) -> None:
         first, start, stop = job[0], job[0].start, job[-1].stop
@@ -191,9 +223,9 @@ class _Prover:
 
 
 class _Giver:
-    def __init__(self, source: Source, *, in_place: bool) -> None:
-        self._source = source
-        self._reading = _Reading(source)
+    def __init__(self, source: Source, manner: Manner, *, in_place: bool) -> None:
+        self._source, self._chunk_bytes = source, manner.chunk_bytes
+        self._reading = _Reading(source, manner)
         self._in_place = in_place
 
     def take(self, job: Job) -> None:
@@ -212,7 +244,7 @@ class _Giver:
     def _straight(self, part: Part, octets: memoryview) -> None:
         at = part.extents[0].offset - part.run.offset
         into = octets[at : at + part.stop - part.start]
-        if len(into) > self._source.chunk_bytes:  # a single extent
+        if len(into) > self._chunk_bytes:  # a single extent
             self._reading.check(_piece(part, part.extents[0]), into)
             return
         _check(part, into[: self._source.read_into(part.run.entry.file, part.start, into)])

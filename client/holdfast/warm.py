@@ -24,7 +24,7 @@ from holdfast_formats.region import Box
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec, box_bytes
 
-from . import node
+from . import direct, node
 from .mapping import Mapping
 from .node import Neighbours
 from .reader import CheckpointReader
@@ -223,6 +223,9 @@ class HeldSource:
 
     def waits(self, name: str, offset: int) -> bool:
         return False
+
+    def past_cache(self) -> direct.Reader | None:
+        return None
 
     def close(self) -> None:
         """Nothing: slots and files are their owners'."""
