@@ -1,8 +1,9 @@
-"""The passes of a load: one that hands each extent over once it is proven, or two, where everything is proven before that.
+"""The passes of a load: one that proves each extent as it is handed over, or two, where everything is proven before that.
 
-In one pass, what is read stays in a core's cache while it is digested and then copied to who receives it. Of two, the first
-digests in chunks that stay in the cache. The second reads straight into who receives the bytes, where they lie there as in
-the file, and digests them there: a page that left memory in between may come back from the disk as another.
+What lies in a tensor as in the file is read straight into it, in chunks that stay in a core's cache until they are digested
+there; if one is not what was written, its place is emptied before anybody hears of it. What lies otherwise, and what comes
+past the page cache, which asks for memory of its own, is proven in a buffer and then copied. The second of two passes does
+the same: a page that left memory in between may come back from the disk as another.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ def prove(source: Source, runs: Sequence[Run], cores: int) -> None:
 def hand_over(source: Source, runs: Sequence[Run], cores: int, proven: bool) -> None:
     """Read them into who receives them. Raises `CorruptExtent` where something is not what was written.
 
-    Of an extent that is damaged nothing is handed over; of those before it, everything. If `prove` found all of them right,
-    who takes a damaged one as it lies in the file may have been overwritten with it.
+    Of an extent that is damaged nothing is handed over; of those before it, everything. Its place may hold zeros then, and
+    that of what was read with it. What `prove` has just read is looked for in the page cache.
     """
     manner = _manner(source, runs, cores, again=proven)
-    _on_threads(runs, manner, lambda: _Giver(source, manner, in_place=proven).take)
+    _on_threads(runs, manner, lambda: _Giver(source, manner).take)
 
 
 def _jobs(runs: Sequence[Run], bytes_max: int) -> deque[Job]:
@@ -175,9 +176,6 @@ class _Reading:
 
     def all(self, file: str, start: int, size: int) -> memoryview:
         """Bytes of a file, fewer only where it ends before; good until the next call."""
-        view = self._source.view(file, start, start + size)
-        if view is not None:
-            return view
         room = max(size, self._manner.chunk_bytes)
         if self._manner.past_cache is not None:
             if len(self._memory) < room + 2 * direct.ALIGNMENT:
@@ -196,7 +194,8 @@ class _Reading:
         for at in range(0, piece.length, step):
             size = min(step, piece.length - at)
             if into is None:
-                part = self.all(piece.file, piece.start + at, size)
+                part = self._source.view(piece.file, piece.start + at, piece.start + at + size)
+                part = self.all(piece.file, piece.start + at, size) if part is None else part
             else:
                 part = into[at : at + size]
                 part = part[: self._source.read_into(piece.file, piece.start + at, part)]
@@ -209,31 +208,34 @@ class _Reading:
 
 class _Prover:
     def __init__(self, source: Source, manner: Manner) -> None:
+        self._source, self._chunk_bytes = source, manner.chunk_bytes
         self._reading = _Reading(source, manner)
-        self._chunk_bytes = manner.chunk_bytes
 
     def take(self, job: Job) -> None:
         first, start, stop = job[0], job[0].start, job[-1].stop
         if stop - start > self._chunk_bytes:  # a single extent
             self._reading.check(_piece(first, first.extents[0]))
             return
-        data = self._reading.all(first.run.entry.file, start, stop - start)
+        data = self._source.view(first.run.entry.file, start, stop)
+        if data is None:
+            data = self._reading.all(first.run.entry.file, start, stop - start)
         for part in job:
             _check(part, data[part.start - start : part.stop - start])
 
 
 class _Giver:
-    def __init__(self, source: Source, manner: Manner, *, in_place: bool) -> None:
-        self._source, self._chunk_bytes = source, manner.chunk_bytes
+    def __init__(self, source: Source, manner: Manner) -> None:
+        self._source, self._manner = source, manner
         self._reading = _Reading(source, manner)
-        self._in_place = in_place
 
     def take(self, job: Job) -> None:
         first, start, stop = job[0], job[0].start, job[-1].stop
-        if self._in_place and len(job) == 1 and first.run.octets is not None:
-            self._straight(first, first.run.octets)
-            return
-        data = self._reading.all(first.run.entry.file, start, stop - start)
+        data = self._source.view(first.run.entry.file, start, stop)
+        if data is None:
+            if len(job) == 1 and first.run.octets is not None and self._manner.past_cache is None:
+                self._straight(first, first.run.octets)
+                return
+            data = self._reading.all(first.run.entry.file, start, stop - start)
         for part in job:
             mine = data[part.start - start : part.stop - start]
             _check(part, mine, part.run.octets)
@@ -242,12 +244,17 @@ class _Giver:
                     receiver.take(part.extents[0].offset, mine)
 
     def _straight(self, part: Part, octets: memoryview) -> None:
+        """Read where the bytes belong, and check them there; if anything is wrong, nothing of it stays (I7)."""
         at = part.extents[0].offset - part.run.offset
         into = octets[at : at + part.stop - part.start]
-        if len(into) > self._chunk_bytes:  # a single extent
-            self._reading.check(_piece(part, part.extents[0]), into)
-            return
-        _check(part, into[: self._source.read_into(part.run.entry.file, part.start, into)])
+        try:
+            if len(into) > self._manner.chunk_bytes:  # a single extent
+                self._reading.check(_piece(part, part.extents[0]), into)
+            else:
+                _check(part, into[: self._source.read_into(part.run.entry.file, part.start, into)])
+        except BaseException:
+            np.frombuffer(into, np.uint8)[:] = 0
+            raise
 
 
 def _check(part: Part, data: memoryview, octets: memoryview | None = None) -> None:

@@ -224,12 +224,12 @@ class CheckpointReader:
         return [part for part, there in parts if not there], [part for part, there in parts if there]
 
     def load(self, wants: Iterable[Want]) -> int:
-        """Read what the wants touch into them, each extent once it is proven; `prove` first when nothing may change if
-        anything is damaged.
+        """Read what the wants touch into them, and prove each extent; `prove` first when nothing may change if anything is
+        damaged.
 
         Returns how many bytes of files that is, each counted once: those of whole extents. Raises `CorruptExtent`, also for
         what was proven and has become another since: a page may have left memory and come back from the disk. Wants may
-        have been overwritten then: without `prove` with what is proven, else also with what turned out wrong.
+        have been overwritten then, with what is proven; where something is not, with zeros.
         """
         found = self._touched(list(wants))
         own, lent = self._runs_apart(found)

@@ -1,6 +1,6 @@
 """What a restore has begun to write over and has not finished: nobody trains on it, and nobody saves it.
 
-Bytes are proven before they reach a live tensor, but those of different tensors belong together only once all are there.
+What is found wrong is taken out of a live tensor again, but what was proven belongs together only once all of it is there.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -13,7 +14,7 @@ from holdfast import passes
 from holdfast.reader import CheckpointReader
 from holdfast.sources import DirectorySource
 from holdfast.wants import Want
-from holdfast_formats.errors import CorruptExtent
+from holdfast_formats.errors import CorruptExtent, StorageFailed
 from holdfast_formats.region import Box, whole
 from tests.checkpoints import Built, build, flip
 
@@ -140,6 +141,45 @@ def test_unproven_bytes_are_never_handed_over(built: Built, chunk_bytes: int) ->
         arrived = np.zeros(array.shape, "<u8")
         arrived[box.slices] = wanted.into
         assert not arrived.reshape(-1)[3000 // 8 : 4000 // 8].any()
+
+
+@pytest.mark.parametrize("chunk_bytes", [300, 2500, 2**19])
+@pytest.mark.parametrize("damage", ["flip", "unreadable"])
+def test_what_fails_leaves_nothing_that_is_not_proven(
+    built: Built, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, damage: str
+) -> None:
+    """Whatever was read in place when a load failed: each extent is as it was before, as it was written, or zeros (I7)."""
+    tensor = built.manifest.tensors["optim"]["layers.0.q.weight/exp_avg"]
+    array = built.arrays["optim"]["layers.0.q.weight/exp_avg"]
+    wanted = want("optim", "layers.0.q.weight/exp_avg", whole(array.shape), 8)
+    wanted.into.reshape(-1).view(np.uint8)[:] = 0xAA
+    with CheckpointReader.open(chunked(built, chunk_bytes)) as reader:
+        if damage == "flip":
+            flip(built.path / tensor.file, tensor.start + 3500)
+        else:
+            _break_reading(monkeypatch, tensor.start + 3500)
+        with pytest.raises(CorruptExtent if damage == "flip" else StorageFailed):
+            reader.load([wanted])
+    found, written = wanted.into.reshape(-1).view(np.uint8), array.reshape(-1).view(np.uint8)
+    for extent in tensor.extents:
+        held = found[extent.offset : extent.offset + extent.length]
+        right = written[extent.offset : extent.offset + extent.length]
+        kinds = [(held == 0xAA).all(), not held.any(), np.array_equal(held, right)]
+        assert any(kinds[:2] if extent.offset == 3000 else kinds), f"{extent.offset}: {bytes(held[:8])!r}"
+
+
+def _break_reading(monkeypatch: pytest.MonkeyPatch, position: int) -> None:
+    """A disk that cannot read the byte there, and hands over garbage of what comes before it."""
+    real = os.preadv
+
+    def failing(descriptor: int, buffers: tuple[memoryview, ...], offset: int, flags: int = 0) -> int:
+        buffer = buffers[0]
+        if len(buffer) > 1 and offset <= position < offset + len(buffer):
+            buffer[: len(buffer) // 2] = b"x" * (len(buffer) // 2)
+            raise OSError(errno.EIO, "input/output error")
+        return real(descriptor, [buffer], offset, flags)
+
+    monkeypatch.setattr(os, "preadv", failing)
 
 
 @pytest.mark.parametrize("cores", [1, 2, 40])

@@ -235,10 +235,17 @@ MUTATIONS = (
         ("tests/client/test_reader.py", "tests/client/test_passes.py"),
     ),
     Mutation(
-        "digests of large pieces, proven first",
+        "digests of large pieces",
         "client/holdfast/passes.py",
         "        proof.check_found(piece, held, found.hexdigest())\n",
         "",
+        ("tests/client/test_passes.py",),
+    ),
+    Mutation(
+        "what was read in place and is wrong goes",
+        "client/holdfast/passes.py",
+        "            np.frombuffer(into, np.uint8)[:] = 0\n",
+        "            pass\n",
         ("tests/client/test_passes.py",),
     ),
     Mutation(
