@@ -203,9 +203,10 @@ class Checkpointer:
         are in `last_restore`. Shapes and dtypes that differ are always refused, before anything is touched, and so are
         files that are missing or too short. Every byte is proven before it is handed over. `CorruptExtent` names file,
         tensor and range; it is raised where a step was named, where nothing sound is left, and where ranks cannot agree on
-        an older step any more. Live tensors may be overwritten in part then, with what was proven or zeros: its hint says so, and
-        until a restore succeeds, `save()` and steps of optimizers in the state raise `StateOverwritten`. With `prove_first`
-        everything is proven before anything is overwritten, which reads it twice: for who would go on with the old state.
+        an older step any more. Live tensors may be overwritten in part then, with what was proven or zeros: its hint says
+        so, and until a restore succeeds, `save()` and steps of optimizers in the state raise `StateOverwritten`. With
+        `prove_first` everything is proven before anything is overwritten, which reads it twice: for who would go on with
+        the old state.
         """
         began = time.monotonic()
         with self._lock:
