@@ -19,6 +19,7 @@ from typing import Any
 from . import environments, harness, report
 from .peers import PEERS
 from .state import FULL_BYTES
+from .training import PRODUCTS
 
 HOME = harness.TOP / ".bench"
 QUICK_BYTES, QUICK_RUNS = 32 * 2**20, 3
@@ -54,6 +55,7 @@ def _run(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         check_all=given.quick or given.check_all,
         seed=seed,
         start=given.start,
+        products=given.products,
         directory=given.directory.absolute(),
     )
     prepared = environments.prepare([PEERS[name] for name in options.peers], HOME)
@@ -86,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         "--start", type=int, default=0, help="rounds that an earlier command has run, when a run is cut into several"
     )
     parser.add_argument("--warm", type=int, default=2, help="warm saves in a case, beside the one under training")
+    parser.add_argument(
+        "--products", type=int, default=PRODUCTS, help="of matrices in a step of training: 2 take about 50 ms on one core"
+    )
     parser.add_argument("--state-bytes", type=int, help="about so many a rank; 2.03 GiB unless --quick")
     parser.add_argument("--tensors", type=int, default=0, help="so many small tensors instead of 300 of a Llama")
     parser.add_argument("--measure", type=_measures, default=("save", "load"), metavar="save,load")

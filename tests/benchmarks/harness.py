@@ -22,6 +22,7 @@ from .environments import Prepared
 from .peers import PEERS, Spec
 from .rank import FIRST, MEMORY, TRAINED, WARM, Task
 from .state import FULL_BYTES
+from .training import PRODUCTS
 
 TOP = Path(__file__).parents[2]
 CASE_TIMEOUT_S = 420.0
@@ -44,6 +45,7 @@ class Options(NamedTuple):
     check_all: bool = False
     seed: int = 0
     start: int = 0  # the first round's number: what is checked and weighed turns with it
+    products: int = PRODUCTS
     directory: Path = TOP / ".bench" / "data"
 
 
@@ -153,6 +155,7 @@ class Case:
             seed=self._seed,
             state_bytes=self._options.state_bytes,
             tensors=self._options.tensors,
+            products=self._options.products,
         )
 
     def _launch(self, task: Task, world: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from . import disk
 from .peers import PEERS, Load, Place, Spec, checker, holder, loaders, open_peer, resharders
 from .processes import Cores, PeakMemory, pss, tree
 from .state import FULL_BYTES, State, allocate, change, digests, fill, llama, small, wrong
-from .training import Watch, save_under_training
+from .training import PRODUCTS, Watch, Work, save_under_training
 
 FIRST, WARM, TRAINED, MEMORY, HELD = "first", "warm", "trained", "memory", "held"
 
@@ -44,6 +44,7 @@ class Task(NamedTuple):
     kinds: tuple[str, ...] = (FIRST, WARM, TRAINED)
     checks: tuple[str, ...] = (TRAINED,)
     step: int = 0  # what load and reshard load
+    products: int = PRODUCTS  # of matrices in a step of training
     url: str | None = None
     daemon: int | None = None
 
@@ -132,7 +133,8 @@ class SavePhase:
 
     def _train(self) -> None:
         cores = Cores(self._state.rank, self._state.world, self._others)
-        trained = save_under_training(self._peer, self.step, self._state, cores, self._durable, self._remember)
+        work = Work(self._state, self._task.products)
+        trained = save_under_training(self._peer, self.step, work, cores, self._durable, self._remember)
         for name, value in trained._asdict().items():
             self._result.add(f"{TRAINED}.{name.removesuffix('_s')}", value)
 

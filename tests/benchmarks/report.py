@@ -12,6 +12,7 @@ from .bars import bars
 from .peers import PEERS
 from .rank import FIRST, HELD, MEMORY, TRAINED, WARM
 from .summary import LIMITS, Figure, Results
+from .training import PRODUCTS
 
 NOTHING = "–"
 MIB = 2**20
@@ -31,8 +32,8 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     records = []
     base = 0
     for report in reports:
-        for key in ("state_bytes", "tensors"):
-            if report["options"][key] != first["options"][key]:
+        for key, usual in (("state_bytes", None), ("tensors", None), ("products", PRODUCTS)):
+            if report["options"].get(key, usual) != first["options"].get(key, usual):
                 raise ValueError(f"these runs differ in {key}: they cannot be shown as one")
         if report["machine"]["cpu"] != first["machine"]["cpu"]:
             raise ValueError("these runs are of different machines")

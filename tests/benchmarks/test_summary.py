@@ -74,9 +74,10 @@ def test_runs_can_be_shown_as_one(report: dict[str, Any]) -> None:
     assert both["options"]["runs"] == 6
     found = Results(both["records"]).figure(1, "holdfast", "warm.save")
     assert found is not None and found.runs == 6
-    other = report | {"options": report["options"] | {"state_bytes": 1}}
-    with pytest.raises(ValueError, match="state_bytes"):
-        merged([report, other])
+    for change in ({"state_bytes": 1}, {"products": 8}):
+        other = report | {"options": report["options"] | change}
+        with pytest.raises(ValueError, match=next(iter(change))):
+            merged([report, other])
 
 
 def test_markdown_has_every_table(report: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from .processes import Cores
 from .state import State, change
 
 MATRIX = 1024
-PRODUCTS = 2  # a step: two products of 1024 x 1024 in FP32, about 50 ms on one core
+PRODUCTS = 2  # a step, unless told otherwise: two products of 1024 x 1024 in FP32, about 50 ms on one core
 STEPS_MIN, STEPS_MAX = 10, 40  # without a save, on each side of the steps with one
 
 
@@ -61,13 +61,13 @@ class Watch:
 class Work:
     """A step: fixed matrix products, then the change of every tensor, as after backward comes the optimizer."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, state: State, products: int) -> None:
+        self._state, self._products = state, products
         self._left, self._right = (torch.rand(MATRIX, MATRIX) for _ in range(2))
         self._out = torch.empty(MATRIX, MATRIX)
 
     def step(self, fence: Callable[[], None] | None = None) -> None:
-        for _ in range(PRODUCTS):
+        for _ in range(self._products):
             torch.mm(self._left, self._right, out=self._out)
         if fence is not None:
             fence()
@@ -83,14 +83,13 @@ class Work:
 
 
 def save_under_training(
-    peer: Peer, step: int, state: State, cores: Cores, wait: Callable[[], None], before: Callable[[], None]
+    peer: Peer, step: int, work: Work, cores: Cores, wait: Callable[[], None], before: Callable[[], None]
 ) -> Trained:
     """Steps without a save, a save and steps until it is durable, steps without a save.
 
     `before` runs right before the save, `wait` returns when it is durable. The trainer's core is its own, where there are
     enough of them; while it blocks in the save itself, it and whatever it starts may run on all.
     """
-    work = Work(state)
     cores.divide()
     work.timed(2)
     without = work.timed(STEPS_MIN)
