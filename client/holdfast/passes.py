@@ -24,11 +24,12 @@ from .sources import Source
 from .wants import Run, copy
 
 # Who waits for a disk or a network keeps several requests under way; past the page cache few long ones do, by medians of
-# seven rounds. From memory, one thread more than cores is enough, and none more on a single core: threads that take turns
-# there only push each other's chunks out of the cache.
-READERS_WAITING, READERS_DIRECT, READERS_SPARE = 8, 4, 1
+# seven rounds. From memory, as many as there are cores: one more takes a tenth longer, by medians of fifteen, as threads that
+# take turns push each other's chunks out of the cache.
+READERS_WAITING, READERS_DIRECT = 8, 4
 WAITING_CHUNK_BYTES, DIRECT_CHUNK_BYTES = 2**21, 2**22
 BUFFERS_BYTES_MAX = 128 * 2**20  # of all threads
+COPIED_BYTES_MIN = 2**19  # at once: a core's cache has it still, and many calls to copy little keep other threads waiting
 PROBES = 64  # places looked at to tell which it is
 
 
@@ -150,7 +151,7 @@ def _manner(source: Source, runs: Sequence[Run], cores: int, again: bool) -> Man
     """How these runs are read fastest. What is to be read `again` afterwards is left in the page cache."""
     waiting = [source.waits(file, start) for file, start in _places(runs)]
     if not any(waiting):
-        return Manner(cores + READERS_SPARE if cores > 1 else 1, source.chunk_bytes)
+        return Manner(cores, source.chunk_bytes)
     past_cache = source.past_cache() if not again and 2 * sum(waiting) > len(waiting) else None
     if past_cache is not None:
         return Manner(READERS_DIRECT, max(source.chunk_bytes, DIRECT_CHUNK_BYTES), past_cache)
@@ -258,19 +259,24 @@ class _Giver:
 
 
 def _check(part: Part, data: memoryview, octets: memoryview | None = None) -> None:
-    """Check a part's extents; where the run has `octets` to be copied to, each goes to its place as soon as it is proven.
+    """Check a part's extents; where the run has `octets` to be copied to, they go to their places once they are proven.
 
     Raises `CorruptExtent`, also where `data` is shorter than the part.
     """
     base = part.extents[0].offset
     shift = base - part.run.offset
+    copied = 0
     for extent in part.extents:
-        at, length = extent.offset - base, extent.length
-        mine = data[at : at + length]
-        if digest.digest(mine) != extent.digest or len(mine) != length:
+        at = extent.offset - base
+        end = at + extent.length
+        mine = data[at:end]
+        if digest.digest(mine) != extent.digest or len(mine) != extent.length:
             proof.check(_piece(part, extent), mine)
-        if octets is not None:
-            copy(octets[at + shift : at + shift + length], mine)
+        if octets is not None and end - copied >= COPIED_BYTES_MIN:
+            copy(octets[shift + copied : shift + end], data[copied:end])
+            copied = end
+    if octets is not None and copied < end:
+        copy(octets[shift + copied : shift + end], data[copied:end])
 
 
 def _piece(part: Part, extent: Extent) -> Piece:
