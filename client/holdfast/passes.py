@@ -23,10 +23,11 @@ from . import direct
 from .sources import Source
 from .wants import Run, copy
 
-# Who waits for a disk or a network keeps several requests under way; past the page cache few long ones do, by medians of
-# seven rounds. From memory, as many as there are cores: one more takes a tenth longer, by medians of fifteen, as threads that
-# take turns push each other's chunks out of the cache.
-READERS_WAITING, READERS_DIRECT = 8, 4
+# Who waits for a disk or a network keeps several requests under way, past the page cache long ones: of 4 MiB each, eight
+# take an eighth less time than four, and no more than sixteen of 2 MiB. From memory, as many as there are cores: one more
+# takes a tenth longer, since threads that take turns push each other's chunks out of the cache. (Medians of nine rounds and
+# of fifteen.)
+READERS_WAITING = 8
 WAITING_CHUNK_BYTES, DIRECT_CHUNK_BYTES = 2**21, 2**22
 BUFFERS_BYTES_MAX = 128 * 2**20  # of all threads
 COPIED_BYTES_MIN = 2**19  # at once: a core's cache has it still, and many calls to copy little keep other threads waiting
@@ -154,7 +155,7 @@ def _manner(source: Source, runs: Sequence[Run], cores: int, again: bool) -> Man
         return Manner(cores, source.chunk_bytes)
     past_cache = source.past_cache() if not again and 2 * sum(waiting) > len(waiting) else None
     if past_cache is not None:
-        return Manner(READERS_DIRECT, max(source.chunk_bytes, DIRECT_CHUNK_BYTES), past_cache)
+        return Manner(READERS_WAITING, max(source.chunk_bytes, DIRECT_CHUNK_BYTES), past_cache)
     return Manner(READERS_WAITING, max(source.chunk_bytes, WAITING_CHUNK_BYTES))
 
 
