@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from .mapping import LARGE_BYTES
+
 ALIGNMENT = max(4096, mmap.PAGESIZE)  # of place, memory and length: as much as any disk asks for
-LARGE_BYTES = 2 * 2**20
 REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # what a file system without direct access answers
 # Reads `size` bytes of a file from `start` on into memory that is `memory_for` so many, and returns where they came to lie,
 # fewer only where the file ends before; None where they are to be read through the page cache after all.
