@@ -47,16 +47,17 @@ def test_any_range_is_what_the_file_holds(plain: tuple[int, bytes], start: int, 
 def test_a_read_that_stops_short_goes_on(plain: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """A page at a time is read to the end; from the middle of one nothing can be read on, which is said."""
     descriptor, content = plain
-    real = os.preadv
+    real, cached = os.preadv, os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
 
     def stingy(limit: int) -> None:
-        monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: real(fd, [buffers[0][:limit]], at))
+        monkeypatch.setattr(os, "preadv", lambda _, buffers, at: real(cached, [buffers[0][:limit]], at))
 
     stingy(direct.ALIGNMENT)
     assert bytes(direct.read(descriptor, 5000, 40_000, direct.memory_for(40_000))) == content[5000:45_000]
     stingy(512)
     with pytest.raises(OSError, match="in part"):
         direct.read(descriptor, 5000, 40_000, direct.memory_for(40_000))
+    os.close(cached)
 
 
 class Waiting(Counting):
