@@ -230,8 +230,8 @@ MUTATIONS = (
     Mutation(
         "digests of small pieces, in every pass",
         "client/holdfast/passes.py",
-        "        if digest.digest(mine) != extent.digest or len(mine) != length:\n",
-        "        if len(mine) != length:\n",
+        "        if digest.digest(mine) != extent.digest or len(mine) != extent.length:\n",
+        "        if len(mine) != extent.length:\n",
         ("tests/client/test_reader.py", "tests/client/test_passes.py"),
     ),
     Mutation(
