@@ -1,4 +1,4 @@
-"""Reading files past the page cache: a cold load costs the processor a third of what it does through it, and no cache.
+"""Reading files past the page cache: a cold load costs the processor less than half of one through it.
 
 The disk writes into the reader's own memory. That pays where the memory is of large pages: a transfer into small ones is cut
 into many, and takes longer than one through the page cache.

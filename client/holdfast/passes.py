@@ -177,7 +177,12 @@ class _Reading:
         self._memory = memoryview(b"")
 
     def all(self, file: str, start: int, size: int) -> memoryview:
-        """Bytes of a file, fewer only where it ends before; good until the next call."""
+        """Bytes of a file, seen where they are or read; fewer only where it ends before; good until the next call."""
+        view = self._source.view(file, start, start + size)
+        return self.read(file, start, size) if view is None else view
+
+    def read(self, file: str, start: int, size: int) -> memoryview:
+        """The same of bytes that the source does not show."""
         room = max(size, self._manner.chunk_bytes)
         if self._manner.past_cache is not None:
             if len(self._memory) < room + 2 * direct.ALIGNMENT:
@@ -196,8 +201,7 @@ class _Reading:
         for at in range(0, piece.length, step):
             size = min(step, piece.length - at)
             if into is None:
-                part = self._source.view(piece.file, piece.start + at, piece.start + at + size)
-                part = self.all(piece.file, piece.start + at, size) if part is None else part
+                part = self.all(piece.file, piece.start + at, size)
             else:
                 part = into[at : at + size]
                 part = part[: self._source.read_into(piece.file, piece.start + at, part)]
@@ -210,17 +214,15 @@ class _Reading:
 
 class _Prover:
     def __init__(self, source: Source, manner: Manner) -> None:
-        self._source, self._chunk_bytes = source, manner.chunk_bytes
         self._reading = _Reading(source, manner)
+        self._chunk_bytes = manner.chunk_bytes
 
     def take(self, job: Job) -> None:
         first, start, stop = job[0], job[0].start, job[-1].stop
         if stop - start > self._chunk_bytes:  # a single extent
             self._reading.check(_piece(first, first.extents[0]))
             return
-        data = self._source.view(first.run.entry.file, start, stop)
-        if data is None:
-            data = self._reading.all(first.run.entry.file, start, stop - start)
+        data = self._reading.all(first.run.entry.file, start, stop - start)
         for part in job:
             _check(part, data[part.start - start : part.stop - start])
 
@@ -237,7 +239,7 @@ class _Giver:
             if len(job) == 1 and first.run.octets is not None and self._manner.past_cache is None:
                 self._straight(first, first.run.octets)
                 return
-            data = self._reading.all(first.run.entry.file, start, stop - start)
+            data = self._reading.read(first.run.entry.file, start, stop - start)
         for part in job:
             mine = data[part.start - start : part.stop - start]
             _check(part, mine, part.run.octets)
