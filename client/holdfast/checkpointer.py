@@ -311,7 +311,7 @@ class Checkpointer:
 
     def _lay_out(self, snapshot: Snapshot) -> staging.Layout:
         judge = settled.Judge(self._state.state, self._fenced)
-        self._layout = staging.lay_out(snapshot, self._assets, judge, self._layout)
+        self._layout = staging.lay_out(snapshot, self._assets, judge, self._layout, self._file_bytes_max)
         return self._layout
 
     def _hand_over(

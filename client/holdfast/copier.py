@@ -1,7 +1,7 @@
 """Copies tensors into a slot while training computes, and notices when one of them moved under the copy.
 
-The work is cut into batches that two threads take from one end: a background thread, which copies with one core so that
-the training keeps the others, and whoever calls `fence()`, which copies with all of them because nothing else can go on.
+The work is cut into batches that threads take from one end: a background thread, which copies with one core so that the
+training keeps the others, and whoever calls `fence()`, which copies with all of them because nothing else can go on.
 Each batch is compared as soon as it is copied. Autograd's version counters show what torch itself wrote; a strided sample of
 the elements shows what it did not count (fused optimizers, writes through `.data` or numpy).
 """
@@ -19,13 +19,16 @@ from numpy.typing import NDArray
 
 from holdfast_formats.errors import CheckpointError, TornSnapshot
 
+from . import streaming
+
 BATCH_BYTES = 8 * 2**20  # small enough that two threads end at about the same time
 BATCH_MOVES_MAX = 512
+HELPERS_MAX = 7  # of a fence: a few cores have all of memory's bandwidth
 SAMPLE_WORDS = 16  # of each move: eight bytes wide where its memory is contiguous
 SAMPLES_A_DIMENSION = {1: 16, 2: 4, 3: 3}  # else 2, where it is not: some sixteen elements
 _HINT = "change tensors in optimizer.step(), or call fence() before changing them, or save with wait='staged'"
 
-Words = NDArray[np.int64]
+Values = NDArray[np.uint64]
 
 
 class Move(NamedTuple):
@@ -44,7 +47,7 @@ class Turn(Protocol):
     """A part of one save's work that one thread does, whichever takes it first."""
 
     def do(self, helping: bool) -> None:
-        """Do it, in the background thread or, `helping`, in the thread that waits at the fence."""
+        """Do it, in a thread of ours or, `helping`, in the one that waits at the fence."""
 
 
 class Track:
@@ -52,10 +55,18 @@ class Track:
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self.moves = moves
-        self.arrays = [(move.target.numpy(), move.source.numpy()) for move in moves]
-        plain = [all(array.flags.c_contiguous for array in pair) for pair in self.arrays]
-        self.targets = [_sample(pair[0], alike) for pair, alike in zip(self.arrays, plain, strict=True)]
-        self.sources = [_sample(pair[1], alike) for pair, alike in zip(self.arrays, plain, strict=True)]
+        arrays = [(move.target.numpy(), move.source.numpy()) for move in moves]
+        plain = [all(array.flags.c_contiguous for array in pair) for pair in arrays]
+        self.targets = streaming.Words([_sample(pair[0], alike) for pair, alike in zip(arrays, plain, strict=True)])
+        self.sources = streaming.Words([_sample(pair[1], alike) for pair, alike in zip(arrays, plain, strict=True)])
+        self._plain = streaming.Copies([pair for pair in arrays if streaming.is_plain(*pair)])
+        self._other = [pair for pair in arrays if not streaming.is_plain(*pair)]
+
+    def copy(self) -> None:
+        """Copy everything, with one core."""
+        self._plain.do()
+        for target, source in self._other:
+            np.copyto(target, source)
 
 
 class _Batch:
@@ -64,31 +75,27 @@ class _Batch:
     def __init__(self, track: Track) -> None:
         self._moves, self._track = track.moves, track
         self._versions = [move.source._version for move in track.moves]
-        self._before = _gather(track.sources)
+        self._before = track.sources.now()
 
     def do(self, helping: bool) -> None:
-        """Copy, with all cores if the training waits for it, and compare."""
-        if helping:
-            torch._foreach_copy_([m.target for m in self._moves], [m.source for m in self._moves])
-        else:
-            for target, source in self._track.arrays:
-                np.copyto(target, source)
+        """Copy and compare."""
+        self._track.copy()
         self._check()
 
     def _check(self) -> None:
         """`TornSnapshot`, naming the tensor, when what was copied is not what was there when the save was called."""
-        copied, now = _gather(self._track.targets), _gather(self._track.sources)
+        copied, now = self._track.targets.now(), self._track.sources.now()
         same = [move.source._version for move in self._moves] == self._versions
         if same and np.array_equal(self._before, now) and np.array_equal(self._before, copied):
             return
         raise torn(self._changed(now, copied))
 
-    def _changed(self, now: Words, copied: Words) -> list[str]:
+    def _changed(self, now: Values, copied: Values) -> list[str]:
         """The names of what moved, by version or by sample, now that some did."""
         changed: dict[str, None] = {}
         at = 0
-        for move, version, sample in zip(self._moves, self._versions, self._track.sources, strict=True):
-            part = slice(at, at + sample.size)
+        for move, version, size in zip(self._moves, self._versions, self._track.sources.sizes, strict=True):
+            part = slice(at, at + size)
             at = part.stop
             same = all(np.array_equal(self._before[part], other[part]) for other in (now, copied))
             if move.source._version != version or not same:
@@ -109,12 +116,6 @@ def _sample(array: NDArray[Any], contiguous: bool) -> NDArray[Any]:
         return octets if words < SAMPLE_WORDS else octets[: words * 8].view(np.int64)[:: words // SAMPLE_WORDS]
     count = SAMPLES_A_DIMENSION.get(array.ndim, 2)
     return array[tuple(slice(0, None, max(-(-size // count), 1)) for size in array.shape)]
-
-
-def _gather(samples: Sequence[NDArray[Any]]) -> Words:
-    """The samples' values now, in order."""
-    flat = [sample if sample.ndim == 1 else sample.reshape(-1) for sample in samples]
-    return np.concatenate(flat, dtype=np.int64, casting="unsafe")
 
 
 class BackgroundCopy:
@@ -140,8 +141,9 @@ class BackgroundCopy:
 
     def fence(self) -> None:
         """Return when nothing of the live state is needed any more, helping with what is left. Never raises for the copy."""
-        while (batch := self._take()) is not None:
-            self._do(batch, helping=True)
+        for _ in range(self._helpers()):
+            threading.Thread(target=self._drain, args=(False,), name="holdfast-fence", daemon=True).start()
+        self._drain(helping=True)
         with self._lock:
             self._lock.wait_for(lambda: self._left == 0)
 
@@ -151,11 +153,20 @@ class BackgroundCopy:
         self._thread.join()
 
     def _run(self) -> None:
-        while (batch := self._take()) is not None:
-            self._do(batch, helping=False)
+        self._drain(helping=False)
         with self._lock:
             self._lock.wait_for(lambda: self._left == 0)
         self._on_end(self._error)
+
+    def _helpers(self) -> int:
+        """How many threads besides the caller's: as many cores as torch computes with here, and a batch for each of them."""
+        with self._lock:
+            left = len(self._batches) - self._next
+        return max(min(torch.get_num_threads(), HELPERS_MAX + 1, left) - 1, 0)
+
+    def _drain(self, helping: bool) -> None:
+        while (batch := self._take()) is not None:
+            self._do(batch, helping)
 
     def _take(self) -> Turn | None:
         with self._lock:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from holdfast_formats.errors import CheckpointError
 
-from . import probes
+from . import probes, streaming
 from .api import Api
 from .config import DEFAULT_ROOT, default_socket, default_url, given_url
 from .console import human_bytes
@@ -59,6 +59,11 @@ def _software() -> Iterator[Finding]:
         yield Finding("torch", "fail", torch, "use torch 2.6 or newer")
     else:
         yield Finding("torch", "ok", torch)
+    if streaming.available():
+        yield Finding("copies", "ok", "go past the cores' caches")
+    elif platform.machine() == "x86_64":
+        advice = "a third slower: install holdfast where there is a C compiler (cc)"
+        yield Finding("copies", "warn", "go through the cores' caches, as numpy does them", advice)
     if importlib.util.find_spec("fastapi") and importlib.util.find_spec("sqlalchemy"):
         yield Finding("daemon", "ok", "its dependencies are installed")
     else:

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from holdfast_formats.arena import PAGE_BYTES
+
 from . import device
 from .fragments import Piece, local_tensor
 from .leaves import RANK_PREFIX, Leaf
+from .staging import LONG_BYTES_MIN
 from .state import EXTRA
 
 
@@ -62,6 +65,6 @@ def expected_growth(state: Mapping[str, Any]) -> Growth:
             for parameter in group["params"]:
                 if parameter.requires_grad and not optimizer.state.get(parameter):
                     local = local_tensor(parameter)
-                    size += 2 * local.numel() * local.element_size() + 256
+                    size += 2 * (local.nbytes + (PAGE_BYTES if local.nbytes >= LONG_BYTES_MIN else 0)) + 256
                     count += 3
     return Growth(size, count)

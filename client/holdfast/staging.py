@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from holdfast_formats import table
+from holdfast_formats.arena import PAGE_BYTES
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.holdings import span_of
+from holdfast_formats.packing import FILE_BYTES_MAX, pack
 from holdfast_formats.table import Blob, SlotTable
 from holdfast_formats.tensors import Fragment as StagedFragment
 from holdfast_formats.tensors import TensorSpec
@@ -19,6 +23,7 @@ from .state import Leaf, Snapshot
 from .wants import Want
 
 ALIGNMENT_BYTES = 64  # a cache line: where each fragment begins in its slot
+LONG_BYTES_MIN = 2**18  # a fragment whose place in a page matters, and is worth up to a page
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # torch copies these in vectors, the others not
 
@@ -66,14 +71,20 @@ class SaveIdentity(NamedTuple):
 
 
 def lay_out(
-    snapshot: Snapshot, assets: Mapping[str, bytes], settled: Callable[[Leaf, Piece], bool], before: Layout = NOTHING
+    snapshot: Snapshot,
+    assets: Mapping[str, bytes],
+    settled: Callable[[Leaf, Piece], bool],
+    before: Layout = NOTHING,
+    file_bytes_max: int = FILE_BYTES_MAX,
 ) -> Layout:
     """Give every fragment and asset its place in a slot, in the order of the snapshot.
 
     `settled` says what only an optimizer's step changes, so that it may be copied while forward and backward run. Leaves
-    that an earlier layout began with, the very same ones, keep their places without being looked at again.
+    that an earlier layout began with, the very same ones, keep their places without being looked at again. Long fragments
+    begin as far from the begin of a page as in files of `file_bytes_max`: a daemon writes them without copying them.
     """
     kept = _common(before.leaves, snapshot.leaves)
+    in_page = _places_in_page(snapshot.leaves, file_bytes_max) if kept < len(snapshot.leaves) else {}
     marks = list(before.marks[:kept])
     fragments = list(before.fragments[:kept])
     encoded = list(before.encoded[:kept])
@@ -82,7 +93,8 @@ def lay_out(
     for leaf in snapshot.leaves[kept:]:
         spec = TensorSpec(leaf.group, leaf.name, leaf.dtype, leaf.shape)
         spec.check()
-        end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        place = in_page.get((leaf.group, leaf.name))
+        end += -end % ALIGNMENT_BYTES if place is None else (place - end) % PAGE_BYTES
         boxes = tuple(piece.box for piece in leaf.pieces)
         fragments.append(StagedFragment(spec, boxes, end, leaf.placement))
         encoded.append(table.encode_fragment(fragments[-1]))
@@ -97,6 +109,28 @@ def lay_out(
     steady = marks[snapshot.steady - 1].copies if snapshot.steady else 0
     parts = (tuple(marks), tuple(fragments), tuple(encoded), tuple(copies), tuple(blobs))
     return Layout(snapshot.leaves, *parts, end, steady)
+
+
+def _places_in_page(leaves: Sequence[Leaf], file_bytes_max: int) -> dict[tuple[str, str], int]:
+    """How far from the begin of a page of its file each long fragment stands, if it stands there in one piece.
+
+    As if all ranks held the tensors that this one does. Where they do not, it is a guess, and bytes are copied once more.
+    """
+    long = {(leaf.group, leaf.name): leaf.pieces[0].box for leaf in leaves if _is_long(leaf)}
+    if not long:
+        return {}
+    specs = [TensorSpec(leaf.group, leaf.name, leaf.dtype, leaf.shape) for leaf in leaves]
+    found = {}
+    for spec, start in chain.from_iterable(file.tensors for file in pack(specs, file_bytes_max)):
+        box = long.get((spec.group, spec.name))
+        span = None if box is None else span_of(spec, box)
+        if span is not None:
+            found[spec.group, spec.name] = (start + span[0]) % PAGE_BYTES
+    return found
+
+
+def _is_long(leaf: Leaf) -> bool:
+    return len(leaf.pieces) == 1 and leaf.pieces[0].tensor.nbytes >= LONG_BYTES_MIN
 
 
 def _common(before: Sequence[Leaf], now: Sequence[Leaf]) -> int:

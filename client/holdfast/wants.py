@@ -14,6 +14,8 @@ from holdfast_formats.manifest import Manifest, TensorEntry
 from holdfast_formats.reading import extents_of, resolve
 from holdfast_formats.region import Box, ByteView, byte_box, byte_span, byte_view, check_box
 
+from . import streaming
+
 COPIED_ALONE_BYTES = 2**14  # below, handing over the interpreter costs more than the copy
 
 
@@ -59,7 +61,7 @@ def copy(into: memoryview, data: memoryview) -> None:
     if len(data) < COPIED_ALONE_BYTES:
         into[:] = data
     else:
-        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
+        streaming.copy(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
 
 
 class Run(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .region import Box, byte_box, byte_span, byte_view
+from .region import Box, ByteView, byte_box, byte_span, byte_view
 from .tensors import TensorSpec
 from .transfer import Direction, element_dtype, move
 
@@ -27,9 +27,17 @@ def hold(spec: TensorSpec, box: Box, data: Bytes) -> Holding:
     """The holding of a box, given the slot's bytes from the box's first one on; what follows the box does not count."""
     view = byte_view(spec.dtype, spec.shape, spec.name)
     inside = byte_box(spec.dtype, box, spec.shape, spec.name)
-    length = inside.volume * view.itemsize
+    return Holding(data[: inside.volume * view.itemsize], _span(inside, view), inside)
+
+
+def span_of(spec: TensorSpec, box: Box) -> tuple[int, int] | None:
+    """The bytes [start, stop) of the tensor that a box is; None if strided."""
+    return _span(byte_box(spec.dtype, box, spec.shape, spec.name), byte_view(spec.dtype, spec.shape, spec.name))
+
+
+def _span(inside: Box, view: ByteView) -> tuple[int, int] | None:
     span = byte_span(inside, view.shape, view.itemsize)
-    return Holding(data[:length], span if span[1] - span[0] == length else None, inside)
+    return span if span[1] - span[0] == inside.volume * view.itemsize else None
 
 
 def hold_all(spec: TensorSpec, data: Bytes) -> Holding:

@@ -56,6 +56,18 @@ def test_defaults_may_be_missing(examined: Callable[..., dict[str, Finding]]) ->
     assert all(finding.advice for finding in found.values() if finding.status != "ok")
 
 
+def test_how_memory_is_copied(examined: Callable[..., dict[str, Finding]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the library for copies could be, and is not, there is advice; elsewhere nothing is said of it."""
+    monkeypatch.setattr("holdfast.streaming._library", None)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    slow = examined()["copies"]
+    assert slow.status == "warn" and "compiler" in slow.advice
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert "copies" not in examined()
+    monkeypatch.setattr("holdfast.streaming._library", object())
+    assert examined()["copies"].status == "ok"
+
+
 def test_what_was_named_must_be_there(examined: Callable[..., dict[str, Finding]], tmp_path: Path) -> None:
     """A root or an address that was given and is not there is a failure."""
     found = examined(tmp_path / "nope", NOBODY)

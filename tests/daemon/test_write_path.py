@@ -30,6 +30,7 @@ class Shards:
 
     def __init__(self, world: int, step: int = 7, attempt: int = 1) -> None:
         self.world, self.step, self.attempt = world, step, attempt
+        self.file_bytes_max = 400
         self.data: list[bytearray] = [bytearray() for _ in range(world)]
         self.fragments: list[list[Fragment]] = [[] for _ in range(world)]
         self.blobs: list[list[Blob]] = [[] for _ in range(world)]
@@ -58,7 +59,7 @@ class Shards:
                 {"model": {"k": str(rank)}},
                 {},
                 tuple(self.blobs[rank]),
-                file_bytes_max=400,
+                file_bytes_max=self.file_bytes_max,
             )
             for rank in range(self.world)
         ]

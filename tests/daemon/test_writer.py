@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from holdfast_formats import naming, packing
+from holdfast_formats.digest import digest
 from holdfast_formats.errors import StorageFailed
 from holdfast_formats.region import Box, whole
 from holdfast_formats.tensors import TensorSpec
@@ -89,10 +94,11 @@ def test_blocks_are_written_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> N
             plain = made.write
 
             def write(offset: int, buffers: Sequence[Buffer]) -> None:
-                (data,) = buffers
-                assert isinstance(data, np.ndarray)
-                written.append((offset, data.nbytes, data.ctypes.data))
                 plain(offset, buffers)
+                for data in buffers:
+                    assert isinstance(data, np.ndarray)
+                    written.append((offset, data.nbytes, data.ctypes.data))
+                    offset += data.nbytes
 
             made.write = write  # type: ignore[method-assign]
             return made
@@ -106,6 +112,115 @@ def test_blocks_are_written_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(memory % 4096 == 0 for _, _, memory in whole_blocks)
     assert len(written) - len(whole_blocks) <= len(plan.files)
     assert sum(length for _, length, _ in written) == sum(file.layout.bytes for file in plan.files)
+
+
+def place(made: Shards, residues: Sequence[int | None], alignment: int) -> memoryview:
+    """The slot of rank 0 anew, in memory that begins at a page: each tensor as far from a block's begin as it stands in its
+    file, and `residues` bytes farther; anywhere for None."""
+    (file,) = planner.plan(made.tables()).files
+    starts = {tensor.spec.name: tensor.start for tensor in file.tensors}
+    memory = memoryview(mmap.mmap(-1, sum(len(content) + 2 * alignment for content in made.bytes.values())))
+    end = 0
+    for number, (fragment, residue) in enumerate(zip(made.fragments[0], residues, strict=True)):
+        name = fragment.spec.name
+        if residue is not None:
+            end += (starts[name] + residue - end) % alignment
+        made.fragments[0][number] = msgspec.structs.replace(fragment, slot_offset=end)
+        memory[end : end + len(made.bytes[name])] = made.bytes[name]
+        end += len(made.bytes[name])
+    return memory
+
+
+class Recorded(MemoryTier):
+    """Remembers where in memory each write came from."""
+
+    def __init__(self, alignment: int) -> None:
+        super().__init__(alignment=alignment)
+        self.taken: list[tuple[int, int]] = []
+
+    def create(self, path: str, size: int) -> Any:
+        made = super().create(path, size)
+        plain = made.write
+
+        def write(offset: int, buffers: Sequence[Buffer]) -> None:
+            plain(offset, buffers)
+            self.taken += [(data.ctypes.data, data.nbytes) for data in buffers if isinstance(data, np.ndarray)]
+
+        made.write = write  # type: ignore[method-assign]
+        return made
+
+    def out_of(self, memory: memoryview) -> int:
+        """How many bytes were written from there."""
+        low = np.frombuffer(memory, np.uint8).ctypes.data
+        return sum(size for address, size in self.taken if low <= address < low + len(memory))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=8),
+    residues=st.lists(st.sampled_from([0, 0, 0, 1, 64, None]), min_size=8, max_size=8),
+    alignment=st.sampled_from([1, 256, 4096]),
+    least=st.sampled_from([1, 600, 5000]),
+)
+@settings(max_examples=80, deadline=None)
+def test_what_lies_in_a_slot_as_in_the_file_is_written_from_there(
+    sizes: list[int], residues: list[int | None], alignment: int, least: int
+) -> None:
+    """Wherever tensors stand in their slot, the files and extents are the same; and what can be is not copied."""
+    reference = MemoryTier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "EXTENT_BYTES_MAX", 4096)
+        patch.setattr(packing, "EXTENT_BYTES_MIN", 1024)
+        patch.setattr(gathering, "STRAIGHT_BYTES_MIN", 2**30)
+        expected = whole_rows(sizes).save(reference)
+        patch.setattr(gathering, "STRAIGHT_BYTES_MIN", least)
+        made, tier = whole_rows(sizes), Recorded(alignment)
+        memory = place(made, residues[: len(sizes)], alignment)
+        plan = planner.plan(made.tables())
+        receipt = writer.write(tier, plan, STAGING, {0: memory}, "node")
+    (file,) = plan.files
+    assert tier.read(f"{STAGING}/{file.layout.name}") == files_of(reference)[file.layout.name]
+    for name, tensor in expected.tensors["model"].items():
+        assert receipt.extents["model"][name] == tensor.extents
+    straight = sum(
+        max(cut // alignment * alignment - 2 * alignment, 0)
+        for size, residue in zip(sizes, residues, strict=False)
+        for cut in cuts_of(size, 4096)
+        if residue == 0 and cut >= least
+    )
+    assert tier.out_of(memory) >= straight
+
+
+def cuts_of(size: int, most: int) -> list[int]:
+    return [min(most, size - at) for at in range(0, size, most)]
+
+
+def whole_rows(sizes: Sequence[int]) -> Shards:
+    """Byte tensors of these sizes, whole on one rank, in one file."""
+    made = Shards(1)
+    made.file_bytes_max = 2**40
+    for number, size in enumerate(sizes):
+        content = np.random.default_rng(number).integers(0, 256, size, np.uint8).tobytes()
+        made.add(TensorSpec("model", f"t.{number}", "U8", (size,)), content, [(0, [whole((size,))])])
+    return made
+
+
+def test_long_tensors_go_to_the_disk_without_a_copy(tmp_path: Path) -> None:
+    """Through a real file system, past its cache where it can: the windows stay untouched but for where tensors meet."""
+    sizes = [3 * 2**20, 5, 2**24 + 2**20 + 3, 2**18]
+    made = whole_rows(sizes)
+    memory = place(made, [0] * len(sizes), 4096)
+    plan = planner.plan(made.tables())
+    receipt = writer.write(PosixTier(tmp_path), plan, STAGING, {0: memory}, "node")
+    (file,) = plan.files
+    stored = PosixTier(tmp_path).read(f"{STAGING}/{file.layout.name}")
+    for tensor in file.tensors:
+        content = made.bytes[tensor.spec.name]
+        assert stored[tensor.start : tensor.start + tensor.spec.nbytes] == content
+        for extent in receipt.extents["model"][tensor.spec.name]:
+            assert digest(content[extent.offset : extent.offset + extent.length]) == extent.digest
+    recorded = Recorded(4096)
+    writer.write(recorded, plan, STAGING, {0: memory}, "node")
+    assert recorded.out_of(memory) > 0.99 * sum(size for size in sizes if size > 5)
 
 
 def test_a_save_through_a_file_system(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
-"""The bytes of one planned file, put together from the slots of all ranks, window by window and digested in the same pass.
+"""The bytes of one planned file, out of the slots of all ranks, window by window and digested in the same pass.
 
 A window is written in whole aligned blocks, while tensors and extents begin and end anywhere. So each window holds whole
 extents, and the block that two windows share is written by the later one, which gathers the end of the earlier once more.
 Windows depend on nothing but the slots: threads take them in any order.
+
+What stands in a slot as in the file, and as far from the begin of a block, is written from there, digested but not copied;
+clients lay out long tensors so (`staging.lay_out`). The rest, and the blocks where tensors meet, is gathered in a buffer.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats.digest import running
-from holdfast_formats.holdings import Bytes, Holding, gather, hold, hold_all
+from holdfast_formats.digest import digest, running
+from holdfast_formats.holdings import Bytes, Holding, gather, hold, hold_all, view
 from holdfast_formats.manifest import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.packing import tensor_extent_bytes
 from holdfast_formats.plan import Origin, PlannedFile, PlannedTensor
 
 CACHED_BYTES = 2**19  # what a core's own cache holds besides what it comes from
+STRAIGHT_BYTES_MIN = 2**17  # less is sooner copied than written as a buffer of its own
 
 Slots = Mapping[int, memoryview]  # rank -> the data of its sealed slot
 
@@ -46,10 +50,14 @@ class Window(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """A window's bytes, their place in the file, and the extents that end in it."""
+    """A window's bytes in buffers of whole blocks, their place in the file, and the extents that end in it.
+
+    `tail` is what the file has beyond its last whole block.
+    """
 
     start: int
-    data: Bytes
+    blocks: list[Bytes]
+    tail: Bytes
     extents: list[tuple[PlannedTensor, Extent]]
 
 
@@ -79,19 +87,33 @@ class FileBytes:
         yield Window(first, len(self.cuts))
 
     def gather(self, window: Window, alignment: int, buffer: Bytes) -> Gathered:
-        """Fill `buffer` with a window's bytes from an aligned place on, up to one unless it is the file's last window."""
+        """A window's bytes from an aligned place on, up to one unless it is the file's last window.
+
+        They stand in slots, or in `buffer`, as far from its begin as from the window's.
+        """
         begin, end = self.cuts[window.first].start, self.cuts[window.last - 1].stop
-        low = begin - begin % alignment
+        low, high = begin - begin % alignment, end - end % alignment
         self._gather_end_of_earlier(window.first, low, buffer)
         extents: list[tuple[PlannedTensor, Extent]] = []
+        blocks: list[Bytes] = []
+        at = low  # all before is in `blocks`
         for cut in self.cuts[window.first : window.last]:
-            target = buffer[cut.start - low : cut.start - low + cut.length]
+            target = buffer[cut.start - low : cut.stop - low]
             if cut.tensor is None:
                 _gather(cut, cut.offset, target)
-            else:
+                continue
+            there = _straight(cut, alignment)
+            if there is None:
                 extents += [(cut.tensor, extent) for extent in _gather_digested(cut, target, self._extent_bytes)]
-        high = end if window.last == len(self.cuts) else end - end % alignment
-        return Gathered(low, buffer[: max(high - low, 0)], extents)
+                continue
+            extents += [(cut.tensor, extent) for extent in _digested(cut, there, self._extent_bytes)]
+            head, tail = -cut.start % alignment, cut.stop % alignment
+            target[:head], target[cut.length - tail :] = there[:head], there[cut.length - tail :]
+            blocks += [buffer[at - low : cut.start + head - low], there[head : cut.length - tail]]
+            at = cut.stop - tail
+        blocks.append(buffer[at - low : max(high - low, at - low)])
+        rest = buffer[high - low : end - low] if window.last == len(self.cuts) else buffer[:0]
+        return Gathered(low, [block for block in blocks if block.nbytes], rest, extents)
 
     def _gather_end_of_earlier(self, first: int, low: int, buffer: Bytes) -> None:
         position = first - 1
@@ -123,6 +145,27 @@ def _gather(cut: Cut, offset: int, target: Bytes) -> None:
         return
     copied = gather(cut.tensor.spec, cut.held, offset, target)
     assert copied == target.nbytes, f"{cut.tensor.spec.name}: {copied} of {target.nbytes} bytes gathered"
+
+
+def _straight(cut: Cut, alignment: int) -> Bytes | None:
+    """A whole cut where it stands in a slot, if it can be written from there: it has whole blocks besides its ends."""
+    if cut.length < max(STRAIGHT_BYTES_MIN, 2 * alignment):
+        return None
+    there = view(cut.held, cut.offset, cut.offset + cut.length)
+    return there if there is not None and (there.ctypes.data - cut.start) % alignment == 0 else None
+
+
+def _extents(cut: Cut, extent_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where the cut's extents begin and end, counted from its first byte."""
+    assert cut.tensor is not None  # a header has one digest, which the plan knows
+    step = tensor_extent_bytes(cut.tensor.spec.nbytes, extent_bytes)
+    for begin in range(0, cut.length, step):
+        yield begin, min(begin + step, cut.length)
+
+
+def _digested(cut: Cut, there: Bytes, extent_bytes: int) -> Iterator[Extent]:
+    for begin, end in _extents(cut, extent_bytes):
+        yield Extent(cut.offset + begin, end - begin, digest(there[begin:end].data))
 
 
 def _gather_digested(cut: Cut, target: Bytes, extent_bytes: int) -> Iterator[Extent]:

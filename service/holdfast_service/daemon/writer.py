@@ -1,11 +1,14 @@
-"""The writer: from the slots of all local ranks to durable files and a receipt. One pass: gather, digest, write.
+"""The writer: from the slots of all local ranks to durable files and a receipt. One pass: digest, gather, write.
 
-Files are written in their own order through a few windows: while the device takes some of them, the next one is gathered
-and digested. Whole blocks go past the page cache where the tier can do that, so a save leaves nothing in it.
+Files are written in their own order through a few windows: while the device takes some of them, the next one is digested
+and, where it does not stand in a slot as in the file, gathered. Whole blocks go past the page cache where the tier can do
+that, so a save leaves nothing in it.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,7 +24,8 @@ from .gathering import FileBytes, Slots, Window
 from .priority import give_way
 from .windows import Windows
 
-WORKERS = 3  # two windows at the device and one being filled: more gains nothing
+WORKERS = 3  # two windows at the device and one being digested: more gains nothing
+CORES_A_DIGEST = 2  # threads that digest at the same time get in each other's way, and in the training's
 FILES_MAX = 2  # a file's last windows and its fsync overlap with the next file's first ones
 
 _windows = Windows(WORKERS)  # of all saves of the daemon, one after the other
@@ -29,6 +33,13 @@ _windows = Windows(WORKERS)  # of all saves of the daemon, one after the other
 _writing: list[str] = []  # what is being written now; changed by single operations alone
 
 _Extents = list[tuple[PlannedTensor, Extent]]
+
+
+class _Sink(NamedTuple):
+    """A new file, and how many threads may digest at the same time."""
+
+    writer: FileWriter
+    digesting: threading.Semaphore
 
 
 class _Running(NamedTuple):
@@ -80,11 +91,13 @@ def _write_files(tier: Tier, plan: Plan, staging: str, slots: Slots) -> list[tup
     extent_bytes = plan.extent_bytes
     running: deque[_Running] = deque()
     written: list[tuple[PlannedFile, _Extents]] = []
+    digesting = threading.BoundedSemaphore(max(len(os.sched_getaffinity(0)) // CORES_A_DIGEST, 1))
     with ThreadPoolExecutor(WORKERS, "holdfast-write", initializer=give_way) as pool:
         try:
             for file in plan.files:
                 content = FileBytes(file, slots, extent_bytes)
-                running.append(_start(tier.create(f"{staging}/{file.layout.name}", file.layout.bytes), file, content, pool))
+                created = tier.create(f"{staging}/{file.layout.name}", file.layout.bytes)
+                running.append(_start(_Sink(created, digesting), file, content, pool))
                 if len(running) == FILES_MAX:
                     written.append(_settle(running))
             while running:
@@ -94,20 +107,21 @@ def _write_files(tier: Tier, plan: Plan, staging: str, slots: Slots) -> list[tup
     return written
 
 
-def _start(writer: FileWriter, file: PlannedFile, content: FileBytes, pool: ThreadPoolExecutor) -> _Running:
-    alignment = writer.alignment
-    jobs = [pool.submit(_write_window, writer, content, window, alignment) for window in content.windows()]
-    return _Running(file, writer, jobs)
+def _start(sink: _Sink, file: PlannedFile, content: FileBytes, pool: ThreadPoolExecutor) -> _Running:
+    alignment = sink.writer.alignment
+    jobs = [pool.submit(_write_window, sink, content, window, alignment) for window in content.windows()]
+    return _Running(file, sink.writer, jobs)
 
 
-def _write_window(writer: FileWriter, content: FileBytes, window: Window, alignment: int) -> _Extents:
+def _write_window(sink: _Sink, content: FileBytes, window: Window, alignment: int) -> _Extents:
+    writer = sink.writer
     with _windows.taken() as buffer:
-        gathered = content.gather(window, alignment, buffer)
-        whole = gathered.data.nbytes - gathered.data.nbytes % alignment
-        if whole:
-            writer.write(gathered.start, [gathered.data[:whole]])
-        if whole < gathered.data.nbytes:  # the file's last block
-            writer.write(gathered.start + whole, [gathered.data[whole:]])
+        with sink.digesting:
+            gathered = content.gather(window, alignment, buffer)
+        if gathered.blocks:
+            writer.write(gathered.start, gathered.blocks)
+        if gathered.tail.nbytes:
+            writer.write(gathered.start + sum(block.nbytes for block in gathered.blocks), [gathered.tail])
         return gathered.extents
 
 

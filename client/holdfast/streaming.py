@@ -1,0 +1,107 @@
+"""Copies of memory past the cores' caches, and looks at many places of it, by a few lines of C (`streaming.c`) where they
+were built, else by numpy.
+
+A copy of what no cache holds takes two thirds of the time this way, and leaves the training its caches. The library is
+built with the package where there is an x86-64 and a compiler (`hatch_build.py`); other processors notice long copies by
+themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LIBRARY = Path(__file__).with_name("_streaming.so")
+
+Array = NDArray[Any]
+
+
+def _load() -> Any:
+    """The library, whose functions run without the GIL; None where it was not built, or not for this machine."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        library.holdfast_copy.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        library.holdfast_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        library.holdfast_copy.restype = library.holdfast_read.restype = None
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+_library = _load()
+
+
+def available() -> bool:
+    """Whether copies go past the caches here."""
+    return _library is not None
+
+
+def is_plain(target: Array, source: Array) -> bool:
+    """Whether the bytes of the one can be copied over those of the other as they stand."""
+    whole = target.flags.c_contiguous and source.flags.c_contiguous and target.flags.writeable
+    return whole and (target.dtype, target.shape) == (source.dtype, source.shape)
+
+
+class Copies:
+    """Pairs of a target and a source, plain and apart from each other: one call copies them all."""
+
+    def __init__(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Raises `ValueError` for a pair that is not plain."""
+        if not all(is_plain(*pair) for pair in pairs):
+            raise ValueError("only plain arrays are copied by their bytes")
+        self._pairs = pairs
+        self._table = np.array([(t.ctypes.data, s.ctypes.data, t.nbytes) for t, s in pairs], np.uint64).reshape(-1, 3)
+
+    def do(self) -> None:
+        """Copy them, without the GIL."""
+        if _library is not None:
+            _library.holdfast_copy(self._table.ctypes.data, len(self._table))
+            return
+        for target, source in self._pairs:
+            np.copyto(target, source)
+
+
+def copy(target: Array, source: Array) -> None:
+    """Copy one array over another, without the GIL; plain ones past the caches."""
+    if _library is None or not is_plain(target, source):
+        np.copyto(target, source)
+        return
+    one = (ctypes.c_uint64 * 3)(target.ctypes.data, source.ctypes.data, target.nbytes)
+    _library.holdfast_copy(one, 1)
+
+
+class Words:
+    """A few elements of each of many arrays, integers of up to eight bytes, all read at once."""
+
+    def __init__(self, views: Sequence[Array]) -> None:
+        """`views` show these elements and no others; `sizes` says how many each has."""
+        self._views = [view.view(f"u{view.itemsize}") for view in views]  # they keep the memory in place
+        places = [_addresses(view) for view in views]
+        self.sizes = [len(found) for found in places]
+        widths = np.repeat([view.itemsize for view in views], self.sizes)
+        self._table = np.stack([np.concatenate([*places, _NOWHERE]), widths.astype(np.uint64)], axis=1)
+
+    def now(self) -> NDArray[np.uint64]:
+        """Their values, in order."""
+        if _library is None:
+            flat = [view.reshape(-1) for view in self._views]
+            return np.concatenate([*flat, _NOWHERE], dtype=np.uint64, casting="unsafe")
+        values = np.empty(len(self._table), np.uint64)
+        _library.holdfast_read(self._table.ctypes.data, len(self._table), values.ctypes.data)
+        return values
+
+
+_NOWHERE = np.empty(0, np.uint64)
+
+
+def _addresses(view: Array) -> NDArray[np.uint64]:
+    """Where each element is, in order."""
+    found = np.array(view.ctypes.data, np.int64)
+    for size, stride in zip(view.shape, view.strides, strict=True):
+        found = found[..., None] + np.arange(size, dtype=np.int64) * stride
+    return found.reshape(-1).astype(np.uint64)

@@ -1,0 +1,99 @@
+"""Where things stand in a slot: apart from each other, and long ones as far from the begin of a page as in their file."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast import Fragment
+from holdfast.settled import expected_growth
+from holdfast.staging import LONG_BYTES_MIN, NOTHING, Layout, SaveIdentity, encode_table, lay_out
+from holdfast.state import TrainState
+from holdfast_formats import table
+from holdfast_formats.arena import PAGE_BYTES
+from holdfast_formats.packing import FILE_BYTES_MAX
+from holdfast_formats.tensors import box_bytes
+from holdfast_service.control import planner
+
+
+def trained(parameters: int = 4, odd: int = 3) -> dict:
+    """A model with long and short parameters of odd sizes, and Adam after a step: a moment pair and a scalar for each."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(300 + odd * n, 301, bias=True) for n in range(parameters)]
+    model = nn.Sequential(*layers)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optim.step()
+    return {"model": model, "optim": optim, "note": {"text": "x"}}
+
+
+def laid_out(state: dict, rank: int = 0, world: int = 1, before: Layout = NOTHING, file_bytes_max: int = FILE_BYTES_MAX):
+    """The layout of a rank's slot, and its table."""
+    snapshot = TrainState(state, rank, world, None).snapshot(None)
+    layout = lay_out(snapshot, {}, lambda leaf, piece: True, before, file_bytes_max)
+    encoded = encode_table(SaveIdentity("r", 1, 0, rank, world), snapshot, layout, {}, file_bytes_max)
+    return layout, table.decode(encoded, layout.data_bytes)
+
+
+def misplaced(tables: list) -> tuple[int, int]:
+    """Of the long pieces that a plan reads: how many cannot be written from where they stand, and how many there are."""
+    wrong = total = 0
+    for file in planner.plan(tables).files:
+        for tensor in file.tensors:
+            before = 0
+            for origin in tensor.origins:
+                size = box_bytes(tensor.spec, origin.box)
+                if size >= LONG_BYTES_MIN:
+                    total += 1
+                    wrong += (origin.slot_offset - tensor.start - before) % PAGE_BYTES != 0
+                before += size
+    return wrong, total
+
+
+@pytest.mark.parametrize("file_bytes_max", [FILE_BYTES_MAX, 2**20])
+def test_long_tensors_stand_in_a_slot_as_in_their_files(file_bytes_max: int) -> None:
+    """Also behind the scalars of an optimizer, which leave nothing in a file at a round place, and in files of any size."""
+    layout, encoded = laid_out(trained(), file_bytes_max=file_bytes_max)
+    wrong, total = misplaced([encoded])
+    assert total == 12 and not wrong
+    places = sorted((c.slot_offset, c.tensor.nbytes) for c in layout.copies)
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(places))
+    assert layout.data_bytes <= sum(size for _, size in places) + total * PAGE_BYTES + 64 * len(places)
+
+
+def test_rows_of_a_tensor_too() -> None:
+    """Two ranks that hold the rows of every tensor lay them out as they will stand in its file."""
+    tables = []
+    for rank in range(2):
+        rows = {f"w{n}": Fragment(torch.ones(151, 701 + n), (302, 701 + n), offset=(151 * rank, 0)) for n in range(5)}
+        tables.append(laid_out({"model": rows, "odd": {"s": torch.ones(3)}} if rank == 0 else {"model": rows}, rank, 2)[1])
+    wrong, total = misplaced(tables)
+    assert total == 10 and not wrong
+
+
+def test_what_is_only_added_leaves_the_rest_in_its_place() -> None:
+    """An optimizer's first step adds tensors behind what an earlier layout began with; nothing of that moves."""
+    state = trained()
+    plain = {"model": state["model"]}
+    train = TrainState(plain, 0, 1, None)
+    first = lay_out(train.snapshot(None), {}, lambda leaf, piece: True)
+    again = lay_out(train.snapshot(None), {}, lambda leaf, piece: True, first)
+    assert [c.slot_offset for c in again.copies] == [c.slot_offset for c in first.copies]
+
+
+def test_what_an_optimizer_will_add_is_not_underestimated() -> None:
+    """Or the first save would need a larger slot than was made ready, and wait for it."""
+    model = nn.Sequential(*(nn.Linear(257 + n, 1021, bias=True) for n in range(8)))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optim": optim}
+    before, _ = laid_out(state)
+    expected = expected_growth(state)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optim.step()
+    after, _ = laid_out(state)
+    assert before.data_bytes < after.data_bytes <= before.data_bytes + expected.bytes
