@@ -28,8 +28,6 @@ SAMPLE_WORDS = 16  # of each move: eight bytes wide where its memory is contiguo
 SAMPLES_A_DIMENSION = {1: 16, 2: 4, 3: 3}  # else 2, where it is not: some sixteen elements
 _HINT = "change tensors in optimizer.step(), or call fence() before changing them, or save with wait='staged'"
 
-Values = NDArray[np.uint64]
-
 
 class Move(NamedTuple):
     """Memory on its way: a live tensor's, or a stretch of it, and its place in the slot; of one shape and integer dtype."""
@@ -72,10 +70,10 @@ class Track:
 class _Batch:
     """One save's turn of a track."""
 
-    def __init__(self, track: Track) -> None:
+    def __init__(self, track: Track, before: bytes) -> None:
         self._moves, self._track = track.moves, track
         self._versions = [move.source._version for move in track.moves]
-        self._before = track.sources.now()
+        self._before = before
 
     def do(self, helping: bool) -> None:
         """Copy and compare."""
@@ -84,20 +82,20 @@ class _Batch:
 
     def _check(self) -> None:
         """`TornSnapshot`, naming the tensor, when what was copied is not what was there when the save was called."""
-        copied, now = self._track.targets.now(), self._track.sources.now()
+        copied, now = streaming.look([self._track.targets, self._track.sources])
         same = [move.source._version for move in self._moves] == self._versions
-        if same and np.array_equal(self._before, now) and np.array_equal(self._before, copied):
+        if same and self._before == now == copied:
             return
         raise torn(self._changed(now, copied))
 
-    def _changed(self, now: Values, copied: Values) -> list[str]:
+    def _changed(self, now: bytes, copied: bytes) -> list[str]:
         """The names of what moved, by version or by sample, now that some did."""
         changed: dict[str, None] = {}
         at = 0
         for move, version, size in zip(self._moves, self._versions, self._track.sources.sizes, strict=True):
-            part = slice(at, at + size)
+            part = slice(at, at + streaming.WORD_BYTES * size)
             at = part.stop
-            same = all(np.array_equal(self._before[part], other[part]) for other in (now, copied))
+            same = self._before[part] == now[part] == copied[part]
             if move.source._version != version or not same:
                 changed[move.name] = None
         return list(changed)
@@ -128,7 +126,7 @@ class BackgroundCopy:
 
         The turns in `before` are taken first.
         """
-        self._batches: list[Turn] = [*before, *map(_Batch, tracks)]
+        self._batches: list[Turn] = [*before, *map(_Batch, tracks, streaming.look([track.sources for track in tracks]))]
         self._on_end = on_end
         self._lock = threading.Condition()
         self._next = 0

@@ -84,7 +84,7 @@ def lay_out(
     begin as far from the begin of a page as in files of `file_bytes_max`: a daemon writes them without copying them.
     """
     kept = _common(before.leaves, snapshot.leaves)
-    in_page = _places_in_page(snapshot.leaves, file_bytes_max) if kept < len(snapshot.leaves) else {}
+    in_page = _places_in_page(snapshot.leaves, file_bytes_max) if any(map(_is_long, snapshot.leaves[kept:])) else {}
     marks = list(before.marks[:kept])
     fragments = list(before.fragments[:kept])
     encoded = list(before.encoded[:kept])
@@ -117,8 +117,6 @@ def _places_in_page(leaves: Sequence[Leaf], file_bytes_max: int) -> dict[tuple[s
     As if all ranks held the tensors that this one does. Where they do not, it is a guess, and bytes are copied once more.
     """
     long = {(leaf.group, leaf.name): leaf.pieces[0].box for leaf in leaves if _is_long(leaf)}
-    if not long:
-        return {}
     specs = [TensorSpec(leaf.group, leaf.name, leaf.dtype, leaf.shape) for leaf in leaves]
     found = {}
     for spec, start in chain.from_iterable(file.tensors for file in pack(specs, file_bytes_max)):

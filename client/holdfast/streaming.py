@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+WORD_BYTES = 8
 LIBRARY = Path(__file__).with_name("_streaming.so")
 
 Array = NDArray[Any]
@@ -56,11 +57,12 @@ class Copies:
             raise ValueError("only plain arrays are copied by their bytes")
         self._pairs = pairs
         self._table = np.array([(t.ctypes.data, s.ctypes.data, t.nbytes) for t, s in pairs], np.uint64).reshape(-1, 3)
+        self._at, self._count = self._table.ctypes.data, len(self._table)
 
     def do(self) -> None:
         """Copy them, without the GIL."""
         if _library is not None:
-            _library.holdfast_copy(self._table.ctypes.data, len(self._table))
+            _library.holdfast_copy(self._at, self._count)
             return
         for target, source in self._pairs:
             np.copyto(target, source)
@@ -84,16 +86,30 @@ class Words:
         places = [_addresses(view) for view in views]
         self.sizes = [len(found) for found in places]
         widths = np.repeat([view.itemsize for view in views], self.sizes)
-        self._table = np.stack([np.concatenate([*places, _NOWHERE]), widths.astype(np.uint64)], axis=1)
+        self.table = np.stack([np.concatenate([*places, _NOWHERE]), widths.astype(np.uint64)], axis=1)
 
-    def now(self) -> NDArray[np.uint64]:
-        """Their values, in order."""
-        if _library is None:
-            flat = [view.reshape(-1) for view in self._views]
-            return np.concatenate([*flat, _NOWHERE], dtype=np.uint64, casting="unsafe")
-        values = np.empty(len(self._table), np.uint64)
-        _library.holdfast_read(self._table.ctypes.data, len(self._table), values.ctypes.data)
-        return values
+    def now(self) -> bytes:
+        """Their values, in order, each as eight bytes."""
+        return look([self])[0]
+
+    def _as_numpy_reads_them(self) -> bytes:
+        flat = [view.reshape(-1) for view in self._views]
+        return np.concatenate([*flat, _NOWHERE], dtype=np.uint64, casting="unsafe").tobytes()
+
+
+def look(words: Sequence[Words]) -> list[bytes]:
+    """What each of them says `now`, all by one call: far-off places are asked for together, and come sooner."""
+    if _library is None or not words:
+        return [some._as_numpy_reads_them() for some in words]
+    table = np.concatenate([some.table for some in words]) if len(words) > 1 else words[0].table
+    values = np.empty(len(table), np.uint64)
+    _library.holdfast_read(table.ctypes.data, len(table), values.ctypes.data)
+    found, at = values.tobytes(), 0
+    parts = []
+    for some in words:
+        parts.append(found[at : at + WORD_BYTES * len(some.table)])
+        at += len(parts[-1])
+    return parts
 
 
 _NOWHERE = np.empty(0, np.uint64)

@@ -14,14 +14,12 @@ from sqlalchemy.orm import Session
 
 from holdfast_formats import naming, rest
 from holdfast_formats.errors import (
-    AlreadyCommitted,
     InvalidRequest,
     NoSuchCheckpoint,
     NoSuchResource,
-    StaleAttempt,
 )
 
-from . import listing, statistics
+from . import listing, opening, statistics
 from .database import Database
 from .listing import ENDED, EVERYTHING, GOING_ON, ROUND_STATES, Within
 from .pages import INTEGER_MAX
@@ -115,27 +113,13 @@ class Catalog:
 
         Raises `StaleAttempt` for an attempt older than the newest (I6) and `AlreadyCommitted` when the step is a checkpoint.
         """
+        naming.check_run(run)
         naming.check_step(step)
         with self._write(hasty=True) as session:
-            row = _lock_run(session, run)
-            if attempt < row.attempt:
-                raise StaleAttempt(
-                    f"attempt {attempt} of {run} is over: attempt {row.attempt} has been declared",
-                    hint="a newer launch of this run is training; stop this one",
-                    newest=row.attempt,
-                )
-            if _is_sound(session, run, step):
-                raise AlreadyCommitted(f"{run}@{step} is committed already", hint="remove it first to save it anew")
-            # After a loss of the catalog a sealed slot may know of an attempt that nobody has declared since.
-            row.attempt = max(row.attempt, attempt)
-            same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
-            known = session.scalar(select(RoundRow.id).where(*same, RoundRow.state.in_(GOING_ON)))
-            if known is not None:
-                return known
-            made = RoundRow(run=run, step=step, attempt=attempt, world=world, state="open", sealed=0, opened=now)
-            session.add(made)
-            session.flush()
-            return made.id
+            newest = opening.lock(session.connection(), run)
+            if newest is None:
+                newest = _lock_run(session, run).attempt
+            return opening.open_round(session.connection(), (run, step, attempt), newest, world, now)
 
     def resume_round(self, run: str, step: int, attempt: int, world: int, now: str) -> int:
         """As `open_round`, but a round that all ranks had sealed goes on though a newer attempt waits for its end (I6)."""
