@@ -40,17 +40,19 @@ class Mapping:
         large = True
         for start in range(0, self._size, TOUCH_BYTES):
             size = min(TOUCH_BYTES, self._size - start)
+            large = large and self._put_large(start, size, stop)
             if stop.is_set():
                 return False
-            large = large and self._put_large(start, size)
             if not self._advise(start, size, _POPULATE_WRITE):
                 log.info("shared memory is not touched in advance: %s", os.strerror(ctypes.get_errno()))
                 break
         return True
 
-    def _put_large(self, start: int, size: int) -> bool:
-        """Make large pages of these bytes; False where there are none to be had."""
+    def _put_large(self, start: int, size: int, stop: threading.Event) -> bool:
+        """Make large pages of these bytes, until `stop` is set; False where there are none to be had."""
         for page in range(start, start + size - LARGE_BYTES + 1, LARGE_BYTES):
+            if stop.is_set():
+                break
             if not self._advise(page, mmap.PAGESIZE, _POPULATE_WRITE) or not self._advise(page, LARGE_BYTES, _COLLAPSE):
                 log.debug("no large pages for shared memory: %s", os.strerror(ctypes.get_errno()))
                 return False

@@ -38,18 +38,27 @@ static void stream(char *target, const char *source, size_t bytes)
     memcpy(target, source, bytes);
 }
 
-/* Do all of these copies; none of them may overlap another. What they wrote is visible to others when this returns. */
+static void copy(char *target, const char *source, size_t bytes)
+{
+    if (bytes < STREAMED_MIN)
+        memcpy(target, source, bytes);
+    else
+        stream(target, source, bytes);
+}
+
+/* Copy bytes over others, which they may not overlap. All is visible to other cores when this returns. */
+void holdfast_copy_one(char *target, const char *source, size_t bytes)
+{
+    copy(target, source, bytes);
+    _mm_sfence(); /* non-temporal stores are not ordered with others, and what comes next may say that all is there */
+}
+
+/* The same of many. */
 void holdfast_copy(const struct copy *copies, size_t count)
 {
-    for (size_t i = 0; i < count; i++) {
-        char *target = (char *)(uintptr_t)copies[i].target;
-        const char *source = (const char *)(uintptr_t)copies[i].source;
-        if (copies[i].bytes < STREAMED_MIN)
-            memcpy(target, source, copies[i].bytes);
-        else
-            stream(target, source, copies[i].bytes);
-    }
-    _mm_sfence(); /* non-temporal stores are not ordered with others, and what comes next may say that all is there */
+    for (size_t i = 0; i < count; i++)
+        copy((char *)(uintptr_t)copies[i].target, (const char *)(uintptr_t)copies[i].source, copies[i].bytes);
+    _mm_sfence();
 }
 
 struct word {

@@ -27,8 +27,9 @@ def _load() -> Any:
     try:
         library = ctypes.CDLL(str(LIBRARY))
         library.holdfast_copy.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        library.holdfast_copy_one.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         library.holdfast_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-        library.holdfast_copy.restype = library.holdfast_read.restype = None
+        library.holdfast_copy.restype = library.holdfast_copy_one.restype = library.holdfast_read.restype = None
     except (OSError, AttributeError):
         return None
     return library
@@ -68,13 +69,15 @@ class Copies:
             np.copyto(target, source)
 
 
-def copy(target: Array, source: Array) -> None:
-    """Copy one array over another, without the GIL; plain ones past the caches."""
-    if _library is None or not is_plain(target, source):
-        np.copyto(target, source)
-        return
-    one = (ctypes.c_uint64 * 3)(target.ctypes.data, source.ctypes.data, target.nbytes)
-    _library.holdfast_copy(one, 1)
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes over bytes, past the caches and without the GIL. Raises `ValueError` where their lengths differ."""
+    into, data = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
+    if _library is None:
+        np.copyto(into, data)
+    elif target.readonly or len(into) != len(data):
+        raise ValueError(f"{len(data)} bytes cannot be copied over {len(into)}")
+    else:
+        _library.holdfast_copy_one(into.ctypes.data, data.ctypes.data, len(data))
 
 
 class Words:

@@ -61,7 +61,7 @@ def copy(into: memoryview, data: memoryview) -> None:
     if len(data) < COPIED_ALONE_BYTES:
         into[:] = data
     else:
-        streaming.copy(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
+        streaming.copy(into, data)
 
 
 class Run(NamedTuple):

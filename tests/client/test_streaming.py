@@ -60,7 +60,7 @@ def test_both_ways_copy_arrays_of_any_dtype() -> None:
     streaming.Copies([(target, source)]).do()
     assert np.array_equal(target, source)
     target[:] = 0
-    streaming.copy(target, source)
+    streaming.copy(target.reshape(-1).view(np.uint8).data, source.reshape(-1).view(np.uint8).data)
     assert np.array_equal(target, source)
 
 
@@ -71,15 +71,13 @@ def test_what_is_not_plain_is_never_copied_by_its_bytes() -> None:
     for source in (large, strided, small.view(np.int64)):
         with pytest.raises(ValueError, match="plain"):
             streaming.Copies([(small, source)])
+    for source in (large.data, large.data[:100]):
+        with pytest.raises(ValueError):
+            streaming.copy(small.data, source)
+    assert not small.any()
     with pytest.raises(ValueError):
-        streaming.copy(small, large)
-    streaming.copy(small, strided)
-    assert small.all()
-    frozen = np.zeros(10_000, np.uint8)
-    frozen.flags.writeable = False
-    with pytest.raises(ValueError):
-        streaming.copy(frozen, strided.copy())
-    assert not frozen.any()
+        streaming.copy(small.data.toreadonly(), large.data[:10_000])
+    assert not small.any()
 
 
 @given(
