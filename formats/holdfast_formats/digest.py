@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import xxhash
@@ -11,6 +12,7 @@ from .errors import InvalidRequest
 
 DIGITS = 16
 _SPELLED = re.compile(f"[0-9a-f]{{{DIGITS}}}")
+_ALL_SPELLED = re.compile(f"(?:[0-9a-f]{{{DIGITS}}})*")
 
 
 def digest(data: Any) -> str:
@@ -32,3 +34,10 @@ def check_digest(text: str) -> None:
     """Refuse text that is not a digest, so that a manifest with an empty one can never pass as proven."""
     if not _SPELLED.fullmatch(text):
         raise InvalidRequest(f"{text!r} is not an xxh3-64 digest of {DIGITS} hexadecimal digits")
+
+
+def check_digests(texts: Collection[str]) -> None:
+    """The same for many."""
+    if not set(map(len, texts)) <= {DIGITS} or not _ALL_SPELLED.fullmatch("".join(texts)):
+        for text in texts:
+            check_digest(text)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import isfinite, prod
 from operator import itemgetter
 
 import msgspec
 
 from . import dtypes, naming
-from .digest import check_digest
+from .digest import check_digest, check_digests
 from .errors import CheckpointError, CorruptManifest, InvalidRequest, NotCommitted
 from .tensors import TensorSpec
 
@@ -208,15 +209,25 @@ def check_metrics(metrics: Mapping[str, float]) -> None:
 
 
 def _check_extents(name: str, tensor: TensorEntry, size: int) -> None:
-    end = 0
     itemsize = max(dtypes.bits(tensor.dtype) // 8, 1)
-    for extent in tensor.extents:
-        check_digest(extent.digest)
+    extents = tensor.extents
+    check_digests([extent.digest for extent in extents])  # all at once: a checkpoint has some 65 536 of them
+    lengths = [extent.length for extent in extents]
+    edges = list(accumulate(lengths, initial=0))
+    if edges[-1] == size and [extent.offset for extent in extents] == edges[:-1] and _fit(lengths, itemsize):
+        return
+    end = 0
+    for extent in extents:
         if extent.offset != end or not 0 < extent.length <= EXTENT_BYTES_MAX or extent.length % itemsize:
             raise _broken(f"tensor {name!r}: extent {extent.offset}+{extent.length} does not follow {end}")
         end += extent.length
     if end != size:
         raise _broken(f"tensor {name!r}: extents cover {end} of {size} bytes")
+
+
+def _fit(lengths: Sequence[int], itemsize: int) -> bool:
+    sound = not lengths or (min(lengths) > 0 and max(lengths) <= EXTENT_BYTES_MAX)
+    return sound and (itemsize == 1 or not any(length % itemsize for length in set(lengths)))
 
 
 def _check_file(file: FileEntry, placed: Sequence[_Placed]) -> None:

@@ -332,6 +332,28 @@ MUTATIONS = (
         '        stated = (header.step, f"{header.seal:016x}", part.table_digest)\n',
         ("tests/daemon/test_holds.py", "tests/daemon/test_segment.py"),
     ),
+    # what is staged is what was there when the save was called, and goes to the disk as it was digested
+    Mutation(
+        "samples of what was copied",
+        "client/holdfast/copier.py",
+        "        if same and self._before == now == copied:\n",
+        "        if same:\n",
+        ("tests/client/test_copier.py",),
+    ),
+    Mutation(
+        "the blocks where tensors meet",
+        "service/holdfast_service/daemon/gathering.py",
+        "            target[:head], target[cut.length - tail :] = there[:head], there[cut.length - tail :]\n",
+        "",
+        ("tests/daemon/test_writer.py",),
+    ),
+    Mutation(
+        "how a slot lies to the blocks of the disk",
+        "service/holdfast_service/daemon/gathering.py",
+        "(there.ctypes.data - cut.start) % alignment == 0 else None",
+        "True else None",
+        ("tests/daemon/test_writer.py",),
+    ),
     # what a failed restore has overwritten in part is neither saved nor trained on
     Mutation(
         "a state overwritten in part is saved",
@@ -364,9 +386,9 @@ MUTATIONS = (
     ),
     Mutation(
         "fence, when a round is opened",
-        "service/holdfast_service/control/catalog.py",
-        "            if attempt < row.attempt:\n                raise StaleAttempt(\n",
-        "            if False:\n                raise StaleAttempt(\n",
+        "service/holdfast_service/control/opening.py",
+        "    if attempt < newest:\n        raise StaleAttempt(\n",
+        "    if False:\n        raise StaleAttempt(\n",
         ("tests/control/test_catalog.py",),
     ),
     Mutation(

@@ -181,6 +181,7 @@ def test_what_lies_in_a_slot_as_in_the_file_is_written_from_there(
     assert tier.read(f"{STAGING}/{file.layout.name}") == files_of(reference)[file.layout.name]
     for name, tensor in expected.tensors["model"].items():
         assert receipt.extents["model"][name] == tensor.extents
+    assert all(address % alignment == 0 for address, size in tier.taken if size % alignment == 0)
     straight = sum(
         max(cut // alignment * alignment - 2 * alignment, 0)
         for size, residue in zip(sizes, residues, strict=False)
