@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from holdfast.api import Api
 from holdfast_formats import naming
 
 START_TIMEOUT_S = 60.0
@@ -84,3 +85,9 @@ def wait_until(condition, timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < limit, "what was waited for did not happen"
         time.sleep(0.02)
+
+
+def wait_until_read_back(daemon: RunningDaemon, run: str, step: int) -> None:
+    """Until the daemon, which must listen, has verified a checkpoint, and nobody reads it any more of itself."""
+    with Api(daemon.url) as api:
+        wait_until(lambda: api.checkpoint(run, step).verified)

@@ -21,7 +21,7 @@ from holdfast_formats.errors import CheckpointError, CorruptExtent
 from holdfast_formats.manifest import Manifest
 from holdfast_service.daemon.sharing import WANTED_BY_MIN_CACHED
 from tests.checkpoints import flip, forget
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back
 
 ROWS, COLUMNS = 96, 1024
 EXTENT = 16 * 2**20
@@ -47,8 +47,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
 
 
 def save(daemon: RunningDaemon) -> None:
+    """Until it is read back, too: that fills the page cache again after a test has emptied it."""
     with Checkpointer("r", {"model": weights()}, socket=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
+    wait_until_read_back(daemon, "r", 1)
 
 
 def manifest(daemon: RunningDaemon) -> Manifest:
@@ -243,7 +245,7 @@ def test_ranks_that_see_no_daemon_read_for_themselves(saved: RunningDaemon, monk
 @pytest.mark.parametrize("prove_first", [False, True])
 def test_damage_is_the_same_error_at_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prove_first: bool) -> None:
     """One wrong bit: each rank that wants the extent gets the error a rank alone gets, and nothing wrong is handed over."""
-    with running(tmp_path / "root") as daemon:
+    with running(tmp_path / "root", listen="127.0.0.1:0") as daemon:
         save(daemon)
         entry = manifest(daemon).tensors["model"]["large"]
         flip(daemon.root / naming.checkpoint_path("r", 1) / entry.file, entry.start + EXTENT + 100)
@@ -269,7 +271,7 @@ def outcomes(daemon: RunningDaemon, count: int, monkeypatch: pytest.MonkeyPatch,
 
 def test_what_memory_has_no_room_for_each_rank_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a budget for the small tensors only, they are shared, and each rank says how much was not."""
-    with running(tmp_path / "root") as daemon:
+    with running(tmp_path / "root", listen="127.0.0.1:0") as daemon:
         save(daemon)
     with running(tmp_path / "root", "--arena-bytes-max", "1000000") as daemon:
         states = [empty() for _ in range(2)]

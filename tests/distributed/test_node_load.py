@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast_formats import manifest as manifests
 from holdfast_formats import naming, proof
 from tests.checkpoints import forget
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon, running, wait_until_read_back
 from tests.torchruns import torchrun
 
 from .test_reshard import WORKER
@@ -26,6 +26,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     directory = tmp_path_factory.mktemp("node-load")
     with running(directory / "root", listen="127.0.0.1:0") as daemon:
         torchrun(RANKS, WORKER, "save", str(daemon.socket), str(directory / "saved"), "2d")
+        wait_until_read_back(daemon, "r", 3)  # which fills the page cache
         yield daemon, json.loads((directory / "saved.2d.json").read_text()), directory
 
 
