@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +19,7 @@ from holdfast_formats.manifest import Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.tensors import TensorSpec
 
 Arrays = Mapping[str, Mapping[str, np.ndarray]]
+_LIBC = ctypes.CDLL(None, use_errno=True)
 EXTENT_BYTES = 1000  # small, so that small tensors have several
 
 
@@ -133,16 +136,23 @@ def forget(directory: Path) -> None:
     limit = time.monotonic() + 60
     for path in directory.iterdir():
         with open(path, "rb") as file:
-            while path.stat().st_size and _cached(file.fileno()):
+            while _cached_pages(file.fileno()):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 assert time.monotonic() < limit, f"{path} stays in the page cache"
 
 
-def _cached(descriptor: int) -> bool:
-    try:
-        return os.preadv(descriptor, (bytearray(1),), 0, os.RWF_NOWAIT) == 1
-    except OSError:  # it would wait, or the file system cannot tell
-        return False
+def _cached_pages(descriptor: int) -> int:
+    """How many pages of a file are in memory. Asked of `mincore`: a read that may not wait has the kernel read ahead."""
+    size = os.fstat(descriptor).st_size
+    if not size:
+        return 0
+    with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:
+        octets = np.frombuffer(mapped, np.uint8)
+        found = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        failed = _LIBC.mincore(ctypes.c_void_p(octets.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(found.ctypes.data))
+        del octets  # or the mapping cannot be closed
+    assert not failed, os.strerror(ctypes.get_errno())
+    return int((found & 1).sum())
 
 
 def _extents(raw: bytes, size: int) -> Iterator[Extent]:

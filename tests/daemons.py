@@ -22,11 +22,17 @@ PORTS = (15_000, 32_000)  # below those that Linux takes for connections and for
 
 
 class RunningDaemon:
-    """A daemon that serves `root`; `log` is what it wrote. `before` are words of a command that becomes the daemon."""
+    """A daemon that serves `root`; `log` is what it wrote. `before` are words of a command that becomes the daemon.
 
-    def __init__(self, root: Path, *flags: str, listen: str = "none", before: tuple[str, ...] = ()) -> None:
+    `patient`: it waits long for ranks that restore together.
+    """
+
+    def __init__(
+        self, root: Path, *flags: str, listen: str = "none", before: tuple[str, ...] = (), patient: bool = False
+    ) -> None:
         self.root, self.socket, self.log = root, root.parent / f"{root.name}.sock", root.parent / f"{root.name}.log"
-        command = [*before, sys.executable, "-m", "holdfast_service", "--root", str(root), "--socket", str(self.socket)]
+        module = "tests.patient_daemon" if patient else "holdfast_service"
+        command = [*before, sys.executable, "-m", module, "--root", str(root), "--socket", str(self.socket)]
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen([*command, "--listen", listen, *flags], stdout=log, stderr=log)
         limit = time.monotonic() + START_TIMEOUT_S
@@ -60,9 +66,9 @@ class RunningDaemon:
 
 
 @contextmanager
-def running(root: Path, *flags: str, listen: str = "none") -> Iterator[RunningDaemon]:
+def running(root: Path, *flags: str, listen: str = "none", patient: bool = False) -> Iterator[RunningDaemon]:
     """A daemon for the length of a block; the block's end stops it in an orderly way and checks that it did."""
-    daemon = RunningDaemon(root, *flags, listen=listen)
+    daemon = RunningDaemon(root, *flags, listen=listen, patient=patient)
     try:
         yield daemon
     finally:

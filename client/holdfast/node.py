@@ -91,6 +91,9 @@ class LentMemory:
     def size(self, name: str) -> int | None:
         return None  # it holds parts of files
 
+    def file(self, name: str) -> int | None:
+        return None
+
     def waits(self, name: str, offset: int) -> bool:
         return False
 

@@ -19,7 +19,7 @@ from holdfast_formats import digest, proof
 from holdfast_formats.manifest import Extent
 from holdfast_formats.proof import Piece
 
-from . import direct
+from . import direct, proving
 from .sources import Source
 from .wants import Run, copy
 
@@ -40,6 +40,7 @@ class Manner(NamedTuple):
     readers: int
     chunk_bytes: int
     past_cache: direct.Reader | None = None
+    waiting: bool = True  # for a disk or a network
 
 
 class Part(NamedTuple):
@@ -152,7 +153,7 @@ def _manner(source: Source, runs: Sequence[Run], cores: int, again: bool) -> Man
     """How these runs are read fastest. What is to be read `again` afterwards is left in the page cache."""
     waiting = [source.waits(file, start) for file, start in _places(runs)]
     if not any(waiting):
-        return Manner(cores, source.chunk_bytes)
+        return Manner(cores, source.chunk_bytes, waiting=False)
     past_cache = source.past_cache() if not again and 2 * sum(waiting) > len(waiting) else None
     if past_cache is not None:
         return Manner(READERS_WAITING, max(source.chunk_bytes, DIRECT_CHUNK_BYTES), past_cache)
@@ -195,6 +196,15 @@ class _Reading:
         buffer = self._memory[:size]
         return buffer[: self._source.read_into(file, start, buffer)]
 
+    def through(self, part: Part) -> bool:
+        """Whether the part was read, through the buffer, proven, and is where it belongs now."""
+        file = None if self._manner.waiting else self._source.file(part.run.entry.file)
+        if file is None or max(extent.length for extent in part.extents) > self._manner.chunk_bytes:
+            return False
+        if not self._memory:
+            self._memory = np.empty(self._manner.chunk_bytes, np.uint8).data
+        return _extents([part]).take_from(file, part.start, self._memory)
+
     def check(self, piece: Piece, into: memoryview | None = None) -> None:
         """Read a piece in parts that stay in the cache, into a buffer or in place, and check it."""
         found, held, step = digest.running(), 0, self._manner.chunk_bytes
@@ -223,6 +233,8 @@ class _Prover:
             self._reading.check(_piece(first, first.extents[0]))
             return
         data = self._reading.all(first.run.entry.file, start, stop - start)
+        if _extents(job, proven_only=True).take(data):
+            return
         for part in job:
             _check(part, data[part.start - start : part.stop - start])
 
@@ -240,9 +252,11 @@ class _Giver:
                 self._straight(first, first.run.octets)
                 return
             data = self._reading.read(first.run.entry.file, start, stop - start)
+        taken = _extents(job).take(data)
         for part in job:
             mine = data[part.start - start : part.stop - start]
-            _check(part, mine, part.run.octets)
+            if not taken:
+                _check(part, mine, part.run.octets)
             if part.run.octets is None:
                 for receiver in part.run.receivers:
                     receiver.take(part.extents[0].offset, mine)
@@ -252,6 +266,8 @@ class _Giver:
         at = part.extents[0].offset - part.run.offset
         into = octets[at : at + part.stop - part.start]
         try:
+            if self._reading.through(part):
+                return
             if len(into) > self._manner.chunk_bytes:  # a single extent
                 self._reading.check(_piece(part, part.extents[0]), into)
             else:
@@ -280,6 +296,18 @@ def _check(part: Part, data: memoryview, octets: memoryview | None = None) -> No
             copied = end
     if octets is not None and copied < end:
         copy(octets[shift + copied : shift + end], data[copied:end])
+
+
+def _extents(job: Job, proven_only: bool = False) -> proving.Extents:
+    """A job's extents, and where they belong where they lie as in the file; with `proven_only` they go nowhere."""
+    found = proving.Extents()
+    for part in job:
+        octets = None if proven_only else part.run.octets
+        if octets is not None:
+            at = part.extents[0].offset - part.run.offset
+            octets = octets[at : at + part.stop - part.start]
+        found.add(part.extents, octets)
+    return found
 
 
 def _piece(part: Part, extent: Extent) -> Piece:

@@ -41,6 +41,9 @@ class Source(Protocol):
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...  # bytes read; fewer only at the file's end
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes: ...
     def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # memory nobody can change; None: read it
+    def file(
+        self, name: str
+    ) -> int | None: ...  # a descriptor that `read_into` would read from; None: it does not read files
     def waits(self, name: str, offset: int) -> bool: ...  # whether reading there would wait for a disk or a network; a guess
     def past_cache(self) -> direct.Reader | None: ...  # how it is read past the page cache, where it can be
     def close(self) -> None: ...
@@ -111,6 +114,9 @@ class DirectorySource:
 
     def view(self, name: str, start: int, stop: int) -> memoryview | None:
         return None  # the page cache is read: mapping it costs a fault for every few pages
+
+    def file(self, name: str) -> int | None:
+        return self._descriptor(name)
 
     def waits(self, name: str, offset: int) -> bool:
         try:
@@ -219,6 +225,9 @@ class HttpSource:
         return _read(self, name, offset, length)
 
     def view(self, name: str, start: int, stop: int) -> memoryview | None:
+        return None
+
+    def file(self, name: str) -> int | None:
         return None
 
     def waits(self, name: str, offset: int) -> bool:

@@ -7,9 +7,11 @@
    theirs, which on a virtual machine may be hundreds of megabytes. */
 
 #include <emmintrin.h>
+#include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #define LINE 64                /* bytes of a cache line */
 #define AHEAD (16 * LINE)      /* how far ahead the source is asked for */
@@ -81,4 +83,50 @@ void holdfast_read(const struct word *words, size_t count, uint64_t *values)
         }
         values[i] = value;
     }
+}
+
+typedef uint64_t digest_of(const void *data, size_t bytes);
+
+struct extent {
+    uint64_t target, bytes, digest; /* no target: it is proven, and goes nowhere */
+};
+
+/* Prove extents that lie behind each other, and copy each to its target while the cache still has it. Returns how many of
+   them, from the first on, were what was written; the one behind them was not, and is copied nowhere. */
+size_t holdfast_prove(const char *source, const struct extent *extents, size_t count, digest_of *digest)
+{
+    size_t i = 0;
+    for (; i < count && digest(source, extents[i].bytes) == extents[i].digest; i++) {
+        if (extents[i].target)
+            copy((char *)(uintptr_t)extents[i].target, source, extents[i].bytes);
+        source += extents[i].bytes;
+    }
+    _mm_sfence();
+    return i;
+}
+
+static int read_whole(int file, char *into, size_t bytes, off_t at)
+{
+    while (bytes) {
+        ssize_t got = pread(file, into, bytes, at);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0)
+            return 0;
+        into += got, at += got, bytes -= (size_t)got;
+    }
+    return 1;
+}
+
+/* The same of extents that lie behind each other in a file, from `at` on. Each is read into `room`, which has place for the
+   longest, and comes from there to its target. */
+size_t holdfast_prove_file(int file, int64_t at, char *room, const struct extent *extents, size_t count, digest_of *digest)
+{
+    size_t i = 0;
+    for (; i < count && read_whole(file, room, extents[i].bytes, at); i++) {
+        if (holdfast_prove(room, extents + i, 1, digest) != 1)
+            break;
+        at += (int64_t)extents[i].bytes;
+    }
+    return i;
 }

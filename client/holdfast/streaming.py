@@ -30,12 +30,26 @@ def _load() -> Any:
         library.holdfast_copy_one.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         library.holdfast_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         library.holdfast_copy.restype = library.holdfast_copy_one.restype = library.holdfast_read.restype = None
+        library.holdfast_prove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        library.holdfast_prove_file.argtypes = (
+            ctypes.c_int,
+            ctypes.c_int64,
+            *[ctypes.c_void_p] * 2,
+            ctypes.c_size_t,
+            ctypes.c_void_p,
+        )
+        library.holdfast_prove.restype = library.holdfast_prove_file.restype = ctypes.c_size_t
     except (OSError, AttributeError):
         return None
     return library
 
 
 _library = _load()
+
+
+def library() -> Any:
+    """The functions of `streaming.c`; None where there are none here."""
+    return _library
 
 
 def available() -> bool:

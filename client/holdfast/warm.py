@@ -33,7 +33,7 @@ from .transport import Transport
 from .wants import Want
 from .wholeness import Overwriting
 
-CHUNK_BYTES = 2**20  # read together where it does not stand in one piece; an extent at a time is proven and copied
+CHUNK_BYTES = 2**22  # proven and copied by one call, an extent at a time; with a quarter of it a load takes a fifth longer
 
 _Placed = tuple[int, str, str, TensorEntry]  # first byte in its file, group, name, entry
 
@@ -220,6 +220,9 @@ class HeldSource:
             return None
         seen = holdings.view(self._holdings(group, tensor, entry), start - first, stop - first)
         return None if seen is None else seen.data
+
+    def file(self, name: str) -> int | None:
+        return None
 
     def waits(self, name: str, offset: int) -> bool:
         return False

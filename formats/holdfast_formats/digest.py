@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Collection
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import xxhash
@@ -12,6 +15,9 @@ from .errors import InvalidRequest
 
 DIGITS = 16
 _SPELLED = re.compile(f"[0-9a-f]{{{DIGITS}}}")
+# What xxhash.h calls it: the first takes the processor's widest vectors, whatever the library was compiled for.
+_NATIVE = ("XXH3_64bits_dispatch", "XXH3_64bits")
+_SAMPLE, _SAMPLE_SIZES = bytes(range(251)) * 20, (0, 3, 8, 16, 17, 128, 129, 240, 241, 1024, 5020)  # XXH3 knows these ranges
 _ALL_SPELLED = re.compile(f"(?:[0-9a-f]{{{DIGITS}}})*")
 
 
@@ -28,6 +34,29 @@ def number(data: Any) -> int:
 def running() -> xxhash.xxh3_64:
     """The digest of a buffer that comes in parts: `update(part)`, and `hexdigest()` at the end."""
     return xxhash.xxh3_64()
+
+
+@lru_cache
+def native() -> int | None:
+    """Where the library's own `uint64_t (const void *, size_t)` is, for code that is not Python; None where it is hidden.
+
+    What is found there has digested as Python's `number` does, short and long data alike.
+    """
+    module = find_spec("xxhash._xxhash")
+    if module is None or module.origin is None:
+        return None
+    try:
+        library = ctypes.PyDLL(module.origin)
+    except OSError:
+        return None
+    for name in _NATIVE:
+        found = getattr(library, name, None)
+        if found is None:
+            continue
+        found.argtypes, found.restype = (ctypes.c_char_p, ctypes.c_size_t), ctypes.c_uint64
+        if all(found(data, len(data)) == number(data) for data in (_SAMPLE[:size] for size in _SAMPLE_SIZES)):
+            return ctypes.cast(found, ctypes.c_void_p).value
+    return None
 
 
 def check_digest(text: str) -> None:

@@ -41,7 +41,7 @@ def weights() -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
     """A daemon with a committed step that nobody holds in memory any more."""
-    with running(tmp_path_factory.mktemp("node") / "root", listen="127.0.0.1:0") as daemon:
+    with running(tmp_path_factory.mktemp("node") / "root", listen="127.0.0.1:0", patient=True) as daemon:
         save(daemon)
         yield daemon
 
@@ -245,7 +245,7 @@ def test_ranks_that_see_no_daemon_read_for_themselves(saved: RunningDaemon, monk
 @pytest.mark.parametrize("prove_first", [False, True])
 def test_damage_is_the_same_error_at_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prove_first: bool) -> None:
     """One wrong bit: each rank that wants the extent gets the error a rank alone gets, and nothing wrong is handed over."""
-    with running(tmp_path / "root", listen="127.0.0.1:0") as daemon:
+    with running(tmp_path / "root", listen="127.0.0.1:0", patient=True) as daemon:
         save(daemon)
         entry = manifest(daemon).tensors["model"]["large"]
         flip(daemon.root / naming.checkpoint_path("r", 1) / entry.file, entry.start + EXTENT + 100)
@@ -271,9 +271,9 @@ def outcomes(daemon: RunningDaemon, count: int, monkeypatch: pytest.MonkeyPatch,
 
 def test_what_memory_has_no_room_for_each_rank_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a budget for the small tensors only, they are shared, and each rank says how much was not."""
-    with running(tmp_path / "root", listen="127.0.0.1:0") as daemon:
+    with running(tmp_path / "root", listen="127.0.0.1:0", patient=True) as daemon:
         save(daemon)
-    with running(tmp_path / "root", "--arena-bytes-max", "1000000") as daemon:
+    with running(tmp_path / "root", "--arena-bytes-max", "1000000", patient=True) as daemon:
         states = [empty() for _ in range(2)]
         with ranks(daemon, states, monkeypatch) as checkpointers:
             assert together(restore, checkpointers) == [1, 1]

@@ -380,8 +380,8 @@ MUTATIONS = (
     Mutation(
         "a second job is let in",
         "service/holdfast_service/daemon/fencing.py",
-        "    if decisions.declared(run, launch):\n",
-        "    if True or decisions.declared(run, launch):\n",
+        "        if not living or decisions.declared(run, launch) or saver.belongs(run, process):\n",
+        "        if True or decisions.declared(run, launch) or saver.belongs(run, process):\n",
         ("tests/crash/test_second_job.py",),
     ),
     Mutation(

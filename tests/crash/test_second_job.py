@@ -15,7 +15,8 @@ from holdfast_formats import rest
 from holdfast_formats.errors import RunBusy
 from holdfast_service.daemon import fencing
 from holdfast_service.daemon.remote import RemoteRanks
-from tests.daemon.saver_world import saver_world
+from holdfast_service.daemon.rounds import Participant
+from tests.daemon.saver_world import RUN, Rank, saver_world
 from tests.daemon.test_remote import hello
 from tests.daemons import RunningDaemon, running
 
@@ -156,3 +157,23 @@ def test_a_killed_distant_job_is_followed_after_its_silence(tmp_path: Path, monk
     monkeypatch.setattr(courier.time, "sleep", waited.append)
     welcome = courier._join(Answers(), "a" * 32, hello())  # type: ignore[arg-type]
     assert (welcome.attempt, waited, len(asked)) == (2, [7.0], 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_ranks_of_one_launch_may_all_come_at_once(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first to come is looked at, the others are let in: it finds ranks there, and they are its own."""
+    with saver_world() as world:
+        present = world.saver.present
+        there: list[Rank] = []
+
+        def others_come_first(run: str) -> list[Participant]:
+            if not there:
+                there.extend(world.launch(world_size)[1:])
+            return present(run)
+
+        monkeypatch.setattr(world.saver, "present", others_come_first)
+        fencing.refuse_second(world.saver, world.decisions, RUN, "launch-1", "process")
+        with pytest.raises(RunBusy):
+            fencing.refuse_second(world.saver, world.decisions, RUN, "launch-2", "another")
+        for rank in there:
+            rank.leave()

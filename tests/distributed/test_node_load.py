@@ -24,7 +24,7 @@ RANKS = 4
 def saved(tmp_path_factory: pytest.TempPathFactory):
     """A daemon with a checkpoint saved by 4 ranks (FSDP2 x TP), and torch's own digests of what was saved."""
     directory = tmp_path_factory.mktemp("node-load")
-    with running(directory / "root", listen="127.0.0.1:0") as daemon:
+    with running(directory / "root", listen="127.0.0.1:0", patient=True) as daemon:
         torchrun(RANKS, WORKER, "save", str(daemon.socket), str(directory / "saved"), "2d")
         wait_until_read_back(daemon, "r", 3)  # which fills the page cache
         yield daemon, json.loads((directory / "saved.2d.json").read_text()), directory

@@ -45,12 +45,11 @@ def refuse_second(saver: Saver, decisions: Decisions, run: str, launch: str, pro
     ranks have not yet. `retry_after_s` says when ranks that were last heard of over HTTP count as gone; it is 0 where a
     living process holds a connection.
     """
-    if decisions.declared(run, launch):
-        return
     limit = time.monotonic() + DYING_S
     while True:
         living = [other for other in saver.present(run) if other.silent_s() < SILENCE_MAX_S]
-        if not living or saver.belongs(run, process):
+        # Asked after that: ranks of this very launch may have come meanwhile, and were let in before they were seen.
+        if not living or decisions.declared(run, launch) or saver.belongs(run, process):
             return
         if all(other.remote for other in living) or time.monotonic() > limit:
             break

@@ -67,8 +67,9 @@ class Counts:
 class Loader:
     """The loads that are under way. Safe for threads; each load has one of its own."""
 
-    def __init__(self, tier: Tier, arena: Arena, gather_s: float = GATHER_S, lent_s: float = LENT_S) -> None:
-        self.tier, self.arena, self.gather_s, self.lent_s = tier, arena, gather_s, lent_s
+    def __init__(self, tier: Tier, arena: Arena, gather_s: float | None = None, lent_s: float = LENT_S) -> None:
+        self.tier, self.arena, self.lent_s = tier, arena, lent_s
+        self.gather_s = GATHER_S if gather_s is None else gather_s
         self._lock = threading.Lock()
         self._loads: dict[Key, _Load] = {}
         self._all: set[_Load] = set()
