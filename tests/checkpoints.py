@@ -136,12 +136,12 @@ def forget(directory: Path) -> None:
     limit = time.monotonic() + 60
     for path in directory.iterdir():
         with open(path, "rb") as file:
-            while _cached_pages(file.fileno()):
+            while cached_pages(file.fileno()):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 assert time.monotonic() < limit, f"{path} stays in the page cache"
 
 
-def _cached_pages(descriptor: int) -> int:
+def cached_pages(descriptor: int) -> int:
     """How many pages of a file are in memory. Asked of `mincore`: a read that may not wait has the kernel read ahead."""
     size = os.fstat(descriptor).st_size
     if not size:
@@ -149,7 +149,9 @@ def _cached_pages(descriptor: int) -> int:
     with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:
         octets = np.frombuffer(mapped, np.uint8)
         found = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
-        failed = _LIBC.mincore(ctypes.c_void_p(octets.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(found.ctypes.data))
+        failed = _LIBC.mincore(
+            ctypes.c_void_p(octets.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(found.ctypes.data)
+        )
         del octets  # or the mapping cannot be closed
     assert not failed, os.strerror(ctypes.get_errno())
     return int((found & 1).sum())

@@ -34,7 +34,8 @@ class RunningDaemon:
         module = "tests.patient_daemon" if patient else "holdfast_service"
         command = [*before, sys.executable, "-m", module, "--root", str(root), "--socket", str(self.socket)]
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen([*command, "--listen", listen, *flags], stdout=log, stderr=log)
+            about = {**os.environ, "PYTHONFAULTHANDLER": "1"}  # SIGABRT has it say where every thread stands
+            self.process = subprocess.Popen([*command, "--listen", listen, *flags], stdout=log, stderr=log, env=about)
         limit = time.monotonic() + START_TIMEOUT_S
         while not self.about:
             assert self.process.poll() is None, self.log.read_text()
@@ -55,9 +56,14 @@ class RunningDaemon:
         return str(self.about["url"])
 
     def stop(self) -> int:
-        """Ask it to end and wait; returns its exit status."""
+        """Ask it to end and wait; returns its exit status. Fails with its log, and where it stands, when it does not."""
         self.process.terminate()
-        return self.process.wait(60)
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait()
+        raise AssertionError(f"the daemon did not end: {self.log.read_text()}")
 
     def kill(self) -> None:
         """End it as a power cut would."""

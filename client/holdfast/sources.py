@@ -18,6 +18,7 @@ from holdfast_formats.proof import Piece
 
 from . import direct
 from .api import Api
+from .residency import Residency
 
 READ_AHEAD_BYTES_MIN = 2**20
 DIRECT_BYTES_MIN = 2**18  # what aligning a shorter read adds is not worth it
@@ -74,6 +75,7 @@ class DirectorySource:
         self.path = Path(path)
         self._open: dict[str, int] = {}
         self._direct: dict[str, int | None] = {}  # None: through the page cache after all
+        self._cached: dict[str, Residency] = {}
         self._tells = True  # what is in the page cache: otherwise nothing is read past it
         self._lock = threading.Lock()
 
@@ -119,11 +121,13 @@ class DirectorySource:
         return self._descriptor(name)
 
     def waits(self, name: str, offset: int) -> bool:
+        descriptor = self._descriptor(name)
         try:
-            return os.preadv(self._descriptor(name), (bytearray(1),), offset, os.RWF_NOWAIT) != 1
-        except BlockingIOError:
-            return True
-        except (OSError, AttributeError):  # an overlay, for one
+            with self._lock:
+                if name not in self._cached:
+                    self._cached[name] = Residency(descriptor)
+                return not self._cached[name].holds(offset)
+        except OSError:  # an overlay, for one
             self._tells = False
             return True
 
@@ -146,6 +150,7 @@ class DirectorySource:
     def close(self) -> None:
         """Close every file; the source can still be used and opens them again."""
         with self._lock:
+            self._cached.clear()
             for opened in (self._open, self._direct):
                 while opened:
                     descriptor = opened.popitem()[1]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast import direct, passes, sources
 from holdfast.reader import CheckpointReader
+from holdfast.residency import Residency
 from holdfast.sources import DirectorySource
 from holdfast.wants import Want
 from holdfast_formats.errors import CorruptExtent, StorageFailed
@@ -154,13 +155,13 @@ def test_a_file_system_that_refuses_is_read_through_the_cache(large: Built, monk
 def test_where_nobody_tells_what_is_cached_the_cache_is_read(large: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an answer to that question everything would be taken for cold, and read from the disk each time."""
 
-    def unsupported(*_: object) -> int:
+    def unsupported(*_: object) -> bool:
         raise OSError(errno.EOPNOTSUPP, "not here")
 
     with DirectorySource(large.path) as source:
         assert source.past_cache() is not None
         with monkeypatch.context() as patched:
-            patched.setattr(os, "preadv", unsupported)
+            patched.setattr(Residency, "holds", unsupported)
             assert source.waits("config.json", 0)
         assert source.past_cache() is None
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from holdfast_formats import naming, rest, wire
 from holdfast_formats.errors import AlreadyCommitted, ArenaFull, DaemonGone, InvalidRequest, RoundAborted, StaleAttempt
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, running, wait_until
+from tests.forked import Forked
 from tests.proxies import Proxy, proxied
 from tests.serving import served
 
@@ -252,14 +251,14 @@ def test_the_daemon_dies_and_another_takes_its_place(
 def test_a_trainer_that_dies_in_mid_upload(tmp_path: Path) -> None:
     """After the silence that is allowed the round is aborted; the checkpoint before it is untouched."""
     with far_daemon(tmp_path / "root", "--silence-max", "1") as daemon, proxied(daemon.url) as proxy, Api(daemon.url) as api:
-        command = [sys.executable, str(Path(__file__).parent / "remote_rank.py"), proxy.url, "r"]
-        with subprocess.Popen([*command, "1", "1000000"], stdout=subprocess.PIPE) as trainer:
+        command = [Path(__file__).parent / "remote_rank.py", proxy.url, "r"]
+        with Forked([*command, 1, 1_000_000]) as trainer:
             wait_until(lambda: [made.step for made in api.checkpoints("r")] == [1] if trained(api) else False)
             trainer.kill()
         proxy.bytes_per_s = 500_000
         before = proxy.sent
-        with subprocess.Popen([*command, "2", "8000000"], stdout=subprocess.PIPE) as trainer:
-            assert trainer.stdout is not None and trainer.stdout.readline() == b"sealed\n"
+        with Forked([*command, 2, 8_000_000]) as trainer:
+            assert trainer.stdout is not None and trainer.stdout.readline() == "sealed\n"
             wait_until(lambda: proxy.sent > before + 400_000)
             trainer.kill()
         wait_until(lambda: [found.code for found in api.rounds("r", "aborted")] == ["round-aborted"])

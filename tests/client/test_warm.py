@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -28,6 +26,7 @@ from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.region import Box
 from tests.crash.rank_process import content
 from tests.daemons import RunningDaemon, running, wait_until
+from tests.forked import Forked
 
 RANK_PROCESS = Path(__file__).parent.parent / "crash" / "rank_process.py"
 SIZE = 20_000_003  # many extents a rank, and neither rank's part begins at an extent
@@ -42,20 +41,13 @@ def daemon(tmp_path: Path):
         yield daemon
 
 
-def start(daemon: RunningDaemon, world: int, step: int, pause: str = "") -> list[subprocess.Popen[str]]:
+def start(daemon: RunningDaemon, world: int, step: int, pause: str = "") -> list[Forked]:
     """The ranks of a launch, which save a step and then wait."""
     launch = f"launch-{next(_launches)}"
-    return [
-        subprocess.Popen(
-            [sys.executable, RANK_PROCESS, daemon.socket, "r", str(i), str(world), launch, str(step), str(SIZE), pause],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(world)
-    ]
+    return [Forked([RANK_PROCESS, daemon.socket, "r", i, world, launch, step, SIZE, pause]) for i in range(world)]
 
 
-def kill(ranks: list[subprocess.Popen[str]]) -> None:
+def kill(ranks: list[Forked]) -> None:
     for rank in ranks:
         rank.send_signal(signal.SIGKILL)
     for rank in ranks:

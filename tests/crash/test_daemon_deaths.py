@@ -7,8 +7,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,10 +18,11 @@ from holdfast.place import committed_steps, open_checkpoint
 from holdfast_formats import naming
 from tests.crash.rank_process import content
 from tests.daemons import RunningDaemon, wait_until
+from tests.forked import Forked
 
 SIZE = 20_000_003
 _launches = itertools.count()
-_started: list[subprocess.Popen[str]] = []
+_started: list[Forked] = []
 
 
 class World:
@@ -35,21 +34,15 @@ class World:
         self.ranks = []
         self._readers = []
         for rank in range(world):
-            arguments = [str(daemon.socket), "r", str(rank), str(world), launch, steps, str(SIZE)]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.crash.lasting_rank", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                bufsize=1,
-            )
+            arguments = [daemon.socket, "r", rank, world, launch, steps, SIZE]
+            process = Forked(["-m", "tests.crash.lasting_rank", *arguments], talks=True)
             reader = threading.Thread(target=self._read, args=(rank, process))
             self.ranks.append(process)
             _started.append(process)
             self._readers.append(reader)
             reader.start()
 
-    def _read(self, rank: int, process: subprocess.Popen[str]) -> None:
+    def _read(self, rank: int, process: Forked) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             self.said[rank].append(line.strip())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +24,7 @@ from holdfast.wholeness import Overwriting
 from holdfast_formats import wire
 from holdfast_formats.region import Box
 from tests.daemons import RunningDaemon, wait_until
+from tests.forked import Forked
 
 SIZE = 100_000_003
 RANK = """
@@ -122,10 +121,9 @@ def descriptors(daemon: RunningDaemon) -> int:
 
 
 @contextmanager
-def another(daemon: RunningDaemon, peers: int) -> Iterator[subprocess.Popen[str]]:
+def another(daemon: RunningDaemon, peers: int) -> Iterator[Forked]:
     """A rank in a process of its own that asks for all of the step when told to, and never says that it is done."""
-    command = [sys.executable, "-c", RANK, str(daemon.root), str(daemon.socket), str(peers)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = Forked(["-c", RANK, daemon.root, daemon.socket, peers], talks=True)
     assert process.stdin is not None and process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     try:
@@ -137,7 +135,7 @@ def another(daemon: RunningDaemon, peers: int) -> Iterator[subprocess.Popen[str]
         process.stdout.close()
 
 
-def tell(process: subprocess.Popen[str]) -> None:
+def tell(process: Forked) -> None:
     assert process.stdin is not None
     process.stdin.write("go\n")
     process.stdin.flush()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ from holdfast.place import committed_steps, open_checkpoint
 from holdfast_formats import naming
 from tests.crash.rank_process import content
 from tests.daemons import RunningDaemon, running, wait_until
+from tests.forked import Forked
 
 RANK_PROCESS = Path(__file__).with_name("rank_process.py")
 SIZE = 3_000_001
@@ -31,12 +30,7 @@ class World:
     def __init__(self, daemon: RunningDaemon, steps: str, pauses: tuple[str, str]) -> None:
         launch = f"launch-{next(_launches)}"
         self.ranks = [
-            subprocess.Popen(
-                [sys.executable, str(RANK_PROCESS), str(daemon.socket), "r", str(i), "2", launch, steps, str(SIZE), pause],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for i, pause in enumerate(pauses)
+            Forked([RANK_PROCESS, daemon.socket, "r", i, 2, launch, steps, SIZE, pause]) for i, pause in enumerate(pauses)
         ]
 
     def wait_for(self, rank: int, line: str) -> None:

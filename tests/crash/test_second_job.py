@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from holdfast_service.daemon.rounds import Participant
 from tests.daemon.saver_world import RUN, Rank, saver_world
 from tests.daemon.test_remote import hello
 from tests.daemons import RunningDaemon, running
+from tests.forked import Forked
 
 SCRIPT = Path(__file__).with_name("second_job.py")
 
@@ -27,13 +26,7 @@ class Job:
     """A training process that is told when to save."""
 
     def __init__(self, place: str, **environment: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), place],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
+        self.process = Forked([SCRIPT, place], {**os.environ, **environment}, talks=True)
 
     def heard(self) -> str:
         assert self.process.stdout is not None

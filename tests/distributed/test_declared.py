@@ -12,7 +12,7 @@ from holdfast import Checkpointer
 from holdfast_formats import naming
 from tests.client import llama
 from tests.daemons import RunningDaemon, running
-from tests.torchruns import torchrun
+from tests.torchruns import launch
 
 WORKER = "tests.distributed.declared_worker"
 DATA_PARALLEL, STAGES = "tp=2,dp=2,qkv=ranks,gate_up=ranks", "tp=2,pp=2,qkv=ranks,gate_up=ranks"
@@ -27,8 +27,8 @@ RESTORED = {
 def saved(tmp_path_factory: pytest.TempPathFactory):
     """A daemon with checkpoints saved by 4 ranks: run `r` by two stages, run `data` by two replicas."""
     with running(tmp_path_factory.mktemp("declared") / "root") as daemon:
-        torchrun(4, WORKER, "save", str(daemon.socket), "r", STAGES)
-        torchrun(4, WORKER, "save", str(daemon.socket), "data", DATA_PARALLEL)
+        launch(4, WORKER, "save", str(daemon.socket), "r", STAGES)
+        launch(4, WORKER, "save", str(daemon.socket), "data", DATA_PARALLEL)
         yield daemon
 
 
@@ -63,7 +63,7 @@ def test_restored_plain_on_one(saved: RunningDaemon, run: str) -> None:
 @pytest.mark.parametrize("ranks", RESTORED)
 def test_restored_in_other_layouts(saved: RunningDaemon, ranks: int) -> None:
     """Each rank gets what numpy cuts for it; saved again from there, the files are the very same."""
-    torchrun(ranks, WORKER, "restore", str(saved.socket), "r", *RESTORED[ranks])
+    launch(ranks, WORKER, "restore", str(saved.socket), "r", *RESTORED[ranks])
     original = saved.root / naming.checkpoint_path("r", 3)
     for layout in RESTORED[ranks]:
         again = saved.root / naming.checkpoint_path(f"r-again-{layout.replace('=', '').replace(',', '-')}", 3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemons import RunningDaemon, running
-from tests.torchruns import torchrun
+from tests.torchruns import launch
 
 WORKER = "tests.distributed.flat_worker"
 
@@ -18,7 +18,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     """A daemon with a checkpoint saved by 2 ranks of FULL_SHARD, and torch's own digests of what was saved."""
     directory = tmp_path_factory.mktemp("flat")
     with running(directory / "root") as daemon:
-        torchrun(2, WORKER, "save", str(daemon.socket), str(directory / "saved"), "FULL_SHARD")
+        launch(2, WORKER, "save", str(daemon.socket), str(directory / "saved"), "FULL_SHARD")
         yield daemon, json.loads((directory / "saved.json").read_text()), directory
 
 
@@ -27,7 +27,7 @@ def test_restored_from_flat_shards(saved: tuple[RunningDaemon, dict, Path], rank
     """Weights and optimizer are bit-equal under any strategy, also for a module that had its parameters gathered."""
     daemon, expected, directory = saved
     output = directory / f"restored-{ranks}-{strategy}"
-    torchrun(ranks, WORKER, "restore", str(daemon.socket), str(output), strategy)
+    launch(ranks, WORKER, "restore", str(daemon.socket), str(output), strategy)
     found = json.loads(output.with_suffix(".json").read_text())
     assert set(found) == set(expected)
     assert {name: value for name, value in found.items() if value != expected[name]} == {}

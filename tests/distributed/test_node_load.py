@@ -13,7 +13,7 @@ from holdfast_formats import manifest as manifests
 from holdfast_formats import naming, proof
 from tests.checkpoints import forget
 from tests.daemons import RunningDaemon, running, wait_until_read_back
-from tests.torchruns import torchrun
+from tests.torchruns import launch
 
 from .test_reshard import WORKER
 
@@ -25,7 +25,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     """A daemon with a checkpoint saved by 4 ranks (FSDP2 x TP), and torch's own digests of what was saved."""
     directory = tmp_path_factory.mktemp("node-load")
     with running(directory / "root", listen="127.0.0.1:0", patient=True) as daemon:
-        torchrun(RANKS, WORKER, "save", str(daemon.socket), str(directory / "saved"), "2d")
+        launch(RANKS, WORKER, "save", str(daemon.socket), str(directory / "saved"), "2d")
         wait_until_read_back(daemon, "r", 3)  # which fills the page cache
         yield daemon, json.loads((directory / "saved.2d.json").read_text()), directory
 
@@ -46,7 +46,7 @@ def test_every_extent_is_read_once(saved: tuple[RunningDaemon, dict, Path], mesh
     pieces = [piece for name, listed in proof.pieces(made).items() if name in shards for piece in listed]
     before = counted(daemon)
     forget(checkpoint)
-    torchrun(RANKS, WORKER, "restore", str(daemon.socket), str(directory / "restored"), mesh)
+    launch(RANKS, WORKER, "restore", str(daemon.socket), str(directory / "restored"), mesh)
     assert json.loads((directory / f"restored.{mesh}.json").read_text()) == expected
     reports = [json.loads((directory / f"restored.{mesh}.rank-{rank}.json").read_text()) for rank in range(RANKS)]
     node, own = (counted(daemon)[by] - before[by] for by in ("node", "rank"))

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast_formats import naming
 from tests.daemons import RunningDaemon, running
-from tests.torchruns import torchrun
+from tests.torchruns import launch
 
 from .matrix import LAYOUTS
 
@@ -30,7 +30,7 @@ RESTORED = {
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """A daemon with a checkpoint of a model that eight ranks saved, and the model's name."""
     with running(tmp_path_factory.mktemp("layouts") / "root") as daemon:
-        torchrun(8, WORKER, "save", str(daemon.socket), request.param, SAVED[request.param])
+        launch(8, WORKER, "save", str(daemon.socket), request.param, SAVED[request.param])
         yield daemon, request.param
 
 
@@ -42,7 +42,7 @@ def test_restored_by_other_ranks_in_other_layouts(saved: tuple[RunningDaemon, st
         by_world.setdefault(LAYOUTS[model][layout].ranks, []).append(layout)
     original = daemon.root / naming.checkpoint_path(model, 3)
     for ranks, layouts in by_world.items():
-        torchrun(ranks, WORKER, "restore", str(daemon.socket), model, ",".join(layouts))
+        launch(ranks, WORKER, "restore", str(daemon.socket), model, ",".join(layouts))
         for layout in layouts:
             again = daemon.root / naming.checkpoint_path(f"{model}-{layout}", 3)
             for name in ("model.safetensors", "master.safetensors", "ema.safetensors"):

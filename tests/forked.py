@@ -1,0 +1,190 @@
+"""Python processes for tests that begin where torch is imported already, which is most of what starting one costs.
+
+They are forks of one process that has done nothing but import. In every other respect they are as if they had been started:
+their own pid, memory, descriptors, environment and end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+TOP = Path(__file__).parents[1]
+IMPORTED = (
+    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint"),
+    *("torch.distributed.device_mesh", "torch.nn.parallel", "holdfast", "holdfast.checkpointer", "holdfast.cli"),
+)
+MESSAGE_BYTES_MAX = 2**20
+POLL_S = 0.01
+
+
+class Forked:
+    """A running `python ARGUMENTS`, as `subprocess.Popen` has it; its standard output is a pipe, and its input on demand.
+
+    With `output` standard output and error go to that descriptor instead.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        environment: dict[str, str] | None = None,
+        *,
+        talks: bool = False,
+        output: int | None = None,
+    ) -> None:
+        self.returncode: int | None = None
+        self.stdin: IO[str] | None = None
+        self.stdout: IO[str] | None = None
+        theirs = [os.open(os.devnull, os.O_RDONLY), os.dup(2 if output is None else output)]
+        if talks:
+            os.close(theirs[0])
+            theirs[0], ours = os.pipe()
+            self.stdin = open(ours, "w", buffering=1)  # noqa: SIM115 - closed by whoever ends the process
+        if output is None:
+            ours, written = os.pipe()
+            theirs.insert(1, written)
+            self.stdout = open(ours)  # noqa: SIM115
+        else:
+            theirs.insert(1, os.dup(output))
+        asked = {
+            "arguments": [str(argument) for argument in arguments],
+            "environment": dict(os.environ) if environment is None else environment,
+            "directory": os.getcwd(),
+        }
+        self.pid = int(_server().ask(asked, theirs)["pid"])
+        for descriptor in theirs:
+            os.close(descriptor)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = _server().ask({"ended": self.pid})["status"]
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        limit = None if timeout is None else time.monotonic() + timeout
+        while (found := self.poll()) is None:
+            if limit is not None and time.monotonic() > limit:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(POLL_S)
+        return found
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self) -> None:
+        """Close its input, read its output to the end, and wait."""
+        if self.stdin is not None:
+            self.stdin.close()
+        if self.stdout is not None:
+            self.stdout.read()
+            self.stdout.close()
+        self.wait()
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.communicate()
+
+
+class _Server:
+    """The process that is forked. Threads ask it one after the other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with theirs:
+            self._process = subprocess.Popen(command, cwd=TOP, env=environment, pass_fds=[theirs.fileno()])
+        atexit.register(self._end)
+
+    def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        with self._lock:
+            socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
+            answer: dict[str, Any] = json.loads(self._control.recv(MESSAGE_BYTES_MAX))
+            return answer
+
+    def _end(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+
+@functools.lru_cache
+def _server() -> _Server:
+    return _Server()
+
+
+def _serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Fork as often as is asked; what a fork is to become, there, and None where nobody asks any more."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 3)
+        if not message:
+            return None
+        asked = json.loads(message)
+        if "ended" in asked:
+            ended, status = os.waitpid(asked["ended"], os.WNOHANG)
+            answer = {"status": os.waitstatus_to_exitcode(status) if ended else None}
+        else:
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                return asked, descriptors
+            for descriptor in descriptors:
+                os.close(descriptor)
+            answer = {"pid": pid}
+        control.send(json.dumps(answer).encode())
+
+
+def _become(asked: dict[str, Any], descriptors: Sequence[int]) -> None:
+    """What the interpreter does with its arguments."""
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    os.chdir(asked["directory"])
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    first, *rest = asked["arguments"]
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        sys.argv = [rest[0], *rest[1:]]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *rest]
+        sys.path.insert(0, str(Path(first).parent))
+        runpy.run_path(first, run_name="__main__")
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for module in IMPORTED:
+        importlib.import_module(module)
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise SystemExit("an import has begun a thread: what is forked now may find a lock that nobody frees")
+    work = _serve(control)
+    if work is not None:
+        _become(*work)
+
+
+if __name__ == "__main__":
+    main()
