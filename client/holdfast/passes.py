@@ -1,9 +1,10 @@
 """The passes of a load: one that proves each extent as it is handed over, or two, where everything is proven before that.
 
-What lies in a tensor as in the file is read straight into it, in chunks that stay in a core's cache until they are digested
-there; if one is not what was written, its place is emptied before anybody hears of it. What lies otherwise, and what comes
-past the page cache, which asks for memory of its own, is proven in a buffer and then copied. The second of two passes does
-the same: a page that left memory in between may come back from the disk as another.
+What is at hand, in memory or in the page cache, is digested and copied extent by extent by one call (`proving`). Else
+what lies in a tensor as in the file is read straight into it, in chunks that stay in a core's cache until they are
+digested there; if one is not what was written, its place is emptied before anybody hears of it. What lies otherwise, and
+what comes past the page cache, which asks for memory of its own, is proven in a buffer and then copied. The second of two
+passes does the same: a page that left memory in between may come back from the disk as another.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-/* What numpy would do in many calls, in one. First of all copies that go past the cores' caches: stores with a non-temporal
-   hint, which do not read the target first.
+/* What Python would do in many calls, in one and without its lock: proofs of extents, looks at many places of memory, and
+   first of all copies that go past the cores' caches: stores with a non-temporal hint, which do not read the target first.
 
    A plain copy of memory that no cache holds moves every byte three times (the source, the target as it was, the target as
    it is), and leaves the cores' caches full of what nobody wants soon. See "Optimizing Cache Usage" in Intel's optimization

@@ -181,13 +181,16 @@ def test_complaints_are_looked_into_in_the_background(root: Checked) -> None:
     wait_until(lambda: root.events("checkpoint-damaged") == [3])
 
 
-@pytest.mark.parametrize("what", ["staging", "restoring"])
+@pytest.mark.parametrize("what", ["staging", "restoring", "arriving"])
 def test_reading_back_gives_way(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """While a rank holds a slot that it has not sealed, or restores, the check of a save waits; not for ever."""
+    """While a rank holds a slot that it has not sealed, restores or has just come, a save's check waits; not for ever."""
     with saver_world() as world:
         (rank,) = world.launch(1)
         if what == "staging":
             rank.lease(7)
+        elif what == "arriving":
+            monkeypatch.setattr(saver, "ARRIVAL_S", 600.0)
+            world.saver.expect()
         else:
             world.saver.restores.told(rank.who, 1, 5, named=True)
         world.saver._give_way(1)  # a rank that hangs: this ends all the same
@@ -198,6 +201,8 @@ def test_reading_back_gives_way(monkeypatch: pytest.MonkeyPatch, what: str) -> N
         assert waiting.is_alive()
         if what == "staging":
             world.saver.give_up(rank.who, 7, RoundAborted("no more"))
+        elif what == "arriving":
+            monkeypatch.setattr(saver, "ARRIVAL_S", 0.0)
         else:
             world.saver.restores.abandoned(rank.who, 1)
         waiting.join(30)

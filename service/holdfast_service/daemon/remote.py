@@ -320,6 +320,7 @@ class RemoteRanks:
         known = self._known(rank_id, hello)
         if known is not None:
             return known
+        self._saver.expect()
         if not hello.take_over:
             refuse_second(self._saver, self._decisions, hello.run, hello.launch, hello.process)
         attempt = self._decisions.hello(hello.run, hello.launch, hello.world, hello.keep_last)

@@ -38,6 +38,7 @@ from .segment import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find
 
 log = logging.getLogger(__name__)
 
+ARRIVAL_S = 0.5  # from a rank's first word to its question what to restore
 GIVE_WAY_MAX_S, GIVE_WAY_POLL_S = 0.5, 0.005  # for each piece that is read: a rank that hangs holds a check up, no more
 
 
@@ -48,6 +49,7 @@ class Saver:
         self._decisions = decisions
         self._lock = threading.Condition()
         self._attendance = Attendance()
+        self._came = -ARRIVAL_S  # when the last rank said its first word
         self._open: dict[RoundKey, Round] = {}
         self._given_up = GivenUp()
         self._pending: dict[RoundKey, Round] = {}  # complete, being saved
@@ -76,10 +78,20 @@ class Saver:
             return bool(self._open or self._pending or self.checks.left)
 
     def _give_way(self, size: int) -> None:
-        """Reading back pauses while a rank stages or restores: all need memory's bandwidth, and training waits for these."""
+        """Reading back pauses while a rank stages, restores or has just come: these need memory's bandwidth, or the disk for
+        the catalog, and training waits for them.
+        """
         limit = time.monotonic() + GIVE_WAY_MAX_S
-        while (self._staging or self.restores.under_way) and time.monotonic() < limit:
+        while (self._staging or self._arriving or self.restores.under_way) and time.monotonic() < limit:
             time.sleep(GIVE_WAY_POLL_S)
+
+    def expect(self) -> None:
+        """A rank is about to join."""
+        self._came = time.monotonic()
+
+    @property
+    def _arriving(self) -> bool:
+        return time.monotonic() < self._came + ARRIVAL_S
 
     @property
     def _staging(self) -> bool:

@@ -253,6 +253,7 @@ class _Conversation:
         if not request.rank < request.world:
             raise InvalidRequest(f"rank {request.rank} of a world of {request.world}")
         daemon = self._daemon
+        daemon.saver.expect()
         if not request.take_over:
             refuse_second(daemon.saver, daemon.decisions, request.run, request.launch, request.process)
         attempt = daemon.decisions.hello(request.run, request.launch, request.world, request.keep_last)
