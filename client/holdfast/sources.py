@@ -42,9 +42,7 @@ class Source(Protocol):
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...  # bytes read; fewer only at the file's end
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes: ...
     def view(self, name: str, start: int, stop: int) -> memoryview | None: ...  # memory nobody can change; None: read it
-    def file(
-        self, name: str
-    ) -> int | None: ...  # a descriptor that `read_into` would read from; None: it does not read files
+    def file(self, name: str) -> int | None: ...  # the descriptor that is read from; None: files are not what is read
     def waits(self, name: str, offset: int) -> bool: ...  # whether reading there would wait for a disk or a network; a guess
     def past_cache(self) -> direct.Reader | None: ...  # how it is read past the page cache, where it can be
     def close(self) -> None: ...

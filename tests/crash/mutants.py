@@ -298,6 +298,27 @@ MUTATIONS = (
         ("tests/daemon/test_remote.py",),
     ),
     Mutation(
+        "what one call has proven",
+        "client/holdfast/proving.py",
+        "rows, count, at) == count)\n\n    def take_from",
+        "rows, count, at) <= count)\n\n    def take_from",
+        ("tests/client/test_proving.py",),
+    ),
+    Mutation(
+        "what one call has read and proven",
+        "client/holdfast/proving.py",
+        "offset, there, rows, count, at) == count)\n",
+        "offset, there, rows, count, at) <= count)\n",
+        ("tests/client/test_proving.py",),
+    ),
+    Mutation(
+        "a function that digests otherwise",
+        "formats/holdfast_formats/digest.py",
+        "        if all(found(data, len(data)) == number(data) for data in",
+        "        if all(found(data, len(data)) or True for data in",
+        ("tests/formats/test_digest.py",),
+    ),
+    Mutation(
         "digest of a chunk that comes again",
         "service/holdfast_service/daemon/remote.py",
         "                if digest(upload.span(part)[chunk.offset : stop]) != chunk.digest:\n",

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
+from holdfast_formats import digest as digests
 from holdfast_formats.digest import check_digest, digest, number
 from holdfast_formats.errors import InvalidRequest
 
@@ -33,3 +39,24 @@ def test_what_is_no_digest_is_refused(text: str) -> None:
     """Length, alphabet and case are exact, so that an absent digest can never pass."""
     with pytest.raises(InvalidRequest, match="not an xxh3-64 digest"):
         check_digest(text)
+
+
+needs_native = pytest.mark.skipif(digests.native() is None, reason="this build of xxhash hides its functions")
+
+
+@needs_native
+@given(st.integers(0, 300_000), st.integers(0, 2**31))
+def test_code_that_is_not_python_digests_alike(size: int, seed: int) -> None:
+    """The library's own function, by its address: the number that Python gets, at any length and alignment."""
+    data = np.random.default_rng(seed).integers(0, 256, size + 7, np.uint8)[7:]
+    found = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)(digests.native())
+    assert found(data.ctypes.data, size) == number(data) == int(digest(data), 16)
+
+
+@needs_native
+def test_a_function_that_digests_otherwise_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may stand for another algorithm, or another seed, in some build."""
+    monkeypatch.setattr(digests, "_NATIVE", ("XXH3_64bits_no_such", "XXH3_64bits"))
+    assert digests.native.__wrapped__() is not None
+    monkeypatch.setattr(digests, "number", lambda data: xxhash.xxh3_64_intdigest(data, seed=1))
+    assert digests.native.__wrapped__() is None
