@@ -28,8 +28,9 @@ demo: $(READY) ## kill a training run, resume it, prove that nothing was lost (u
 serve: $(READY) ## run the daemon on ./holdfast-data
 	$(BIN)/python -m holdfast_service --root $(ROOT)
 
+# Files in order of their names: by the number of their tests the few long ones would come last, and one core would wait.
 test: $(READY) $(TOOLS) tools ## all tests but the long ones
-	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 
 crash: $(READY) ## kill and fault injection, the long lanes included
 	$(BIN)/python -m pytest -m "not e2e" --crash-report build/crash.json tests/crash
