@@ -152,13 +152,15 @@ def test_every_call_of_a_repair_fails(file: str) -> None:
             error, fault = pair.check(), Fault(at, errno.EIO)
             assert error is not None
             ledger.tried(FAULTS)
-            descriptors = len(os.listdir("/proc/self/fd"))
+            descriptors = len(
+                os.listdir("/proc/self/fd")
+            )  # fewer may be left: what other tests forgot is collected at any time
             with steered(fault):
                 try:
                     left = pair.mend(error).left
                 except CheckpointError as raised:
                     left = raised
-            assert len(os.listdir("/proc/self/fd")) == descriptors, fault.failed
+            assert len(os.listdir("/proc/self/fd")) <= descriptors, fault.failed
             now = pair.stored()
             assert now in (before, pair.files), f"{fault.failed}: neither the old file nor the sound one"
             if left is None:

@@ -158,14 +158,14 @@ def test_shared_memory_that_cannot_be_made_or_mapped(root: Path) -> None:
 
     made = Arena(Budget(2**30))
     asked = arena.geometry(2, SIZE, 4096)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len(os.listdir("/proc/self/fd"))  # fewer may be left: what other tests forgot is collected at any time
     for name in ("memfd_create", "ftruncate", "mmap"):
         ledger.tried(LANE)
         fault = Failing(name, errno.ENOMEM)
         with steered(fault), pytest.raises(CheckpointError) as caught:
             made.reserve(asked, "rank0", None)
         assert isinstance(caught.value, NoSpace) and os.strerror(errno.ENOMEM) in caught.value.detail, name
-        assert made.bytes == 0 and len(os.listdir("/proc/self/fd")) == descriptors, name
+        assert made.bytes == 0 and len(os.listdir("/proc/self/fd")) <= descriptors, name
         ledger.survived(LANE)
     made.drop(made.reserve(asked, "rank0", None))
 
@@ -175,7 +175,7 @@ def test_every_call_of_a_large_file(tmp_path: Path) -> None:
     tier = PosixTier(tmp_path / "root")
     data = mmap.mmap(-1, LARGE_BYTES)  # aligned, as windows are
     data.write(np.random.default_rng(0).bytes(LARGE_BYTES))
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len(os.listdir("/proc/self/fd"))  # fewer may be left: what other tests forgot is collected at any time
     failed, at = set(), 1
     while True:
         ledger.tried(LANE)
@@ -187,7 +187,7 @@ def test_every_call_of_a_large_file(tmp_path: Path) -> None:
             assert os.strerror(errno.EIO) in error.detail and error.hint
         else:
             assert not fault.failed, f"nobody heard of a failed {fault.failed}"
-        assert len(os.listdir("/proc/self/fd")) == descriptors, fault.failed
+        assert len(os.listdir("/proc/self/fd")) <= descriptors, fault.failed
         tier.remove_tree("s")
         write_large(tier, memoryview(data))
         assert tier.read("s/file") == data[:]
