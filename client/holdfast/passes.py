@@ -1,10 +1,10 @@
 """The passes of a load: one that proves each extent as it is handed over, or two, where everything is proven before that.
 
-What is at hand, in memory or in the page cache, is digested and copied extent by extent by one call (`proving`). Else
-what lies in a tensor as in the file is read straight into it, in chunks that stay in a core's cache until they are
+What lies in a tensor as in the file is read straight into it, in chunks that stay in a core's cache until they are
 digested there; if one is not what was written, its place is emptied before anybody hears of it. What lies otherwise, and
 what comes past the page cache, which asks for memory of its own, is proven in a buffer and then copied. The second of two
-passes does the same: a page that left memory in between may come back from the disk as another.
+passes does the same: a page that left memory in between may come back from the disk as another. What is at hand, in
+memory or in the page cache, takes one call for many extents (`proving`).
 """
 
 from __future__ import annotations
@@ -197,15 +197,6 @@ class _Reading:
         buffer = self._memory[:size]
         return buffer[: self._source.read_into(file, start, buffer)]
 
-    def through(self, part: Part) -> bool:
-        """Whether the part was read, through the buffer, proven, and is where it belongs now."""
-        file = None if self._manner.waiting else self._source.file(part.run.entry.file)
-        if file is None or max(extent.length for extent in part.extents) > self._manner.chunk_bytes:
-            return False
-        if not self._memory:
-            self._memory = np.empty(self._manner.chunk_bytes, np.uint8).data
-        return _extents([part]).take_from(file, part.start, self._memory)
-
     def check(self, piece: Piece, into: memoryview | None = None) -> None:
         """Read a piece in parts that stay in the cache, into a buffer or in place, and check it."""
         found, held, step = digest.running(), 0, self._manner.chunk_bytes
@@ -267,7 +258,9 @@ class _Giver:
         at = part.extents[0].offset - part.run.offset
         into = octets[at : at + part.stop - part.start]
         try:
-            if self._reading.through(part):
+            file = None if self._manner.waiting else self._source.file(part.run.entry.file)
+            cached = max(extent.length for extent in part.extents) <= self._manner.chunk_bytes  # by a core, once it is read
+            if file is not None and cached and _extents([part]).take_from(file, part.start):
                 return
             if len(into) > self._manner.chunk_bytes:  # a single extent
                 self._reading.check(_piece(part, part.extents[0]), into)

@@ -25,7 +25,7 @@ class Extents:
     def __init__(self) -> None:
         self._rows = array("Q")
         self._targets: list[memoryview] = []  # kept in place
-        self._bytes = self._longest = 0
+        self._bytes, self._nowhere = 0, False
 
     def add(self, extents: Sequence[Extent], into: memoryview | None) -> None:
         """`into` has their bytes when they are proven. Raises `ValueError` where they would not be exactly its bytes."""
@@ -41,7 +41,7 @@ class Extents:
             self._rows.extend((at, length, int(extent.digest, 16)))
             at += length if into is not None else 0
         self._bytes += total
-        self._longest = max([self._longest, *lengths])
+        self._nowhere |= into is None
 
     def take(self, data: memoryview) -> bool:
         """Whether `data` is these extents, all of them, which are where they belong now. Else the first ones may be."""
@@ -51,14 +51,16 @@ class Extents:
         rows, count = self._table()
         return bool(library.holdfast_prove(np.frombuffer(data, np.uint8).ctypes.data, rows, count, at) == count)
 
-    def take_from(self, descriptor: int, offset: int, room: memoryview) -> bool:
-        """The same of a file's bytes from `offset` on, read through `room` one by one: nothing else comes to its place."""
+    def take_from(self, descriptor: int, offset: int) -> bool:
+        """The same of a file's bytes from `offset` on, all of which belong somewhere: read there, and proven there.
+
+        Where this is False, a place may hold what was not proven, until whoever asked has read it again or emptied it.
+        """
         library, at = streaming.library(), digest.native()
-        if library is None or at is None or room.readonly or room.nbytes < self._longest:
+        if library is None or at is None or self._nowhere:
             return False
         rows, count = self._table()
-        there = np.frombuffer(room, np.uint8).ctypes.data
-        return bool(library.holdfast_prove_file(descriptor, offset, there, rows, count, at) == count)
+        return bool(library.holdfast_prove_file(descriptor, offset, rows, count, at) == count)
 
     def _table(self) -> tuple[int, int]:
         return self._rows.buffer_info()[0], len(self._rows) // _FIELDS

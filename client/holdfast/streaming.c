@@ -118,15 +118,15 @@ static int read_whole(int file, char *into, size_t bytes, off_t at)
     return 1;
 }
 
-/* The same of extents that lie behind each other in a file, from `at` on. Each is read into `room`, which has place for the
-   longest, and comes from there to its target. */
-size_t holdfast_prove_file(int file, int64_t at, char *room, const struct extent *extents, size_t count, digest_of *digest)
+/* The same of extents that lie behind each other in a file, from `at` on: each is read to its target, and proven there while
+   the cache has it. The one that was not what was written is there as well. */
+size_t holdfast_prove_file(int file, int64_t at, const struct extent *extents, size_t count, digest_of *digest)
 {
     size_t i = 0;
-    for (; i < count && read_whole(file, room, extents[i].bytes, at); i++) {
-        if (holdfast_prove(room, extents + i, 1, digest) != 1)
+    for (; i < count; at += (int64_t)extents[i].bytes, i++) {
+        char *into = (char *)(uintptr_t)extents[i].target;
+        if (!read_whole(file, into, extents[i].bytes, at) || digest(into, extents[i].bytes) != extents[i].digest)
             break;
-        at += (int64_t)extents[i].bytes;
     }
     return i;
 }

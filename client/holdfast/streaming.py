@@ -31,13 +31,7 @@ def _load() -> Any:
         library.holdfast_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         library.holdfast_copy.restype = library.holdfast_copy_one.restype = library.holdfast_read.restype = None
         library.holdfast_prove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-        library.holdfast_prove_file.argtypes = (
-            ctypes.c_int,
-            ctypes.c_int64,
-            *[ctypes.c_void_p] * 2,
-            ctypes.c_size_t,
-            ctypes.c_void_p,
-        )
+        library.holdfast_prove_file.argtypes = (ctypes.c_int, ctypes.c_int64, *library.holdfast_prove.argtypes[1:])
         library.holdfast_prove.restype = library.holdfast_prove_file.restype = ctypes.c_size_t
     except (OSError, AttributeError):
         return None

@@ -307,8 +307,8 @@ MUTATIONS = (
     Mutation(
         "what one call has read and proven",
         "client/holdfast/proving.py",
-        "offset, there, rows, count, at) == count)\n",
-        "offset, there, rows, count, at) <= count)\n",
+        "offset, rows, count, at) == count)\n",
+        "offset, rows, count, at) <= count)\n",
         ("tests/client/test_proving.py",),
     ),
     Mutation(
