@@ -225,7 +225,7 @@ class _Prover:
             self._reading.check(_piece(first, first.extents[0]))
             return
         data = self._reading.all(first.run.entry.file, start, stop - start)
-        if _extents(job, proven_only=True).take(data):
+        if proving.available() and _extents(job, proven_only=True).take(data):
             return
         for part in job:
             _check(part, data[part.start - start : part.stop - start])
@@ -244,7 +244,7 @@ class _Giver:
                 self._straight(first, first.run.octets)
                 return
             data = self._reading.read(first.run.entry.file, start, stop - start)
-        taken = _extents(job).take(data)
+        taken = proving.available() and _extents(job).take(data)
         for part in job:
             mine = data[part.start - start : part.stop - start]
             if not taken:
@@ -258,7 +258,8 @@ class _Giver:
         at = part.extents[0].offset - part.run.offset
         into = octets[at : at + part.stop - part.start]
         try:
-            file = None if self._manner.waiting else self._source.file(part.run.entry.file)
+            at_hand = proving.available() and not self._manner.waiting
+            file = self._source.file(part.run.entry.file) if at_hand else None
             cached = max(extent.length for extent in part.extents) <= self._manner.chunk_bytes  # by a core, once it is read
             if file is not None and cached and _extents([part]).take_from(file, part.start):
                 return

@@ -19,6 +19,11 @@ from . import streaming
 _FIELDS = 3  # of an extent: where it goes, how long it is, its digest
 
 
+def available() -> bool:
+    """Whether extents are proven this way here."""
+    return streaming.available() and digest.native() is not None
+
+
 class Extents:
     """Extents that lie behind each other where they are read, and where each belongs, if anywhere."""
 
@@ -45,22 +50,21 @@ class Extents:
 
     def take(self, data: memoryview) -> bool:
         """Whether `data` is these extents, all of them, which are where they belong now. Else the first ones may be."""
-        library, at = streaming.library(), digest.native()
-        if library is None or at is None or data.nbytes != self._bytes:
+        if not available() or data.nbytes != self._bytes:
             return False
         rows, count = self._table()
-        return bool(library.holdfast_prove(np.frombuffer(data, np.uint8).ctypes.data, rows, count, at) == count)
+        there, at = np.frombuffer(data, np.uint8).ctypes.data, digest.native()
+        return bool(streaming.library().holdfast_prove(there, rows, count, at) == count)
 
     def take_from(self, descriptor: int, offset: int) -> bool:
         """The same of a file's bytes from `offset` on, all of which belong somewhere: read there, and proven there.
 
         Where this is False, a place may hold what was not proven, until whoever asked has read it again or emptied it.
         """
-        library, at = streaming.library(), digest.native()
-        if library is None or at is None or self._nowhere:
+        if not available() or self._nowhere:
             return False
         rows, count = self._table()
-        return bool(library.holdfast_prove_file(descriptor, offset, rows, count, at) == count)
+        return bool(streaming.library().holdfast_prove_file(descriptor, offset, rows, count, digest.native()) == count)
 
     def _table(self) -> tuple[int, int]:
         return self._rows.buffer_info()[0], len(self._rows) // _FIELDS

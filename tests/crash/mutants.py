@@ -300,15 +300,15 @@ MUTATIONS = (
     Mutation(
         "what one call has proven",
         "client/holdfast/proving.py",
-        "rows, count, at) == count)\n\n    def take_from",
-        "rows, count, at) <= count)\n\n    def take_from",
+        "there, rows, count, at) == count)\n",
+        "there, rows, count, at) <= count)\n",
         ("tests/client/test_proving.py",),
     ),
     Mutation(
         "what one call has read and proven",
         "client/holdfast/proving.py",
-        "offset, rows, count, at) == count)\n",
-        "offset, rows, count, at) <= count)\n",
+        "offset, rows, count, digest.native()) == count)\n",
+        "offset, rows, count, digest.native()) <= count)\n",
         ("tests/client/test_proving.py",),
     ),
     Mutation(

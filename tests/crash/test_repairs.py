@@ -152,9 +152,8 @@ def test_every_call_of_a_repair_fails(file: str) -> None:
             error, fault = pair.check(), Fault(at, errno.EIO)
             assert error is not None
             ledger.tried(FAULTS)
-            descriptors = len(
-                os.listdir("/proc/self/fd")
-            )  # fewer may be left: what other tests forgot is collected at any time
+            # Fewer may be left: what other tests forgot to close is collected at any time.
+            descriptors = len(os.listdir("/proc/self/fd"))
             with steered(fault):
                 try:
                     left = pair.mend(error).left
