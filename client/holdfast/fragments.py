@@ -7,6 +7,7 @@ meshes. Nothing communicates: each rank computes its own boxes from torch's spli
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ if torch.distributed.is_available():
     _DTENSOR: tuple[type, ...] = (DTensor,)
 else:
     _DTENSOR = ()
+
+LAYOUTS_REMEMBERED = 1024
 
 Run = tuple[int, int]  # global indices [start, stop) along one dimension
 
@@ -236,16 +239,30 @@ def _mesh_boxes(value: Any, local: Shape, name: str) -> tuple[list[Box], str, di
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is outside the mesh
         return [], text, sizes
-    splits = [
+    splits = tuple(
         _split(placement, int(mesh.shape[d]), int(coordinate[d]), name, len(shape))
         for d, placement in enumerate(value.placements)
-    ]
+    )
+    try:
+        return list(_boxes(shape, local, splits)), text, sizes
+    except ValueError as misfit:
+        hint = "make the dimension divisible by the product of its mesh dimensions"
+        raise StateMismatch(f"tensor {name!r}: {misfit}", hint=hint) from None
+
+
+@lru_cache(maxsize=LAYOUTS_REMEMBERED)
+def _boxes(shape: Shape, local: Shape, splits: tuple[Split | None, ...]) -> tuple[Box, ...]:
+    """What these cuts leave of a tensor, whatever its name; a model has few shapes and many tensors.
+
+    Raises `ValueError` where the local tensor does not agree.
+    """
     cuts = [[s for s in splits if s and s.dimension == d] for d in range(len(shape))]
     if 0 in local and 0 in (_length(split_runs(n, cut)) for n, cut in zip(shape, cuts, strict=True)):
-        return [], text, sizes  # torch gives an empty shard any shape
-    runs = [_runs_along(d, shape[d], local, cuts[d], name) for d in range(len(shape))]
-    boxes = [Box(tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell)) for cell in product(*runs)]
-    return boxes, text, sizes
+        return ()  # torch gives an empty shard any shape
+    runs = [_runs_along(d, shape[d], local, cuts[d]) for d in range(len(shape))]
+    return tuple(
+        Box(tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell)) for cell in product(*runs)
+    )
 
 
 def _split(placement: Any, parts: int, part: int, name: str, dimensions: int) -> Split | None:
@@ -261,11 +278,11 @@ def _split(placement: Any, parts: int, part: int, name: str, dimensions: int) ->
     return Split(dimension, parts, part, None if factor is None else int(factor))
 
 
-def _runs_along(dimension: int, size: int, local: Shape, splits: list[Split], name: str) -> list[Run]:
+def _runs_along(dimension: int, size: int, local: Shape, splits: list[Split]) -> list[Run]:
     """The rank's indices along one dimension, agreeing with the local tensor's length there.
 
     DTensor cuts from left to right; fully_shard cuts what tensor parallelism left, so strided cuts come last. For even
-    shapes both say the same. Where they do not, the local length decides, and what it cannot decide is refused.
+    shapes both say the same. Where they do not, the local length decides, and what it cannot decide is a `ValueError`.
     """
     runs = split_runs(size, splits)
     tensor_parallel_first = sorted(splits, key=lambda split: split.factor is not None)
@@ -273,9 +290,6 @@ def _runs_along(dimension: int, size: int, local: Shape, splits: list[Split], na
     length = local[dimension] if dimension < len(local) else 0
     candidates = [candidate for candidate in (runs, fully_sharded) if _length(candidate) == length]
     if not candidates or any(candidate != candidates[0] for candidate in candidates):
-        raise StateMismatch(
-            f"tensor {name!r}: a local length of {length} in dimension {dimension} of {size} "
-            f"{'fits two layouts' if candidates else 'does not fit its placements'} {splits}",
-            hint="make the dimension divisible by the product of its mesh dimensions",
-        )
+        how = "fits two layouts" if candidates else "does not fit its placements"
+        raise ValueError(f"a local length of {length} in dimension {dimension} of {size} {how} {splits}")
     return candidates[0]

@@ -31,6 +31,7 @@ from .wants import Run, copy
 READERS_WAITING = 8
 WAITING_CHUNK_BYTES, DIRECT_CHUNK_BYTES = 2**21, 2**22
 BUFFERS_BYTES_MAX = 128 * 2**20  # of all threads
+STRAIGHT_BYTES = 2**22  # of extents that one call reads to their places: it digests each while a core's cache has it
 COPIED_BYTES_MIN = 2**19  # at once: a core's cache has it still, and many calls to copy little keep other threads waiting
 PROBES = 64  # places looked at to tell which it is
 
@@ -41,7 +42,12 @@ class Manner(NamedTuple):
     readers: int
     chunk_bytes: int
     past_cache: direct.Reader | None = None
-    waiting: bool = True  # for a disk or a network
+    straight: bool = False  # nothing is waited for, and one call brings many extents to their places and proves them
+
+    @property
+    def straight_bytes(self) -> int:
+        """How much is read at a time that goes straight to its place."""
+        return max(STRAIGHT_BYTES, self.chunk_bytes) if self.straight else self.chunk_bytes
 
 
 class Part(NamedTuple):
@@ -65,7 +71,7 @@ def check(source: Source, pieces: Iterable[Piece]) -> None:
 
 def prove(source: Source, runs: Sequence[Run], cores: int) -> None:
     """Read and check runs; nothing is handed over. Raises `CorruptExtent` with file, tensor and byte range."""
-    manner = _manner(source, runs, cores, again=True)
+    manner = _manner(source, runs, cores, again=True)._replace(straight=False)
     _on_threads(runs, manner, lambda: _Prover(source, manner).take)
 
 
@@ -79,16 +85,18 @@ def hand_over(source: Source, runs: Sequence[Run], cores: int, proven: bool) -> 
     _on_threads(runs, manner, lambda: _Giver(source, manner).take)
 
 
-def _jobs(runs: Sequence[Run], bytes_max: int) -> deque[Job]:
+def _jobs(runs: Sequence[Run], bytes_max: int, straight_bytes_max: int) -> deque[Job]:
     """Extents that follow each other in the file together, so that small ones cost one read.
 
-    A run that can be read as it is, and is no small one, shares its jobs with no other.
+    A run that can be read as it is, and is no small one, shares its jobs with no other; they have up to
+    `straight_bytes_max` where `bytes_max` has room for one of its extents.
     """
     found: deque[Job] = deque()
     job: list[Part] = []
     for run in runs:
         alone = run.octets is not None and len(run.octets) >= bytes_max
-        for part in _parts(run, bytes_max):
+        long = alone and run.entry.extents[run.first].length <= bytes_max
+        for part in _parts(run, straight_bytes_max if long else bytes_max):
             follows = job and not alone and job[-1].stop == part.start and job[-1].run.entry.file == run.entry.file
             if follows and part.stop - job[0].start <= bytes_max:
                 job.append(part)
@@ -119,7 +127,7 @@ def _parts(run: Run, bytes_max: int) -> Iterator[Part]:
 
 def _on_threads(runs: Sequence[Run], manner: Manner, worker: Callable[[], Callable[[Job], None]]) -> None:
     """Take all jobs, each thread with a worker of its own; the first error ends it and is raised."""
-    jobs = _jobs(runs, manner.chunk_bytes)
+    jobs = _jobs(runs, manner.chunk_bytes, manner.straight_bytes)
     if not jobs:
         return
     largest = max(max(job[-1].stop - job[0].start for job in jobs), manner.chunk_bytes)
@@ -154,7 +162,7 @@ def _manner(source: Source, runs: Sequence[Run], cores: int, again: bool) -> Man
     """How these runs are read fastest. What is to be read `again` afterwards is left in the page cache."""
     waiting = [source.waits(file, start) for file, start in _places(runs)]
     if not any(waiting):
-        return Manner(cores, source.chunk_bytes, waiting=False)
+        return Manner(cores, source.chunk_bytes, straight=proving.available())
     past_cache = source.past_cache() if not again and 2 * sum(waiting) > len(waiting) else None
     if past_cache is not None:
         return Manner(READERS_WAITING, max(source.chunk_bytes, DIRECT_CHUNK_BYTES), past_cache)
@@ -221,7 +229,7 @@ class _Prover:
 
     def take(self, job: Job) -> None:
         first, start, stop = job[0], job[0].start, job[-1].stop
-        if stop - start > self._chunk_bytes:  # a single extent
+        if stop - start > self._chunk_bytes and len(job) == len(first.extents) == 1:
             self._reading.check(_piece(first, first.extents[0]))
             return
         data = self._reading.all(first.run.entry.file, start, stop - start)
@@ -258,12 +266,11 @@ class _Giver:
         at = part.extents[0].offset - part.run.offset
         into = octets[at : at + part.stop - part.start]
         try:
-            at_hand = proving.available() and not self._manner.waiting
-            file = self._source.file(part.run.entry.file) if at_hand else None
+            file = self._source.file(part.run.entry.file) if self._manner.straight else None
             cached = max(extent.length for extent in part.extents) <= self._manner.chunk_bytes  # by a core, once it is read
             if file is not None and cached and _extents([part]).take_from(file, part.start):
                 return
-            if len(into) > self._manner.chunk_bytes:  # a single extent
+            if len(part.extents) == 1:
                 self._reading.check(_piece(part, part.extents[0]), into)
             else:
                 _check(part, into[: self._source.read_into(part.run.entry.file, part.start, into)])

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.fragments import Piece, pieces
 from holdfast.state import Snapshot, TrainState
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.region import tiles
 
 sys.path.insert(0, os.path.dirname(__file__))
@@ -70,6 +70,14 @@ def check_distributed() -> None:
         assert "'grad.w'" in str(error) and "Partial" in str(error)
     else:
         raise AssertionError("a partial tensor was taken")
+    odd = DTensor.from_local(torch.ones(2), line, [Shard(0)], run_check=False, shape=torch.Size((9,)), stride=(1,))
+    for name in ("layers.0.w", "layers.1.w"):
+        try:
+            pieces(odd, name)
+        except StateMismatch as error:
+            assert f"'{name}'" in str(error) and "length of 2 in dimension 0 of 9 does not fit" in str(error)
+        else:
+            raise AssertionError("a local tensor that does not fit was taken")
 
 
 def _distributed(tensor: torch.Tensor, mesh, placements) -> DTensor:

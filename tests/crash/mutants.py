@@ -242,6 +242,13 @@ MUTATIONS = (
         ("tests/client/test_passes.py",),
     ),
     Mutation(
+        "every extent of what was read in place",
+        "client/holdfast/passes.py",
+        "            if len(part.extents) == 1:\n",
+        "            if True:\n",
+        ("tests/client/test_passes.py",),
+    ),
+    Mutation(
         "what was read in place and is wrong goes",
         "client/holdfast/passes.py",
         "            np.frombuffer(into, np.uint8)[:] = 0\n",
