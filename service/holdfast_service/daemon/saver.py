@@ -33,7 +33,7 @@ from .history import History, Measured
 from .holds import Holds
 from .ports import Decisions
 from .restores import Restores
-from .rounds import GivenUp, Lease, Participant, Round, RoundKey
+from .rounds import GivenUp, Lease, Openings, Participant, Round, RoundKey
 from .segment import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find_sealed
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Saver:
         self._attendance = Attendance()
         self._came = -ARRIVAL_S  # when the last rank said its first word
         self._open: dict[RoundKey, Round] = {}
-        self._given_up = GivenUp()
+        self._openings, self._given_up = Openings(decisions.begin), GivenUp()
         self._pending: dict[RoundKey, Round] = {}  # complete, being saved
         self.history = History(decisions)
         checker = checker or Checker(tier, decisions)
@@ -132,7 +132,7 @@ class Saver:
         self.restores.moved_on(who)
         with self._lock:
             self._given_up.refuse(key, who.rank)
-        round_id = self._decisions.begin(who.run, step, who.attempt, who.world)
+        round_id = self._openings.open(key, who.world)
         slot = -1
         try:
             if policy == "wait":
@@ -141,6 +141,7 @@ class Saver:
                 self._given_up.refuse(key, who.rank)
                 begun = self._open.get(key) or self._pending.get(key)
                 if begun is None:
+                    round_id = self._openings.still(key, round_id, who.world)
                     self.history.begun(key)
                 current = begun or Round(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S)
                 current.refuse(who)
@@ -345,6 +346,7 @@ class Saver:
             self._decisions.abort(round_id, error, staging, measured)
         except CheckpointError as failure:  # the ranks must hear of it though the catalog cannot
             log.error("the end of %s@%s attempt %s is not recorded: %s", *key, failure.detail)
+        self._openings.ended(key)
 
     def _announce(self, current: Round, error: CheckpointError | None) -> None:
         with self._lock:  # who comes back after this asks for what is committed
@@ -359,6 +361,7 @@ class Saver:
         if isinstance(result, CheckpointError):
             self._end_unsaved(current, result, naming.staging_path(*current.key))
             return
+        self._openings.ended(current.key)
         self.checks.add(result)
         self._announce(current, None)
 
