@@ -94,7 +94,7 @@ class Catalog:
 
     def answer(self, run: str, attempt: int, turn: int, step: int | None) -> int | None:
         """Store the answer to an attempt's `turn`-th question unless there is one; return the one that is stored."""
-        with self._write(hasty=True) as session:  # a power cut that loses it ends the ranks that asked, too
+        with self._write() as session:
             _lock_run(session, run)
             stored = session.get(AnswerRow, (run, attempt, turn))
             if stored is not None:
