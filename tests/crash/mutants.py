@@ -242,6 +242,20 @@ MUTATIONS = (
         ("tests/client/test_passes.py",),
     ),
     Mutation(
+        "the fence before rounds that are remembered",
+        "service/holdfast_service/daemon/saver.py",
+        "            self._openings.fence(who.run, who.attempt)\n",
+        "",
+        ("tests/daemon/test_rounds.py",),
+    ),
+    Mutation(
+        "rounds that have ended are forgotten",
+        "service/holdfast_service/daemon/saver.py",
+        "        self._openings.ended(key)\n",
+        "",
+        ("tests/daemon/test_rounds.py",),
+    ),
+    Mutation(
         "every extent of what was read in place",
         "client/holdfast/passes.py",
         "            if len(part.extents) == 1:\n",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, StaleAttempt
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.rounds import Openings, RoundKey
 from tests.daemon.saver_world import RUN, refused, saver_world
 from tests.daemons import wait_until
@@ -82,6 +86,41 @@ def test_an_end_while_it_is_being_opened_loses_nobody() -> None:
         catalog.answers.set()
         assert {opener.result(timeout=30), waiter.result(timeout=30)} <= {1, 2}
     assert openings.open(KEY, 1) in (1, 2)
+
+
+def test_an_attempt_that_is_over_is_told_so_by_the_catalog() -> None:
+    """Once a newer attempt is there nothing is answered from memory, and that attempt's own rounds are (I6)."""
+    catalog = Catalog()
+    catalog.answers.set()
+    openings = Openings(catalog.begin)
+    stale = openings.open(KEY, 1)
+    openings.fence("r", 2)
+    openings.fence("r", 1)
+    openings.fence("another", 9)
+    catalog.refuses = 3
+    assert isinstance(refused(openings.open, KEY, 1), StaleAttempt)
+    assert isinstance(refused(openings.still, KEY, stale, 1), StaleAttempt)
+    fresh = KEY._replace(attempt=2)
+    assert openings.open(fresh, 1) == openings.open(fresh, 1) == 4
+
+
+def test_a_newer_attempt_that_comes_while_a_round_is_opened_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the catalog's answer and the lease a newer launch has begun: the old one is refused (I6)."""
+    begin = Decisions.begin
+    comes: list[Callable[[], object]] = []
+
+    def overtaken(decisions: Decisions, run: str, step: int, attempt: int, size: int) -> int:
+        found = begin(decisions, run, step, attempt, size)
+        while comes:
+            comes.pop()()
+        return found
+
+    monkeypatch.setattr(Decisions, "begin", overtaken)
+    with saver_world() as world:
+        (old,) = world.launch(1)
+        comes.append(lambda: world.launch(1))
+        assert isinstance(refused(old.lease, 1), StaleAttempt)
+        assert not world.saver.busy and world.committed() == []
 
 
 def test_a_step_that_was_lost_is_saved_in_a_round_of_its_own() -> None:

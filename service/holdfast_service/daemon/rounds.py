@@ -98,13 +98,14 @@ class Openings:
         self._begin = begin
         self._changed = threading.Condition()
         self._ids: dict[RoundKey, int | None] = {}  # None: somebody asks for it now
+        self._newest: dict[str, int] = {}  # run -> attempt
 
     def open(self, key: RoundKey, world: int) -> int:
         """The round's id. Raises what `begin` raises; whoever waited for that answer then asks for itself."""
         with self._changed:
             self._changed.wait_for(lambda: self._ids.get(key, 0) is not None)
             known = self._ids.get(key)
-            if known is not None:
+            if known is not None and not self._is_over(key):
                 return known
             self._ids[key] = None
         found = None
@@ -121,14 +122,22 @@ class Openings:
     def still(self, key: RoundKey, round_id: int, world: int) -> int:
         """The id of a round that may have ended since it was opened as this one: the same, or that of another one."""
         with self._changed:
-            same = self._ids.get(key) == round_id
+            same = self._ids.get(key) == round_id and not self._is_over(key)
         return round_id if same else self.open(key, world)
+
+    def fence(self, run: str, attempt: int) -> None:
+        """A rank of this attempt is there: whoever is of an older one asks the catalog, which refuses it (I6)."""
+        with self._changed:
+            self._newest[run] = max(attempt, self._newest.get(run, 0))
 
     def ended(self, key: RoundKey) -> None:
         """The next one who wants it opens another."""
         with self._changed:
             self._ids.pop(key, None)
             self._changed.notify_all()
+
+    def _is_over(self, key: RoundKey) -> bool:
+        return key.attempt < self._newest.get(key.run, 0)
 
 
 class GivenUp:

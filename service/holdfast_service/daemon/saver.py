@@ -108,6 +108,7 @@ class Saver:
         """A rank has said hello. Incomplete rounds of older attempts of its run end (I6); what all had sealed is saved."""
         with self._lock:
             self._attendance.join(who)
+            self._openings.fence(who.run, who.attempt)
             self.restores.join(who)
             for current in [r for k, r in self._open.items() if k.run == who.run and k.attempt < who.attempt]:
                 self._abort(current, StaleAttempt(f"attempt {who.attempt} of {who.run} has begun"))
