@@ -114,20 +114,22 @@ def test_blocks_are_written_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(length for _, length, _ in written) == sum(file.layout.bytes for file in plan.files)
 
 
-def place(made: Shards, residues: Sequence[int | None], alignment: int) -> memoryview:
-    """The slot of rank 0 anew, in memory that begins at a page: each tensor as far from a block's begin as it stands in its
-    file, and `residues` bytes farther; anywhere for None."""
+def place(made: Shards, residues: Sequence[int | None], alignment: int, rank: int = 0) -> memoryview:
+    """The slot of a rank anew, in memory that begins at a page: what it has of each tensor, bytes in one dimension, as far
+    from a block's begin as it stands in its file, and `residues` bytes farther; anywhere for None."""
     (file,) = planner.plan(made.tables()).files
     starts = {tensor.spec.name: tensor.start for tensor in file.tensors}
     memory = memoryview(mmap.mmap(-1, sum(len(content) + 2 * alignment for content in made.bytes.values())))
     end = 0
-    for number, (fragment, residue) in enumerate(zip(made.fragments[0], residues, strict=True)):
-        name = fragment.spec.name
+    for number, fragment in enumerate(made.fragments[rank]):
+        name, box = fragment.spec.name, fragment.boxes[0]
+        first, size = box.offset[0], box.shape[0]
+        residue = residues[number % len(residues)]
         if residue is not None:
-            end += (starts[name] + residue - end) % alignment
-        made.fragments[0][number] = msgspec.structs.replace(fragment, slot_offset=end)
-        memory[end : end + len(made.bytes[name])] = made.bytes[name]
-        end += len(made.bytes[name])
+            end += (starts[name] + first + residue - end) % alignment
+        made.fragments[rank][number] = msgspec.structs.replace(fragment, slot_offset=end)
+        memory[end : end + size] = made.bytes[name][first : first + size]
+        end += size
     return memory
 
 
@@ -189,6 +191,56 @@ def test_what_lies_in_a_slot_as_in_the_file_is_written_from_there(
         if residue == 0 and cut >= least
     )
     assert tier.out_of(memory) >= straight
+
+
+@given(
+    sizes=st.lists(st.integers(1, 20_000), min_size=1, max_size=5),
+    points=st.lists(st.floats(0, 1), max_size=3),
+    residue=st.sampled_from([0, 0, 0, 1, None]),
+    alignment=st.sampled_from([1, 256, 4096]),
+    least=st.sampled_from([1, 600, 5000]),
+)
+@settings(max_examples=80, deadline=None)
+def test_parts_of_several_ranks_are_written_from_their_slots(
+    sizes: list[int], points: list[float], residue: int | None, alignment: int, least: int
+) -> None:
+    """However tensors are cut over ranks, the files and extents are the same; only extents that two ranks share, what lies
+    elsewhere, and the blocks at the ends of a part are copied."""
+    world = len(points) + 1
+    made = Shards(world)
+    made.file_bytes_max = 2**40
+    parts: list[tuple[int, int, int]] = []  # size of the tensor, and what of it a rank has
+    for number, size in enumerate(sizes):
+        content = np.random.default_rng(number).integers(0, 256, size, np.uint8).tobytes()
+        ends = [*sorted(int(point * size) for point in points), size]
+        held = [(rank, low, high) for rank, (low, high) in enumerate(itertools.pairwise([0, *ends])) if low < high]
+        boxes = [(rank, [Box((low,), (high - low,))]) for rank, low, high in held]
+        made.add(TensorSpec("model", f"t.{number}", "U8", (size,)), content, boxes)
+        parts += [(size, low, high) for rank, low, high in held if residue == 0]
+    reference = MemoryTier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "EXTENT_BYTES_MAX", 4096)
+        patch.setattr(packing, "EXTENT_BYTES_MIN", 1024)
+        patch.setattr(gathering, "STRAIGHT_BYTES_MIN", 2**30)
+        expected = whole_rows(sizes).save(reference)
+        patch.setattr(gathering, "STRAIGHT_BYTES_MIN", least)
+        tier = Recorded(alignment)
+        memory = {rank: place(made, [residue], alignment, rank) for rank in range(world)}
+        plan = planner.plan(made.tables())
+        receipt = writer.write(tier, plan, STAGING, memory, "node")
+    (file,) = plan.files
+    assert tier.read(f"{STAGING}/{file.layout.name}") == files_of(reference)[file.layout.name]
+    for name, tensor in expected.tensors["model"].items():
+        assert receipt.extents["model"][name] == tensor.extents
+    assert all(address % alignment == 0 for address, size in tier.taken if size % alignment == 0)
+    straight = 0
+    for size, low, high in parts:
+        step = packing.tensor_extent_bytes(size, plan.extent_bytes)
+        begin, end = low + -low % step, high if high == size else high - high % step
+        edges = sorted({begin, *range(begin + -begin % 4096, end, 4096), max(end, begin)})
+        pieces = [max(after - before, 0) for before, after in itertools.pairwise(edges)] if end - begin >= least else []
+        straight += sum(max(piece // alignment * alignment - 2 * alignment, 0) for piece in pieces if piece >= least)
+    assert sum(tier.out_of(data) for data in memory.values()) >= straight
 
 
 def cuts_of(size: int, most: int) -> list[int]:

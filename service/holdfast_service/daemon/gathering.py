@@ -11,6 +11,7 @@ clients lay out long tensors so (`staging.lay_out`). The rest, and the blocks wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -71,10 +72,9 @@ class FileBytes:
         flat = {rank: np.frombuffer(data, np.uint8) for rank, data in slots.items() if len(data)}
         for tensor in file.tensors:
             held = [_hold(tensor, origin, flat) for origin in tensor.origins]
-            size = tensor.spec.nbytes
-            for offset in range(0, size, EXTENT_BYTES_MAX):
-                length = min(EXTENT_BYTES_MAX, size - offset)
-                self.cuts.append(Cut(tensor.start + offset, length, offset, tensor, held))
+            edges = _edges(held, tensor.spec.nbytes, tensor_extent_bytes(tensor.spec.nbytes, extent_bytes))
+            for offset, end in pairwise(edges):
+                self.cuts.append(Cut(tensor.start + offset, end - offset, offset, tensor, held))
 
     def windows(self) -> Iterator[Window]:
         """The file in order: as many whole cuts a window as fit it."""
@@ -122,6 +122,20 @@ class FileBytes:
             begin = max(cut.start, low)
             _gather(cut, cut.offset + begin - cut.start, buffer[begin - low : cut.stop - low])
             position -= 1
+
+
+def _edges(held: Sequence[Holding], size: int, step: int) -> list[int]:
+    """Where a tensor is cut: into what a window holds, and, at extents' ends, into what stands in a slot in one piece.
+
+    `step` is the length of its extents, by which a window's can be divided.
+    """
+    edges = {*range(0, size, EXTENT_BYTES_MAX), size}
+    if len(held) > 1:
+        for first, last in (one.span for one in held if one.span is not None):
+            begin, end = first + -first % step, size if last == size else last - last % step
+            if end - begin >= STRAIGHT_BYTES_MIN:
+                edges |= {begin, end}
+    return sorted(edges)
 
 
 def _header_cuts(header: Bytes) -> Iterator[Cut]:
