@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,6 +180,24 @@ def test_complaints_are_looked_into_in_the_background(root: Checked) -> None:
     checks.close()
     assert (root.known(3).state, root.known(2).state, checks.left) == ("damaged", "verified", 0)
     wait_until(lambda: root.events("checkpoint-damaged") == [3])
+
+
+def test_what_waits_to_be_checked_takes_no_memory(root: Checked) -> None:
+    """Where saves outpace the checks the line grows, and no manifest stands in it."""
+    made = root.built[RUN, 2].manifest
+    goes_on = threading.Event()
+    checks = Checks(root.checker, heed=lambda size: _waited(goes_on))
+    before = sys.getrefcount(made)
+    for _ in range(20):
+        checks.add(made)
+    assert checks.left == 20 and sys.getrefcount(made) == before
+    goes_on.set()
+    checks.close()
+    assert root.known(2).state == "verified"
+
+
+def _waited(event: threading.Event) -> None:
+    assert event.wait(30)
 
 
 @pytest.mark.parametrize("what", ["staging", "restoring", "arriving"])

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound
@@ -197,19 +197,28 @@ def _files(damages: Sequence[Damaged]) -> set[str] | None:
     return None if names & {"None", naming.COMMIT, naming.MANIFEST} else names
 
 
+class Committed(NamedTuple):
+    """What is remembered of a commit until it is checked: where saves outpace the checks, that is of many."""
+
+    run: str
+    step: int
+    attempt: int
+    bytes: int
+
+
 class Checks:
     """A thread that checks committed checkpoints one after the other, and what readers complain of."""
 
     def __init__(
         self,
         checker: Checker,
-        took: Callable[[Manifest, float], None] = lambda made, seconds: None,
+        took: Callable[[Committed, float], None] = lambda made, seconds: None,
         heed: Heed | None = None,
     ) -> None:
         """`took` is told of every commit that was found sound, and how many seconds that took; `heed` may wait."""
         self._checker, self._took, self._heed = checker, took, heed
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[str, int, Manifest | Damaged]] = deque()
+        self._waiting: deque[tuple[str, int, Committed | Damaged]] = deque()
         self._pending: set[tuple[str, int]] = set()  # committed, and not checked yet
         self._left = 0
         self._closed = False
@@ -225,7 +234,7 @@ class Checks:
         """Check this checkpoint, which was committed just now."""
         with self._changed:
             self._pending.add((made.run, made.step))
-        self._put((made.run, made.step, made))
+        self._put((made.run, made.step, Committed(made.run, made.step, made.attempt, made.bytes)))
 
     def awaits(self, run: str, step: int) -> bool:
         """Whether this checkpoint's first check is still to come."""
@@ -248,7 +257,7 @@ class Checks:
             self._changed.notify_all()
         self._thread.join()
 
-    def _put(self, task: tuple[str, int, Manifest | Damaged]) -> None:
+    def _put(self, task: tuple[str, int, Committed | Damaged]) -> None:
         with self._changed:
             if self._closed:
                 return
@@ -268,7 +277,7 @@ class Checks:
                 self._left -= 1
                 self._pending.discard((run, step))
 
-    def _task(self, run: str, step: int, what: Manifest | Damaged) -> Callable[[], object]:
+    def _task(self, run: str, step: int, what: Committed | Damaged) -> Callable[[], object]:
         if isinstance(what, Damaged):
             return lambda: self._checker.suspect(run, step, what)
         return lambda: self._took(what, self._checker.check(run, step, self._heed)["seconds"])

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.manifest import Manifest
 
+from .checking import Committed
 from .disk_limit import DiskLimit
 from .ports import Decisions
 from .rounds import Participant, Round, RoundKey
@@ -98,7 +98,7 @@ class History:
                 save.later |= save.stall
             save.due_at = time.monotonic() + PATIENCE_S
 
-    def verified(self, made: Manifest, seconds: float) -> None:
+    def verified(self, made: Committed, seconds: float) -> None:
         """A checkpoint was read back, which took so long."""
         with self._lock:
             save = self._saves.get(RoundKey(made.run, made.step, made.attempt))
