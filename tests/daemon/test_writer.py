@@ -228,14 +228,14 @@ def test_parts_of_several_ranks_are_written_from_their_slots(
         memory = {rank: place(made, [residue], alignment, rank) for rank in range(world)}
         plan = planner.plan(made.tables())
         receipt = writer.write(tier, plan, STAGING, memory, "node")
+        steps = [packing.tensor_extent_bytes(size, plan.extent_bytes) for size, _, _ in parts]
     (file,) = plan.files
     assert tier.read(f"{STAGING}/{file.layout.name}") == files_of(reference)[file.layout.name]
     for name, tensor in expected.tensors["model"].items():
         assert receipt.extents["model"][name] == tensor.extents
     assert all(address % alignment == 0 for address, size in tier.taken if size % alignment == 0)
     straight = 0
-    for size, low, high in parts:
-        step = packing.tensor_extent_bytes(size, plan.extent_bytes)
+    for (size, low, high), step in zip(parts, steps, strict=True):
         begin, end = low + -low % step, high if high == size else high - high % step
         edges = sorted({begin, *range(begin + -begin % 4096, end, 4096), max(end, begin)})
         pieces = [max(after - before, 0) for before, after in itertools.pairwise(edges)] if end - begin >= least else []

@@ -5,7 +5,8 @@ extents, and the block that two windows share is written by the later one, which
 Windows depend on nothing but the slots: threads take them in any order.
 
 What stands in a slot as in the file, and as far from the begin of a block, is written from there, digested but not copied;
-clients lay out long tensors so (`staging.lay_out`). The rest, and the blocks where tensors meet, is gathered in a buffer.
+clients lay out long tensors so (`staging.lay_out`). The rest, the extents that several ranks share, and the blocks where
+tensors meet are gathered in a buffer.
 """
 
 from __future__ import annotations
