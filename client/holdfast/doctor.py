@@ -16,7 +16,7 @@ from pathlib import Path
 
 from holdfast_formats.errors import CheckpointError
 
-from . import probes, streaming
+from . import __version__, probes, streaming
 from .api import Api
 from .config import DEFAULT_ROOT, default_socket, default_url, given_url
 from .console import human_bytes
@@ -51,7 +51,7 @@ def _software() -> Iterator[Finding]:
         yield Finding("python", "ok", python)
     else:
         yield Finding("python", "fail", python, "use Python 3.10 or newer")
-    yield Finding("holdfast", "ok", _version("holdfast") or "run from its source tree")
+    yield Finding("holdfast", "ok", __version__)
     torch = _version("torch")
     if torch is None:
         yield Finding("torch", "warn", "not installed", "trainers need it: pip install torch")
@@ -62,12 +62,14 @@ def _software() -> Iterator[Finding]:
     if streaming.available():
         yield Finding("copies", "ok", "go past the cores' caches")
     elif platform.machine() == "x86_64":
-        advice = "a third slower: install holdfast where there is a C compiler (cc)"
+        advice = "a third slower: install holdfast-checkpoint where there is a C compiler (cc)"
         yield Finding("copies", "warn", "go through the cores' caches, as numpy does them", advice)
     if importlib.util.find_spec("fastapi") and importlib.util.find_spec("sqlalchemy"):
         yield Finding("daemon", "ok", "its dependencies are installed")
     else:
-        yield Finding("daemon", "warn", "its dependencies are missing", "pip install 'holdfast[service]' where it is to run")
+        yield Finding(
+            "daemon", "warn", "its dependencies are missing", "pip install 'holdfast-checkpoint[service]' where it is to run"
+        )
 
 
 def _version(distribution: str) -> str | None:
@@ -207,6 +209,6 @@ def _socket(path: Path) -> Finding:
 def _service(url: str, named: bool) -> Iterator[Finding]:
     try:
         with Api(url, PROBE_TIMEOUT_S) as api:
-            yield from probes.service(api, _version("holdfast"))
+            yield from probes.service(api, __version__)
     except CheckpointError as error:
         yield Finding("service", "fail" if named else "warn", error.detail, error.hint)

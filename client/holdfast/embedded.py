@@ -49,7 +49,9 @@ def start(root: Path) -> Path:
     Raises `DaemonGone`, with the end of the daemon's log, when it does not come up.
     """
     if importlib.util.find_spec("holdfast_service") is None or importlib.util.find_spec("fastapi") is None:
-        raise DaemonGone("the daemon is not installed here", hint="pip install 'holdfast[service]', or start one elsewhere")
+        raise DaemonGone(
+            "the daemon is not installed here", hint="pip install 'holdfast-checkpoint[service]', or start one elsewhere"
+        )
     root = root.absolute()
     root.mkdir(parents=True, exist_ok=True)
     socket = default_socket().parent / f"{_PREFIX}{hashlib.sha256(bytes(root)).hexdigest()[:16]}.sock"

@@ -44,7 +44,7 @@ def offline(*arguments: str) -> dict[str, Any]:
     except ValueError:
         why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise CheckpointError(
-            f"{_PROGRAM} ended with {done.returncode}: {why}", hint="pip install 'holdfast[service]'"
+            f"{_PROGRAM} ended with {done.returncode}: {why}", hint="pip install 'holdfast-checkpoint[service]'"
         ) from None
     if done.returncode:
         raise from_problem(said)

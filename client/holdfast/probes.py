@@ -103,7 +103,7 @@ def descriptors() -> Finding:
     return Finding("descriptors", "warn", what, f"raise it to {DESCRIPTORS_MIN} or more: ulimit -n {DESCRIPTORS_MIN}")
 
 
-def service(api: Api, version: str | None) -> Iterator[Finding]:
+def service(api: Api, version: str) -> Iterator[Finding]:
     """The service that answers: its version beside ours, the way to it, and whether catalog and storage work."""
     times = []
     health = api.health()
@@ -113,8 +113,8 @@ def service(api: Api, version: str | None) -> Iterator[Finding]:
         times.append(time.perf_counter() - began)
     runs = sum(1 for _ in api.runs())
     yield Finding("service", "ok", f"{api.url}: version {health.version}, {health.root}, {runs} runs")
-    if version is not None and health.version.split(".")[:2] != version.split(".")[:2]:
-        advice = "use the same minor version on both sides: pip install -U holdfast"
+    if health.version.split(".")[:2] != version.split(".")[:2]:
+        advice = "use the same minor version on both sides: pip install -U holdfast-checkpoint"
         yield Finding("versions", "warn", f"the service is {health.version}, this is {version}", advice)
     median = statistics.median(times)
     what = f"{median * 1000:.1f} ms a request"

@@ -27,7 +27,7 @@ def check_framework(framework: str) -> None:
     if framework not in get_args(Framework):
         raise InvalidRequest(f"framework must be one of {', '.join(get_args(Framework))}, not {framework!r}")
     if framework == "torch" and find_spec("torch") is None:
-        raise InvalidRequest("torch is not installed", hint="pip install 'holdfast[torch]', or take numpy arrays")
+        raise InvalidRequest("torch is not installed", hint="pip install 'holdfast-checkpoint[torch]', or take numpy arrays")
 
 
 def nbytes(local: LocalTensor) -> int:

@@ -68,7 +68,9 @@ class RootTokens(NamedTuple):
 
     def _tool(self, arguments: list[str]) -> Any:
         if importlib.util.find_spec("holdfast_service") is None:  # asked for here because the client may not import it
-            raise InvalidRequest("a root's tokens are the daemon's to change", hint="pip install 'holdfast[service]'")
+            raise InvalidRequest(
+                "a root's tokens are the daemon's to change", hint="pip install 'holdfast-checkpoint[service]'"
+            )
         catalog = [] if self.catalog is None else ["--catalog", self.catalog]
         command = [sys.executable, "-m", "holdfast_service.token_tool", "--root", str(self.root), *catalog, *arguments]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=False)

@@ -19,7 +19,7 @@ from holdfast_service.control.spans import JobSpans, SaveSpans
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
-_HINT = "pip install 'holdfast[otel]'"
+_HINT = "pip install 'holdfast-checkpoint[otel]'"
 
 
 def watch(config: Config, database: Database, stack: ExitStack) -> History:

@@ -18,6 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import holdfast
+
 from .environments import Prepared
 from .peers import PEERS, Spec
 from .rank import FIRST, MEMORY, TRAINED, WARM, Task
@@ -265,7 +267,7 @@ def machine(options: Options) -> dict[str, Any]:
     models = [
         line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
-    packages = {name: version(name) for name in ("torch", "safetensors", "holdfast")}
+    packages = {name: version(name) for name in ("torch", "safetensors")} | {"holdfast": holdfast.__version__}
     return {
         "cpu": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),

@@ -323,7 +323,7 @@ def test_serve_without_its_dependencies(root: Path, monkeypatch: pytest.MonkeyPa
     result = call("serve")
     assert result.exit_code == 2
     assert "no_such_module" in result.stderr
-    assert "pip install 'holdfast[service]'" in result.stderr
+    assert "pip install 'holdfast-checkpoint[service]'" in result.stderr
 
 
 def test_help_documents_exit_statuses() -> None:

@@ -22,7 +22,7 @@ def demo(directory: Directory = Path("demo-output"), steps: Steps = None, keep_d
     with console.reporting(as_json=False):
         missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
         if missing:
-            raise InvalidRequest(f"the demo needs {', '.join(missing)}", hint="pip install 'holdfast[demo]'")
+            raise InvalidRequest(f"the demo needs {', '.join(missing)}", hint="pip install 'holdfast-checkpoint[demo]'")
         from holdfast.demo import main
         from holdfast.demo.config import STEPS
 

@@ -11,7 +11,7 @@ import typer
 from holdfast import console
 from holdfast_formats.errors import InvalidRequest
 
-# What `holdfast[service]` adds, by import name; asked for here because the client may not import the service.
+# What `holdfast-checkpoint[service]` adds, by import name; asked for here because the client may not import the service.
 _EXTRAS = ("aiofiles", "alembic", "fastapi", "prometheus_client", "sqlalchemy", "uvicorn", "zstandard")
 
 
@@ -29,4 +29,4 @@ def check_installed() -> None:
     """`InvalidRequest` where the service's part of Holdfast is not installed."""
     missing = [name for name in ("holdfast_service", *_EXTRAS) if importlib.util.find_spec(name) is None]
     if missing:
-        raise InvalidRequest(f"the daemon needs {', '.join(missing)}", hint="pip install 'holdfast[service]'")
+        raise InvalidRequest(f"the daemon needs {', '.join(missing)}", hint="pip install 'holdfast-checkpoint[service]'")

@@ -42,7 +42,7 @@ class Database:
         except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:
             raise InvalidRequest(
                 f"{without_password(url)!r} is not a catalog's address: {_without(url, error)}",
-                hint="use sqlite:///path or postgresql://… (pip install 'holdfast[postgres]')",
+                hint="use sqlite:///path or postgresql://… (pip install 'holdfast-checkpoint[postgres]')",
             ) from None  # the cause would show the password
         try:
             with _translated():
