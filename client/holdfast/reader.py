@@ -113,7 +113,7 @@ class CheckpointReader:
     @classmethod
     def _open(cls, source: Source, complete: bool) -> CheckpointReader:
         try:
-            commit_bytes = source.read(naming.COMMIT)
+            commit_bytes = _read_bounded(source, naming.COMMIT, manifests.COMMIT_BYTES_MAX)
         except NoSuchResource as error:
             raise NotCommitted(
                 f"{source.label} has no {naming.COMMIT}, so it is not a checkpoint",
@@ -121,7 +121,7 @@ class CheckpointReader:
                 file=naming.COMMIT,
             ) from error
         try:
-            manifest_bytes = source.read(naming.MANIFEST)
+            manifest_bytes = _read_bounded(source, naming.MANIFEST, manifests.MANIFEST_BYTES_MAX)
         except NoSuchResource as error:
             raise CorruptManifest(f"{source.label} has no {naming.MANIFEST}", file=naming.MANIFEST) from error
         reader = cls(source, manifests.decode(manifest_bytes, commit_bytes), manifest_bytes, commit_bytes)
@@ -332,6 +332,18 @@ def _cut(run: Run, holds: Callable[[Piece], bool]) -> Iterator[tuple[Run, bool]]
         octets = run.octets[low:high] if run.octets is not None else None
         yield run._replace(first=first, stop=stop, octets=octets), held
         first = stop
+
+
+def _read_bounded(source: Source, name: str, bytes_max: int) -> bytes:
+    """COMMIT or a manifest, read whole; `CorruptManifest` for a file that is too long to be one."""
+    size = source.size(name)
+    if size is not None and size > bytes_max:
+        raise CorruptManifest(
+            f"{name} in {source.label} has {size} bytes, over the limit of {bytes_max}",
+            hint="it cannot be a file of ours; restore another step",
+            file=name,
+        )
+    return source.read(name, 0, size)
 
 
 def _refuse(piece: Piece, error: CheckpointError) -> None:

@@ -164,9 +164,13 @@ class DirectorySource:
     def _descriptor(self, name: str) -> int:
         with self._lock:
             if name not in self._open:
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hold up its reader
                 with self._translated(name):
-                    self._open[name] = os.open(self._path(name), flags)
+                    descriptor = os.open(self._path(name), flags)
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    os.close(descriptor)
+                    raise CorruptManifest(f"{name} in {self.label} is not a plain file", file=name)
+                self._open[name] = descriptor
             return self._open[name]
 
     def _opened_past_cache(self, name: str) -> int | None:

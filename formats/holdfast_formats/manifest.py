@@ -12,11 +12,13 @@ import msgspec
 
 from . import dtypes, naming
 from .digest import check_digest, check_digests
-from .errors import CheckpointError, CorruptManifest, InvalidRequest, NotCommitted
+from .errors import CheckpointError, CorruptManifest, InvalidRequest, LimitExceeded, NotCommitted
 from .tensors import TensorSpec
 
 FORMAT = 1
 EXTENT_BYTES_MAX = 16 * 2**20
+COMMIT_BYTES_MAX = 2**16
+MANIFEST_BYTES_MAX = 2**29  # a million tensors with five hundred bytes each
 _REPAIR = "this checkpoint cannot be proven any more; restore another step"
 _Placed = tuple[int, int, str]  # a tensor in its file: first byte, bytes, name
 
@@ -90,9 +92,15 @@ class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest's bytes; validates first, so nothing that `decode` refuses is ever written."""
+    """The manifest's bytes; validates first, so nothing that `decode` or a reader's bound refuses is ever written."""
     validate(manifest)
-    return msgspec.json.encode(manifest)
+    encoded = msgspec.json.encode(manifest)
+    if len(encoded) > MANIFEST_BYTES_MAX:
+        raise LimitExceeded(
+            f"{naming.MANIFEST} would have {len(encoded)} bytes, over the limit of {MANIFEST_BYTES_MAX}",
+            hint="save fewer tensors, or shorter names",
+        )
+    return encoded
 
 
 def encode_commit(manifest: Manifest, manifest_bytes: bytes) -> bytes:

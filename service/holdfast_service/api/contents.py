@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from holdfast_formats import manifest as manifests
 from holdfast_formats import naming, proof, rest, statistics
-from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchCheckpoint, NoSuchResource, NotCommitted
+from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.packing import natural_key
 from holdfast_formats.proof import Piece
 from holdfast_service.control.readers import Readers
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Tier, vouched
 
 from . import selecting
 from .reading import hold
@@ -125,27 +125,17 @@ class OpenedCheckpoints:
         """COMMIT as it lies on storage now. It comes before everything else (I5), so here reading begins."""
         directory = naming.checkpoint_path(run, step)
         hold(self._readers, run, step)
-        try:
-            return self._tier.read(f"{directory}/{naming.COMMIT}")
-        except NoSuchResource as error:
-            raise NotCommitted(f"{directory} has no {naming.COMMIT}", file=naming.COMMIT) from error
+        return vouched.read_commit(self._tier, directory)
 
     def manifest_bytes(self, run: str, step: int, commit: bytes) -> bytes:
         """The manifest as it lies on storage now, which this COMMIT vouches for."""
-        encoded = self._read_manifest(run, step)
+        encoded = vouched.read_manifest(self._tier, naming.checkpoint_path(run, step), commit)
         manifests.check_bytes(encoded, commit)
         return encoded
 
     def _decoded(self, run: str, step: int, commit: bytes) -> tuple[bytes, Manifest]:
-        encoded = self._read_manifest(run, step)
+        encoded = vouched.read_manifest(self._tier, naming.checkpoint_path(run, step), commit)
         return encoded, manifests.decode(encoded, commit)
-
-    def _read_manifest(self, run: str, step: int) -> bytes:
-        directory = naming.checkpoint_path(run, step)
-        try:
-            return self._tier.read(f"{directory}/{naming.MANIFEST}")
-        except NoSuchResource as error:
-            raise CorruptManifest(f"{directory} has no {naming.MANIFEST}", file=naming.MANIFEST) from error
 
 
 def find(services: Services, run: str, step: str) -> rest.Checkpoint:

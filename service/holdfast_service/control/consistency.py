@@ -133,7 +133,7 @@ def _differing(listed: rest.Checkpoint, manifest: rest.Checkpoint) -> list[str]:
 
 
 def _look_at_run_file(tier: Tier, run: str, known: Known | None) -> list[Contradiction]:
-    if tier.size(f"{run}/{naming.RUN_FILE}") is None:
+    if naming.RUN_FILE not in tier.list(run):
         return []
     try:
         keep_last = read_run_file(tier, run).in_force.last

@@ -14,12 +14,13 @@ from sqlalchemy import ColumnElement, delete, func, select, update
 from holdfast_formats import naming, rest
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound
 from holdfast_formats.operations import Replica, ReplicaLag
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Tier, vouched
 
 from . import commit, removal, roots
 from .catalog import Catalog
 from .database import Database
 from .events import Events
+from .run_files import RUN_FILE_BYTES_MAX
 from .schema import CheckpointRow, ReplicaRow, RunRow
 
 log = logging.getLogger(__name__)
@@ -81,10 +82,13 @@ class ReplicaBook:
         """Publish a proven copy, and the run's file beside it, so that pins and policy are there when the copy is served."""
         made = commit.publish_copy(tier, staging, encoded, commit_bytes)
         path = f"{made.run}/{naming.RUN_FILE}"
-        if self._tier.size(path) is not None:
-            data = self._tier.read(path)
-            if tier.size(path) is None or tier.read(path) != data:
-                tier.replace(path, data)
+        try:
+            data = vouched.read_whole(self._tier, path, RUN_FILE_BYTES_MAX)
+        except Damaged as error:  # the copy keeps the last one that could be read
+            log.error("%s is not copied to the replica: %s", path, error.detail)
+            return
+        if data is not None and not _holds(tier, path, data):
+            tier.replace(path, data)
 
     def remove(self, name: str, tier: Tier, run: str, step: int) -> None:
         """Remove a copy whose checkpoint was removed, in the order of I4."""
@@ -211,6 +215,13 @@ def removed(database: Database, run: str, step: int) -> None:
     """A checkpoint was removed: so are its copies, as soon as their tiers can be reached."""
     with database.write() as session:
         session.execute(update(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step).values(state="gone"))
+
+
+def _holds(tier: Tier, path: str, data: bytes) -> bool:
+    try:
+        return vouched.read_whole(tier, path, RUN_FILE_BYTES_MAX) == data
+    except Damaged:
+        return False
 
 
 def _row(name: str, run: str, step: int) -> Sequence[ColumnElement[bool]]:

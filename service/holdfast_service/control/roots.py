@@ -8,14 +8,12 @@ from typing import NamedTuple
 from holdfast_formats import manifest, naming, rest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint, NotCommitted
 from holdfast_formats.manifest import Manifest
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Tier, vouched
 
 from .catalog import Catalog, Known
 from .pages import PAGE_ITEMS_MAX
 from .run_files import read_run_file
 
-COMMIT_BYTES_MAX = 2**16
-MANIFEST_BYTES_MAX = 2**31
 _STAMPED = (naming.COMMIT, naming.MANIFEST)
 
 
@@ -60,8 +58,8 @@ def load_manifest(tier: Tier, run: str, step: int) -> Manifest:
         raise NotCommitted(f"{directory} has no {naming.COMMIT}", hint="restore another step", file=naming.COMMIT)
     if naming.MANIFEST not in names:
         raise CorruptManifest(f"{directory} has no {naming.MANIFEST}", hint="restore another step", file=naming.MANIFEST)
-    commit = _read_bounded(tier, f"{directory}/{naming.COMMIT}", COMMIT_BYTES_MAX)
-    made = manifest.decode(_read_bounded(tier, f"{directory}/{naming.MANIFEST}", MANIFEST_BYTES_MAX), commit)
+    commit = vouched.read_commit(tier, directory)
+    made = manifest.decode(vouched.read_manifest(tier, directory, commit), commit)
     if (made.run, made.step) != (run, step):
         raise CorruptManifest(
             f"{directory} holds {made.run}@{made.step}",
@@ -108,7 +106,7 @@ def _reconcile_run(tier: Tier, catalog: Catalog, run: str, known: Known | None, 
     problems: list[Problem] = []
     keep_last = known.keep_last if known is not None else None
     try:
-        if tier.size(f"{run}/{naming.RUN_FILE}") is not None:
+        if naming.RUN_FILE in tier.list(run):
             keep_last = read_run_file(tier, run).in_force.last
     except CheckpointError as error:
         problems.append(Problem(run, None, error))
@@ -218,12 +216,3 @@ def all_checkpoints(catalog: Catalog, run: str) -> list[rest.Checkpoint]:
         cursor = page.next
         if cursor is None:
             return items
-
-
-def _read_bounded(tier: Tier, path: str, bytes_max: int) -> bytes:
-    data = tier.read(path, 0, bytes_max + 1)
-    if len(data) > bytes_max:
-        raise CorruptManifest(
-            f"{path} is over the limit of {bytes_max} bytes", hint="it cannot be a file of ours", file=path
-        )
-    return data

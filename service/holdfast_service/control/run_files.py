@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, PreconditionFailed
 from holdfast_formats.retention import COUNT_MAX, STEPS_MAX, RetentionPolicy, Step
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Tier, vouched
 
 RUN_FILE_BYTES_MAX = 2**20
 LABELS_MAX = 1000
@@ -50,11 +50,12 @@ class RunFile(BaseModel):
 def read_run_file(tier: Tier, run: str) -> RunFile:
     """What run.json says, the defaults where there is none; `CorruptManifest` when it cannot be read."""
     path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
-    if tier.size(path) is None:
+    try:
+        data = vouched.read_whole(tier, path, RUN_FILE_BYTES_MAX)
+    except CorruptManifest as error:
+        raise _unreadable(path, error.detail) from error
+    if data is None:
         return RunFile()
-    data = tier.read(path, 0, RUN_FILE_BYTES_MAX + 1)
-    if len(data) > RUN_FILE_BYTES_MAX:
-        raise _unreadable(path, f"it is over the limit of {RUN_FILE_BYTES_MAX} bytes")
     try:
         return RunFile.model_validate_json(data)
     except ValidationError as error:

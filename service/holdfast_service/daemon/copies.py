@@ -8,11 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast_formats import manifest as manifests
-from holdfast_formats import naming, proof
-from holdfast_formats.errors import NoSuchResource, NotCommitted
+from holdfast_formats import proof
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.proof import Piece
-from holdfast_service.storage import FileWriter, Tier
+from holdfast_service.storage import FileWriter, Tier, vouched
 from holdfast_service.storage.pacing import Pace
 
 from .windows import ALIGNMENT_MAX, WINDOW_BYTES, Windows
@@ -48,14 +47,8 @@ class Proven(NamedTuple):
 
 def read_pair(tier: Tier, directory: str) -> Pair:
     """COMMIT, then the manifest (I5); `NotCommitted` or `CorruptManifest` for what is missing or does not fit together."""
-    try:
-        commit = tier.read(_path(directory, naming.COMMIT))
-    except NoSuchResource as error:
-        raise NotCommitted(f"{directory or 'the directory'} has no {naming.COMMIT}", file=naming.COMMIT) from error
-    try:
-        encoded = tier.read(_path(directory, naming.MANIFEST))
-    except NoSuchResource:
-        encoded = b""  # which no COMMIT vouches for
+    commit = vouched.read_commit(tier, directory)
+    encoded = vouched.read_manifest(tier, directory, commit)
     return Pair(commit, encoded, manifests.decode(encoded, commit))
 
 

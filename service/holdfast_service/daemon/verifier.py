@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats import manifest, naming, proof
+from holdfast_formats import manifest, proof
 from holdfast_formats.errors import CorruptExtent, CorruptManifest, Damaged, NoSuchResource, NotCommitted, StorageFailed
 from holdfast_formats.holdings import Bytes
 from holdfast_formats.manifest import Manifest, TensorEntry
 from holdfast_formats.proof import Piece
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Tier, vouched
 
 from .priority import give_way
 from .windows import ALIGNMENT_MAX, WINDOW_BYTES, Windows
@@ -95,13 +95,8 @@ def examine(
 
 def read_manifest(tier: Tier, directory: str) -> Manifest:
     """COMMIT, then the manifest that it vouches for (I5); `NotCommitted` or `CorruptManifest`."""
-    if tier.size(f"{directory}/{naming.COMMIT}") is None:
-        raise NotCommitted(f"{directory} has no {naming.COMMIT}", file=naming.COMMIT)
-    try:
-        encoded = tier.read(f"{directory}/{naming.MANIFEST}")
-    except NoSuchResource as error:
-        raise CorruptManifest(f"{directory} has no {naming.MANIFEST}", file=naming.MANIFEST) from error
-    return manifest.decode(encoded, tier.read(f"{directory}/{naming.COMMIT}"))
+    commit = vouched.read_commit(tier, directory)
+    return manifest.decode(vouched.read_manifest(tier, directory, commit), commit)
 
 
 class Stored(NamedTuple):
@@ -158,9 +153,10 @@ def _check(made: Manifest, piece: Piece, data: Bytes, headers: Mapping[str, Mapp
 
 def _lost(tier: Tier, directory: str, batch: Sequence[Piece], why: StorageFailed) -> list[Damaged]:
     """The pieces of a batch that the disk cannot read. Where it cannot read anything, that is no damage: `why` is raised."""
-    if tier.size(f"{directory}/{naming.COMMIT}") is None:
-        raise why
-    tier.read(f"{directory}/{naming.COMMIT}")
+    try:
+        vouched.read_commit(tier, directory)
+    except NotCommitted:
+        raise why from None
     found: list[Damaged] = []
     for piece in batch:
         try:

@@ -16,7 +16,7 @@ from holdfast_formats import manifest as manifests
 from holdfast_formats import naming, proof, rest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged
 from holdfast_formats.manifest import Manifest
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Tier, vouched
 
 from .copies import Pair, read_pair
 from .proven_sources import Directory
@@ -73,9 +73,9 @@ def _pairs(others: Mapping[str, Tier], which: tuple[str, int]) -> Iterator[tuple
 
 
 def stored(tier: Tier, path: str) -> bytes:
-    """What a file holds now; nothing where it cannot be read."""
+    """What COMMIT or a manifest holds now; nothing where it cannot be read, or is too long to be one."""
     try:
-        return tier.read(path)
+        return vouched.read_whole(tier, path, manifests.MANIFEST_BYTES_MAX) or b""
     except CheckpointError:
         return b""
 

@@ -1,0 +1,70 @@
+"""Small files that decide about others, read whole: never more than a bound, and never taken for absent when they are not.
+
+What a name leads to is not believed. A sparse file of gigabytes under a name of ours must not fill the daemon's memory, and
+a link or a pipe in the place of a file is damage: who takes it for nothing would act as if no such file had been written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from holdfast_formats import manifest, naming
+from holdfast_formats.errors import CorruptManifest, NotCommitted
+
+from .tier import Tier
+
+_AT_ONCE_BYTES = 16 * 2**20  # manifests up to here are read before they are proven; larger ones are proven piece by piece
+_HINT = "it cannot be a file of ours: give it back from a replica, or restore another step"
+
+
+def read_whole(tier: Tier, path: str, bytes_max: int) -> bytes | None:
+    """A file's bytes, None where nothing has this name; `CorruptManifest` for what is no plain file, or is too long."""
+    size, name = tier.size(path), path.rpartition("/")[2]
+    if size is None:
+        if name in tier.list(path.rpartition("/")[0]):
+            raise CorruptManifest(f"{path} is not a plain file", hint=_HINT, file=name)
+        return None
+    if size <= bytes_max:
+        data = tier.read(path, 0, bytes_max + 1)  # it may have been replaced by a longer one
+        size = len(data)
+    if size > bytes_max:
+        raise CorruptManifest(f"{path} has {size} bytes, over the limit of {bytes_max}", hint=_HINT, file=name)
+    return data
+
+
+def read_commit(tier: Tier, directory: str) -> bytes:
+    """COMMIT as it is stored, with which reading begins (I5); `NotCommitted` where there is none."""
+    try:
+        found = read_whole(tier, f"{directory}/{naming.COMMIT}" if directory else naming.COMMIT, manifest.COMMIT_BYTES_MAX)
+    except CorruptManifest as error:
+        raise NotCommitted(error.detail, hint=error.hint, file=naming.COMMIT) from error
+    if found is None:
+        raise NotCommitted(f"{directory or 'the directory'} has no {naming.COMMIT}", file=naming.COMMIT)
+    return found
+
+
+def read_manifest(tier: Tier, directory: str, commit: bytes) -> bytes:
+    """The manifest's bytes, for `manifest.decode` to prove; `CorruptManifest` where there are none, or too many.
+
+    Raises `NotCommitted` for a COMMIT that cannot be read.
+    """
+    path = f"{directory}/{naming.MANIFEST}" if directory else naming.MANIFEST
+    if (tier.size(path) or 0) in range(_AT_ONCE_BYTES + 1, manifest.MANIFEST_BYTES_MAX + 1):
+        _prove_in_pieces(tier, path, manifest.stated_sha256(commit))
+    found = read_whole(tier, path, manifest.MANIFEST_BYTES_MAX)
+    if found is None:
+        raise CorruptManifest(f"{directory or 'the directory'} has no {naming.MANIFEST}", file=naming.MANIFEST)
+    return found
+
+
+def _prove_in_pieces(tier: Tier, path: str, stated: str) -> None:
+    """A long file that is no manifest is found out without ever being in memory whole."""
+    made, offset = hashlib.sha256(), 0
+    piece = memoryview(bytearray(_AT_ONCE_BYTES))
+    while count := tier.read_into(path, offset, piece):
+        made.update(piece[:count])
+        offset += count
+    if made.hexdigest() != stated:
+        raise CorruptManifest(
+            f"{path} does not have the digest that {naming.COMMIT} states", hint=_HINT, file=naming.MANIFEST
+        )
