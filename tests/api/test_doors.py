@@ -33,7 +33,7 @@ def ajar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/runs", "/v1/tokens", "/metrics", "/docs", "/openapi.json", "/", "/nothing", CHECKPOINT, "//healthz", "/healthz/"],
+    ["/v1/runs", "/v1/tokens", "/metrics", "/openapi.json", "/", "/nothing", CHECKPOINT, "//healthz", "/healthz/"],
 )
 def test_nothing_without_a_token(closed: Guarded, path: str) -> None:
     """Whatever is asked for, listed or not, is 401 with a challenge and a hint."""
@@ -73,7 +73,7 @@ def test_a_token_ends_at_once(closed: Guarded) -> None:
     [
         ("GET", "/v1/runs", "read"),
         ("GET", "/metrics", "read"),
-        ("GET", "/docs", "read"),
+        ("GET", "/openapi.json", "read"),
         ("PUT", f"{CHECKPOINT}/pin", "write"),
         ("DELETE", f"{CHECKPOINT}/pin", "write"),
         ("PUT", f"{CHECKPOINT}/labels/good", "write"),

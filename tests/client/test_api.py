@@ -115,5 +115,5 @@ def test_nobody_there() -> None:
 
 def test_something_else_there(service: Served) -> None:
     """An answer that is not this API's is StorageFailed, and not a crash."""
-    with Api(f"{service.url}/docs") as api, pytest.raises((StorageFailed, NoSuchResource)):
+    with Api(f"{service.url}/openapi.json") as api, pytest.raises((StorageFailed, NoSuchResource)):
         api.health()

@@ -25,6 +25,7 @@ from . import (
     upkeep,
     uploads,
 )
+from .content_policy import ContentPolicy
 from .contents import OpenedCheckpoints
 from .doors import Doors
 from .metrics import Collected
@@ -82,6 +83,8 @@ def create_app(services: Services) -> FastAPI:
         version=services.version,
         description=_DESCRIPTION,
         openapi_tags=_TAGS,
+        docs_url=None,  # both load scripts of a CDN, in the origin of the admin's cookie
+        redoc_url=None,
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
     )
     app.state.services = services
@@ -103,4 +106,5 @@ def create_app(services: Services) -> FastAPI:
     # The last one added is the outermost. What is turned away at the door is measured as well.
     app.add_middleware(Doors, services.door, services.tokens, services.refusals)
     app.add_middleware(Observed, app.state.requests)
+    app.add_middleware(ContentPolicy)
     return app

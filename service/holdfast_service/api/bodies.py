@@ -72,7 +72,7 @@ def parse(body: bytes) -> Any:
     except UnicodeEncodeError as error:
         raise InvalidRequest("the body has half of a surrogate pair in a text") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}", hint="/docs describes every body") from error
+        raise InvalidRequest(f"the body is not JSON: {error}", hint="/openapi.json describes every body") from error
     return value
 
 

@@ -71,14 +71,16 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    return problem_response(InvalidRequest(f"{where}: {first['msg']}", hint="/docs describes every parameter"))
+    return problem_response(InvalidRequest(f"{where}: {first['msg']}", hint="/openapi.json describes every parameter"))
 
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return problem_response(NoSuchResource(f"there is nothing at {request.url.path}", hint="/docs lists every route"))
-    refused = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}", hint="/docs lists every route")
+        return problem_response(
+            NoSuchResource(f"there is nothing at {request.url.path}", hint="/openapi.json lists every route")
+        )
+    refused = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}", hint="/openapi.json lists every route")
     return problem_response(refused, error.status_code, error.headers)
 
 

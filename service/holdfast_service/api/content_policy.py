@@ -1,0 +1,29 @@
+"""What a browser may do with an answer: nothing, unless the answer brings a policy of its own, as the pages do."""
+
+from __future__ import annotations
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+class ContentPolicy:
+    """ASGI middleware. A page that is added without a policy, or comes with a library, loads and runs nothing."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def with_policy(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("Content-Security-Policy", POLICY)
+                headers.setdefault("X-Content-Type-Options", "nosniff")
+            await send(message)
+
+        await self._app(scope, receive, with_policy)
