@@ -21,6 +21,7 @@ from holdfast_service import __version__, assembly, collecting
 from holdfast_service.config import Config, parse
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.logs import log_what_nobody_catches, start_logging
+from holdfast_service.storage import libc
 from holdfast_service.storage.posix import lock_root
 from holdfast_service.watching import notify_ready
 
@@ -52,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = parse(sys.argv[1:] if arguments is None else arguments)
         start_logging(config.log_level, config.log_format, config.node)
         log_what_nobody_catches()
+        libc.give_memory_back()
         stop = threading.Event()
         with _running(config, stop) as (daemon, services, listener):
             _serve(config.exit_when_idle, daemon, services, listener, stop)

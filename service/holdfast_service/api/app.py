@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import FastAPI
 
 from holdfast_service import dashboard
@@ -31,6 +29,7 @@ from .doors import Doors
 from .metrics import Collected
 from .observing import Observed, Requests
 from .planned import PlannedShards
+from .rationing import Ration
 from .reading import HeldWhileSending
 from .services import Services
 from .stalls import StallLimit
@@ -96,7 +95,7 @@ def create_app(services: Services) -> FastAPI:
     app.state.collected = Collected(services, app.state.summaries, app.state.requests)
     app.state.streams = Streams(services.tier)
     app.state.event_streams = events.EventStreams(services.events)
-    app.state.chunks = asyncio.Semaphore(uploads.CHUNKS_MAX)
+    app.state.uploads = Ration(uploads.UPLOAD_BYTES_MAX)
     for room in ROOMS:
         app.include_router(room.router)
     app.include_router(dashboard.router)

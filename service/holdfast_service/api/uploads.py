@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import re
 import time
 from typing import Annotated, Literal
@@ -20,12 +19,13 @@ from holdfast_service.daemon.remote import Chunk, RemoteRank, RemoteRanks
 from . import problems
 from .services import Wired
 
-CHUNK_BYTES_MAX = 8 * 2**20  # before compression; 16 MiB is the limit of the format's extents, half of it halves our memory
-CHUNKS_MAX = 8  # held in memory at a time, compressed and not: bounds what uploads cost at 128 MiB
+CHUNK_BYTES_MAX = 4 * 2**20  # before compression
+UPLOAD_BYTES_MAX = 24 * 2**20  # what all chunks together may take of memory at a time, packed and unpacked
 BODY_WAIT_MAX_S = 60.0  # for one chunk: who sends slower than this must send smaller chunks
 WAIT_MAX_S = 20.0
 END_POLL_S = 0.2
 ZSTD_WINDOW_BYTES_MAX = 2**23
+_NOT_STATED = -1  # what zstandard says of a frame without a content size
 
 _RANK = "/ranks/{rank_id}"
 _UPLOAD = f"{_RANK}/uploads/{{number}}"
@@ -113,8 +113,9 @@ async def put_chunk(
     if encoding not in ("identity", "zstd"):
         raise InvalidRequest(f"Content-Encoding {encoding!r} is not understood", hint="send zstd, or none")
     rank.check_room(number, part, offset + length)
-    async with request.app.state.chunks:
-        body = await _body(request, length, exact=encoding == "identity")
+    packed = encoding == "zstd"
+    async with request.app.state.uploads.taken(2 * length if packed else length):
+        body = await _body(request, length, exact=not packed)
         chunk = await run_in_threadpool(_chunk, body, offset, length, (encoding, stated[1]))
         return await run_in_threadpool(rank.write, number, part, chunk)
 
@@ -220,17 +221,19 @@ def _chunk(body: bytearray, offset: int, length: int, stated: tuple[str, str]) -
     return Chunk(offset, body if encoding == "identity" else _unpack(body, length), digest)
 
 
-def _unpack(body: bytearray, length: int) -> bytearray:
+def _unpack(body: bytearray, length: int) -> bytes:
     """Exactly `length` bytes out of a zstd frame; a frame that holds more or fewer is refused, and costs no more memory."""
-    unpacked = bytearray(length)
-    with zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES_MAX).stream_reader(io.BytesIO(body)) as reader:
-        try:
-            size = 0
-            while size < length and (got := reader.readinto(memoryview(unpacked)[size:])):
-                size += got
-            more = reader.read(1)
-        except zstandard.ZstdError as error:
-            raise InvalidRequest(f"the body is not the zstd frame that it claims to be: {error}") from error
-    if size != length or more:
-        raise InvalidRequest(f"the zstd frame does not hold the {length} bytes that the Content-Range states")
+    wrong = f"the zstd frame does not hold the {length} bytes that the Content-Range states"
+    try:
+        stated = zstandard.frame_content_size(body)
+        if stated not in (length, _NOT_STATED):  # what it states is what would be reserved
+            raise InvalidRequest(wrong)
+        # At one stroke: the bytes made are the window, so no other memory is taken.
+        unpacked = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES_MAX).decompress(
+            body, max_output_size=length, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise InvalidRequest(f"the body is not the zstd frame that it claims to be: {error}") from error
+    if len(unpacked) != length:
+        raise InvalidRequest(wrong)
     return unpacked
