@@ -18,7 +18,7 @@ from holdfast_service.daemon.exporting import Export
 from holdfast_service.daemon.importing import Goal
 from holdfast_service.daemon.repair import Repairer, detail_of
 from holdfast_service.daemon.verifier import verify
-from holdfast_service.storage import PosixTier, Tier
+from holdfast_service.storage import PosixTier, Readable, Tier, snapshot
 from holdfast_service.storage.tier import split_leaf
 
 
@@ -69,7 +69,11 @@ class Transfers:
 
     def import_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Import what a job names, from below the place, as its run and step."""
-        return self.bring(self._reach(_text(job, "from")), *_named(job), progress)
+        below = _text(job, "from")
+        source: Readable = self._reach(below)
+        if self._place is not None and below.count("/"):  # else a hub's blobs would lie beside the place
+            source = snapshot.opened(self._place / below)
+        return self.bring(source, *_named(job), progress)
 
     def repair_job(self, job: Job, progress: Progress) -> dict[str, Any]:
         """Repair the checkpoint that a job names; raises the damage that is left."""
@@ -87,7 +91,7 @@ class Transfers:
             raise
         return {"to": wanted.target, "files": len(made.files), "bytes": made.bytes, "committed": not wanted.model_only}
 
-    def bring(self, source: Tier, run: str, step: int, progress: Progress) -> dict[str, Any]:
+    def bring(self, source: Readable, run: str, step: int, progress: Progress) -> dict[str, Any]:
         """Make a checkpoint of what stands in `source`; it is read back, and counts as verified then."""
         imports = self._decisions.imports()
         staging = naming.staging_path(run, step, naming.NO_ATTEMPT)
@@ -137,11 +141,11 @@ class Transfers:
         return PosixTier(self._place / below) if below else place
 
 
-def open_source(path: Path) -> Tier:
-    """A directory to import from; `InvalidRequest` when it is none."""
+def open_source(path: Path) -> Readable:
+    """A directory to import from, a snapshot in a hub's cache too; `InvalidRequest` when it is none."""
     if not path.is_dir():
         raise InvalidRequest(f"{path} is no directory", hint="name the directory that holds the files")
-    return PosixTier(path.resolve())
+    return snapshot.opened(path.resolve())
 
 
 def _going(progress: Progress, total: int) -> Going:

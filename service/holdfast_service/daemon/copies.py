@@ -11,7 +11,7 @@ from holdfast_formats import manifest as manifests
 from holdfast_formats import proof
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.proof import Piece
-from holdfast_service.storage import FileWriter, Tier, vouched
+from holdfast_service.storage import FileWriter, Readable, Tier, vouched
 from holdfast_service.storage.pacing import Pace
 
 from .windows import ALIGNMENT_MAX, WINDOW_BYTES, Windows
@@ -45,14 +45,14 @@ class Proven(NamedTuple):
     data: memoryview
 
 
-def read_pair(tier: Tier, directory: str) -> Pair:
+def read_pair(tier: Readable, directory: str) -> Pair:
     """COMMIT, then the manifest (I5); `NotCommitted` or `CorruptManifest` for what is missing or does not fit together."""
     commit = vouched.read_commit(tier, directory)
     encoded = vouched.read_manifest(tier, directory, commit)
     return Pair(commit, encoded, manifests.decode(encoded, commit))
 
 
-def carry(source: tuple[Tier, str], target: tuple[Tier, str], made: Manifest, going: Going) -> None:
+def carry(source: tuple[Readable, str], target: tuple[Tier, str], made: Manifest, going: Going) -> None:
     """Copy every file that the manifest lists into a staging directory, durably, and read it back there (I7).
 
     Raises `Damaged`, naming file, tensor and range, for what is not what was written, on either side; `Stopped`; and what
@@ -85,7 +85,7 @@ def read_back(tier: Tier, directory: str, made: Manifest, going: Going) -> None:
         pass
 
 
-def proven(tier: Tier, directory: str, made: Manifest, going: Going) -> Iterator[Proven]:
+def proven(tier: Readable, directory: str, made: Manifest, going: Going) -> Iterator[Proven]:
     """All bytes of all files, a window at a time and in order; each window is good until the next one is asked for."""
     headers = proof.tensors_by_file(made)
     windows = Windows(1)  # its own: a copy that hangs in a disk must not keep another one's

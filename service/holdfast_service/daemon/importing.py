@@ -21,8 +21,9 @@ from holdfast_formats.packing import FilePlan, pack, tensor_extent_bytes
 from holdfast_formats.plan import Plan, PlannedAsset, PlannedFile, PlannedTensor, Receipt, encode_receipt
 from holdfast_formats.table import ASSET_BYTES_MAX, Blob
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.storage import Tier
+from holdfast_service.storage import Readable, Tier
 
+from . import recognition
 from .copies import Going, Pair, Stopped, carry, read_pair
 
 GROUP = "model"
@@ -59,16 +60,17 @@ class _Place(NamedTuple):
     start: int
 
 
-def is_checkpoint(source: Tier) -> bool:
+def is_checkpoint(source: Readable) -> bool:
     """Whether the source is a checkpoint of Holdfast's."""
     return source.size(naming.COMMIT) is not None
 
 
-def plan_import(source: Tier, goal: Goal) -> Plan:
+def plan_import(source: Readable, goal: Goal) -> Plan:
     """The plan of packing a Hugging Face directory.
 
-    Raises `InvalidRequest` where there is no safetensors file, `CorruptManifest` for a header or an index that cannot be
-    true, `StateMismatch` when the two disagree, `LimitExceeded` for an asset that is too large.
+    Raises `StateMismatch` for what is more than such a model, or other (`recognition`), and when headers and index disagree;
+    `InvalidRequest` where there is no safetensors file, `CorruptManifest` for a header or an index that cannot be true,
+    `LimitExceeded` for an asset that is too large.
     """
     places = _places(source)
     assets = tuple(PlannedAsset(0, Blob(name, 0, source.size(name) or 0)) for name in _assets(source))
@@ -87,7 +89,7 @@ def plan_import(source: Tier, goal: Goal) -> Plan:
     )
 
 
-def pack_anew(source: Tier, target: Tier, plan: Plan, goal: Goal, going: Going) -> None:
+def pack_anew(source: Readable, target: Tier, plan: Plan, goal: Goal, going: Going) -> None:
     """Write the planned files and their receipt into staging, durably; `Stopped`, and what the two tiers raise."""
     places = _places(source)
     files: list[FileEntry] = []
@@ -120,7 +122,7 @@ def pack_anew(source: Tier, target: Tier, plan: Plan, goal: Goal, going: Going) 
     target.put(f"{goal.staging}/{naming.RECEIPTS}/import.json", encode_receipt(receipt))
 
 
-def copy_in(source: Tier, target: Tier, goal: Goal, going: Going) -> Pair:
+def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> Pair:
     """Copy a checkpoint of Holdfast's into staging, every byte proven, and return what vouches for it under its new name.
 
     Raises `Damaged` for a source that is not what was written.
@@ -154,7 +156,7 @@ def _renamed(made: Manifest, state: bytes, goal: Goal) -> tuple[Manifest, bytes]
     return renamed, state
 
 
-def _fill(source: Tier, place: _Place, offset: int, part: np.ndarray, going: Going) -> None:
+def _fill(source: Readable, place: _Place, offset: int, part: np.ndarray, going: Going) -> None:
     if going.ended():
         raise Stopped
     if source.read_into(place.file, place.start + offset, part) != part.nbytes:
@@ -162,13 +164,15 @@ def _fill(source: Tier, place: _Place, offset: int, part: np.ndarray, going: Goi
     going.moved(part.nbytes)
 
 
-def _places(source: Tier) -> dict[str, _Place]:
+def _places(source: Readable) -> dict[str, _Place]:
     """Every tensor of the source, from its headers; the index, where there is one, must say the same."""
     names = source.list("")
     weight_map = _weight_map(source) if INDEX in names else None
-    files = sorted(set(weight_map.values())) if weight_map is not None else [n for n in names if n.endswith(".safetensors")]
+    files = sorted(set(weight_map.values())) if weight_map is not None else recognition.weights(names)
     if not files:
         raise InvalidRequest("there is no safetensors file in the source", hint=_HINT)
+    if weight_map is None:
+        recognition.check_shards(files)
     places: dict[str, _Place] = {}
     for file in files:
         for place in _in_file(source, file):
@@ -180,10 +184,12 @@ def _places(source: Tier) -> dict[str, _Place]:
         wrong = {name for name, place in places.items() if weight_map.get(name) != place.file} | (weight_map.keys() - places)
         if wrong:
             raise StateMismatch(f"{INDEX} and the files disagree about tensor {min(wrong)!r}", hint=_HINT, tensor=min(wrong))
+    recognition.check_names(names, {*files, INDEX})
+    recognition.check_tensors([(place.spec, place.file) for place in places.values()], recognition.read_config(source))
     return places
 
 
-def _weight_map(source: Tier) -> Mapping[str, str]:
+def _weight_map(source: Readable) -> Mapping[str, str]:
     if (source.size(INDEX) or 0) > INDEX_BYTES_MAX:
         raise LimitExceeded(f"{INDEX} is over the limit of {INDEX_BYTES_MAX} bytes", hint=_HINT)
     try:
@@ -200,7 +206,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _in_file(source: Tier, file: str) -> list[_Place]:
+def _in_file(source: Readable, file: str) -> list[_Place]:
     size = source.size(file)
     if size is None:
         raise InvalidRequest(
@@ -212,6 +218,7 @@ def _in_file(source: Tier, file: str) -> list[_Place]:
         header = safetensors.decode(source.read(file, 0, safetensors.LENGTH_BYTES + length), size, file)
     except CorruptManifest as error:
         raise CorruptManifest(error.detail, hint=_HINT, file=file) from error
+    recognition.check_metadata(file, header.metadata)
     places = []
     for tensor in header.tensors:
         spec = TensorSpec(GROUP, tensor.name, tensor.dtype, tensor.shape)
@@ -220,7 +227,7 @@ def _in_file(source: Tier, file: str) -> list[_Place]:
     return places
 
 
-def _assets(source: Tier) -> Sequence[str]:
+def _assets(source: Readable) -> Sequence[str]:
     """The plain files beside the weights whose names the format does not use itself."""
     found = []
     for name in source.list(""):

@@ -3,6 +3,7 @@
 from .locking import RootLock
 from .memory import MemoryTier
 from .posix import PosixTier, lock_root
-from .tier import Buffer, FileWriter, Tier
+from .snapshot import HubSnapshot
+from .tier import Buffer, FileWriter, Readable, Tier
 
-__all__ = ["Buffer", "FileWriter", "MemoryTier", "PosixTier", "RootLock", "Tier", "lock_root"]
+__all__ = ["Buffer", "FileWriter", "HubSnapshot", "MemoryTier", "PosixTier", "Readable", "RootLock", "Tier", "lock_root"]

@@ -34,7 +34,26 @@ class FileWriter(Protocol):
         """Close without a promise about the bytes; does nothing on a file that is closed."""
 
 
-class Tier(Protocol):
+class Readable(Protocol):
+    """What is asked of a place that is only read from. Every failure is one of those of `Tier`."""
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Bytes of a file; fewer than `length` only at its end."""
+
+    def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
+        """Fill `buffer` from a file; the number of bytes read, fewer than it holds only at the file's end."""
+
+    def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
+        """`read_into` for whoever proves what is stored: past any cache where offset, length and memory are aligned."""
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file, None when there is no file at `path`."""
+
+    def list(self, path: str) -> list[str]:
+        """The names in a directory, sorted; none for what is not a directory."""
+
+
+class Tier(Readable, Protocol):
     """A place for checkpoints. Every failure is one of `NoSpace`, `StorageFailed`, `NoSuchResource`, `InvalidRequest`."""
 
     def create(self, path: str, size: int) -> FileWriter:
@@ -60,21 +79,6 @@ class Tier(Protocol):
 
         Who has the other one open keeps reading that.
         """
-
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Bytes of a file; fewer than `length` only at its end."""
-
-    def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
-        """Fill `buffer` from a file; the number of bytes read, fewer than it holds only at the file's end."""
-
-    def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
-        """`read_into` for whoever proves what is stored: past any cache where offset, length and memory are aligned."""
-
-    def size(self, path: str) -> int | None:
-        """Bytes of a file, None when there is no file at `path`."""
-
-    def list(self, path: str) -> list[str]:
-        """The names in a directory, sorted; none for what is not a directory."""
 
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
         """For this directory, as `""`, and each one in it that holds files of all these names: a text without their contents

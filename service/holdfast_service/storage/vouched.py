@@ -11,13 +11,13 @@ import hashlib
 from holdfast_formats import manifest, naming
 from holdfast_formats.errors import CorruptManifest, NotCommitted
 
-from .tier import Tier
+from .tier import Readable
 
 _AT_ONCE_BYTES = 16 * 2**20  # manifests up to here are read before they are proven; larger ones are proven piece by piece
 _HINT = "it cannot be a file of ours: give it back from a replica, or restore another step"
 
 
-def read_whole(tier: Tier, path: str, bytes_max: int) -> bytes | None:
+def read_whole(tier: Readable, path: str, bytes_max: int) -> bytes | None:
     """A file's bytes, None where nothing has this name; `CorruptManifest` for what is no plain file, or is too long."""
     size, name = tier.size(path), path.rpartition("/")[2]
     if size is None:
@@ -32,7 +32,7 @@ def read_whole(tier: Tier, path: str, bytes_max: int) -> bytes | None:
     return data
 
 
-def read_commit(tier: Tier, directory: str) -> bytes:
+def read_commit(tier: Readable, directory: str) -> bytes:
     """COMMIT as it is stored, with which reading begins (I5); `NotCommitted` where there is none."""
     try:
         found = read_whole(tier, f"{directory}/{naming.COMMIT}" if directory else naming.COMMIT, manifest.COMMIT_BYTES_MAX)
@@ -43,7 +43,7 @@ def read_commit(tier: Tier, directory: str) -> bytes:
     return found
 
 
-def read_manifest(tier: Tier, directory: str, commit: bytes) -> bytes:
+def read_manifest(tier: Readable, directory: str, commit: bytes) -> bytes:
     """The manifest's bytes, for `manifest.decode` to prove; `CorruptManifest` where there are none, or too many.
 
     Raises `NotCommitted` for a COMMIT that cannot be read.
@@ -57,7 +57,7 @@ def read_manifest(tier: Tier, directory: str, commit: bytes) -> bytes:
     return found
 
 
-def _prove_in_pieces(tier: Tier, path: str, stated: str) -> None:
+def _prove_in_pieces(tier: Readable, path: str, stated: str) -> None:
     """A long file that is no manifest is found out without ever being in memory whole."""
     made, offset = hashlib.sha256(), 0
     piece = memoryview(bytearray(_AT_ONCE_BYTES))

@@ -1,0 +1,54 @@
+"""A snapshot in the cache of huggingface_hub, whose files are links into `blobs` beside it: these links alone are followed.
+
+models--ORG--NAME/blobs/<hash>
+models--ORG--NAME/snapshots/<revision>/model.safetensors -> ../../blobs/<hash>
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from .posix import PosixTier
+from .tier import Buffer, Readable
+
+_TARGET = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40}|[0-9a-f]{64})")
+
+
+class HubSnapshot:
+    """The files of one snapshot. A link that leads anywhere but to a plain file in `blobs` is not there."""
+
+    def __init__(self, directory: Path) -> None:
+        self._snapshot = f"{directory.parent.name}/{directory.name}"
+        self._cache = PosixTier(directory.parent.parent)
+
+    def size(self, path: str) -> int | None:
+        return self._cache.size(self._found(path))
+
+    def list(self, path: str) -> list[str]:
+        return self._cache.list(f"{self._snapshot}/{path}" if path else self._snapshot)
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        return self._cache.read(self._found(path), offset, length)
+
+    def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
+        return self._cache.read_into(self._found(path), offset, buffer)
+
+    def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
+        return self._cache.read_stored(self._found(path), offset, buffer)
+
+    def _found(self, path: str) -> str:
+        """Where a file's bytes lie. Only a link's text is believed; what it names is reached without following any."""
+        there = f"{self._snapshot}/{path}"
+        try:
+            target = _TARGET.fullmatch(os.readlink(self._cache.root / there))
+        except OSError:  # no link
+            return there
+        return f"blobs/{target[1]}" if target else there
+
+
+def opened(directory: Path) -> Readable:
+    """A directory to read, with the links of a hub's cache where it is a snapshot in one."""
+    snapshot = directory.parent.name == "snapshots" and (directory.parent.parent / "blobs").is_dir()
+    return HubSnapshot(directory) if snapshot else PosixTier(directory)
