@@ -15,10 +15,12 @@ from typing import Any, Literal, get_args
 from holdfast_formats import naming, wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, GenerationDropped, InvalidRequest
 from holdfast_formats.packing import FILE_BYTES_MAX
+from holdfast_formats.table import digests_bytes
 
 from . import assets as asset_files
 from . import collecting, device, falling_back, settled, staging
 from . import launch as launches
+from .claims import Claims
 from .declared import declare
 from .growth import Need
 from .handover import Handover, Sealable
@@ -99,7 +101,7 @@ class Checkpointer:
         self._asked_to_prepare = False
         self._closed = False
         self._layout = staging.NOTHING  # of the last save: what has not changed since is not looked at again
-        self._routes = Routes()
+        self._routes, self._claims = Routes(), Claims(state, self._launch.world)
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in settled.optimizers(state)]
         self.last_restore: RestoreReport | None = None
 
@@ -237,7 +239,7 @@ class Checkpointer:
             who = staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world)
             table = staging.encode_table(who, snapshot, layout, {}, self._file_bytes_max)
             more = settled.expected_growth(self._state.state)
-        table_bytes = len(table) + more.tensors * TABLE_BYTES_A_TENSOR
+        table_bytes = len(table) + digests_bytes(len(layout.copies)) + more.tensors * TABLE_BYTES_A_TENSOR
         need = Need(layout.data_bytes + more.bytes, table_bytes, layout.leaves)
         self._preparation = Preparation(lambda: self._reserved(need), device.homes(layout.leaves))
         if wait:
@@ -324,11 +326,13 @@ class Checkpointer:
     ) -> Handover:
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
         table = staging.encode_table(who, snapshot, layout, metrics, self._file_bytes_max)
-        slots = self._session.room_for(Need(layout.data_bytes, len(table), layout.leaves), self._handover)
+        says = self._claims.of(layout, ticket)
+        need = Need(layout.data_bytes, len(table) + (says.table_bytes if says is not None else 0), layout.leaves)
+        slots = self._session.room_for(need, self._handover)
         policy: wire.Policy = "wait" if wait == "durable" else self._policy
         with self._tickets.beginning(ticket):
             slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy)
-        return Handover(ticket, Sealable(slot, layout, table), self._tickets, self._routes)
+        return Handover(ticket, Sealable(slot, layout, table, says), self._tickets, self._routes)
 
     def _tell_failures(self) -> None:
         failed, dropped = self._tickets.take_failure(), self._tickets.take_drop()

@@ -165,6 +165,7 @@ class Declared:
             return known
         rules = self._rules(local)
         ties = rules.aliases()
+        self._refuse_unnamed(group, [name for name in local if name in live.parameters], local, rules)
         aliased = {a: local[name] for a, name in content.aliases.get(group, {}).items() if name in local and a not in ties}
         whole_unknown = self.layout.stage < _SHARED_FROM_STAGE[group]
         named = {
@@ -173,6 +174,26 @@ class Declared:
             if not whole_unknown or rules.rule(name) is not None or rules.fusion(name) is not None
         }
         return Group(local, self._worked_out(group, rules, named, live), ties)
+
+    def _refuse_unnamed(self, group: str, parameters: Iterable[str], local: Specs, rules: Rules) -> None:
+        """`InvalidRequest` for matrices that no rule names, where ranks hold parts: they may be cut too, nobody said how."""
+        mesh = self.layout.mesh
+        if mesh.tp == mesh.etp == mesh.ep == 1:
+            return
+        known = rules.aliases()
+        unnamed = [
+            name
+            for name in parameters
+            if len(local[name][1]) >= 2 and name not in known and rules.rule(name) is None and rules.fusion(name) is None
+        ]
+        if unnamed:
+            more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
+            raise InvalidRequest(
+                f"no rule of the layout {self._placement!r} names {group}/{unnamed[0]}{more}: it may be cut, or whole",
+                hint="add a table with rules= that says how it is cut (without `cut` it is whole), or hand over Fragments, "
+                "or DTensors",
+                tensors=[f"{group}/{name}" for name in unnamed],
+            )
 
     def _declare_kept(self, content: Content, groups: Mapping[str, Group], live: Live) -> Group:
         """What optimizers keep in another shape than the parameter's: shards of it, where the layout shares state out."""

@@ -94,12 +94,16 @@ class Piece(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """What a rank holds of a global tensor. `placement` is for people; `mesh` maps dimension names to sizes."""
+    """What a rank holds of a global tensor. `placement` is for people; `mesh` maps dimension names to sizes.
+
+    `alone`: no other rank holds any of it, by what its placements say.
+    """
 
     shape: Shape
     pieces: tuple[Piece, ...]
     placement: str
     mesh: dict[str, int]
+    alone: bool = False
 
 
 def is_dtensor(value: object) -> bool:
@@ -148,7 +152,14 @@ def pieces_like(value: Storable, local: torch.Tensor, name: str) -> Placed:
     if factor > 1:
         element_shape(local, name)  # refuses a 0-d float4
         boxes, shape = [_widened(box, factor) for box in boxes], (*shape[:-1], shape[-1] * factor)
-    return Placed(shape, tuple(map(Piece, boxes, views)), placement, mesh)
+    return Placed(shape, tuple(map(Piece, boxes, views)), placement, mesh, is_dtensor(value) and _is_alone(value))
+
+
+def _is_alone(value: Any) -> bool:
+    """Whether the mesh of a DTensor has every rank, and cuts it along every dimension that has more than one."""
+    sizes = tuple(int(n) for n in value.device_mesh.shape)
+    cut = all(n == 1 or not isinstance(placement, Replicate) for n, placement in zip(sizes, value.placements, strict=True))
+    return cut and prod(sizes) == torch.distributed.get_world_size()
 
 
 def _widened(box: Box, factor: int) -> Box:

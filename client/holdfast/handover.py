@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+from holdfast_formats import table
 from holdfast_formats.errors import CheckpointError
 
 from . import device
+from .claims import Statement
 from .copier import BackgroundCopy
 from .routes import Routes, Ways
 from .slots import Slot
@@ -18,11 +20,17 @@ log = logging.getLogger(__name__)
 
 
 class Sealable(NamedTuple):
-    """A leased slot and everything that goes into it."""
+    """A leased slot and everything that goes into it; `says` what it is to say of the bytes that ranks share."""
 
     slot: Slot
     layout: Layout
     table: bytes
+    says: Statement | None = None
+
+    def seal(self) -> None:
+        """All is in the slot: complete its table, and hand both over."""
+        digests = self.says.digests(self.slot.data) if self.says is not None else b""
+        self.slot.seal(table.with_digests(self.table, digests), self.layout.data_bytes)
 
 
 class Handover:
@@ -94,7 +102,7 @@ class Handover:
         try:
             if error is not None:
                 raise error
-            self._part.slot.seal(self._part.table, self._part.layout.data_bytes)
+            self._part.seal()
         except CheckpointError as failure:
             self._failed = failure
             if self._waited:  # it is raised where it is waited for

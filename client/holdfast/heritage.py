@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from holdfast_formats import roles, values
+from holdfast_formats import claims, roles, values
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.mesh import Mesh
 from holdfast_formats.roles import Heir
@@ -17,11 +17,22 @@ _OWN_ACCOUNT = f"{rng.GROUP}/{rng.KEY}"  # random streams say themselves what be
 
 
 class Heritage(NamedTuple):
-    """The JSON values that this rank restores, whose random streams it continues, and notes for people."""
+    """The JSON values that this rank restores, whose random streams it continues, and notes for people.
+
+    `position` and `place` are the saved ranks whose own tensors it takes, where ranks had some apart: of the group `extra`,
+    and of all others.
+    """
 
     values: values.Values
     stream: Heir | None
     notes: tuple[str, ...]
+    position: int = 0
+    place: int = 0
+
+    def own(self, manifest: Manifest, group: str, name: str) -> tuple[str, str]:
+        """The group and name under which this rank's tensor is stored, where ranks may have had others of that name."""
+        apart = claims.apart(self.position if group == claims.HOME else self.place, group, name)
+        return (claims.HOME, apart) if apart in manifest.tensors.get(claims.HOME, {}) else (group, name)
 
 
 def heritage(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) -> Heritage:
@@ -33,7 +44,8 @@ def heritage(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) ->
     if now is None or saved is None or saved.world != manifest.world:
         held = values.for_rank(encoded, rank)
         notes = [f"{name}: taken from another rank of the saved world" for name in _told(held.remapped)]
-        return Heritage(_merged(encoded, held), None, tuple(notes))
+        writer = rank % manifest.world
+        return Heritage(_merged(encoded, held), None, tuple(notes), writer, writer)
     position, stream = roles.position(saved, now, rank), roles.stream(saved, now, rank)
 
     def heir(group: str, key: str) -> int:
@@ -47,7 +59,7 @@ def heritage(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) ->
         own = [name for name in differing if name not in positions]
         notes += [f"{name}: rank {rank} stands where no rank stood, and has rank {stream.rank}'s" for name in own]
     notes += [f"{name}: that rank saved none, taken from another one" for name in _told(held.remapped)]
-    return Heritage(_merged(encoded, held), stream, tuple(notes))
+    return Heritage(_merged(encoded, held), stream, tuple(notes), position.rank, stream.rank)
 
 
 def _of_positions(names: Sequence[str], heir: Heir, meshes: tuple[Mesh, Mesh], rank: int) -> list[str]:

@@ -26,7 +26,8 @@ Key = tuple[str, str]  # group, name
 class Leaf(NamedTuple):
     """A global tensor and the pieces of it that live in this process; shape and boxes count the format's elements.
 
-    `plain` is one that does not say itself where it lies: no DTensor, no Fragment.
+    `plain` is one that does not say itself where it lies: no DTensor, no Fragment. `alone` is one that says that no other
+    rank holds any of this.
     """
 
     group: str
@@ -36,6 +37,7 @@ class Leaf(NamedTuple):
     pieces: tuple[Piece, ...]
     placement: str
     plain: bool = False
+    alone: bool = False
 
     @property
     def key(self) -> Key:
@@ -161,7 +163,7 @@ def describe(group: str, name: str, value: Storable, local: torch.Tensor | None 
     placed: Placed = fragments.pieces(value, path) if local is None else fragments.pieces_like(value, local, path)
     typed = local if local is not None else value.tensor if isinstance(value, Fragment) else value
     plain = not isinstance(value, Fragment) and not fragments.is_dtensor(value)
-    leaf = Leaf(group, name, safetensors_name(typed.dtype, path), placed.shape, placed.pieces, placed.placement, plain)
+    leaf = Leaf(group, name, safetensors_name(typed.dtype, path), *placed[:3], plain, placed.alone)
     TensorSpec(group, name, leaf.dtype, leaf.shape).check()
     return leaf, placed.mesh
 

@@ -13,6 +13,7 @@ from . import rulebook, staging
 from .config import launch_info
 from .heritage import Heritage, heritage
 from .launch import Launch
+from .leaves import Leaf
 from .reader import CheckpointReader
 from .session import Session
 from .sources import HttpSource
@@ -57,7 +58,7 @@ def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch
     own = heritage(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rulebook.config_of(reader)
     restoration = state.prepare(_stored(reader.manifest, own, config), wanted.groups, wanted.ignore, wanted.strict)
-    landings = staging.land(restoration.leaves)
+    landings = staging.land([_own(leaf, reader.manifest, own) for leaf in restoration.leaves])
     wants = [landing.want for landing in landings]
     cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
     neighbours = session.neighbours(launch.peers) if cold == "directory" else None
@@ -84,6 +85,12 @@ def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch
         node_bytes=filled.node_bytes,
         own_bytes=filled.own_bytes,
     )
+
+
+def _own(leaf: Leaf, manifest: Manifest, heritage: Heritage) -> Leaf:
+    """The leaf under the name of what this rank gets of it."""
+    group, name = heritage.own(manifest, leaf.group, leaf.name)
+    return leaf if name == leaf.name else leaf._replace(group=group, name=name)
 
 
 def _own_cores() -> int:

@@ -83,7 +83,7 @@ def lay_out(
     that an earlier layout began with, the very same ones, keep their places without being looked at again. Long fragments
     begin as far from the begin of a page as in files of `file_bytes_max`: a daemon writes them without copying them.
     """
-    kept = _common(before.leaves, snapshot.leaves)
+    kept = common(before.leaves, snapshot.leaves)
     in_page = _places_in_page(snapshot.leaves, file_bytes_max) if any(map(_is_long, snapshot.leaves[kept:])) else {}
     marks = list(before.marks[:kept])
     fragments = list(before.fragments[:kept])
@@ -131,8 +131,8 @@ def _is_long(leaf: Leaf) -> bool:
     return len(leaf.pieces) == 1 and leaf.pieces[0].tensor.nbytes >= LONG_BYTES_MIN
 
 
-def _common(before: Sequence[Leaf], now: Sequence[Leaf]) -> int:
-    """How many leaves both begin with."""
+def common(before: Sequence[Leaf], now: Sequence[Leaf]) -> int:
+    """How many leaves both begin with, the very same ones."""
     for position, (a, b) in enumerate(zip(before, now, strict=False)):
         if a is not b:
             return position

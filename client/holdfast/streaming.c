@@ -87,6 +87,48 @@ void holdfast_read(const struct word *words, size_t count, uint64_t *values)
 
 typedef uint64_t digest_of(const void *data, size_t bytes);
 
+/* 64 bits in which every bit depends on every bit of the value (the end of Vigna's splitmix64). */
+static uint64_t mix(uint64_t value)
+{
+    value += 0x9E3779B97F4A7C15u;
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+    return value ^ (value >> 31);
+}
+
+struct box {
+    uint64_t address, bytes;
+};
+
+/* Digest boxes, all of each. */
+void holdfast_digest(const struct box *boxes, size_t count, digest_of *digest, uint64_t *values)
+{
+    for (size_t i = 0; i < count; i++)
+        values[i] = digest((const void *)(uintptr_t)boxes[i].address, boxes[i].bytes);
+}
+
+#define SAMPLE 65536
+#define STRETCHES 16
+#define STRETCH 4096
+
+/* Digest a sample of each, in places that follow from its length and the step alone (formats/holdfast_formats/claims.py). */
+void holdfast_sample(const struct box *boxes, size_t count, uint64_t step, digest_of *digest, uint64_t *values)
+{
+    for (size_t i = 0; i < count; i++) {
+        const char *box = (const char *)(uintptr_t)boxes[i].address;
+        uint64_t bytes = boxes[i].bytes, parts[STRETCHES];
+        if (bytes <= SAMPLE) {
+            values[i] = digest(box, bytes);
+            continue;
+        }
+        for (uint64_t j = 0; j < STRETCHES; j++) {
+            uint64_t at = bytes / STRETCHES * j + mix(step * STRETCHES + j) % (bytes / STRETCHES - STRETCH + 1);
+            parts[j] = digest(box + at, STRETCH);
+        }
+        values[i] = digest(parts, sizeof parts);
+    }
+}
+
 struct extent {
     uint64_t target, bytes, digest; /* no target: it is proven, and goes nowhere */
 };

@@ -32,6 +32,15 @@ def _load() -> Any:
         library.holdfast_copy.restype = library.holdfast_copy_one.restype = library.holdfast_read.restype = None
         library.holdfast_prove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         library.holdfast_prove_file.argtypes = (ctypes.c_int, ctypes.c_int64, *library.holdfast_prove.argtypes[1:])
+        library.holdfast_digest.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
+        library.holdfast_sample.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_uint64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        )
+        library.holdfast_digest.restype = library.holdfast_sample.restype = None
         library.holdfast_prove.restype = library.holdfast_prove_file.restype = ctypes.c_size_t
     except (OSError, AttributeError):
         return None
@@ -86,6 +95,19 @@ def copy(target: memoryview, source: memoryview) -> None:
         raise ValueError(f"{len(data)} bytes cannot be copied over {len(into)}")
     else:
         _library.holdfast_copy_one(into.ctypes.data, data.ctypes.data, len(data))
+
+
+def digests(boxes: NDArray[np.uint64], native: int, step: int | None) -> NDArray[np.uint64]:
+    """The digests of boxes (rows of address and bytes), of a sample for a step or of all with none; needs the library.
+
+    `native` is where the digest of memory is computed.
+    """
+    boxes, values = np.ascontiguousarray(boxes), np.empty(len(boxes), np.uint64)
+    if step is None:
+        _library.holdfast_digest(boxes.ctypes.data, len(boxes), native, values.ctypes.data)
+    else:
+        _library.holdfast_sample(boxes.ctypes.data, len(boxes), step, native, values.ctypes.data)
+    return values
 
 
 class Words:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats import arena, holdings, table, wire
+from holdfast_formats import arena, claims, holdings, table, wire
 from holdfast_formats.arena import SlotState
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError, DaemonGone, StateMismatch
@@ -169,6 +169,9 @@ class HeldSource:
         for slot in self._slots:
             for fragment in slot.table.fragments:
                 self._fragments.setdefault((fragment.spec.group, fragment.spec.name), []).append((slot, fragment))
+        self._apart: set[tuple[int, str, str]] = {
+            found for name in manifest.tensors.get(claims.HOME, {}) if (found := claims.parse_apart(claims.HOME, name))
+        }
         self._files: dict[str, list[_Placed]] = {}
         for group, tensors in manifest.tensors.items():
             for name, entry in tensors.items():
@@ -249,8 +252,13 @@ class HeldSource:
 
     def _find(self, spec: TensorSpec) -> tuple[Holding, ...]:
         found: dict[Box, Holding] = {}
-        for slot, fragment in self._fragments.get((spec.group, spec.name), ()):
-            if fragment.spec != spec:
+        of_one = claims.parse_apart(spec.group, spec.name)
+        group, name = (spec.group, spec.name) if of_one is None else of_one[1:]
+        for slot, fragment in self._fragments.get((group, name), ()):
+            rank = slot.table.rank
+            if rank != of_one[0] if of_one is not None else (rank, group, name) in self._apart:
+                continue  # its own is another one
+            if (fragment.spec.dtype, fragment.spec.shape) != (spec.dtype, spec.shape):
                 raise StateMismatch(f"tensor {spec.name!r} of group {spec.group!r} is another one in the slots")
             offset = fragment.slot_offset
             for box in fragment.boxes:

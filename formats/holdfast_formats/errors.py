@@ -4,6 +4,7 @@
     ├── Refused                      the request is wrong: change it, do not retry
     │   ├── InvalidRequest           invalid-request 400
     │   ├── StateMismatch            state-mismatch 422
+    │   ├── ReplicasDiffer           replicas-differ 422
     │   ├── LimitExceeded            limit-exceeded 413
     │   └── PreconditionRequired     precondition-required 428
     ├── Denied                       say who you are, or ask who may
@@ -96,6 +97,12 @@ class StateMismatch(Refused):
     """What is asked for and what is there do not fit: names, shapes, dtypes, coverage."""
 
     code, status = "state-mismatch", 422
+
+
+class ReplicasDiffer(Refused):
+    """Ranks say that they hold the same tensor, and hold other bytes; `tensors` and `ranks` name them."""
+
+    code, status = "replicas-differ", 422
 
 
 class LimitExceeded(Refused):
@@ -286,6 +293,7 @@ class ArenaFull(Unavailable):
 LEAVES: tuple[type[CheckpointError], ...] = (
     InvalidRequest,
     StateMismatch,
+    ReplicasDiffer,
     LimitExceeded,
     PreconditionRequired,
     Unauthenticated,

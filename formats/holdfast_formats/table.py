@@ -5,11 +5,12 @@ So a slot describes itself: whoever finds it sealed, and the table's digest righ
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 
 import msgspec
 
-from . import naming
+from . import claims, naming
 from .arena import Owner
 from .errors import InvalidRequest, LimitExceeded
 from .manifest import check_metrics
@@ -27,10 +28,11 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
     length: int
 
 
-class SlotTable(msgspec.Struct, frozen=True):
+class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     """One rank's part of one save.
 
     `values` holds JSON documents as text, by group and key. `groups` names what is saved, also groups without a tensor.
+    `digests` are what this rank says of the bytes in its boxes (`claims`), none in a world of one.
     """
 
     run: str
@@ -46,6 +48,7 @@ class SlotTable(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     mesh: dict[str, int] = {}
     file_bytes_max: int = 0
+    digests: bytes = b""
 
     @property
     def owner(self) -> Owner:
@@ -81,6 +84,16 @@ def encode(table: SlotTable, fragments: Sequence[bytes] | None = None) -> bytes:
     return encoded
 
 
+def with_digests(encoded: bytes, digests: bytes) -> bytes:
+    """A table that was encoded without digests, with them: they are known only once everything has been copied."""
+    return encoded[:-1] + b',"digests":"' + b64encode(digests) + b'"}' if digests else encoded
+
+
+def digests_bytes(boxes: int) -> int:
+    """How much longer the digests of so many boxes make a table."""
+    return 4 * -(-boxes * claims.ROW_BYTES // 3) + 16
+
+
 def _json(value: msgspec.Struct) -> bytes:
     try:
         return msgspec.json.encode(value)
@@ -109,6 +122,9 @@ def _check(table: SlotTable, data_bytes: int) -> None:
         _check_span(fragment.spec.name, fragment.slot_offset, fragment.nbytes, data_bytes)
         if fragment.spec.group not in groups:
             raise InvalidRequest(f"tensor {fragment.spec.name!r} is in group {fragment.spec.group!r}, which is not saved")
+    boxes = sum(len(fragment.boxes) for fragment in table.fragments)
+    if len(table.digests) not in (0, boxes * claims.ROW_BYTES):
+        raise InvalidRequest(f"{len(table.digests)} bytes of digests are not those of {boxes} boxes")
     for blob in table.blobs:
         naming.check_asset(blob.name)
         _check_span(blob.name, blob.slot_offset, blob.length, data_bytes)

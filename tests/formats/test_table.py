@@ -56,6 +56,17 @@ def test_the_sample_reads_back() -> None:
     assert table.decode(table.encode(SAMPLE), DATA_BYTES) == SAMPLE
 
 
+def test_digests_are_put_behind_what_was_encoded_before() -> None:
+    """They are known after the copy, and cost no second encoding; a table with another number of them is refused."""
+    digests = bytes(range(16))
+    encoded = table.with_digests(table.encode(SAMPLE), digests)
+    assert table.decode(encoded, DATA_BYTES) == msgspec.structs.replace(SAMPLE, digests=digests)
+    assert len(encoded) <= len(table.encode(SAMPLE)) + table.digests_bytes(1)
+    assert table.with_digests(table.encode(SAMPLE), b"") == table.encode(SAMPLE)
+    with pytest.raises(InvalidRequest, match="digests"):
+        table.decode(table.with_digests(table.encode(SAMPLE), digests * 2), DATA_BYTES)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -95,6 +95,7 @@ _MEND = {
     "stale-attempt": "an older launch still runs: stop it",
     "storage-failed": "mend the storage; the daemon's log has the system's message",
     "state-mismatch": "the ranks do not agree on what they hold: the message names the tensor",
+    "replicas-differ": "ranks hold other bytes of what they say is one tensor: the message names it, its hint what to do",
 }
 
 

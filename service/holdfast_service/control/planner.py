@@ -9,17 +9,20 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from holdfast_formats import values
+from holdfast_formats import claims, values
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.packing import FILE_BYTES_MAX, pack
 from holdfast_formats.plan import Origin, Plan, PlannedAsset, PlannedFile, PlannedTensor
-from holdfast_formats.region import Box, first_overlap
+from holdfast_formats.region import Box, first_overlap, whole
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import TensorSpec, box_bytes
+
+from .claims import Apart, Shared, own_spec
 
 _Key = tuple[str, str]
 _Holders = dict[Box, list[tuple[int, int]]]  # box -> (rank, slot offset) of every rank that holds it
@@ -38,8 +41,9 @@ class _Held:
 def plan(tables: Sequence[SlotTable]) -> Plan:
     """The plan for one step from the tables of all ranks of the world, in any order.
 
-    Boxes that several ranks hold are replicas: one holder is read, so that bytes are balanced over ranks. Raises
-    `StateMismatch` when the tables are not one world's, disagree on a tensor, or do not tile one exactly.
+    Boxes that several ranks hold are replicas: one holder is read, so that bytes are balanced over ranks. What ranks do not
+    hold alike, and need not, each has as a tensor of its own besides (`claims`). Raises `StateMismatch` when the tables are
+    not one world's, disagree on a tensor, or do not tile one exactly; `ReplicasDiffer` where replicas are none.
     """
     ordered = sorted(tables, key=lambda t: t.rank)
     _check_world(ordered)
@@ -61,8 +65,16 @@ def plan(tables: Sequence[SlotTable]) -> Plan:
     )
 
 
+class _Known(NamedTuple):
+    """What follows from the fragments: what ranks share, and the files, for what they had apart the last time."""
+
+    shared: Shared
+    apart: Apart
+    files: tuple[PlannedFile, ...]
+
+
 _REMEMBERED_MAX = 2  # all groups, and some of them; a plan of many tensors is tens of megabytes
-_remembered: OrderedDict[bytes, tuple[PlannedFile, ...]] = OrderedDict()
+_remembered: OrderedDict[bytes, _Known] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -74,19 +86,23 @@ def _placed(ordered: Sequence[SlotTable]) -> tuple[PlannedFile, ...]:
         state.update(hashlib.sha256(msgspec.json.encode(table.fragments)).digest())
     key = state.digest()
     with _lock:
-        files = _remembered.pop(key, None)
-    if files is None:
-        files = _place(ordered, file_bytes_max)
+        known = _remembered.pop(key, None)
+    held = _collect(ordered) if known is None else {}  # which refuses what is not one tensor on all ranks
+    shared = Shared(ordered) if known is None else known.shared
+    apart = shared.compare(ordered)
+    if known is None or known.apart != apart:
+        held = held or _collect(ordered)
+        _set_apart(held, apart, claims.HOME in ordered[0].groups)
+        known = _Known(shared, apart, _place(held, len(ordered), file_bytes_max))
     with _lock:
-        _remembered[key] = files
+        _remembered[key] = known
         while len(_remembered) > _REMEMBERED_MAX:
             _remembered.popitem(last=False)
-    return files
+    return known.files
 
 
-def _place(ordered: Sequence[SlotTable], file_bytes_max: int) -> tuple[PlannedFile, ...]:
-    held = _collect(ordered)
-    origins = _choose_origins(held.values(), len(ordered))
+def _place(held: Mapping[_Key, _Held], world: int, file_bytes_max: int) -> tuple[PlannedFile, ...]:
+    origins = _choose_origins(held.values(), world)
     return tuple(
         PlannedFile(
             layout,
@@ -131,6 +147,19 @@ def _collect(tables: Iterable[SlotTable]) -> dict[_Key, _Held]:
                     known.boxes.setdefault(box, []).append((table.rank, offset))
                 offset += box_bytes(spec, box)
     return held
+
+
+def _set_apart(held: dict[_Key, _Held], apart: Apart, kept: bool) -> None:
+    """Read what ranks do not hold alike from those who hold what the lowest does; `kept`: store the others' as well."""
+    for key, ranks in apart.items():
+        of = held[key]
+        box = whole(of.spec.shape)
+        for rank, offset in of.boxes[box]:
+            if rank in ranks and kept:
+                own = _Held(own_spec(of.spec, rank), of.placement, rank)
+                own.boxes[box] = [(rank, offset)]
+                held[own.spec.group, own.spec.name] = own
+        of.boxes[box] = [holder for holder in of.boxes[box] if holder[0] not in ranks]
 
 
 def _choose_origins(held: Iterable[_Held], world: int) -> dict[_Key, tuple[Origin, ...]]:

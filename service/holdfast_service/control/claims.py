@@ -1,0 +1,116 @@
+"""What several ranks hold of the same, and whether it is the same: by the digests in their slots' tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats import claims
+from holdfast_formats.errors import ReplicasDiffer
+from holdfast_formats.region import Box, whole
+from holdfast_formats.table import SlotTable
+from holdfast_formats.tensors import TensorSpec
+
+NAMED_MAX = 5  # tensors in an error's text; its members have them all
+HINT = (
+    "ranks with other parts of a tensor say so: layout=, a DTensor or a Fragment; replicas are made equal before save(), "
+    "for example broadcast from one rank; batch statistics come with their module, as its buffers, and what each rank has "
+    "of its own comes under a key of its own"
+)
+
+Key = tuple[str, str]  # group, name
+Apart = dict[Key, tuple[int, ...]]  # the ranks that hold something else than the lowest rank that holds the tensor
+
+
+class _Replicated(NamedTuple):
+    """A box, and the ranks that hold it."""
+
+    spec: TensorSpec
+    box: Box
+    ranks: tuple[int, ...]
+
+
+class Shared:
+    """Every box that several ranks hold, and where in the digests of all tables theirs stand; of fragments alone."""
+
+    def __init__(self, ordered: Sequence[SlotTable]) -> None:
+        found: dict[tuple[str, str, Box], list[tuple[int, int]]] = {}  # box -> (rank, number of the box)
+        specs: dict[Key, TensorSpec] = {}
+        number = 0
+        for table in ordered:
+            for fragment in table.fragments:
+                key = fragment.spec.group, fragment.spec.name
+                specs.setdefault(key, fragment.spec)
+                for box in fragment.boxes:
+                    if box.volume:
+                        found.setdefault((*key, box), []).append((table.rank, number))
+                    number += 1
+        several = {place: holders for place, holders in found.items() if len(holders) > 1}
+        self._boxes = [
+            _Replicated(specs[group, name], box, tuple(rank for rank, _ in holders))
+            for (group, name, box), holders in several.items()
+        ]
+        self._numbers = np.array([n for holders in several.values() for _, n in holders], np.int64)
+        lengths = [len(holders) for holders in several.values()]
+        self._begins = np.cumsum([0, *lengths[:-1]]) if lengths else np.empty(0, np.int64)
+
+    def compare(self, ordered: Sequence[SlotTable]) -> Apart:
+        """What ranks do not hold alike, and need not. `ReplicasDiffer` for what they claim to.
+
+        Samples are compared with samples and whole digests with whole ones: a rank may be in its first save, others not.
+        """
+        if not self._boxes or not all(table.digests for table in ordered):
+            return {}
+        rows = np.frombuffer(b"".join(table.digests for table in ordered), "<u8").reshape(-1, 2)[self._numbers]
+        suspects = np.flatnonzero(self._unequal(rows[:, 0]) | self._unequal(rows[:, 1]))
+        apart: Apart = {}
+        wrong: dict[str, set[int]] = {}
+        for index in suspects.tolist():
+            replicated = self._boxes[index]
+            begin = int(self._begins[index])
+            held = rows[begin : begin + len(replicated.ranks)]
+            others = _others(replicated.ranks, held)
+            key = replicated.spec.group, replicated.spec.name
+            if held[:, 0].any() or replicated.box != whole(replicated.spec.shape):
+                wrong.setdefault("/".join(key), set()).update(others)
+            else:
+                apart[key] = others
+        if wrong:
+            _refuse(wrong)
+        return apart
+
+    def _unequal(self, values: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Of which boxes those digests that there are, are not all one."""
+        most = np.maximum.reduceat(values, self._begins)
+        least = np.minimum.reduceat(np.where(values == 0, np.iinfo(np.uint64).max, values), self._begins)
+        found: NDArray[np.bool_] = (most != 0) & (most != least)
+        return found
+
+
+def _others(ranks: Sequence[int], held: NDArray[np.uint64]) -> tuple[int, ...]:
+    """The ranks whose digests are not those of the lowest rank that has any of that kind."""
+    found: set[int] = set()
+    for column in held.T:
+        stated = [(rank, value) for rank, value in zip(ranks, column.tolist(), strict=True) if value]
+        found.update(rank for rank, value in stated if value != stated[0][1])
+    return tuple(sorted(found))
+
+
+def _refuse(wrong: Mapping[str, set[int]]) -> NoReturn:
+    tensors, ranks = list(wrong), sorted(set().union(*wrong.values()))
+    shown = ", ".join(tensors[:NAMED_MAX]) + (f" and {len(tensors) - NAMED_MAX} more" if len(tensors) > NAMED_MAX else "")
+    raise ReplicasDiffer(
+        f"ranks say that they hold the same, and do not: {shown} on rank{'s' if len(ranks) > 1 else ''} "
+        f"{', '.join(map(str, ranks))} is not what lower ranks hold",
+        hint=HINT,
+        tensors=tensors,
+        ranks=ranks,
+    )
+
+
+def own_spec(spec: TensorSpec, rank: int) -> TensorSpec:
+    """What a rank's own of a tensor is stored as."""
+    return TensorSpec(claims.HOME, claims.apart(rank, spec.group, spec.name), spec.dtype, spec.shape)
