@@ -41,6 +41,7 @@ SLOT_WAIT_S = 3600.0
 TABLE_BYTES_A_TENSOR = 256
 
 Wait = Literal["staged", "durable"]
+Check = Literal["sampled", "full"]
 
 
 class SaveWarning(UserWarning):
@@ -54,7 +55,8 @@ class Checkpointer:
     JSON values; it is read anew at every save. Every rank constructs one, with the same run and in the same order. The
     daemon is found by `root` (its directory; one is started there if none serves it), `socket` or `url`; with none of
     them, the user's daemon is used, else one is started on ./holdfast-data. `fenced` is the caller's promise to call
-    `fence()` before changing any tensor of the state, except in the step of an optimizer that is part of it.
+    `fence()` before changing any tensor of the state, except in the step of an optimizer that is part of it. `check` is
+    how saves look for tensors that change under the copy all the same, see `save`.
 
     `layout` says that plain tensors of the groups model, master and ema, and what optimizers keep of them, are this rank's
     local ones: cut, fused and padded as it says (`holdfast.declared`). `rules` extends the tables of architectures, `config`
@@ -75,6 +77,7 @@ class Checkpointer:
         slots: int = SLOTS,
         policy: wire.Policy = "newest-wins",
         fenced: bool = False,
+        check: Check = "sampled",
         file_bytes_max: int = FILE_BYTES_MAX,
         layout: LayoutSource | None = None,
         rules: RulesSource = None,
@@ -92,6 +95,7 @@ class Checkpointer:
         self._state = TrainState(state, self._launch.rank, self._launch.world, declared)
         self._assets = found if self._launch.rank == 0 else {}
         self._fenced, self._file_bytes_max, self._policy = fenced, file_bytes_max, policy
+        self._check = _check_check(check)
         self._lock = threading.RLock()
         self._tickets = Tickets()
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
@@ -123,12 +127,15 @@ class Checkpointer:
         groups: Collection[str] | None = None,
         metrics: Mapping[str, float] | None = None,
         wait: Wait | None = None,
+        check: Check | None = None,
     ) -> SaveTicket:
         """Take the state as it is now and return at once; copying, writing and committing go on in the background.
 
         What forward and backward may change is copied before this returns. The rest is copied while they run: the next
         step of an optimizer in the state waits for what is not copied yet. Who changes parameters, optimizer state, masters
-        or EMA otherwise calls `fence()` first; a tensor that changes under the copy fails the save as `TornSnapshot`.
+        or EMA otherwise calls `fence()` first; a tensor that is seen to change between this call and the copy of it fails
+        the save as `TornSnapshot`. Seen is whatever torch counts, other changes of 64 KiB in a row, and most scattered ones:
+        a word of every 512 bytes to 32 KiB is compared. With `check="full"` every byte is, for which this call reads all.
         `wait="staged"` copies everything before it returns.
 
         Where storage is slower than the saves and no slot is free, the policy decides which save is dropped, for all ranks
@@ -147,6 +154,7 @@ class Checkpointer:
         kept = _check_metrics(metrics or {})
         if wait not in (None, "staged", "durable"):
             raise InvalidRequest(f"wait must be 'staged' or 'durable', not {wait!r}")
+        how = _check_check(check or self._check)
         with self._lock:
             self._refuse_if_closed()
             if self._handover is not None:  # a slot that was given back may be leased anew: nothing still writes into it
@@ -159,7 +167,8 @@ class Checkpointer:
             layout = self._lay_out(snapshot)
             try:
                 ticket = SaveTicket(self.run, step, self._session.connected(start=True).attempt)
-                handover = self._hand_over(ticket, snapshot, layout, kept, wait)
+                part = self._part(ticket, snapshot, layout, kept, wait)
+                handover = Handover(ticket, part._replace(full=how == "full"), self._tickets, self._routes)
             except DaemonGone as gone:
                 return self._missed(step, gone, wait)
             except GenerationDropped as dropped:
@@ -316,14 +325,14 @@ class Checkpointer:
         self._layout = staging.lay_out(snapshot, self._assets, judge, self._layout, self._file_bytes_max)
         return self._layout
 
-    def _hand_over(
+    def _part(
         self,
         ticket: SaveTicket,
         snapshot: Snapshot,
         layout: staging.Layout,
         metrics: Mapping[str, float],
         wait: Wait | None,
-    ) -> Handover:
+    ) -> Sealable:
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
         table = staging.encode_table(who, snapshot, layout, metrics, self._file_bytes_max)
         says = self._claims.of(layout, ticket)
@@ -332,7 +341,7 @@ class Checkpointer:
         policy: wire.Policy = "wait" if wait == "durable" else self._policy
         with self._tickets.beginning(ticket):
             slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy)
-        return Handover(ticket, Sealable(slot, layout, table, says), self._tickets, self._routes)
+        return Sealable(slot, layout, table, says)
 
     def _tell_failures(self) -> None:
         failed, dropped = self._tickets.take_failure(), self._tickets.take_drop()
@@ -350,6 +359,12 @@ def _settled(ticket: SaveTicket) -> None:
     except CheckpointError as error:
         how = "was dropped" if ticket.dropped else "failed"
         log.warning("the save of %s@%s %s: %s", ticket.run, ticket.step, how, error.detail)
+
+
+def _check_check(check: str) -> str:
+    if check not in get_args(Check):
+        raise InvalidRequest(f"check must be one of {', '.join(get_args(Check))}, not {check!r}")
+    return check
 
 
 def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

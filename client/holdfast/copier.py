@@ -2,12 +2,14 @@
 
 The work is cut into batches that threads take from one end: a background thread, which copies with one core so that the
 training keeps the others, and whoever calls `fence()`, which copies with all of them because nothing else can go on.
-Each batch is compared as soon as it is copied. Autograd's version counters show what torch itself wrote; a strided sample of
-the elements shows what it did not count (fused optimizers, writes through `.data` or numpy).
+Autograd's version counters show what torch itself wrote. What it did not count (fused optimizers, writes through `.data` or
+numpy, sparse ones too) shows in a word of every 512 bytes to 32 KiB, read in `save()` at a place that is drawn anew for each
+save, and again as soon as the stretch around it has been copied. With `full`, digests of all bytes are compared.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from holdfast_formats import digest
 from holdfast_formats.errors import CheckpointError, TornSnapshot
 
 from . import streaming
@@ -24,8 +27,8 @@ from . import streaming
 BATCH_BYTES = 8 * 2**20  # small enough that two threads end at about the same time
 BATCH_MOVES_MAX = 512
 HELPERS_MAX = 7  # of a fence: a few cores have all of memory's bandwidth
-SAMPLE_WORDS = 16  # of each move: eight bytes wide where its memory is contiguous
-SAMPLES_A_DIMENSION = {1: 16, 2: 4, 3: 3}  # else 2, where it is not: some sixteen elements
+WORDS = 2**16  # that `save()` looks at: each is a page of its own, and costs some 50 ns
+STRETCH_BYTES_MIN, STRETCH_BYTES_MAX = 2**9, 2**15  # what one of them stands for: all of 64 KiB that changed is seen
 _HINT = "change tensors in optimizer.step(), or call fence() before changing them, or save with wait='staged'"
 
 
@@ -49,56 +52,86 @@ class Turn(Protocol):
 
 
 class Track:
-    """Moves that are copied and compared together, with the views that this takes: made once, used at every save."""
+    """Moves that are copied together, and looked at before and after, with the views that this takes: made once, used at
+    every save, by one save at a time.
+    """
 
-    def __init__(self, moves: Sequence[Move]) -> None:
-        self.moves = moves
-        arrays = [(move.target.numpy(), move.source.numpy()) for move in moves]
-        plain = [all(array.flags.c_contiguous for array in pair) for pair in arrays]
-        self.targets = streaming.Words([_sample(pair[0], alike) for pair, alike in zip(arrays, plain, strict=True)])
-        self.sources = streaming.Words([_sample(pair[1], alike) for pair, alike in zip(arrays, plain, strict=True)])
-        self._plain = streaming.Copies([pair for pair in arrays if streaming.is_plain(*pair)])
-        self._other = [pair for pair in arrays if not streaming.is_plain(*pair)]
+    def __init__(self, moves: Sequence[Move], stretch: int) -> None:
+        pairs = [(move, (move.target.numpy(), move.source.numpy())) for move in moves]
+        plain = [(move, pair) for move, pair in pairs if streaming.is_plain(*pair)]
+        other = [(move, pair) for move, pair in pairs if not streaming.is_plain(*pair)]
+        self.moves = [move for move, _ in (*plain, *other)]
+        self._plain = streaming.Noted([pair for _, pair in plain], stretch)
+        self._other = [_Strided(*pair, stretch) for _, pair in other]
 
-    def copy(self) -> None:
-        """Copy everything, with one core."""
-        self._plain.do()
-        for target, source in self._other:
-            np.copyto(target, source)
+    def note(self, seed: int) -> None:
+        """Note a part of what the live memory holds now."""
+        self._plain.note(seed)
+        for number, other in enumerate(self._other):
+            other.note(seed + number)
+
+    def copy(self) -> list[bool]:
+        """Copy everything, with one core; of each move, whether it is seen not to be any more what was noted."""
+        return [*self._plain.copy().tolist(), *(other.copy() for other in self._other)]
+
+    def digests(self, live: bool) -> list[int]:
+        """Of each move, the digest of all that is in live memory, or of what was copied."""
+        table, native = self._plain.table, digest.native()
+        if streaming.available() and native is not None:
+            found = streaming.digests(table[:, [1 if live else 0, 2]], native, None).tolist()
+        else:
+            found = [digest.number(_octets(move, live)) for move in self.moves[: len(table)]]
+        return [*found, *(digest.number(_octets(move, live)) for move in self.moves[len(table) :])]
+
+
+def _octets(move: Move, live: bool) -> NDArray[np.uint8]:
+    array = (move.source if live else move.target).numpy()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+class _Strided:
+    """A move of memory that is not contiguous: one element is noted in so many as there are words in a stretch."""
+
+    def __init__(self, target: NDArray[Any], source: NDArray[Any], stretch: int) -> None:
+        self._target, self._source = target, source
+        self._every = stretch
+        self._places: tuple[NDArray[Any], ...] = ()
+        self._before = self._source[:0]
+
+    def note(self, seed: int) -> None:
+        words = streaming.places(self._source.size * streaming.WORD_BYTES, self._every, seed, 0)
+        self._places = np.unravel_index((words // streaming.WORD_BYTES).astype(np.int64), self._source.shape)
+        self._before = self._source[self._places]
+
+    def copy(self) -> bool:
+        np.copyto(self._target, self._source)
+        return not np.array_equal(self._before, self._source[self._places])
 
 
 class _Batch:
     """One save's turn of a track."""
 
-    def __init__(self, track: Track, before: bytes) -> None:
-        self._moves, self._track = track.moves, track
+    def __init__(self, track: Track, seed: int, full: bool) -> None:
+        """Notes the state of every tensor now: its version, some words, and with `full` a digest of all its bytes."""
+        self._track = track
         self._versions = [move.source._version for move in track.moves]
-        self._before = before
+        self._digests = track.digests(live=True) if full else None
+        track.note(seed)
 
     def do(self, helping: bool) -> None:
-        """Copy and compare."""
-        self._track.copy()
-        self._check()
-
-    def _check(self) -> None:
-        """`TornSnapshot`, naming the tensor, when what was copied is not what was there when the save was called."""
-        copied, now = streaming.look([self._track.targets, self._track.sources])
-        same = [move.source._version for move in self._moves] == self._versions
-        if same and self._before == now == copied:
+        """Copy; `TornSnapshot`, naming tensors, when what was copied is not what was there when the save was called."""
+        changed = self._track.copy()
+        versions = [move.source._version for move in self._track.moves]
+        if versions == self._versions and not any(changed) and self._digests is None:
             return
-        raise torn(self._changed(now, copied))
-
-    def _changed(self, now: bytes, copied: bytes) -> list[str]:
-        """The names of what moved, by version or by sample, now that some did."""
-        changed: dict[str, None] = {}
-        at = 0
-        for move, version, size in zip(self._moves, self._versions, self._track.sources.sizes, strict=True):
-            part = slice(at, at + streaming.WORD_BYTES * size)
-            at = part.stop
-            same = self._before[part] == now[part] == copied[part]
-            if move.source._version != version or not same:
-                changed[move.name] = None
-        return list(changed)
+        copied = self._digests if self._digests is None else self._track.digests(live=False)
+        names: dict[str, None] = {}
+        for number, move in enumerate(self._track.moves):
+            other = self._digests is not None and copied is not None and self._digests[number] != copied[number]
+            if changed[number] or versions[number] != self._versions[number] or other:
+                names[move.name] = None
+        if names:
+            raise torn(list(names))
 
 
 def torn(names: list[str]) -> TornSnapshot:
@@ -106,27 +139,22 @@ def torn(names: list[str]) -> TornSnapshot:
     return TornSnapshot(f"{', '.join(names[:5])} changed while the save was copying", hint=_HINT, tensors=names)
 
 
-def _sample(array: NDArray[Any], contiguous: bool) -> NDArray[Any]:
-    """A few words of contiguous memory, a few elements of any other, as a view of whatever strides."""
-    if contiguous:
-        words = array.size * array.itemsize // 8
-        octets = array.reshape(-1).view(np.uint8)
-        return octets if words < SAMPLE_WORDS else octets[: words * 8].view(np.int64)[:: words // SAMPLE_WORDS]
-    count = SAMPLES_A_DIMENSION.get(array.ndim, 2)
-    return array[tuple(slice(0, None, max(-(-size // count), 1)) for size in array.shape)]
-
-
 class BackgroundCopy:
     """The copy of one save. It begins with `start()`, or with a `fence()` that comes first."""
 
     def __init__(
-        self, tracks: Sequence[Track], on_end: Callable[[CheckpointError | None], None], before: Sequence[Turn] = ()
+        self,
+        tracks: Sequence[Track],
+        on_end: Callable[[CheckpointError | None], None],
+        before: Sequence[Turn] = (),
+        full: bool = False,
     ) -> None:
-        """Notes the state of every tensor now. `on_end` is called once, in the background thread, when all is decided.
-
-        The turns in `before` are taken first.
+        """Notes the state of every tensor now, with `full` all of it. `on_end` is called once, in the background thread,
+        when all is decided. The turns in `before` are taken first.
         """
-        self._batches: list[Turn] = [*before, *map(_Batch, tracks, streaming.look([track.sources for track in tracks]))]
+        seed = int.from_bytes(os.urandom(7), "little")  # the user's random streams are not ours to draw from
+        batches = (_Batch(track, seed + (number << 20), full) for number, track in enumerate(tracks))
+        self._batches: list[Turn] = [*before, *batches]
         self._on_end = on_end
         self._lock = threading.Condition()
         self._next = 0
@@ -200,7 +228,13 @@ def lay_tracks(moves: Sequence[Move]) -> list[Track]:
             room = BATCH_BYTES
         cut[-1].append(move)
         room -= size
-    return [Track(part) for part in cut]
+    stretch = stretch_of(sum(move.nbytes for move in moves))
+    return [Track(part, stretch) for part in cut]
+
+
+def stretch_of(nbytes: int) -> int:
+    """In how many bytes one word is noted: a power of two, so that there are some 65 536 of them in so many bytes."""
+    return min(max(1 << max(nbytes // WORDS - 1, 0).bit_length(), STRETCH_BYTES_MIN), STRETCH_BYTES_MAX)
 
 
 def _parts(move: Move) -> list[Move]:

@@ -12,6 +12,7 @@ that depended on later work could wait for a rank that waits for this very save.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats.errors import CheckpointError
 
-from .copier import SAMPLE_WORDS, SAMPLES_A_DIMENSION, Move, torn
+from .copier import Move, torn
 from .leaves import Leaf
 from .slots import Slots
 from .staging import ALIGNMENT_BYTES
@@ -35,6 +36,9 @@ KINDS = frozenset({"cuda"})  # devices that are copied from behind the training'
 CHUNK_BYTES = 16 * 2**20  # what another copy to the host, such as that of a loss, may have to wait for
 CHUNKS_A_CALL = 64  # torch enqueues so many without the interpreter's lock
 WORD_BYTES = 8
+SAMPLE_WORDS = 16  # of a chunk, at least, where its memory is contiguous
+STRETCH_BYTES = 2**14  # a word for so many bytes, at most: all of 32 KiB that changed is seen
+SAMPLES_A_DIMENSION = {1: 16, 2: 4, 3: 3}  # else 2, where it is not contiguous: some sixteen elements
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of this process
 
 
@@ -97,16 +101,20 @@ class Load(NamedTuple):
 
 
 class _Samples:
-    """A few words of every chunk: views of the live memory and of the slot, and room on the host for what was there."""
+    """Words of every chunk: views of the live memory and of the slot, and room on the host for what was there.
+
+    They stand at even distances from a place that is drawn once for each chunk: views cost too much to be made at each save.
+    """
 
     def __init__(self, chunks: Sequence[Move], side: Side) -> None:
         flat = [chunk for chunk in chunks if _has_windows(chunk)]
         strided = [chunk for chunk in chunks if not _has_windows(chunk)]
         self.names = [chunk.name for chunk in (*flat, *strided)]
-        self._windows = [_windows(chunk.source) for chunk in flat]
+        begins = [_begin(chunk.source) for chunk in flat]
+        self._windows = [_windows(chunk.source, begin) for chunk, begin in zip(flat, begins, strict=True)]
         self._elements = [chunk.source[_few(chunk.source)] for chunk in strided]
         self._counts = [view.numel() * view.element_size() for view in (*self._windows, *self._elements)]
-        self._copied = [_windows(chunk.target).numpy() for chunk in flat]
+        self._copied = [_windows(chunk.target, begin).numpy() for chunk, begin in zip(flat, begins, strict=True)]
         self._copied += [chunk.target[_few(chunk.target)].numpy() for chunk in strided]
         self._before, self._after = side.host_buffer(sum(self._counts)), side.host_buffer(sum(self._counts))
 
@@ -181,18 +189,27 @@ class DeviceCopy:
         self._lock = threading.Lock()
         self._before: list[int] = []
         self._now: list[int] | None = None
-        self._enqueued = self._finished = False
+        self._enqueued = self._finished = self._copied = False
 
-    def begin(self) -> None:
-        """Leave on the current stream what belongs to this very moment."""
+    def begin(self, full: bool = False) -> None:
+        """Leave on the current stream what belongs to this very moment; with `full` all there is, and wait for it."""
         with torch.no_grad():
             self._lane.copy_at_once()
             self._lane.samples.take(after=False)
+            if full:
+                self._lane.copy_behind()
+                self._lane.samples.take(after=True)
         self._ready.record(self._side.current())
         self._before = self._lane.versions()
+        if full:
+            self._ready.synchronize()
+            self._note_versions()
+            self._copied = True
 
     def do(self, helping: bool) -> None:
         """Enqueue the rest on the side stream. It may block where the slot is not page-locked."""
+        if self._copied:
+            return
         if not helping:
             self._side.enter_thread()
         with torch.no_grad(), self._side.selected():
@@ -218,7 +235,7 @@ class DeviceCopy:
         self._finished = True
         now = self._note_versions()
         changed = self._lane.moved(self._before, now)
-        if self._enqueued:
+        if self._enqueued or self._copied:
             changed |= self._lane.samples.changed()
         if changed:
             raise torn(sorted(changed))
@@ -328,10 +345,20 @@ def _has_windows(chunk: Move) -> bool:
     return octets and chunk.nbytes >= SAMPLE_WORDS * WORD_BYTES
 
 
-def _windows(octets: torch.Tensor) -> torch.Tensor:
-    """Words of contiguous memory at even distances, the first and the last among them; as bytes, whatever the alignment."""
-    step = (len(octets) - WORD_BYTES) // (SAMPLE_WORDS - 1)
-    return octets.as_strided((SAMPLE_WORDS, WORD_BYTES), (step, 1))
+def _step(octets: torch.Tensor) -> int:
+    return min(STRETCH_BYTES, len(octets) // SAMPLE_WORDS)
+
+
+def _begin(octets: torch.Tensor) -> int:
+    """Where the first word of contiguous memory stands; not by torch's random numbers, which are the user's."""
+    return int.from_bytes(os.urandom(4), "little") % (_step(octets) - WORD_BYTES + 1)
+
+
+def _windows(octets: torch.Tensor, begin: int) -> torch.Tensor:
+    """Words of contiguous memory at even distances, from `begin` on; as bytes, whatever the alignment."""
+    step = _step(octets)
+    words = (len(octets) - begin - WORD_BYTES) // step + 1
+    return octets.as_strided((words, WORD_BYTES), (step, 1), octets.storage_offset() + begin)
 
 
 def _few(tensor: torch.Tensor) -> tuple[slice, ...]:

@@ -26,6 +26,7 @@ class Sealable(NamedTuple):
     layout: Layout
     table: bytes
     says: Statement | None = None
+    full: bool = False  # all of the live memory is compared with what was copied, not some words
 
     def seal(self) -> None:
         """All is in the slot: complete its table, and hand both over."""
@@ -58,9 +59,9 @@ class Handover:
             ways = self._ways()
             for lane in ways.lanes:
                 self._devices.append(device.DeviceCopy(lane))
-                self._devices[-1].begin()
+                self._devices[-1].begin(self._part.full)
             ways.copy_at_once()
-            self._copy = BackgroundCopy(ways.tracks, self._end, self._devices)
+            self._copy = BackgroundCopy(ways.tracks, self._end, self._devices, self._part.full)
             self._copy.start()
         except BaseException as error:
             for copy in self._devices:

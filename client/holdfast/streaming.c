@@ -21,6 +21,7 @@ struct copy {
     uint64_t target, source, bytes;
 };
 
+/* At least a line of it: the head alone may be as long. */
 static void stream(char *target, const char *source, size_t bytes)
 {
     size_t head = -(uintptr_t)target % LINE;
@@ -63,30 +64,6 @@ void holdfast_copy(const struct copy *copies, size_t count)
     _mm_sfence();
 }
 
-struct word {
-    uint64_t address, bytes; /* 1, 2, 4 or 8 of them */
-};
-
-/* Read words from all over memory: their bytes, as the lowest ones of `values`. */
-void holdfast_read(const struct word *words, size_t count, uint64_t *values)
-{
-    for (size_t i = 0; i < count; i++) {
-        if (i + 16 < count) /* each is a line of its own, which no cache holds */
-            _mm_prefetch((const char *)(uintptr_t)words[i + 16].address, _MM_HINT_NTA);
-        const void *from = (const void *)(uintptr_t)words[i].address;
-        uint64_t value = 0;
-        switch (words[i].bytes) { /* each a load; x86-64 is little-endian */
-        case 8: memcpy(&value, from, 8); break;
-        case 4: memcpy(&value, from, 4); break;
-        case 2: memcpy(&value, from, 2); break;
-        case 1: memcpy(&value, from, 1); break;
-        }
-        values[i] = value;
-    }
-}
-
-typedef uint64_t digest_of(const void *data, size_t bytes);
-
 /* 64 bits in which every bit depends on every bit of the value (the end of Vigna's splitmix64). */
 static uint64_t mix(uint64_t value)
 {
@@ -95,6 +72,73 @@ static uint64_t mix(uint64_t value)
     value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
     return value ^ (value >> 31);
 }
+
+#define AT_ONCE 64 /* places that are asked for together: each is a line and a page of its own, which no cache holds */
+
+/* Where the word stands that is looked at in a stretch: the number'th word of all draws its place from the seed. */
+static uint64_t place(uint64_t bytes, uint64_t begin, uint64_t stretch, uint64_t seed, uint64_t number)
+{
+    uint64_t length = bytes - begin < stretch ? bytes - begin : stretch;
+    uint64_t at = begin + 8 * ((mix(seed + number) >> 32) * ((length + 7) / 8) >> 32);
+    return at + 8 <= bytes ? at : bytes < 8 ? 0 : bytes - 8;
+}
+
+static uint64_t word(const char *at, uint64_t bytes)
+{
+    uint64_t value = 0;
+    memcpy(&value, at, bytes < 8 ? bytes : 8); /* x86-64 is little-endian */
+    return value;
+}
+
+static void read_words(const char **places, const uint64_t *bytes, size_t count, uint64_t *values)
+{
+    for (size_t i = 0; i < count; i++)
+        values[i] = word(places[i], bytes[i]);
+}
+
+/* Note one word of every stretch of the sources. */
+void holdfast_note(const struct copy *copies, size_t count, uint64_t stretch, uint64_t seed, uint64_t *values)
+{
+    const char *places[AT_ONCE];
+    uint64_t bytes[AT_ONCE], number = 0, waiting = 0;
+    for (size_t i = 0; i < count; i++)
+        for (uint64_t begin = 0; begin < copies[i].bytes; begin += stretch, number++) {
+            places[waiting] = (const char *)(uintptr_t)copies[i].source + place(copies[i].bytes, begin, stretch, seed, number);
+            bytes[waiting] = copies[i].bytes;
+            _mm_prefetch(places[waiting], _MM_HINT_NTA);
+            if (++waiting == AT_ONCE) {
+                read_words(places, bytes, waiting, values + number + 1 - waiting);
+                waiting = 0;
+            }
+        }
+    read_words(places, bytes, waiting, values + number - waiting);
+}
+
+/* Copy what was noted with this stretch and seed. `changed` says of each whether a noted word was another one once its
+   stretch had been copied: then it has changed before, or while it was copied. */
+void holdfast_copy_noted(const struct copy *copies, size_t count, uint64_t stretch, uint64_t seed, const uint64_t *values,
+                         uint8_t *changed)
+{
+    uint64_t number = 0;
+    for (size_t i = 0; i < count; i++) {
+        char *target = (char *)(uintptr_t)copies[i].target;
+        const char *source = (const char *)(uintptr_t)copies[i].source;
+        uint64_t bytes = copies[i].bytes;
+        changed[i] = 0;
+        for (uint64_t begin = 0; begin < bytes; begin += stretch, number++) {
+            uint64_t length = bytes - begin < stretch ? bytes - begin : stretch;
+            if (bytes < STREAMED_MIN || length < LINE) /* what is left may not reach the next line */
+                memcpy(target + begin, source + begin, length);
+            else
+                stream(target + begin, source + begin, length);
+            __asm__ volatile("" ::: "memory"); /* what is read now is read now */
+            changed[i] |= word(source + place(bytes, begin, stretch, seed, number), bytes) != values[number];
+        }
+    }
+    _mm_sfence();
+}
+
+typedef uint64_t digest_of(const void *data, size_t bytes);
 
 struct box {
     uint64_t address, bytes;

@@ -28,8 +28,10 @@ def _load() -> Any:
         library = ctypes.CDLL(str(LIBRARY))
         library.holdfast_copy.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         library.holdfast_copy_one.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-        library.holdfast_read.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-        library.holdfast_copy.restype = library.holdfast_copy_one.restype = library.holdfast_read.restype = None
+        library.holdfast_copy.restype = library.holdfast_copy_one.restype = None
+        noted = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p)
+        library.holdfast_note.argtypes, library.holdfast_copy_noted.argtypes = noted, (*noted, ctypes.c_void_p)
+        library.holdfast_note.restype = library.holdfast_copy_noted.restype = None
         library.holdfast_prove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         library.holdfast_prove_file.argtypes = (ctypes.c_int, ctypes.c_int64, *library.holdfast_prove.argtypes[1:])
         library.holdfast_digest.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
@@ -74,13 +76,12 @@ class Copies:
         if not all(is_plain(*pair) for pair in pairs):
             raise ValueError("only plain arrays are copied by their bytes")
         self._pairs = pairs
-        self._table = np.array([(t.ctypes.data, s.ctypes.data, t.nbytes) for t, s in pairs], np.uint64).reshape(-1, 3)
-        self._at, self._count = self._table.ctypes.data, len(self._table)
+        self.table = np.array([(t.ctypes.data, s.ctypes.data, t.nbytes) for t, s in pairs], np.uint64).reshape(-1, 3)
 
     def do(self) -> None:
         """Copy them, without the GIL."""
         if _library is not None:
-            _library.holdfast_copy(self._at, self._count)
+            _library.holdfast_copy(self.table.ctypes.data, len(self.table))
             return
         for target, source in self._pairs:
             np.copyto(target, source)
@@ -110,47 +111,74 @@ def digests(boxes: NDArray[np.uint64], native: int, step: int | None) -> NDArray
     return values
 
 
-class Words:
-    """A few elements of each of many arrays, integers of up to eight bytes, all read at once."""
+class Noted:
+    """Pairs of a target and a source, plain and apart from each other: words of the sources are noted at one moment, and
+    all is copied at another, which finds out what has changed in between.
 
-    def __init__(self, views: Sequence[Array]) -> None:
-        """`views` show these elements and no others; `sizes` says how many each has."""
-        self._views = [view.view(f"u{view.itemsize}") for view in views]  # they keep the memory in place
-        places = [_addresses(view) for view in views]
-        self.sizes = [len(found) for found in places]
-        widths = np.repeat([view.itemsize for view in views], self.sizes)
-        self.table = np.stack([np.concatenate([*places, _NOWHERE]), widths.astype(np.uint64)], axis=1)
+    A word of eight bytes is noted in every stretch, at a place that follows from a seed. Its maker uses it in turns.
+    """
 
-    def now(self) -> bytes:
-        """Their values, in order, each as eight bytes."""
-        return look([self])[0]
+    def __init__(self, pairs: Sequence[tuple[Array, Array]], stretch: int) -> None:
+        """`stretch` is in bytes, a multiple of eight. Raises `ValueError` for a pair that is not plain."""
+        self._copies = Copies(pairs)
+        self._octets = [source.reshape(-1).view(np.uint8) for _, source in pairs]
+        self._stretch, self._seed = stretch, 0
+        self._values = np.zeros(sum(-(-len(octets) // stretch) for octets in self._octets), np.uint64)
+        self._changed = np.zeros(len(pairs), np.uint8)
 
-    def _as_numpy_reads_them(self) -> bytes:
-        flat = [view.reshape(-1) for view in self._views]
-        return np.concatenate([*flat, _NOWHERE], dtype=np.uint64, casting="unsafe").tobytes()
+    @property
+    def table(self) -> NDArray[np.uint64]:
+        """Rows of: target, source, bytes."""
+        return self._copies.table
+
+    def note(self, seed: int) -> None:
+        """Note what the sources hold."""
+        self._seed = seed
+        if _library is None:
+            self._values = self._read()
+            return
+        table = self._copies.table
+        _library.holdfast_note(table.ctypes.data, len(table), self._stretch, seed, self._values.ctypes.data)
+
+    def copy(self) -> NDArray[np.bool_]:
+        """Copy all, without the GIL; which sources are not what was noted, each asked once its stretch was copied."""
+        if _library is None:
+            self._copies.do()
+            different = self._values != self._read()
+            ends = np.cumsum([-(-len(octets) // self._stretch) for octets in self._octets])
+            parts = np.split(different, ends[:-1]) if len(ends) else []
+            return np.array([part.any() for part in parts], np.bool_)
+        table, values = self._copies.table, self._values.ctypes.data
+        found = self._changed
+        _library.holdfast_copy_noted(table.ctypes.data, len(table), self._stretch, self._seed, values, found.ctypes.data)
+        return found != 0
+
+    def _read(self) -> NDArray[np.uint64]:
+        found, number = [np.empty(0, np.uint64)], 0
+        for octets in self._octets:
+            at = places(len(octets), self._stretch, self._seed, number)
+            number += len(at)
+            if len(octets) < WORD_BYTES:
+                word = int.from_bytes(octets.tobytes(), "little")
+                found.append(np.full(len(at), word, np.uint64))
+            else:
+                words = octets[at[:, None].astype(np.int64) + np.arange(WORD_BYTES)]
+                found.append(np.ascontiguousarray(words).view("<u8").reshape(-1))
+        return np.concatenate(found)
 
 
-def look(words: Sequence[Words]) -> list[bytes]:
-    """What each of them says `now`, all by one call: far-off places are asked for together, and come sooner."""
-    if _library is None or not words:
-        return [some._as_numpy_reads_them() for some in words]
-    table = np.concatenate([some.table for some in words]) if len(words) > 1 else words[0].table
-    values = np.empty(len(table), np.uint64)
-    _library.holdfast_read(table.ctypes.data, len(table), values.ctypes.data)
-    found, at = values.tobytes(), 0
-    parts = []
-    for some in words:
-        parts.append(found[at : at + WORD_BYTES * len(some.table)])
-        at += len(parts[-1])
-    return parts
+def places(size: int, stretch: int, seed: int, number: int) -> NDArray[np.uint64]:
+    """Where in so many bytes the words are that are noted, one a stretch; they are number `number` and the next of all."""
+    begins = np.arange(0, size, stretch, dtype=np.uint64)
+    words = (np.minimum(size - begins, np.uint64(stretch)) + np.uint64(WORD_BYTES - 1)) // np.uint64(WORD_BYTES)
+    drawn = _mix(np.arange(number, number + len(begins), dtype=np.uint64) + np.uint64(seed))
+    at = begins + np.uint64(WORD_BYTES) * ((drawn >> np.uint64(32)) * words >> np.uint64(32))
+    return np.minimum(at, np.uint64(max(size - WORD_BYTES, 0)))
 
 
-_NOWHERE = np.empty(0, np.uint64)
-
-
-def _addresses(view: Array) -> NDArray[np.uint64]:
-    """Where each element is, in order."""
-    found = np.array(view.ctypes.data, np.int64)
-    for size, stride in zip(view.shape, view.strides, strict=True):
-        found = found[..., None] + np.arange(size, dtype=np.int64) * stride
-    return found.reshape(-1).astype(np.uint64)
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """What `claims.mix` does, of many numbers."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

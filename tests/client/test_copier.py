@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast import Checkpointer, SaveWarning
+from holdfast import Checkpointer, SaveWarning, streaming
 from holdfast.copier import BackgroundCopy, Move, lay_tracks
-from holdfast_formats.errors import CheckpointError, TornSnapshot
+from holdfast_formats.errors import CheckpointError, InvalidRequest, TornSnapshot
 from tests.daemons import RunningDaemon, running
 
 
@@ -106,6 +107,78 @@ def test_what_moves_before_it_is_copied_is_named(change: object, shape: tuple[in
     copy.join()
     assert isinstance(ended.error, TornSnapshot)
     assert ended.error.members["tensors"] == ["t1"]
+
+
+@pytest.fixture(params=["library", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the library that copies, and without."""
+    if request.param == "numpy":
+        monkeypatch.setattr(streaming, "_library", None)
+
+
+def torn_by(tensor: torch.Tensor, change: Callable[[], object], full: bool) -> bool:
+    """Whether a save is refused under whose copy the tensor changes."""
+    ended = Ended()
+    copy = BackgroundCopy(lay_tracks(moves_of(tensor)), ended, full=full)
+    change()
+    copy.start()
+    copy.join()
+    assert ended.error is None or isinstance(ended.error, TornSnapshot)
+    return ended.error is not None
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("megabytes", [1, 24, 96])
+def test_64_kib_in_a_row_never_change_unseen(megabytes: int) -> None:
+    """Wherever they stand, and however large the state around them: rows of a table that are written past torch."""
+    table = torch.zeros(megabytes * 2**20 // 256, 64)
+    for first in np.random.default_rng(megabytes).integers(0, len(table) - 256, 20 if megabytes < 96 else 4).tolist():
+        assert torn_by(table, lambda first=first: table.data[first : first + 256].numpy().__iadd__(1), full=False)
+
+
+@pytest.mark.usefixtures("way")
+def test_scattered_rows_are_seen_as_often_as_stated() -> None:
+    """A hundred rows of 256 bytes in 24 MiB, of which each has a place in sixteen: 1 - (1 - 256/512)^100 and more."""
+    table = torch.zeros(24 * 2**12, 64)
+    random = np.random.default_rng(5)
+    for _ in range(10):
+        rows = random.integers(0, len(table), 100)
+        assert torn_by(table, lambda rows=rows: table.numpy().__setitem__(rows, random.integers(1, 9)), full=False)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_full_check_sees_one_bit(turned: bool) -> None:
+    """Anywhere, also in memory that is not contiguous, and names the tensor; without a change nothing is wrong."""
+    tensor = torch.zeros(3000, 700, dtype=torch.bfloat16)
+    live = tensor.T if turned else tensor
+    octets = tensor.view(torch.uint8).numpy()
+    for at in ((0, 0), (1733, 901), (2999, 1399)):
+        assert torn_by(live, lambda at=at: octets.__setitem__(at, octets[at] ^ 1), full=True)
+    assert not torn_by(live, lambda: None, full=True)
+
+
+@pytest.mark.parametrize("give", ["save", "checkpointer"])
+def test_full_checks_are_asked_for_by_name(daemon: RunningDaemon, give: str) -> None:
+    """At one save or for all of them; another word is refused."""
+    state = {"x": torch.zeros(2**22)}
+    options = {"check": "full"} if give == "checkpointer" else {}
+    with Checkpointer(f"full-{give}", state, socket=daemon.socket, fenced=True, **options) as checkpointer:
+        for step in range(1, 31):
+            ticket = checkpointer.save(step, **({} if options else {"check": "full"}))
+            state["x"].numpy()[-1] += 1
+            try:
+                ticket.result(60)
+            except TornSnapshot:
+                break
+            checkpointer.fence()
+        else:
+            pytest.fail("the write never met the copy, which makes this test void")
+        checkpointer._tickets.take_failure()
+        with pytest.raises(InvalidRequest, match="sampled, full"):
+            checkpointer.save(99, check="some")
+    with pytest.raises(InvalidRequest, match="sampled, full"):
+        Checkpointer("r", state, check="some")
 
 
 def test_a_copy_that_fails_ends_the_save_and_not_the_training() -> None:

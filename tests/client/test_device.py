@@ -245,6 +245,34 @@ def test_a_copy_that_fails_ends_the_save_and_not_the_training() -> None:
     assert copy._finished, "the slot must not be given back before"
 
 
+@pytest.mark.usefixtures("as_device")
+def test_32_kib_in_a_row_never_change_unseen() -> None:
+    """Wherever they stand in chunks of any length, written past torch."""
+    table = torch.zeros(5_000_001)
+    laid = Laid(table)
+    for first in np.random.default_rng(3).integers(0, len(table) - 2**13, 10).tolist():
+        copy = DeviceCopy(laid.lane)
+        copy.begin()
+        table.numpy()[first : first + 2**13] += 1
+        copy.do(helping=False)
+        with pytest.raises(TornSnapshot):
+            copy.finish()
+
+
+@pytest.mark.usefixtures("as_device")
+def test_a_full_check_copies_all_before_it_returns() -> None:
+    """Whatever changes afterwards is not in the slot, and nothing is torn."""
+    table = torch.randn(100_000)
+    laid, before = Laid(table), contents([table])
+    copy = DeviceCopy(laid.lane)
+    copy.begin(full=True)
+    table.add_(1)
+    copy.do(helping=False)
+    copy.fence()
+    copy.finish()
+    assert laid.staged() == before
+
+
 @pytest.mark.parametrize("moving", ["nothing", "beside", "behind"])
 def test_memory_and_device_memory_share_a_save(monkeypatch: pytest.MonkeyPatch, moving: str) -> None:
     """One end for both: either being torn tears the save, by its own names, and not before the device is done."""

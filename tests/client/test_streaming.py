@@ -80,30 +80,44 @@ def test_what_is_not_plain_is_never_copied_by_its_bytes() -> None:
     assert not small.any()
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["u1", "i2", "i4", "i8"]), st.lists(st.integers(0, 5), max_size=3), st.booleans()),
-        max_size=6,
-    ),
-    st.integers(0, 2**31),
-)
-def test_words_are_the_elements_of_all_views_in_order(kinds: list[tuple[str, list[int], bool]], seed: int) -> None:
-    """Of any width, shape and stride, as they are at that moment; with the library and without it."""
-    random = np.random.default_rng(seed)
-    views = []
-    for dtype, shape, strided in kinds:
-        whole = random.integers(0, 100, [n * 2 for n in shape]).astype(dtype)
-        views.append(whole[(..., *(slice(None, None, -2) for _ in shape))].T if strided else whole)
-    words = streaming.Words(views)
-    for _ in range(2):
-        expected = [int(value) for view in views for value in view.reshape(-1)]
-        assert np.frombuffer(words.now(), np.uint64).tolist() == expected
+LENGTHS = st.one_of(st.integers(1, 40), st.integers(500, 530), st.integers(1, 20_000))
+
+
+@given(st.lists(st.tuples(LENGTHS, st.integers(0, 7)), min_size=1, max_size=70), st.sampled_from([8, 512, 4096]), st.data())
+def test_what_is_noted_and_then_changed_is_found_out_either_way(
+    spans: list[tuple[int, int]], stretch: int, data: st.DataObject
+) -> None:
+    """A change of any byte of a noted word is seen when all has been copied, by the library and by numpy; no other is."""
+    seed = data.draw(st.integers(0, 2**60))
+    sources = [np.random.default_rng(size).integers(0, 256, shift + size, np.uint8)[shift:] for size, shift in spans]
+    changed = data.draw(st.integers(0, len(spans) - 1))
+    number = sum(-(-len(source) // stretch) for source in sources[:changed])
+    looked = streaming.places(len(sources[changed]), stretch, seed, number)
+    words = {int(at) + i for at in looked for i in range(8)}
+    at = data.draw(st.integers(0, len(sources[changed]) - 1))
+    for library in (streaming._library, None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(streaming, "_library", None)
-            assert np.frombuffer(words.now(), np.uint64).tolist() == expected
-        assert words.sizes == [view.size for view in views]
-        for view in views:
-            view += 1
+            patch.setattr(streaming, "_library", library)
+            targets = [np.zeros_like(source) for source in sources]
+            noted = streaming.Noted(list(zip(targets, sources, strict=True)), stretch)
+            noted.note(seed)
+            assert not noted.copy().any()
+            assert all(np.array_equal(*pair) for pair in zip(targets, sources, strict=True))
+            noted.note(seed)
+            sources[changed][at] ^= 1
+            assert noted.copy().tolist() == [n == changed and at in words for n in range(len(sources))]
+            assert np.array_equal(targets[changed], sources[changed])
+
+
+@given(st.integers(1, 10_000), st.sampled_from([8, 512, 4096]), st.integers(0, 2**60), st.integers(0, 1000))
+def test_every_stretch_has_a_word(size: int, stretch: int, seed: int, number: int) -> None:
+    """So all of two stretches in a row cannot change unseen; and other seeds draw other places."""
+    places = streaming.places(size, stretch, seed, number)
+    assert len(places) == -(-size // stretch)
+    for index, at in enumerate(places.tolist()):
+        assert at + min(size, 8) <= size and at < (index + 1) * stretch and at + 8 > index * stretch
+    if stretch > 8 and len(places) > 8:
+        assert places.tolist() != streaming.places(size, stretch, seed + 2**40, number).tolist()
 
 
 def test_other_threads_run_meanwhile() -> None:
