@@ -151,7 +151,7 @@ class Noted:
         table, values = self._copies.table, self._values.ctypes.data
         found = self._changed
         _library.holdfast_copy_noted(table.ctypes.data, len(table), self._stretch, self._seed, values, found.ctypes.data)
-        return found != 0
+        return found.astype(np.bool_)
 
     def _read(self) -> NDArray[np.uint64]:
         found, number = [np.empty(0, np.uint64)], 0
