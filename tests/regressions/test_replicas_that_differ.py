@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.client import llama
-from tests.daemons import RunningDaemon, running
 from torch import nn
 
 from holdfast import Checkpointer, Fragment
 from holdfast_formats.errors import CheckpointError, InvalidRequest, ReplicasDiffer
+from tests.client import llama
+from tests.daemons import RunningDaemon, running
 
 
 @pytest.fixture(scope="module")
