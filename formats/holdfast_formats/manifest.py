@@ -82,6 +82,12 @@ class Manifest(msgspec.Struct, frozen=True):
         return next((file for file in self.files if file.name == name), None)
 
 
+class _Listed(msgspec.Struct, frozen=True):
+    """A manifest, of which no more than the files is decoded."""
+
+    files: tuple[FileEntry, ...]
+
+
 class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The COMMIT file: the last byte written, and the only thing that makes a directory a checkpoint (I1)."""
 
@@ -106,7 +112,11 @@ def encode(manifest: Manifest) -> bytes:
 def encode_commit(manifest: Manifest, manifest_bytes: bytes) -> bytes:
     """The COMMIT file of a manifest that is already encoded."""
     sha256 = hashlib.sha256(manifest_bytes).hexdigest()
-    return msgspec.json.encode(Commit(FORMAT, sha256, manifest.bytes, len(manifest.files))) + b"\n"
+    return _encode_commit(sha256, manifest.bytes, len(manifest.files))
+
+
+def _encode_commit(sha256: str, size: int, files: int) -> bytes:
+    return msgspec.json.encode(Commit(FORMAT, sha256, size, files)) + b"\n"
 
 
 def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
@@ -115,28 +125,45 @@ def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
     Raises `NotCommitted` when COMMIT is empty or unreadable, `CorruptManifest` when the two disagree or the manifest does
     not tile its files.
     """
-    check_bytes(manifest_bytes, commit_bytes)
-    commit = _decode_commit(commit_bytes)
+    commit = _check_digest(manifest_bytes, commit_bytes)
     try:
         manifest = msgspec.json.decode(manifest_bytes, type=Manifest)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
     validate(manifest)
-    if commit_bytes != encode_commit(manifest, manifest_bytes):
-        raise CorruptManifest(
-            f"{naming.COMMIT} states {commit.files} files of {commit.bytes} bytes, or is not spelled as it was written; "
-            f"the manifest has {len(manifest.files)} files of {manifest.bytes} bytes",
-            hint=_REPAIR,
-            file=naming.COMMIT,
-        )
+    _check_counts(commit, commit_bytes, manifest.files)
     return manifest
 
 
 def check_bytes(manifest_bytes: bytes, commit_bytes: bytes) -> None:
-    """Raise `CorruptManifest` unless these are the bytes that COMMIT vouches for (I5), `NotCommitted` where it is none."""
-    if hashlib.sha256(manifest_bytes).hexdigest() != stated_sha256(commit_bytes):
+    """Raise `CorruptManifest` unless these are the bytes that COMMIT vouches for, and all else that it states is so (I5);
+    `NotCommitted` where it is none. For who hands the bytes on: of the manifest no more than its files is looked at.
+    """
+    commit = _check_digest(manifest_bytes, commit_bytes)
+    try:
+        files = msgspec.json.decode(manifest_bytes, type=_Listed).files
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
+    _check_counts(commit, commit_bytes, files)
+
+
+def _check_digest(manifest_bytes: bytes, commit_bytes: bytes) -> Commit:
+    commit = _decode_commit(commit_bytes)
+    if hashlib.sha256(manifest_bytes).hexdigest() != commit.manifest_sha256:
         raise CorruptManifest(
             f"{naming.MANIFEST} does not have the digest that {naming.COMMIT} states", hint=_REPAIR, file=naming.MANIFEST
+        )
+    return commit
+
+
+def _check_counts(commit: Commit, commit_bytes: bytes, files: Sequence[FileEntry]) -> None:
+    size = sum(file.bytes for file in files)
+    if commit_bytes != _encode_commit(commit.manifest_sha256, size, len(files)):
+        raise CorruptManifest(
+            f"{naming.COMMIT} states {commit.files} files of {commit.bytes} bytes, or is not spelled as it was written; "
+            f"the manifest has {len(files)} files of {size} bytes",
+            hint=_REPAIR,
+            file=naming.COMMIT,
         )
 
 

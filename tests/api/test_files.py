@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,6 +150,18 @@ def test_damaged_commit_or_manifest(service: Served, http: httpx.Client, name: s
     assert http.get(f"{STEP}/manifest").json()["code"] == code
     (directory(service) / name).unlink()
     assert http.get(f"{STEP}/files/{name}").json()["code"] == code
+
+
+@pytest.mark.parametrize("member", ["files", "bytes"])
+def test_a_commit_whose_counts_are_wrong(service: Served, http: httpx.Client, member: str) -> None:
+    """All that COMMIT states is compared, not only its digest: one whose counts were flipped is handed to nobody."""
+    path = directory(service) / naming.COMMIT
+    stated = re.search(rb'"%s":\d+' % member.encode(), path.read_bytes())
+    assert stated is not None
+    flip(path, stated.end() - 1)  # another digit
+    for behind in ("manifest", f"files/{naming.COMMIT}", f"files/{naming.MANIFEST}", "files/state.json"):
+        got = http.get(f"{STEP}/{behind}")
+        assert (got.status_code, got.json()["code"]) == (500, "corrupt-manifest"), behind
 
 
 def test_a_manifest_that_is_known_is_not_read_again(service: Served, http: httpx.Client) -> None:
