@@ -13,6 +13,7 @@ from holdfast_service.control.catalog import ENDED
 from holdfast_service.control.gauges import Gauges
 from holdfast_service.control.rotation import WHY_REMOVED
 from holdfast_service.control.summaries import Summaries
+from holdfast_service.control.visible import sees_all
 from holdfast_service.telemetry import METRICS, PHASES, Histogram
 
 from .observing import Requests
@@ -23,15 +24,21 @@ Samples = dict[str, list[Sample]]
 
 
 class Collected(Collector):
-    """Yields every metric of the table in `telemetry` once."""
+    """Yields every metric of the table in `telemetry` once; to who sees some runs alone, those that are of one run.
+
+    Counts of all runs together tell of others'.
+    """
 
     def __init__(self, services: Services, summaries: Summaries, requests: Requests) -> None:
         self._services, self._requests = services, requests
         self._gauges = Gauges(services.catalog, summaries)
 
     def collect(self) -> Iterator[Metric]:
-        samples = self._samples()
+        whole = sees_all()
+        samples = self._samples() if whole else dict(self._gauges.by_run())
         for name, declared in METRICS.items():
+            if name not in samples:
+                continue
             if declared.kind == "histogram":
                 yield _histogram(name, samples[name])
                 continue

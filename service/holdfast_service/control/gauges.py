@@ -49,7 +49,7 @@ class Gauges:
         overall, now = self._overall.get(), self._clock()
         lag = () if overall.unread_since is None else [((), max(now - overall.unread_since, 0.0))]
         return {
-            **self._by_run(),
+            **self.by_run(),
             "holdfast_checkpoints": [((state,), overall.states.get(state, 0)) for state in CHECKPOINT_STATES],
             "holdfast_scrub_lag_seconds": lag,
             "holdfast_replica_missing": [((tier,), count) for tier, count in sorted(overall.missing.items())],
@@ -65,7 +65,8 @@ class Gauges:
             wanted = select(RoundRow.run).where(RoundRow.id > behind).group_by(RoundRow.run).order_by(newest.desc())
             return list(session.scalars(wanted.limit(RUNS_MAX)))
 
-    def _by_run(self) -> dict[str, Samples]:
+    def by_run(self) -> dict[str, Samples]:
+        """Samples of each run by itself, of those that may be seen."""
         found: dict[str, list[tuple[tuple[str, ...], float]]] = {name: [] for name in _BY_RUN}
         for facts in self._summaries.facts(self.active()):
             for name, value_of in _BY_RUN.items():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -19,12 +21,13 @@ from holdfast_service.storage import Tier
 from .attention import weight
 from .catalog import Catalog
 from .facts import NOTHING, Copies, Facts, Held, Save
-from .pages import bounded, decode_cursor, page
+from .pages import bad_cursor, bounded, decode_cursor, page
 from .remembered import Remembered
 from .rotation import seconds_of
 from .run_files import read_run_file
 from .schema import AttemptRow, CheckpointRow, ReplicaRow, RoundRow, RunRow
 from .summary import SAVES, summarise
+from .visible import visible
 
 ATTEMPTS = 64  # the newest attempts, which the time between failures is taken from
 POLICY_KNOWN_S = 5.0  # a run's file is read again after so long,
@@ -33,6 +36,7 @@ RANKED_FRESH_S, RANKED_OLD_S = 10.0, 60.0
 BATCH = 200
 _decode = msgspec.json.Decoder(dict[str, float]).decode
 Order = Literal["name", "attention"]
+_KEY = re.compile(r"[0-9]{6}[A-Za-z0-9._-]{1,128}")  # see `_key`
 
 
 class _Policy(NamedTuple):
@@ -79,11 +83,7 @@ class Summaries:
 
     def _keys(self, after: str | None, limit: int, prefix: str, order: Order) -> list[str]:
         if order == "attention":
-            return [
-                key
-                for key in self._ranked.get()
-                if _run_of(key, order).startswith(prefix) and (after is None or key > after)
-            ][:limit]
+            return self._by_attention(after, limit, prefix)
         wanted = select(RunRow.name).order_by(RunRow.name).limit(limit)
         if prefix:
             wanted = wanted.where(func.substr(RunRow.name, 1, len(prefix)) == prefix)
@@ -91,6 +91,23 @@ class Summaries:
             wanted = wanted.where(RunRow.name > after)
         with self._catalog.database.read() as session:
             return list(session.scalars(wanted))
+
+    def _by_attention(self, after: str | None, limit: int, prefix: str) -> list[str]:
+        """The keys of runs that are there and may be seen. The ranking is of all runs, and everybody's."""
+        if after is not None and _KEY.fullmatch(after) is None:
+            raise bad_cursor()
+        ahead = (
+            key
+            for key in self._ranked.get()
+            if (after is None or key > after) and (run := _run_of(key, "attention")).startswith(prefix) and visible(run)
+        )
+        found: list[str] = []
+        with self._catalog.database.read() as session:
+            while len(found) < limit and (batch := list(islice(ahead, BATCH))):
+                names = [_run_of(key, "attention") for key in batch]
+                there = set(session.scalars(select(RunRow.name).where(RunRow.name.in_(names))))
+                found += [key for key, name in zip(batch, names, strict=True) if name in there]
+        return found[:limit]
 
     def _rank(self) -> list[str]:
         """A key for every run, which put in order bring those first that need attention most."""

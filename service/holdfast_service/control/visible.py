@@ -25,6 +25,16 @@ def matches(pattern: str, run: str) -> bool:
     return run.startswith(pattern[:-1]) if pattern.endswith(ALL) else run == pattern
 
 
+def visible(run: str) -> bool:
+    """Whether the present request may see a run: for what is not asked of the catalog as this request."""
+    return matches(_pattern.get(), run)
+
+
+def sees_all() -> bool:
+    """Whether the present request may see what is about no run, or about all of them together."""
+    return _pattern.get() == ALL
+
+
 @contextmanager
 def limited_to(pattern: str) -> Iterator[None]:
     """Within the block, and in what it calls in other threads by way of the event loop, only the pattern's runs are seen."""
