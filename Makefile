@@ -11,13 +11,14 @@ ROOT ?= holdfast-data
 BENCH ?=
 TESTERS ?= 2
 FUZZ_S ?= 300
+ATTACK_S ?= 3600
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test crash fuzz e2e browser engine bench check format clean tools
+.PHONY: help demo serve test crash fuzz attack e2e browser engine bench check format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -37,6 +38,9 @@ crash: $(READY) ## kill and fault injection, the long lanes included
 
 fuzz: $(READY) ## look for inputs that no reader and no route handles, for FUZZ_S seconds each
 	$(BIN)/python -m pytest -m "" -s --fuzz-s $(FUZZ_S) tests/fuzz
+
+attack: $(READY) ## every route attacked by everybody who may not, and random deaths for ATTACK_S seconds
+	$(BIN)/python -m pytest -m "attack" -s --attack-s $(ATTACK_S) tests/attack
 
 e2e: $(READY) ## the demo and other long runs, as tests
 	$(BIN)/python -m pytest -m e2e

@@ -113,7 +113,7 @@ def service(api: Api, version: str) -> Iterator[Finding]:
         times.append(time.perf_counter() - began)
     runs = sum(1 for _ in api.runs())
     yield Finding("service", "ok", f"{api.url}: version {health.version}, {health.root}, {runs} runs")
-    if health.version.split(".")[:2] != version.split(".")[:2]:
+    if health.version is not None and health.version.split(".")[:2] != version.split(".")[:2]:
         advice = "use the same minor version on both sides: pip install -U holdfast-checkpoint"
         yield Finding("versions", "warn", f"the service is {health.version}, this is {version}", advice)
     median = statistics.median(times)

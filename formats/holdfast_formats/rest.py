@@ -222,8 +222,8 @@ class Node(BaseModel):
 
 class Health(BaseModel):
     status: str
-    version: str
-    root: str
+    version: str | None = Field(default=None, description="for those who may read")
+    root: str | None = Field(default=None, description="for those who may read")
 
 
 class RankHello(BaseModel):

@@ -171,6 +171,24 @@ def test_wrong_method(http: httpx.Client) -> None:
     assert got.headers["content-type"] == "application/problem+json"
 
 
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        (f"{TINY}/policy", "GET, PUT"),
+        (f"{TINY}/checkpoints/5", "DELETE, GET"),
+        (f"{TINY}/checkpoints/5/pin", "DELETE, PUT"),
+        (f"{TINY}/checkpoints/5/files/COMMIT", "GET, HEAD"),
+        ("/v1/jobs", "GET, POST"),
+        ("/v1/tokens", "GET, POST"),
+        (f"/v1/ranks/{'0' * 32}", "DELETE, PUT"),
+        ("/runs/tiny/policy", "GET, POST"),
+    ],
+)
+def test_wrong_method_where_there_are_several(http: httpx.Client, path: str, allowed: str) -> None:
+    """Allow has what every route of the path can do, not only the first one."""
+    assert http.request("PATCH", path).headers["allow"] == allowed
+
+
 def test_remove(tmp_path: Path) -> None:
     """DELETE removes a checkpoint and answers 204; a pinned one stays and answers 409."""
     build_root(tmp_path, {"tiny": (5, 10)})

@@ -6,7 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
 import pytest
@@ -137,6 +137,19 @@ def test_a_slow_answer_is_no_slow_head(ajar: Guarded, monkeypatch: pytest.Monkey
     assert ajar.ask("GET", "/readyz").status_code == 200
 
 
+@pytest.mark.parametrize("length", [65_000, 66_500, 131_000, 250_000])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_head_over_its_limit(ajar: Guarded, length: int, at_once: bool) -> None:
+    """64 KiB, however they arrive: in one piece that is read at once, or in several."""
+    head = b"GET /v1/runs HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: " + b"y" * length + b"\r\n\r\n"
+    with raw(ajar) as connection:
+        with suppress(OSError):
+            for part in [head] if at_once else [head[at : at + 30_000] for at in range(0, len(head), 30_000)]:
+                connection.sendall(part)
+        answer = received(connection)
+    assert (b" 200 " in answer.partition(b"\r\n")[0]) is (length == 65_000), answer[:300]
+
+
 @pytest.mark.parametrize(
     "request_bytes",
     [
@@ -162,18 +175,48 @@ def test_what_is_no_http(ajar: Guarded, request_bytes: bytes) -> None:
     assert ajar.ask("GET", "/healthz").status_code == 200
 
 
-def test_too_many_connections(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one too many is told to come again; those before it are served."""
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+STREAM = b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n"
+
+
+def test_connections_that_ask_nothing_give_way(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are open and idle, before or behind a request: one more is served, and another one after it."""
     monkeypatch.setattr(connections, "connections_max", lambda: 3)
-    opened = [raw(ajar) for _ in range(3)]
-    held = [one.__enter__() for one in opened]
-    for connection in held:
-        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
-    with raw(ajar) as late:
-        assert b" 503 " in received(late).splitlines()[0]
-    for one in opened:
-        one.__exit__(None, None, None)
+    with ExitStack() as opened:
+        held = [opened.enter_context(raw(ajar)) for _ in range(3)]
+        held[1].sendall(HEALTH)
+        assert held[1].recv(65_536).startswith(b"HTTP/1.1 200")
+        held[2].sendall(b"GET /healthz HTTP/1.1\r\nHost: lo")
+        for _ in range(3):
+            late = opened.enter_context(raw(ajar))
+            late.sendall(HEALTH)
+            assert late.recv(65_536).startswith(b"HTTP/1.1 200")
+
+
+def test_too_many_connections(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all are busy, the one too many is told to come again; those before it go on."""
+    monkeypatch.setattr(connections, "connections_max", lambda: 3)
+    with ExitStack() as opened:
+        for _ in range(3):
+            busy = opened.enter_context(raw(ajar))
+            busy.sendall(STREAM)
+            assert busy.recv(65_536).startswith(b"HTTP/1.1 200")
+        with raw(ajar) as late:
+            assert b" 503 " in received(late).splitlines()[0]
+    wait_until(lambda: answers(ajar))
+
+
+def test_requests_of_one_peer_leave_room(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three quarters of all places are the most that one address, or one token, has; health is always told."""
+    monkeypatch.setattr(connections, "connections_max", lambda: 8)
+    with ExitStack() as opened:
+        for _ in range(6):
+            busy = opened.enter_context(raw(ajar))
+            busy.sendall(STREAM)
+            assert busy.recv(65_536).startswith(b"HTTP/1.1 200")
+        assert code(ajar.ask("GET", "/v1/runs")) == (503, "daemon-gone")
+        assert ajar.ask("GET", "/v1/runs", ajar.token()).status_code == 200
+        assert ajar.ask("GET", "/healthz").status_code == 200
     wait_until(lambda: answers(ajar))
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from holdfast_formats.errors import StorageFailed
 from holdfast_formats.operations import Scope
 from holdfast_service.api.doors import Policy
+from holdfast_service.control.schema import JobRow
 from tests.api.guarded import CHECKPOINT, Guarded, code, guarded
+from tests.attack.sockets import ask
+from tests.checkpoints import build_root
+from tests.serving import served
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +163,59 @@ def test_a_rank_of_another_run_may_not_say_hello(closed: Guarded) -> None:
     assert closed.ask("PUT", path, closed.token("write", "oth*"), json=hello).status_code == 404  # no daemon behind this one
 
 
+def test_pages_by_attention_are_full_and_tell_of_nobody_else(tmp_path: Path) -> None:
+    """Between two runs of a team stand many others: its pages skip them, and their cursors name none."""
+    steps = {f"a-{n:02d}-other": (1,) for n in range(20)} | {"team-a": (5,), "team-z": (5,)}
+    build_root(tmp_path, steps)
+    with served(tmp_path, door=Policy(tokens=True)) as running:
+        door = Guarded(running)
+        assert len(door.ask("GET", "/v1/summaries?sort=attention&limit=50", door.token()).json()["items"]) == 22
+        token, cursor, seen = door.token("read", "team-*"), "", []
+        while True:
+            page = door.ask("GET", f"/v1/summaries?sort=attention&limit=1{cursor}", token).json()
+            seen.append([item["run"] for item in page["items"]])
+            if page["next"] is None:
+                break
+            assert b"other" not in base64.urlsafe_b64decode(page["next"])
+            cursor = f"&cursor={page['next']}"
+        assert sorted(seen) == [["team-a"], ["team-z"]]
+        assert "no run has been saved here yet" not in door.ask("GET", "/", token).text.lower()
+        forged = base64.urlsafe_b64encode(b"summary-attention:zz").decode()
+        assert code(door.ask("GET", f"/v1/summaries?sort=attention&cursor={forged}", token)) == (400, "invalid-request")
+
+
+def test_metrics_of_some_runs(closed: Guarded) -> None:
+    """A token for some runs is told of each of these, and nothing that is counted of all together."""
+    closed.running.services.catalog.open_round("other", 2, 1, 1, "2026-01-02T00:00:00Z")
+    closed.running.services.catalog.open_round("team-a", 6, 1, 1, "2026-01-02T00:00:00Z")
+    every, some = (closed.ask("GET", "/metrics", closed.token("admin", runs)).text for runs in ("*", "team-*"))
+    lines = [line for line in some.splitlines() if line and not line.startswith("#")]
+    assert lines and all('run="team-' in line for line in lines)
+    assert "holdfast_checkpoints{" in every and "process_" in every and 'run="other"' in every
+
+
+def test_health_tells_anybody_no_more_than_that(closed: Guarded, ajar: Guarded) -> None:
+    """Version and root are for a token that is in force, and for everybody where nobody needs one."""
+    for path, status in (("/healthz", "ok"), ("/readyz", "ready")):
+        for headers in ({}, {"Authorization": "Bearer hf_wrong"}):
+            answer = closed.ask("GET", path, headers=headers)
+            assert answer.status_code == 200 and answer.json() == {"status": status, "version": None, "root": None}
+        assert closed.ask("GET", path, closed.token()).json()["version"] == "9.9"
+        assert ajar.ask("GET", path).json()["version"] == "9.9"
+
+
+def test_what_is_wrong_is_not_told_to_anybody(closed: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe hears that the service is not ready; where its storage is and why, a token hears."""
+
+    def fails() -> None:
+        raise StorageFailed("/secret/place cannot be read")
+
+    monkeypatch.setattr(closed.running.services.catalog, "round_counts", fails)
+    answer = closed.ask("GET", "/readyz")
+    assert code(answer) == (503, "storage-failed") and "secret" not in answer.text
+    assert "secret" in closed.ask("GET", "/readyz", closed.token()).text
+
+
 def test_tokens_over_rest(closed: Guarded) -> None:
     """Made, listed without their text, and never twice under one name."""
     admin = closed.token("admin")
@@ -242,6 +304,21 @@ def test_a_cookie_changes_things_for_our_own_pages_alone(closed: Guarded, header
     assert closed.ask("GET", CHECKPOINT, headers=headers).status_code == 200
 
 
+@pytest.mark.parametrize("shown", ["Bearer", "Bearer ", "bearer   "])
+def test_an_empty_bearer_is_a_wrong_one(closed: Guarded, shown: str) -> None:
+    """Whoever says nothing there is not let in by a cookie beside it, without the page being asked for."""
+    cookie = ("Cookie", f"holdfast_token={closed.token('write')}")
+    headers = [("Authorization", shown), cookie, ("Sec-Fetch-Site", "cross-site")]
+    answer = ask(closed.running.url, "PUT", f"{CHECKPOINT}/pin", headers)
+    assert (answer.status, answer.code) == (401, "unauthenticated")
+
+
+def test_a_cookie_is_one(closed: Guarded) -> None:
+    """With two tokens in it, the door would believe one and a page the other: neither is."""
+    headers = {"Cookie": f"holdfast_token={closed.token()}; holdfast_token={closed.token('admin')}"}
+    assert code(closed.ask("GET", "/v1/runs", headers=headers)) == (400, "invalid-request")
+
+
 def test_the_login_page(closed: Guarded, behind_tls: Guarded) -> None:
     """A browser is led to it; a token that is in force becomes a cookie that scripts and other sites do not get."""
     sent = closed.ask("GET", "/", headers={"Accept": "text/html,*/*"})
@@ -259,6 +336,47 @@ def test_the_login_page(closed: Guarded, behind_tls: Guarded) -> None:
         assert taken.status_code == 303 and ("Secure" in cookie) is secure
         assert "HttpOnly" in cookie and "SameSite=strict" in cookie
         assert door.ask("GET", "/v1/runs", headers={"Cookie": cookie.partition(";")[0]}).status_code == 200
+
+
+LASTING = {
+    "an event stream": b"GET /v1/events HTTP/1.1\r\nAccept: text/event-stream\r\n",
+    "a job waited for": b"GET /v1/jobs/JOB?wait_s=20 HTTP/1.1\r\n",
+    "a body that trickles": b"PUT /v1/runs/team-a/policy HTTP/1.1\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 9\r\n",
+}
+
+
+@pytest.mark.parametrize("what", LASTING)
+@pytest.mark.parametrize("how", ["revoked", "expired"])
+def test_what_lasts_ends_with_its_token(closed: Guarded, what: str, how: str) -> None:
+    """A request that is being answered ends when its token does: refused where no answer has begun, cut behind that."""
+    services = closed.running.services
+    token = closed.token("admin", **({"expires_s": 1} if how == "expired" else {}))
+    assert services.runner is not None
+    with services.catalog.database.write() as session:
+        job = JobRow(kind="verify", key=what + how, state="running", run="team-a", step=5, request={"kind": "verify"})
+        job.cancel, job.done_bytes, job.total_bytes, job.node, job.tries = False, 0, 0, "another", 1
+        job.created = job.seen = services.events.now()
+        session.add(job)
+        session.flush()
+        number = str(job.id)
+    head = (
+        LASTING[what].replace(b"JOB", number.encode()) + f"Authorization: Bearer {token}\r\nHost: localhost\r\n\r\n".encode()
+    )
+    host, _, port = closed.running.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head + (b"{" if "body" in what else b""))
+        if "stream" in what:
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+        if how == "revoked":
+            services.tokens.revoke(services.tokens.verify(token).name)
+        answer = b""
+        with suppress(ConnectionError):
+            while part := connection.recv(65_536):
+                answer += part
+    if "stream" not in what:
+        assert b" 401 " in answer.partition(b"\r\n")[0], answer
+    assert not answer.endswith(b"0\r\n\r\n")  # the end of a body that is whole
 
 
 def test_refusals_are_told_and_counted(closed: Guarded, caplog: pytest.LogCaptureFixture) -> None:

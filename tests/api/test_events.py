@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest
 from holdfast_formats.operations import EVENTS, Event, Gap
 from holdfast_service.api import events as module
 from holdfast_service.api import listening
+from holdfast_service.api.doors import Policy
 from holdfast_service.control import events as ring
+from tests.api.guarded import guarded
 from tests.checkpoints import build_root
 from tests.proxies import Proxy
 from tests.serving import Served, served
@@ -160,13 +162,14 @@ def test_other_nodes_events_are_found(service: Served, monkeypatch: pytest.Monke
 def test_many_streams_at_once_take_no_threads(service: Served) -> None:
     """Each hears of everything, and none of them keeps a thread waiting."""
     before = threading.active_count()
-    opened = [stream(service) for _ in range(60)]
+    count = module.STREAMS_MAX * 3 // 4  # the most of one peer
+    opened = [stream(service) for _ in range(count)]
     frames = [one.__enter__() for one in opened]
     for one in frames:
         next(one)
     assert threading.active_count() <= before + 40  # the pool that asks the catalog has 40 at most
     add(service, 1)
-    assert [take(one, 1) for one in frames] == [[(1, "mark-changed")]] * 60
+    assert [take(one, 1) for one in frames] == [[(1, "mark-changed")]] * count
     for one in opened:
         one.__exit__(None, None, None)
 
@@ -182,6 +185,24 @@ def test_there_are_only_so_many_streams(service: Served, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "STREAM_WAIT_MAX_S", 20)
     with stream(service) as frames:
         assert next(frames)["id"] == "0"
+
+
+def test_one_reader_leaves_streams_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many a token opens, another one finds some, and where readers have all that they may, an admin does."""
+    monkeypatch.setattr(module, "STREAM_WAIT_MAX_S", 0.05)
+    with guarded(tmp_path, Policy(tokens=True)) as door, ExitStack() as held:
+        door.running.app.state.event_streams = module.EventStreams(door.running.services.events, 8)
+        client = held.enter_context(httpx.Client(base_url=door.running.url, trust_env=False, timeout=30))
+
+        def opened(token: str) -> int:
+            headers = STREAM | {"Authorization": f"Bearer {token}"}
+            answer = held.enter_context(client.stream("GET", "/v1/events", headers=headers))
+            return answer.status_code
+
+        one, other, admin = door.token("read"), door.token("read"), door.token("admin")
+        assert [opened(one) for _ in range(7)] == [200] * 6 + [504]
+        assert [opened(other) for _ in range(2)] == [200, 504]
+        assert [opened(admin) for _ in range(2)] == [200, 504]
 
 
 def test_streams_end_when_the_service_does(tmp_path: Path) -> None:

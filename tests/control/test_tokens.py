@@ -44,7 +44,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 def test_a_token_is_known_by_its_digest_alone(world: World, tmp_path: Path) -> None:
     """Its text is told once; what is kept is SHA-256, and the events tell the name."""
     made = world.tokens.create(TokenRequest(name="ci", scope="write", runs="team-*"))
-    assert world.tokens.verify(made.token) == Principal("ci", "write", "team-*")
+    assert world.tokens.verify(made.token) == Principal("ci", "write", "team-*", 1)
     world.catalog.close()
     for path in tmp_path.iterdir():
         assert made.token.encode() not in path.read_bytes() and made.token[3:].encode() not in path.read_bytes()

@@ -11,6 +11,7 @@ from . import (
     events,
     files,
     jobs,
+    needs,
     operations,
     problems,
     replicas,
@@ -98,7 +99,8 @@ def create_app(services: Services) -> FastAPI:
     app.state.uploads = Ration(uploads.UPLOAD_BYTES_MAX)
     for room in ROOMS:
         app.include_router(room.router)
-    app.include_router(dashboard.router)
+    app.include_router(dashboard.router, dependencies=needs.PAGES)
+    needs.verify(app.routes)
     problems.install(app)
     app.add_middleware(StallLimit)
     app.add_middleware(HeldWhileSending)

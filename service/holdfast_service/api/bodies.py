@@ -1,4 +1,6 @@
-"""Small bodies are read whole before anything looks at them, and JSON in them has to mean one thing: no member twice, no
+"""What a body is, decided once and for all that read it: by its Content-Type. Few are known, each in one spelling.
+
+Small bodies are read whole before anything looks at them, and JSON in them has to mean one thing: no member twice, no
 NaN, no number beyond 64 bits, no text that is not Unicode, no nesting that costs a parser its stack.
 """
 
@@ -8,7 +10,7 @@ import asyncio
 import json
 import re
 from collections import deque
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from starlette.types import Message, Receive, Scope
 
@@ -18,11 +20,52 @@ BODY_BYTES_MAX = 2**20
 BODY_WAIT_MAX_S = 30.0
 DEPTH_MAX = 32
 INTEGER_MAX = 2**63 - 1
+Kind = Literal["json", "form", "octets"]
+JSON: Kind = "json"
+FORM: Kind = "form"
+OCTETS: Kind = "octets"
+MEDIA_TYPES: dict[str, Kind] = {
+    "application/json": JSON,
+    "application/x-www-form-urlencoded": FORM,
+    "application/octet-stream": OCTETS,
+}
+_MEDIA_TYPE = re.compile(r'([a-z0-9/.+-]+)(?:[ \t]*;[ \t]*charset=(?:utf-8|"utf-8"))?', re.IGNORECASE)
 _STRUCTURE = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 
 
 class Gone(Exception):
     """The client hung up in the middle of its body."""
+
+
+def kind_of(content_type: str | None) -> Kind | None:
+    """What a Content-Type says that a body is; None without one; `InvalidRequest`, 415, where nothing here reads it."""
+    if content_type is None:
+        return None
+    spelled = _MEDIA_TYPE.fullmatch(content_type)
+    kind = MEDIA_TYPES.get(spelled[1].lower()) if spelled else None
+    if kind is None:
+        raise unknown(f"nothing here reads a body of the type {content_type[:80]!r}", _named())
+    return kind
+
+
+def check_kind(given: Kind | None, read: Kind) -> None:
+    """`InvalidRequest`, 415, unless a body that is there is of the kind that is read; octets need no name."""
+    if given != read and not (given is None and read == OCTETS):
+        what = "without a Content-Type" if given is None else f"of the type {media_type(given)}"
+        raise unknown(f"a body {what} is not read here", f"send it as Content-Type: {media_type(read)}")
+
+
+def unknown(detail: str, hint: str) -> InvalidRequest:
+    """A body of a kind that is not read there, or that has no name: 415, where HTTP is more exact."""
+    return InvalidRequest(detail, hint=hint, status=415)
+
+
+def media_type(kind: Kind) -> str:
+    return next(name for name, known in MEDIA_TYPES.items() if known == kind)
+
+
+def _named() -> str:
+    return f"known are {', '.join(MEDIA_TYPES)}, with no parameter but charset=utf-8"
 
 
 async def read(scope: Scope, receive: Receive) -> bytes:

@@ -17,6 +17,7 @@ from holdfast_service.daemon.comparing import Side
 
 from . import contents, problems
 from .contents import OpenedCheckpoints, decode_cursor, encode_cursor
+from .needs import READS_RUN
 from .services import Cursor, Limit, Wired
 
 EXACT_BYTES_MAX = 2**30  # one request reads no more; a job has no such limit
@@ -59,7 +60,7 @@ def _asked(
     return Asked(*two, group, state, q)
 
 
-@router.get("/runs/{run}/compare", summary="Two checkpoints, tensor by tensor")
+@router.get("/runs/{run}/compare", dependencies=READS_RUN, summary="Two checkpoints, tensor by tensor")
 def compare_checkpoints(
     request: Request,
     services: Wired,

@@ -1,5 +1,5 @@
 """The HTTP server, bounded: so many connections, requests whose head arrives in time and is of a size, and errors that
-are problems.
+are problems. Connections on which nothing is asked keep nobody out.
 
 uvicorn closes what is idle between two requests; but it waits for ever for a head, or for the rest of a body that has
 been answered already, that comes a byte at a time.
@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import resource
+from collections import Counter
 from typing import Any
 
 import uvicorn
@@ -18,12 +19,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 
+from .heads import HEAD_BYTES_MAX
 from .problems import MEDIA_TYPE
 
 log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 1024
-HEAD_BYTES_MAX = 2**16  # request line and headers
 HEAD_WAIT_MAX_S = 20.0
 _REASONS = {400: "Bad Request", 503: "Service Unavailable"}
 
@@ -58,11 +59,27 @@ class Bounded(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > connections_max():
+        if len(self.connections) > connections_max() and not self._make_room():
             log.warning("%s is turned away: %d connections are open", self.client, len(self.connections) - 1)
             self._end_with(DaemonGone("too many connections are open", hint="try again in a moment"))
             return
         self._wait_for_head()
+
+    def _make_room(self) -> bool:
+        """Give up the connection that has waited longest for a request, of the address that has most of these."""
+        waiting = [one for one in self.connections if isinstance(one, Bounded) and one is not self and one._late is not None]
+        counts = Counter(one._address for one in waiting)
+        if not waiting:
+            return False
+        given_up = min(waiting, key=lambda one: (-counts[one._address], one._late.when() if one._late is not None else 0.0))
+        log.info("%s is given up for a new connection: it sends no request", given_up.client)
+        given_up._stop_waiting()
+        given_up.transport.abort()
+        return True
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -10,28 +10,32 @@ viewer's browser change anything.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from ipaddress import ip_address
 from urllib.parse import quote, urlsplit
 
-from starlette.concurrency import run_in_threadpool
+import anyio.to_thread
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from holdfast_formats.errors import CheckpointError, Forbidden, InvalidRequest, Unauthenticated
+from holdfast_formats.errors import CheckpointError, DaemonGone, Forbidden, Unauthenticated
 from holdfast_service.control.tokens import Principal, Tokens, missing
 from holdfast_service.control.visible import limited_to
 
-from . import bodies, rights
+from . import bodies, connections, heads, rights
+from .lasting import Lasting
+from .places import NOBODY, Peer, Places, asked_by, asking
 from .problems import problem_response
 from .refusals import Refusals
 
 log = logging.getLogger(__name__)
 
-COOKIE = "holdfast_token"
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="holdfast"'}
 ANYBODY = Principal("anybody here", "admin")
-PROBE = Principal("a probe", "read")
+PROBE = Principal("a probe", "read", known=False)
+THREADS_MAX = 4  # the door's own: who asks is told also while requests keep all the others busy
 
 
 @dataclass(frozen=True)
@@ -52,33 +56,58 @@ class Doors:
 
     def __init__(self, app: ASGIApp, policy: Policy, tokens: Tokens, refusals: Refusals) -> None:
         self._app, self._policy, self._tokens, self._refusals = app, policy, tokens, refusals
+        self._threads = anyio.CapacityLimiter(THREADS_MAX)
+        self._lasting = Lasting(tokens.in_force)
+        self._places = Places(lambda: connections.connections_max())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            principal = await self._admit(scope)
-            receive = await _checked_body(scope, receive, principal)
-        except CheckpointError as error:
-            await (await self._refusal(scope, error))(scope, receive, send)
-            return
-        except bodies.Gone:
-            log.debug("%s hung up in the middle of its body", _peer(scope))
-            return
+        with ExitStack() as held:
+            try:
+                headers = heads.read(scope)
+                principal = await self._admit(scope, headers)
+                self._seat(held, principal, scope)
+                answer = partial(self._answer, headers, principal)
+                if principal.token is None:
+                    await answer(scope, receive, send)
+                else:
+                    await self._lasting.serve(answer, (scope, receive, send), principal.token)
+            except CheckpointError as error:
+                await (await self._refusal(scope, error))(scope, receive, send)
+            except bodies.Gone:
+                log.debug("%s hung up in the middle of its body", _peer(scope))
+
+    async def _answer(
+        self, headers: dict[str, str], principal: Principal, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """From the body on: raises errors of the door alone, the application has handlers for its own."""
+        receive = await _checked_body(scope, headers, receive, principal)
         scope.setdefault("state", {})["principal"] = principal
         with limited_to(principal.runs):
             await self._app(scope, receive, send)
 
-    async def _admit(self, scope: Scope) -> Principal:
+    def _seat(self, held: ExitStack, principal: Principal, scope: Scope) -> None:
+        """Take a place for this request; `DaemonGone` where none is left for who asks. What a page asks has the page's."""
+        if asking() is not NOBODY:
+            return
+        first = scope["path"] in rights.PROBES or (principal.token is not None and principal.scope == "admin")
+        name = _peer(scope) if principal.token is None else f"token {principal.token}"
+        peer = Peer(f"probe {name}" if scope["path"] in rights.PROBES else name, first)
+        held.enter_context(asked_by(peer))
+        if not held.enter_context(self._places.held(peer)):
+            raise DaemonGone("too many requests are being answered", hint="try again in a moment")
+
+    async def _admit(self, scope: Scope, headers: dict[str, str]) -> Principal:
         method, path = scope["method"], scope["path"]
-        headers = _headers(scope)
         if rights.is_open(method, path) or (path == rights.METRICS and self._policy.metrics_open and method in rights.SAFE):
-            return PROBE
-        bearer, cookie = _bearer(headers.get("authorization", "")), _cookie(headers.get("cookie", ""))
-        shown = bearer or cookie
+            return await self._prober(headers)
+        bearer = heads.bearer(headers.get("authorization", ""))
+        cookie = next(iter(heads.cookies(headers.get("cookie", ""))), None) or None
+        shown = cookie if bearer is None else bearer  # an empty one is shown, too: it is wrong
         if shown is not None:
-            principal = await run_in_threadpool(self._tokens.verify, shown)
+            principal = await anyio.to_thread.run_sync(self._tokens.verify, shown, limiter=self._threads)
         elif self._policy.tokens:
             raise missing()
         else:
@@ -88,6 +117,19 @@ class Doors:
             self._check_origin(headers, told=cookie is not None)
         rights.check(principal, method, path, scope["query_string"])
         return principal
+
+    async def _prober(self, headers: dict[str, str]) -> Principal:
+        """Who looks after the service's health: anybody may, and hears no more than that of it without a good token."""
+        bearer = heads.bearer(headers.get("authorization", ""))
+        try:
+            if bearer is not None:
+                return await anyio.to_thread.run_sync(self._tokens.verify, bearer, limiter=self._threads)
+            if not self._policy.tokens:
+                self._check_host(headers)
+                return ANYBODY
+        except CheckpointError as error:
+            log.debug("asked as anybody: %s", error.detail)
+        return PROBE
 
     def _check_host(self, headers: dict[str, str]) -> None:
         """`Forbidden` when an open door is asked by a name that anybody could have made to point here."""
@@ -115,39 +157,45 @@ class Doors:
             raise Forbidden("changes have to come from a page of this service", hint="use Authorization: Bearer …")
 
     async def _refusal(self, scope: Scope, error: CheckpointError) -> Response:
-        await run_in_threadpool(self._refusals.add, _peer(scope), scope["method"], scope["path"], error)
+        add = partial(self._refusals.add, _peer(scope), scope["method"], scope["path"], error)
+        await anyio.to_thread.run_sync(add, limiter=self._threads)
         refused = isinstance(error, Unauthenticated)
-        if refused and scope["method"] == "GET" and "text/html" in _headers(scope).get("accept", ""):
+        if refused and scope["method"] == "GET" and b"text/html" in dict(scope["headers"]).get(b"accept", b""):
             wanted = scope["path"] if scope["path"] != "/" else ""
             return RedirectResponse("/login" + (f"?next={quote(wanted, safe='')}" if wanted else ""), 303)
         # What is left of a body is nobody's to wait for.
         return problem_response(error, headers={"Connection": "close", **(CHALLENGE if refused else {})})
 
 
-async def _checked_body(scope: Scope, receive: Receive, principal: Principal) -> Receive:
+async def _checked_body(scope: Scope, headers: dict[str, str], receive: Receive, principal: Principal) -> Receive:
+    """The body, looked at by what the door takes it for; whoever reads it later is told that, and nothing else."""
     method, path = scope["method"], scope["path"]
-    if method in rights.SAFE or (method == "PUT" and rights.CHUNK.fullmatch(path)):
+    if method in rights.SAFE:
         return receive
+    given, read = bodies.kind_of(headers.get("content-type")), rights.body_of(method, path)
+    if given is not None:
+        bodies.check_kind(given, read)
+    if read == bodies.OCTETS:
+        _tell(scope, read)
+        return receive
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise bodies.unknown("a body here is sent as it is", "leave Content-Encoding out")
     body = await bodies.read(scope, receive)
-    if body and not _headers(scope).get("content-type", "").startswith("application/x-www-form-urlencoded"):
+    if not body:
+        _tell(scope, None)
+        return bodies.replay(body, receive)
+    bodies.check_kind(given, read)
+    _tell(scope, read)
+    if read == bodies.JSON:
         rights.check_body(principal, path, bodies.parse(body))
-    elif path == rights.JOBS and not principal.sees_all:
-        raise InvalidRequest("a job is asked for in JSON")
     return bodies.replay(body, receive)
 
 
-def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-def _bearer(text: str) -> str | None:
-    scheme, _, token = text.partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else None
-
-
-def _cookie(text: str) -> str | None:
-    pairs = (part.strip().partition("=") for part in text.split(";"))
-    return next((value for name, _, value in pairs if name == COOKIE and value), None)
+def _tell(scope: Scope, kind: bodies.Kind | None) -> None:
+    """Leave the one Content-Type that the framework is to read a body by, and for the route what it was taken for."""
+    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    scope["headers"] = others if kind is None else [*others, (b"content-type", bodies.media_type(kind).encode())]
+    scope.setdefault("state", {})["body"] = kind
 
 
 def _host_name(named: str) -> str:

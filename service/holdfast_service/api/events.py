@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, NamedTuple
 
 from fastapi import APIRouter, Depends, Header, Query, Request
@@ -21,6 +21,8 @@ from holdfast_service.control.pages import INTEGER_MAX
 from . import problems
 from .delivery import weights
 from .listening import listening
+from .needs import READS
+from .places import Places, asking
 from .services import Cursor, Limit, Wired
 
 MEDIA_TYPE = "text/event-stream"
@@ -46,7 +48,7 @@ class EventStreams:
 
     def __init__(self, events: Events, streams_max: int = STREAMS_MAX) -> None:
         self._events, self._streams_max = events, streams_max
-        self._room = asyncio.Semaphore(streams_max)
+        self._places = Places(lambda: streams_max)
 
     async def body(self, wanted: Wanted) -> AsyncGenerator[str, None]:
         """Frames, until the service closes or the client goes; the first one says where the stream begins.
@@ -88,17 +90,15 @@ class EventStreams:
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
-        try:
-            await asyncio.wait_for(self._room.acquire(), STREAM_WAIT_MAX_S)
-        except asyncio.TimeoutError:
-            raise DeadlineExceeded(
-                f"{self._streams_max} event streams are open",
-                hint="ask again later; without Accept: text/event-stream the events come page by page",
-            ) from None
-        try:
+        async with AsyncExitStack() as held:
+            try:
+                await held.enter_async_context(self._places.awaited(asking(), STREAM_WAIT_MAX_S))
+            except asyncio.TimeoutError:
+                raise DeadlineExceeded(
+                    f"{self._streams_max} event streams are open, or too many by this token or address",
+                    hint="ask again later; without Accept: text/event-stream the events come page by page",
+                ) from None
             yield
-        finally:
-            self._room.release()
 
 
 def _asked(
@@ -121,6 +121,7 @@ Asked = Annotated[Wanted, Depends(_asked)]
 
 @router.get(
     "/events",
+    dependencies=READS,
     summary="Events: a live stream with `Accept: text/event-stream`, else a page, newest first",
     response_model=rest.Page[Event],
     responses={200: {"description": "A page, or a stream", "content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}},

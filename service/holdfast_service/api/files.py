@@ -20,6 +20,7 @@ from holdfast_formats.proof import Piece
 from . import contents, delivery, problems
 from .contents import Contents, OpenedCheckpoints
 from .delivery import Delivery
+from .needs import READS_RUN
 from .services import Cursor, Limit, Services, Wired
 
 _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
@@ -46,7 +47,9 @@ def _held(request: Request, services: Wired, run: str, step: str) -> Contents:
 Held = Annotated[Contents, Depends(_held)]
 
 
-@router.get(f"{_CHECKPOINT}/manifest", response_class=Response, summary="The manifest, as it is stored")
+@router.get(
+    f"{_CHECKPOINT}/manifest", dependencies=READS_RUN, response_class=Response, summary="The manifest, as it is stored"
+)
 def get_manifest(request: Request, services: Wired, run: str, step: str) -> Response:
     """The ETag is the manifest's SHA-256, which COMMIT states too. Sent with zstd where Accept-Encoding names it."""
     found = contents.find(services, run, step)
@@ -65,7 +68,7 @@ def get_manifest(request: Request, services: Wired, run: str, step: str) -> Resp
     return Response(encoded, media_type="application/json", headers=headers)
 
 
-@router.get(f"{_CHECKPOINT}/tensors", summary="Tensors and aliases, by group and name")
+@router.get(f"{_CHECKPOINT}/tensors", dependencies=READS_RUN, summary="Tensors and aliases, by group and name")
 def list_tensors(
     held: Held,
     group: Annotated[str | None, Query(description="this group only")] = None,
@@ -75,12 +78,18 @@ def list_tensors(
     return contents.page_of_tensors(held, group, cursor, limit)
 
 
-@router.get(f"{_CHECKPOINT}/files", summary="Files, by name, with their lengths on storage")
+@router.get(f"{_CHECKPOINT}/files", dependencies=READS_RUN, summary="Files, by name, with their lengths on storage")
 def list_files(services: Wired, held: Held, cursor: Cursor = None, limit: Limit = 100) -> rest.Page[rest.File]:
     return contents.page_of_files(services.tier, held, cursor, limit)
 
 
-@router.get(f"{_CHECKPOINT}/files/{{name}}", response_class=Response, responses=_BYTES, summary="A file, or a range of it")
+@router.get(
+    f"{_CHECKPOINT}/files/{{name}}",
+    dependencies=READS_RUN,
+    response_class=Response,
+    responses=_BYTES,
+    summary="A file, or a range of it",
+)
 async def get_file(request: Request, services: Wired, run: str, step: str, name: str) -> Response:
     """Whole extents are read and checked before their bytes are sent.
 
@@ -92,7 +101,9 @@ async def get_file(request: Request, services: Wired, run: str, step: str, name:
     return await delivery.deliver(sending, request.headers)
 
 
-@router.head(f"{_CHECKPOINT}/files/{{name}}", response_class=Response, summary="A file's length and validator")
+@router.head(
+    f"{_CHECKPOINT}/files/{{name}}", dependencies=READS_RUN, response_class=Response, summary="A file's length and validator"
+)
 def head_file(request: Request, services: Wired, run: str, step: str, name: str) -> Response:
     return delivery.deliver_head(_delivery(_opened(request), services, (run, step, name), True), request.headers)
 

@@ -16,9 +16,10 @@ from holdfast_formats.operations import Job, JobKind, JobRequest, JobState
 from holdfast_service.control.job_runner import JobRunner
 from holdfast_service.control.jobs import GOES_ON
 
-from . import delivery, problems
+from . import delivery, problems, rights
 from .listening import listening
-from .services import Cursor, Limit, Wired
+from .needs import READS, WRITES_STATED, WRITES_STATED_JSON
+from .services import Cursor, Limit, Viewer, Wired
 
 WAIT_MAX_S = 20.0
 
@@ -37,21 +38,28 @@ IfNoneMatch = Annotated[str | None, Header(description="the ETag of the job that
 _THERE = {"model": Job, "description": "A job like it is queued or running: it is that one"}
 
 
+def _permitted(viewer: Viewer, wanted: JobRequest) -> JobRequest:
+    """What the framework has made of the request, judged as that."""
+    rights.check_job(viewer, wanted.kind, wanted.run)
+    return wanted
+
+
 @router.post(
     "/jobs",
+    dependencies=WRITES_STATED_JSON,
     status_code=202,
     summary="Submit a job; `Location` says where it is",
     response_model=Job,
     responses={200: _THERE},
 )
-def post_job(runner: Runner, wanted: JobRequest) -> Response:
+def post_job(runner: Runner, wanted: Annotated[JobRequest, Depends(_permitted)]) -> Response:
     """The same request while a job like it is queued or running is that job: 200. What cannot work is refused first."""
     job, new = runner.submit(wanted)
     headers = {"Location": f"/v1/jobs/{job.id}", "ETag": _tag(job)}
     return JSONResponse(job.model_dump(), 202 if new else 200, headers)
 
 
-@router.get("/jobs", summary="Jobs, newest first")
+@router.get("/jobs", dependencies=READS, summary="Jobs, newest first")
 def list_jobs(
     runner: Runner,
     kind: Annotated[JobKind | None, Query(description="of this kind only")] = None,
@@ -65,6 +73,7 @@ def list_jobs(
 
 @router.get(
     "/jobs/{job_id}",
+    dependencies=READS,
     summary="One job: how far it is, and what came of it",
     response_model=Job,
     responses={304: {"description": "It is as `If-None-Match` says"}},
@@ -94,13 +103,18 @@ async def get_job(
 
 @router.delete(
     "/jobs/{job_id}",
+    dependencies=WRITES_STATED,
     status_code=204,
     summary="Cancel a job",
     responses={202: {"model": Job, "description": "It is running, and was asked to stop"}},
 )
-def cancel_job(runner: Runner, job_id: JobId) -> Response:
-    """204 when it has ended, by this or before; 202 while it is asked to stop. What it has done by then stays done."""
-    runner.jobs.get(job_id)  # read first: who may not see its run is told that there is no such job
+def cancel_job(runner: Runner, job_id: JobId, viewer: Viewer) -> Response:
+    """204 when it has ended, by this or before; 202 while it is asked to stop. What it has done by then stays done.
+
+    Whoever may not submit such a job may not cancel it.
+    """
+    known = runner.jobs.get(job_id)  # read first: who may not see its run is told that there is no such job
+    rights.check_job(viewer, known.kind, known.run)
     job = runner.cancel(job_id)
     if job.state in GOES_ON:
         return JSONResponse(job.model_dump(), 202, {"Location": f"/v1/jobs/{job.id}"})

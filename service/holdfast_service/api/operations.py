@@ -9,16 +9,20 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 from starlette.responses import Response
 
 from holdfast_formats import rest
+from holdfast_formats.errors import CheckpointError, StorageFailed
 from holdfast_service.control.listing import Within
+from holdfast_service.control.tokens import Principal
+from holdfast_service.control.visible import sees_all
 
 from . import problems
-from .services import Cursor, Limit, Since, StepMax, StepMin, Wired
+from .needs import OPEN, READS
+from .services import Cursor, Limit, Services, Since, StepMax, StepMin, Viewer, Wired
 
 router = APIRouter(tags=["operations"], responses=problems.RESPONSES)
 RoundState = Literal["open", "sealed", "committed", "aborted", "dropped"]
 
 
-@router.get("/v1/rounds", summary="Rounds, newest first")
+@router.get("/v1/rounds", dependencies=READS, summary="Rounds, newest first")
 def list_rounds(  # noqa: PLR0913 — one a filter
     services: Wired,
     run: Annotated[str | None, Query(description="of this run only")] = None,
@@ -33,26 +37,43 @@ def list_rounds(  # noqa: PLR0913 — one a filter
     return services.catalog.rounds(run, state, cursor, limit, Within(step_min, step_max, since))
 
 
-@router.get("/v1/nodes", summary="Daemons that write here")
+@router.get("/v1/nodes", dependencies=READS, summary="Daemons that write here")
 def list_nodes(services: Wired) -> rest.Page[rest.Node]:
     return rest.Page(items=[services.node()])
 
 
-@router.get("/healthz", summary="The process answers")
-def get_health(services: Wired) -> rest.Health:
-    return rest.Health(status="ok", version=services.version, root=services.root)
+@router.get("/healthz", dependencies=OPEN, summary="The process answers")
+async def get_health(services: Wired, viewer: Viewer) -> rest.Health:
+    """Version and root are for those who may read. Nothing is waited for, not even a thread."""
+    return _health("ok", services, viewer)
 
 
-@router.get("/readyz", summary="Catalog and storage answer; a 5xx problem when one does not")
-def get_readiness(services: Wired) -> rest.Health:
-    services.catalog.round_counts()
-    services.tier.free_bytes()
-    return rest.Health(status="ready", version=services.version, root=services.root)
+@router.get("/readyz", dependencies=OPEN, summary="Catalog and storage answer; a 5xx problem when one does not")
+def get_readiness(services: Wired, viewer: Viewer) -> rest.Health:
+    try:
+        services.catalog.round_counts()
+        services.tier.free_bytes()
+    except CheckpointError as error:
+        if viewer.known:
+            raise
+        raise StorageFailed(
+            "catalog or storage does not answer", hint="the log says which; so does this, to a token"
+        ) from error
+    return _health("ready", services, viewer)
 
 
-@router.get("/metrics", response_class=Response, summary="Prometheus metrics, read when they are scraped")
+def _health(status: str, services: Services, viewer: Principal) -> rest.Health:
+    if not viewer.known:
+        return rest.Health(status=status)
+    return rest.Health(status=status, version=services.version, root=services.root)
+
+
+@router.get(
+    "/metrics", dependencies=READS, response_class=Response, summary="Prometheus metrics, read when they are scraped"
+)
 def get_metrics(request: Request) -> Response:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(request.app.state.collected)
-    ProcessCollector(registry=registry)
+    if sees_all():
+        ProcessCollector(registry=registry)
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import iter_route_contexts
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -46,7 +47,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {"default": _DESCRIBED, 422: _DESCR
 def problem_response(error: CheckpointError, status: int = 0, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The response that carries this error, by its own status unless HTTP has a more exact one."""
     body = error.problem()
-    body["status"] = status or error.status
+    body["status"] = status or error.members.get("status", error.status)
     return JSONResponse(body, body["status"], dict(headers or {}), MEDIA_TYPE)
 
 
@@ -81,7 +82,20 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
             NoSuchResource(f"there is nothing at {request.url.path}", hint="/openapi.json lists every route")
         )
     refused = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}", hint="/openapi.json lists every route")
-    return problem_response(refused, error.status_code, error.headers)
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(_methods(request))
+    return problem_response(refused, error.status_code, headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """What can be done at the path of a request: by all routes that it has, and not by the first of them alone."""
+    found: set[str] = set()
+    for route in iter_route_contexts(request.app.routes):
+        pattern = getattr(route, "path_regex", None)
+        if pattern is not None and pattern.match(request.url.path):
+            found |= route.methods or set()
+    return sorted(found)
 
 
 async def _unknown(request: Request, error: Exception) -> JSONResponse:

@@ -9,12 +9,17 @@ from holdfast_formats.operations import Replica
 from holdfast_service.control import replicas
 
 from . import contents, problems
+from .needs import READS_RUN
 from .services import Wired
 
 router = APIRouter(prefix="/v1", tags=["replicas"], responses=problems.RESPONSES)
 
 
-@router.get("/runs/{run}/checkpoints/{step}/replicas", summary="A checkpoint's copies in other tiers, by tier")
+@router.get(
+    "/runs/{run}/checkpoints/{step}/replicas",
+    dependencies=READS_RUN,
+    summary="A checkpoint's copies in other tiers, by tier",
+)
 def list_replicas(services: Wired, run: str, step: str) -> rest.Page[Replica]:
     """All on one page: there are as many as tiers. What is being copied, or could not be, is among them with its problem."""
     found = contents.find(services, run, step)

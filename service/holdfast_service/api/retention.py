@@ -13,6 +13,7 @@ from holdfast_formats.retention import Force, Preview, RetentionPolicy, check_la
 from holdfast_service.control import run_files
 
 from . import delivery, problems
+from .needs import ADMINS_RUN, ADMINS_RUN_JSON, READS_RUN, WRITES_RUN
 from .services import Wired
 
 _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
@@ -24,7 +25,7 @@ DryRun = Annotated[bool, Query(description="change nothing, only say what would 
 Forced = Annotated[Force | None, Query(description="remove even the newest verified, or the newest healthy checkpoint")]
 
 
-@router.get("/runs/{run}/policy", summary="The policy in force", response_model=RetentionPolicy)
+@router.get("/runs/{run}/policy", dependencies=READS_RUN, summary="The policy in force", response_model=RetentionPolicy)
 def get_policy(services: Wired, run: str, if_none_match: IfNoneMatch = None) -> Response:
     """Its ETag is what `If-Match` has to say to change it. Until one is set, it is the trainer's `keep_last`."""
     file = services.rotation.file(run)
@@ -33,7 +34,12 @@ def get_policy(services: Wired, run: str, if_none_match: IfNoneMatch = None) -> 
     return JSONResponse(file.in_force.model_dump(), headers={"ETag": file.tag})
 
 
-@router.put("/runs/{run}/policy", summary="Set the policy; what it keeps and removes", response_model=Preview)
+@router.put(
+    "/runs/{run}/policy",
+    dependencies=ADMINS_RUN_JSON,
+    summary="Set the policy; what it keeps and removes",
+    response_model=Preview,
+)
 def put_policy(
     services: Wired, run: str, policy: RetentionPolicy, if_match: IfMatch = None, dry_run: DryRun = False
 ) -> Response:
@@ -54,35 +60,41 @@ def put_policy(
     return JSONResponse(preview.model_dump(), headers={"ETag": file.tag})
 
 
-@router.get("/runs/{run}/retention", summary="What the policy in force keeps and removes, and why")
+@router.get("/runs/{run}/retention", dependencies=READS_RUN, summary="What the policy in force keeps and removes, and why")
 def get_retention(services: Wired, run: str) -> Preview:
     """All checkpoints of the run in one document: a verdict holds for the others beside it, at one moment."""
     return services.rotation.preview(run)
 
 
-@router.put(f"{_CHECKPOINT}/pin", status_code=204, summary="Pin a checkpoint: nothing removes it")
+@router.put(f"{_CHECKPOINT}/pin", dependencies=WRITES_RUN, status_code=204, summary="Pin a checkpoint: nothing removes it")
 def put_pin(services: Wired, run: str, step: int) -> None:
     services.rotation.mark(run, step, lambda file: run_files.pinned(file, step))
 
 
-@router.delete(f"{_CHECKPOINT}/pin", status_code=204, summary="Take the pin away")
+@router.delete(f"{_CHECKPOINT}/pin", dependencies=WRITES_RUN, status_code=204, summary="Take the pin away")
 def delete_pin(services: Wired, run: str, step: int) -> None:
     services.rotation.unmark(run, lambda file: run_files.unpinned(file, step))
 
 
-@router.put(f"{_CHECKPOINT}/labels/{{label}}", status_code=204, summary="Label a checkpoint: nothing removes it")
+@router.put(
+    f"{_CHECKPOINT}/labels/{{label}}",
+    dependencies=WRITES_RUN,
+    status_code=204,
+    summary="Label a checkpoint: nothing removes it",
+)
 def put_label(services: Wired, run: str, step: int, label: str) -> None:
     check_label(label)
     services.rotation.mark(run, step, lambda file: run_files.labelled(file, step, label))
 
 
-@router.delete(f"{_CHECKPOINT}/labels/{{label}}", status_code=204, summary="Take the label away")
+@router.delete(f"{_CHECKPOINT}/labels/{{label}}", dependencies=WRITES_RUN, status_code=204, summary="Take the label away")
 def delete_label(services: Wired, run: str, step: int, label: str) -> None:
     services.rotation.unmark(run, lambda file: run_files.unlabelled(file, step, label))
 
 
 @router.delete(
     _CHECKPOINT,
+    dependencies=ADMINS_RUN,
     status_code=204,
     summary="Remove a checkpoint",
     responses={200: {"model": rest.Checkpoint, "description": "With `dry_run`: what would be removed"}},

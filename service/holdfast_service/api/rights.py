@@ -12,7 +12,10 @@ from holdfast_formats.errors import NoSuchRun
 from holdfast_formats.operations import Scope
 from holdfast_service.control.tokens import Principal
 
-OPEN = frozenset({"/healthz", "/readyz", "/login"})
+from . import bodies
+
+PROBES = frozenset({"/healthz", "/readyz"})
+OPEN = PROBES | {"/login"}
 OPEN_FILES = "/static/"  # style and script of pages, /login's among them
 METRICS = "/metrics"
 API = "/v1/"
@@ -60,14 +63,26 @@ def check(principal: Principal, method: str, path: str, query: bytes) -> None:
         principal.require_run(None)
 
 
+def body_of(method: str, path: str) -> bodies.Kind:
+    """What kind of body is read there, where one is."""
+    if method == "PUT" and CHUNK.fullmatch(path):
+        return bodies.OCTETS
+    return bodies.JSON if path.startswith(API) else bodies.FORM
+
+
 def check_body(principal: Principal, path: str, body: Any) -> None:
     """What only the body tells: the run of a rank that says hello, and run and kind of a job. Raises `Forbidden`."""
     if not isinstance(body, dict):
         return
     run, kind = body.get("run"), body.get("kind")
     if path == JOBS:
-        if kind in _ADMINS_JOBS:
-            principal.require("admin")
-        principal.require_run(run if kind in _RUNS_JOBS and isinstance(run, str) else None)
+        check_job(principal, kind if isinstance(kind, str) else None, run if isinstance(run, str) else None)
     elif isinstance(run, str):
         principal.require_run(run)
+
+
+def check_job(principal: Principal, kind: str | None, run: str | None) -> None:
+    """Whether it may have this done, or undone: `Forbidden`."""
+    if kind in _ADMINS_JOBS:
+        principal.require("admin")
+    principal.require_run(run if kind in _RUNS_JOBS else None)

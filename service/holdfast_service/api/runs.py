@@ -11,6 +11,7 @@ from holdfast_service.control.listing import Within
 
 from . import contents, problems, selecting
 from .marks import Marks
+from .needs import READS, READS_RUN
 from .services import Cursor, Limit, Since, StepMax, StepMin, Wired
 
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
@@ -19,17 +20,17 @@ Label = Annotated[str | None, Query(max_length=128, description="only those that
 State = Annotated[rest.CheckpointState | None, Query(description="only those in this state; the worst that is known")]
 
 
-@router.get("/runs", summary="Runs, by name")
+@router.get("/runs", dependencies=READS, summary="Runs, by name")
 def list_runs(services: Wired, cursor: Cursor = None, limit: Limit = 100, prefix: Prefix = "") -> rest.Page[rest.Run]:
     return services.catalog.runs(cursor, limit, prefix)
 
 
-@router.get("/runs/{run}", summary="One run")
+@router.get("/runs/{run}", dependencies=READS_RUN, summary="One run")
 def get_run(services: Wired, run: str) -> rest.Run:
     return services.catalog.run(run)
 
 
-@router.get("/runs/{run}/checkpoints", summary="A run's committed checkpoints, newest step first")
+@router.get("/runs/{run}/checkpoints", dependencies=READS_RUN, summary="A run's committed checkpoints, newest step first")
 def list_checkpoints(  # noqa: PLR0913 — one a filter
     services: Wired,
     run: str,
@@ -48,7 +49,7 @@ def list_checkpoints(  # noqa: PLR0913 — one a filter
     return page.model_copy(update={"items": [marks.on(checkpoint) for checkpoint in page.items]})
 
 
-@router.get("/runs/{run}/checkpoints/{step}", summary="One checkpoint, by step or by what it is")
+@router.get("/runs/{run}/checkpoints/{step}", dependencies=READS_RUN, summary="One checkpoint, by step or by what it is")
 def get_checkpoint(
     services: Wired, run: str, step: str, metric: selecting.Metric = None, mode: selecting.Mode = "min"
 ) -> rest.Checkpoint:

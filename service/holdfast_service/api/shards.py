@@ -14,6 +14,7 @@ from holdfast_formats import rest
 
 from . import contents, delivery, problems
 from .delivery import Delivery
+from .needs import READS_RUN
 from .planned import Asked, PlannedShard, PlannedShards
 from .services import Cursor, Limit, Wired
 from .streams import Streams
@@ -65,7 +66,13 @@ def _shard(request: Request, services: Wired, run: str, step: str, asked: Annota
 Shard = Annotated[PlannedShard, Depends(_shard)]
 
 
-@router.get(SHARD, response_class=Response, responses=_ANSWERS, summary="A rank's shard in any layout, or the plan of it")
+@router.get(
+    SHARD,
+    dependencies=READS_RUN,
+    response_class=Response,
+    responses=_ANSWERS,
+    summary="A rank's shard in any layout, or the plan of it",
+)
 async def get_shard(request: Request, shard: Shard, cursor: Cursor = None, limit: Limit = 100) -> Response:
     """A standard safetensors file of what the rank holds, put together while it is sent, every extent proven before.
 
@@ -80,7 +87,7 @@ async def get_shard(request: Request, shard: Shard, cursor: Cursor = None, limit
     return await delivery.deliver(_delivery(request, shard), request.headers)
 
 
-@router.head(SHARD, response_class=Response, summary="A shard's length and validator")
+@router.head(SHARD, dependencies=READS_RUN, response_class=Response, summary="A shard's length and validator")
 def head_shard(request: Request, shard: Shard, cursor: Cursor = None, limit: Limit = 100) -> Response:
     """The headers that GET answers with. No extent is read for them."""
     if _prefers_plan(request.headers.get("accept", "")):

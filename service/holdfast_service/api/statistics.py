@@ -16,6 +16,7 @@ from holdfast_service.control.statistics import LAST_MAX, StatisticsStore
 
 from . import contents, problems
 from .contents import Columns, OpenedCheckpoints
+from .needs import READS_RUN
 from .services import Cursor, Limit, Wired
 
 Sort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
@@ -29,7 +30,9 @@ Last = Annotated[int, Query(ge=1, le=LAST_MAX, description="so many steps, the n
 router = APIRouter(prefix="/v1", tags=["contents"], responses=problems.RESPONSES)
 
 
-@router.get("/runs/{run}/checkpoints/{step}/statistics", summary="What the tensors' numbers are like")
+@router.get(
+    "/runs/{run}/checkpoints/{step}/statistics", dependencies=READS_RUN, summary="What the tensors' numbers are like"
+)
 def list_statistics(  # noqa: PLR0913 — one parameter a filter
     request: Request,
     services: Wired,
@@ -59,7 +62,7 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     return rest.Page(items=items, next=contents.encode_cursor(sort, str(shown[-1])) if more else None)
 
 
-@router.get("/runs/{run}/layers", summary="Health by layer over the newest steps: a heat map")
+@router.get("/runs/{run}/layers", dependencies=READS_RUN, summary="Health by layer over the newest steps: a heat map")
 def get_layers(services: Wired, run: str, group: Annotated[str, Query(max_length=64)] = "model", last: Last = 50) -> Layers:
     """Steps ascend. Those of checkpoints that are gone are there too, as long as they are among the newest ones."""
     services.catalog.run(run)

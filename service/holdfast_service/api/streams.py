@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from holdfast_service.daemon.extents import Octets, ProvenExtents, Source
 from holdfast_service.storage import Tier
 
 from .delivery import parts_of
+from .places import Places, asking
 
 WINDOW_BYTES = 2**21
 AHEAD = 2  # windows that are put together while one is sent
@@ -64,7 +65,7 @@ class Streams:
     def __init__(self, tier: Tier, streams_max: int = STREAMS_MAX) -> None:
         self.extents = ProvenExtents(tier)
         self._threads = ThreadPoolExecutor(THREADS_MAX, "holdfast-shard")
-        self._room = asyncio.Semaphore(streams_max)
+        self._places = Places(lambda: streams_max)
 
     async def body(self, recipe: Recipe, start: int, stop: int) -> AsyncGenerator[bytes, None]:
         """Bytes [start, stop) of a shard's file, window by window.
@@ -108,18 +109,17 @@ class Streams:
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
-        try:
-            await asyncio.wait_for(self._room.acquire(), STREAM_WAIT_MAX_S)
-        except asyncio.TimeoutError:
-            raise DeadlineExceeded(
-                f"{STREAMS_MAX} shards are being sent, and none of them ended in {STREAM_WAIT_MAX_S:.0f} s",
-                hint="ask again later; with Accept: application/json the service says which bytes to read from storage",
-            ) from None
-        try:
+        async with AsyncExitStack() as held:
+            try:
+                await held.enter_async_context(self._places.awaited(asking(), STREAM_WAIT_MAX_S))
+            except asyncio.TimeoutError:
+                raise DeadlineExceeded(
+                    f"{STREAMS_MAX} shards are being sent, or too many to this token or address, and none of them ended in "
+                    f"{STREAM_WAIT_MAX_S:.0f} s",
+                    hint="ask again later; with Accept: application/json the service says which bytes to read from storage",
+                ) from None
             with self.extents.opened():
                 yield
-        finally:
-            self._room.release()
 
     def _fill(self, recipe: Recipe, span: tuple[int, int], memory: Octets) -> Octets:
         """One window, in a thread. A stream that has ended meanwhile does not stop it: it gives its slabs back by itself.

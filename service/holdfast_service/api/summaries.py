@@ -11,12 +11,17 @@ from holdfast_formats.observed import RunSummary
 from holdfast_service.control.summaries import Order, Summaries
 
 from . import problems
+from .needs import READS, READS_RUN
 from .services import Cursor, Limit, Services
 
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
 
 
-@router.get("/summaries", summary="How the checkpointing of all runs goes, by name or by how much they need attention")
+@router.get(
+    "/summaries",
+    dependencies=READS,
+    summary="How the checkpointing of all runs goes, by name or by how much they need attention",
+)
 def list_summaries(
     request: Request,
     prefix: Annotated[str, Query(max_length=128, description="runs whose name begins so")] = "",
@@ -27,7 +32,11 @@ def list_summaries(
     return _summaries(request).page(cursor, limit, prefix, sort)
 
 
-@router.get("/runs/{run}/summary", summary="How a run's checkpointing goes: exposure, stall, interval, what needs attention")
+@router.get(
+    "/runs/{run}/summary",
+    dependencies=READS_RUN,
+    summary="How a run's checkpointing goes: exposure, stall, interval, what needs attention",
+)
 def get_summary(request: Request, run: str) -> RunSummary:
     return _summaries(request).one(run)
 

@@ -10,22 +10,25 @@ from starlette.responses import Response
 from holdfast_formats import operations, rest
 
 from . import problems
+from .needs import ADMINS, ADMINS_JSON
 from .services import Cursor, Limit, Wired
 
 router = APIRouter(prefix="/v1", tags=["tokens"], responses=problems.RESPONSES)
 
 
-@router.get("/tokens", summary="Tokens, newest first; never their text")
+@router.get("/tokens", dependencies=ADMINS, summary="Tokens, newest first; never their text")
 def list_tokens(services: Wired, cursor: Cursor = None, limit: Limit = 100) -> rest.Page[operations.Token]:
     return services.tokens.page(cursor, limit)
 
 
-@router.post("/tokens", status_code=201, summary="Make a token; its text is in this answer and nowhere else")
+@router.post(
+    "/tokens", dependencies=ADMINS_JSON, status_code=201, summary="Make a token; its text is in this answer and nowhere else"
+)
 def create_token(services: Wired, wanted: operations.TokenRequest, response: Response) -> operations.NewToken:
     response.headers["Cache-Control"] = "no-store"
     return services.tokens.create(wanted)
 
 
-@router.delete("/tokens/{name}", status_code=204, summary="Revoke a token, at once and for good")
+@router.delete("/tokens/{name}", dependencies=ADMINS, status_code=204, summary="Revoke a token, at once and for good")
 def revoke_token(services: Wired, name: Annotated[str, Path(max_length=63)]) -> None:
     services.tokens.revoke(name)

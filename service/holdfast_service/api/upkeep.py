@@ -10,13 +10,14 @@ from holdfast_formats.consistency import CatalogCheck
 from holdfast_service.control import consistency
 
 from . import problems
+from .needs import ADMINS
 from .services import Wired
 
 router = APIRouter(prefix="/v1", tags=["operations"], responses=problems.RESPONSES)
 Thorough = Annotated[bool, Query(description="read every manifest, also where storage says that nothing has changed")]
 
 
-@router.get("/catalog/check", summary="Whether the catalog says what the directories say")
+@router.get("/catalog/check", dependencies=ADMINS, summary="Whether the catalog says what the directories say")
 def check_catalog(services: Wired, thorough: Thorough = False) -> CatalogCheck:
     """Every contradiction that lasts while saves and removals go on; `count` is 0 when there is none. Nothing is changed."""
     return consistency.check(services.tier, services.catalog, [services.node().name], thorough)

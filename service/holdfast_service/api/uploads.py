@@ -13,11 +13,20 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from holdfast_formats import rest
-from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest, LimitExceeded, NoSuchResource, from_problem
+from holdfast_formats.errors import (
+    CheckpointError,
+    DaemonGone,
+    DeadlineExceeded,
+    InvalidRequest,
+    LimitExceeded,
+    NoSuchResource,
+    from_problem,
+)
 from holdfast_service.daemon.remote import Chunk, RemoteRank, RemoteRanks
 
 from . import problems
-from .services import Wired
+from .needs import READS_STATED, WRITES_CHUNKS, WRITES_STATED, WRITES_STATED_JSON
+from .services import Viewer, Wired
 
 CHUNK_BYTES_MAX = 4 * 2**20  # before compression
 UPLOAD_BYTES_MAX = 24 * 2**20  # what all chunks together may take of memory at a time, packed and unpacked
@@ -48,15 +57,27 @@ RankId = Annotated[
 Number = Annotated[int, Path(ge=0, le=2**53, description="the rank's own count of its uploads")]
 
 
-def _rank(ranks: Ranks, rank_id: RankId) -> RemoteRank:
-    return ranks.find(rank_id)
+def _rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> RemoteRank:
+    """The rank, for who may see its run; to others there is none of this id."""
+    rank = ranks.find(rank_id)
+    if not viewer.sees(rank.who.run):
+        raise NoSuchResource(f"no rank has the id {rank_id}", hint="say hello first: PUT /v1/ranks/{id}")
+    return rank
+
+
+def _own(viewer: Viewer, hello: rest.RankHello) -> rest.RankHello:
+    """What the framework has made of the hello, about a run of the asker's."""
+    viewer.require_run(hello.run)
+    return hello
 
 
 Known = Annotated[RemoteRank, Depends(_rank)]
 
 
-@router.put(_RANK, summary="A rank says hello; repeating it is harmless")
-def put_rank(services: Wired, ranks: Ranks, rank_id: RankId, hello: rest.RankHello) -> rest.RankWelcome:
+@router.put(_RANK, dependencies=WRITES_STATED_JSON, summary="A rank says hello; repeating it is harmless")
+def put_rank(
+    services: Wired, ranks: Ranks, rank_id: RankId, hello: Annotated[rest.RankHello, Depends(_own)]
+) -> rest.RankWelcome:
     """Ranks with the same `launch` share an attempt. A rank that begins anew under another id takes its old one's place."""
     rank = ranks.hello(rank_id, hello)
     return rest.RankWelcome(
@@ -69,19 +90,31 @@ def put_rank(services: Wired, ranks: Ranks, rank_id: RankId, hello: rest.RankHel
     )
 
 
-@router.delete(_RANK, status_code=204, summary="A rank parts; what it has sealed is saved")
-def delete_rank(ranks: Ranks, rank_id: RankId) -> None:
-    ranks.leave(rank_id)
+@router.delete(_RANK, dependencies=WRITES_STATED, status_code=204, summary="A rank parts; what it has sealed is saved")
+def delete_rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> None:
+    try:
+        rank = ranks.find(rank_id)
+    except CheckpointError:
+        return  # it has parted already, or never said hello
+    if viewer.sees(rank.who.run):
+        ranks.leave(rank_id)
 
 
 @router.put(
-    f"{_RANK}/segment", status_code=204, summary="Keep memory for a rank's slots; 413 when the arena has not that much"
+    f"{_RANK}/segment",
+    dependencies=WRITES_STATED_JSON,
+    status_code=204,
+    summary="Keep memory for a rank's slots; 413 when the arena has not that much",
 )
 def put_segment(rank: Known, room: rest.Room) -> None:
     rank.reserve(room)
 
 
-@router.put(_UPLOAD, summary="Begin an upload: lease a slot for a step; 409 when the step may not be saved")
+@router.put(
+    _UPLOAD,
+    dependencies=WRITES_STATED_JSON,
+    summary="Begin an upload: lease a slot for a step; 409 when the step may not be saved",
+)
 def put_upload(rank: Known, number: Number, wanted: rest.UploadRequest) -> rest.Upload:
     """Where no slot is free, since storage has not taken the saves before, the policy decides: an older one or this one is
     dropped, the latter with 503 `generation-dropped`; under `wait` it is 429 `arena-full`: try again. Repeating is harmless.
@@ -89,12 +122,12 @@ def put_upload(rank: Known, number: Number, wanted: rest.UploadRequest) -> rest.
     return rank.open(number, wanted.step, wanted.policy)
 
 
-@router.get(_UPLOAD, summary="How far an upload is, and what became of it")
+@router.get(_UPLOAD, dependencies=READS_STATED, summary="How far an upload is, and what became of it")
 def get_upload(rank: Known, number: Number) -> rest.Upload:
     return rank.state(number)
 
 
-@router.put(f"{_UPLOAD}/{{part}}", summary="A chunk of a slot's data or of its table")
+@router.put(f"{_UPLOAD}/{{part}}", dependencies=WRITES_CHUNKS, summary="A chunk of a slot's data or of its table")
 async def put_chunk(
     request: Request,
     rank: Known,
@@ -121,18 +154,26 @@ async def put_chunk(
 
 
 @router.post(
-    f"{_UPLOAD}/seal", summary="The slot is complete: from here on the daemon saves it, whatever becomes of the rank"
+    f"{_UPLOAD}/seal",
+    dependencies=WRITES_STATED_JSON,
+    summary="The slot is complete: from here on the daemon saves it, whatever becomes of the rank",
 )
 def seal_upload(rank: Known, number: Number, whole: rest.SealRequest) -> rest.Upload:
     return rank.seal(number, whole)
 
 
-@router.post(f"{_UPLOAD}/abandon", summary="Give an upload up, and with it the save of this step")
+@router.post(
+    f"{_UPLOAD}/abandon", dependencies=WRITES_STATED_JSON, summary="Give an upload up, and with it the save of this step"
+)
 def abandon_upload(rank: Known, number: Number, why: rest.AbandonRequest) -> rest.Upload:
     return rank.abandon(number, from_problem(why.problem))
 
 
-@router.get(f"{_RANK}/outcomes", summary="Uploads that have ended; waits for one. Also says that the rank is alive")
+@router.get(
+    f"{_RANK}/outcomes",
+    dependencies=READS_STATED,
+    summary="Uploads that have ended; waits for one. Also says that the rank is alive",
+)
 async def get_outcomes(
     ranks: Ranks,
     rank: Known,
@@ -156,7 +197,11 @@ async def get_outcomes(
     return rank.outcomes(after)
 
 
-@router.put(f"{_RANK}/choices/{{turn}}", summary="Which step to restore: every rank's n-th question has one answer")
+@router.put(
+    f"{_RANK}/choices/{{turn}}",
+    dependencies=WRITES_STATED_JSON,
+    summary="Which step to restore: every rank's n-th question has one answer",
+)
 def put_choice(
     services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], question: rest.Question
 ) -> rest.Answer:
@@ -166,6 +211,7 @@ def put_choice(
 
 @router.put(
     f"{_RANK}/choices/{{turn}}/end",
+    dependencies=WRITES_STATED_JSON,
     summary="How a restore ended: whether this rank goes on, once those of the other ranks have ended too",
 )
 async def put_choice_end(

@@ -13,7 +13,7 @@ import hmac
 import re
 import secrets
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime, timedelta, timezone
 from typing import NamedTuple, get_args
 
@@ -45,6 +45,8 @@ class Principal(NamedTuple):
     name: str
     scope: Scope
     runs: str = ALL
+    token: int | None = None  # by which it was let in
+    known: bool = True  # it has said who it is, or stands where nobody needs to
 
     def sees(self, run: str) -> bool:
         return matches(self.runs, run)
@@ -139,10 +141,15 @@ class Tokens:
                 raise Unauthenticated(f"the token {row.name!r} has been revoked", hint=_HINT)
             if row.expires is not None and row.expires <= now:
                 raise Unauthenticated(f"the token {row.name!r} has expired", hint=_HINT)
-            found, token_id, used = Principal(row.name, _scope(row.scope), row.runs), row.id, row.used
+            found, token_id, used = Principal(row.name, _scope(row.scope), row.runs, row.id), row.id, row.used
         if used is None or _later(used, USED_EVERY_S) <= now:
             self._note_use(token_id, now)
         return found
+
+    def in_force(self, ids: Collection[int]) -> set[int]:
+        """Which of these tokens still are."""
+        with self._database.read() as session:
+            return set(session.scalars(select(TokenRow.id).where(TokenRow.id.in_(ids), *_in_force(self._now()))))
 
     def _note_use(self, token_id: int, now: str) -> None:
         with self._database.write() as session:

@@ -1,0 +1,68 @@
+"""The head of a request, read once for all that decide by it: of a length, and with no header twice that carries meaning.
+
+Two readers that differ in which of two equal headers they take let a request pass as one thing and be done as another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from starlette.types import Scope
+
+from holdfast_formats.errors import InvalidRequest, LimitExceeded
+
+HEAD_BYTES_MAX = 2**16  # request line and headers
+COOKIE = "holdfast_token"
+_ONCE = frozenset(
+    {
+        "authorization",
+        "content-encoding",
+        "content-length",
+        "content-range",
+        "content-type",
+        "cookie",
+        "host",
+        "if-match",
+        "if-none-match",
+        "if-range",
+        "last-event-id",
+        "origin",
+        "range",
+        "sec-fetch-site",
+        "transfer-encoding",
+        "x-content-digest",
+    }
+)
+_OURS = "x-holdfast-"
+
+
+def read(scope: Scope) -> dict[str, str]:
+    """The headers by their names in lower case; `LimitExceeded` for a head that is too long, `InvalidRequest` for one that
+    could be read in two ways.
+    """
+    given = [(name.decode("latin-1").lower(), value.decode("latin-1").strip()) for name, value in scope["headers"]]
+    size = len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"])
+    if size + sum(len(name) + len(value) for name, value in given) > HEAD_BYTES_MAX:
+        raise LimitExceeded(f"the request's line and headers are over the limit of {HEAD_BYTES_MAX} bytes")
+    counts = Counter(name for name, _ in given)
+    twice = [name for name, count in counts.items() if count > 1 and (name in _ONCE or name.startswith(_OURS))]
+    if twice:
+        raise InvalidRequest(f"the header {twice[0]!r} stands there twice", hint="send it once")
+    headers = dict(given)
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise InvalidRequest("Transfer-Encoding and Content-Length are two lengths of one body", hint="send one of them")
+    if len(cookies(headers.get("cookie", ""))) > 1:
+        raise InvalidRequest(f"the cookie {COOKIE!r} stands there twice", hint="sign out, and sign in again")
+    return headers
+
+
+def bearer(text: str) -> str | None:
+    """The token of an Authorization header, which may be empty; None where it shows something else than a token."""
+    scheme, _, token = text.strip().partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
+def cookies(text: str) -> list[str]:
+    """Every token in a Cookie header, in its order."""
+    pairs = (part.strip().partition("=") for part in text.split(";"))
+    return [value for name, _, value in pairs if name.strip() == COOKIE]
