@@ -106,7 +106,7 @@ class Checkpointer:
         self._closed = False
         self._layout = staging.NOTHING  # of the last save: what has not changed since is not looked at again
         self._routes, self._claims = Routes(), Claims(state, self._launch.world)
-        self._hooks = [o.register_step_pre_hook(self._before_step) for o in settled.optimizers(state)]
+        self._hooks = settled.StepHooks(state, self._before_step)
         self.last_restore: RestoreReport | None = None
 
     def __enter__(self) -> Checkpointer:
@@ -163,6 +163,7 @@ class Checkpointer:
             began = time.monotonic()
             self._tell_failures()
             self._state.wholeness.check()
+            self._hooks.renew()
             snapshot = self._state.snapshot(groups)
             layout = self._lay_out(snapshot)
             try:
@@ -263,9 +264,7 @@ class Checkpointer:
             self._closed = True
             if self._preparation is not None:
                 self._preparation.stop()
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
+            self._hooks.remove()
             if self._handover is not None:
                 self.fence()
                 self._handover.join()

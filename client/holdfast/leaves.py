@@ -117,7 +117,9 @@ class Content:
         memory = fragments.local_tensor(value) if local is None else local
         if not has_memory(memory):
             return describe(group, name, value, local)  # which refuses it, by name
-        form = (memory.data_ptr(), memory.dtype, memory.shape, memory.stride())
+        form: tuple[object, ...] = (memory.data_ptr(), memory.dtype, memory.shape, memory.stride())
+        if isinstance(value, Fragment):
+            form = (*form, value.shape, value.offset, value.flat)
         before = self.known.get((group, name))
         if before is None or before.value is not value or before.form != form:
             before = self.known[group, name] = Known(value, form, *describe(group, name, value, local))

@@ -23,20 +23,26 @@ _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped
 _WRAPPER_CLASSES = ("DistributedDataParallel", "DataParallel")
 
 
+def wrapped(module: nn.Module) -> nn.Module | None:
+    """The module inside DDP, torch.compile or activation checkpointing; None where this is none of them."""
+    kind = type(module).__name__
+    if kind in _WRAPPER_CLASSES:
+        inner = module.module
+    elif kind == "OptimizedModule":
+        inner = module._orig_mod
+    elif kind == "CheckpointWrapper":
+        inner = module._checkpoint_wrapped_module
+    else:
+        return None
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's module inside DDP, torch.compile and activation checkpointing."""
-    while True:
-        kind = type(module).__name__
-        if kind in _WRAPPER_CLASSES:
-            inner = module.module
-        elif kind == "OptimizedModule":
-            inner = module._orig_mod
-        elif kind == "CheckpointWrapper":
-            inner = module._checkpoint_wrapped_module
-        else:
-            return module
-        assert isinstance(inner, nn.Module)
+    """The user's module inside all of its wrappers."""
+    while (inner := wrapped(module)) is not None:
         module = inner
+    return module
 
 
 def clean(name: str) -> str:

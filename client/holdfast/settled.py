@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from holdfast_formats.arena import PAGE_BYTES
+from holdfast_formats.errors import InvalidRequest
 
 from . import device
 from .fragments import Piece, local_tensor
 from .leaves import RANK_PREFIX, Leaf
+from .optimizer_wrappers import innermost
 from .staging import LONG_BYTES_MIN
 from .state import EXTRA
 
@@ -28,7 +31,7 @@ class Judge:
 
     def __init__(self, state: Mapping[str, Any], fenced: bool) -> None:
         self._state, self._fenced = state, fenced
-        self._any = fenced or bool(optimizers(state))
+        self._any = fenced or bool(innermost(state))
 
     def __call__(self, leaf: Leaf, piece: Piece) -> bool:
         kind = piece.tensor.device.type
@@ -40,11 +43,6 @@ class Judge:
     def _buffers(self) -> frozenset[int]:
         modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
         return frozenset(local_tensor(buffer).data_ptr() for module in modules for buffer in module.buffers())
-
-
-def optimizers(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
-    """The optimizers whose steps can be hooked."""
-    return [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
 
 
 class Growth(NamedTuple):
@@ -60,7 +58,7 @@ def expected_growth(state: Mapping[str, Any]) -> Growth:
     An estimate for the size of a slot; a state that turns out larger gets a larger one.
     """
     size = count = 0
-    for optimizer in optimizers(state):
+    for optimizer in innermost(state):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and not optimizer.state.get(parameter):
@@ -68,3 +66,31 @@ def expected_growth(state: Mapping[str, Any]) -> Growth:
                     size += 2 * (local.nbytes + (PAGE_BYTES if local.nbytes >= LONG_BYTES_MIN else 0)) + 256
                     count += 3
     return Growth(size, count)
+
+
+class StepHooks:
+    """Asks to be called before each step of the optimizers of a state, also of those that come into it later."""
+
+    def __init__(self, state: Mapping[str, Any], before_step: Callable[..., None]) -> None:
+        self._state, self._before_step = state, before_step
+        self._hooked: dict[int, tuple[torch.optim.Optimizer, RemovableHandle]] = {}
+        self.renew()
+
+    def renew(self) -> None:
+        """Hook the optimizers that are new in the state. Raises `InvalidRequest` for one whose step cannot be waited for."""
+        for optimizer in innermost(self._state):
+            if id(optimizer) not in self._hooked:
+                try:
+                    handle = optimizer.register_step_pre_hook(self._before_step)
+                except AttributeError:
+                    raise InvalidRequest(
+                        f"the step of a {type(optimizer).__name__} cannot be waited for: it has no hooks",
+                        hint="its class must call torch.optim.Optimizer.__init__; or hand over the optimizer inside it",
+                    ) from None
+                self._hooked[id(optimizer)] = optimizer, handle
+
+    def remove(self) -> None:
+        """Call nobody any more."""
+        for _, handle in self._hooked.values():
+            handle.remove()
+        self._hooked = {}

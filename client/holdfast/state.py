@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 
-from . import extras, optimizers, rng
+from . import extras, optimizer_wrappers, optimizers, resumption, rng, sharding_marks
 from .declared import Declared, Live
 from .extras import Stateful, Value
 from .fragments import Fragment, Storable, is_dtensor
@@ -62,11 +62,16 @@ class Snapshot(NamedTuple):
 
 
 class Part(Protocol):
-    """An entry of the state: it can say what it consists of, and what it wants back."""
+    """An entry of the state: it can say what it consists of."""
 
     @property
     def groups(self) -> frozenset[str]: ...
     def collect(self, content: Content) -> None: ...
+
+
+class Asked(Part, Protocol):
+    """An entry that is asked anew at every save, and says what it wants back."""
+
     def plan(self, stored: Stored, selection: Selection) -> Plan: ...
 
 
@@ -76,11 +81,17 @@ class Parts(NamedTuple):
     groups: tuple[str, ...]
     named: tuple[NamedTensors, ...]
     optimizers: tuple[OptimizerState, ...]
-    others: tuple[Part, ...]
+    others: tuple[Asked, ...]
 
     @property
     def all(self) -> tuple[Part, ...]:
         return (*self.named, *self.optimizers, *self.others)
+
+    def plans(self, stored: Stored, selection: Selection) -> list[Plan]:
+        """What each entry wants back."""
+        named = [part.plan(stored, selection) for part in self.named]
+        resumed = [resumption.plan(part, stored, selection) for part in self.optimizers]
+        return [*named, *resumed, *(part.plan(stored, selection) for part in self.others)]
 
 
 class _Walk(NamedTuple):
@@ -103,6 +114,7 @@ class TrainState:
             raise InvalidRequest(f"rank {rank} of a world of {world}")
         self.state = state
         self.rank = rank
+        self.world = world
         self.declared = declared
         self.wholeness = Wholeness()
         self._known: dict[Key, Known] = {}  # what earlier snapshots found, so that later ones need not look again
@@ -159,8 +171,8 @@ class TrainState:
         for key, value in self.state.items():
             if isinstance(value, nn.Module):
                 watch.see_module(value)
-            elif isinstance(value, torch.optim.Optimizer):
-                watch.see_optimizer(value)
+            elif optimizer_wrappers.is_optimizer(value):
+                watch.see_optimizers(value)
             elif not _is_loose(key, value) and isinstance(value, Mapping):
                 watch.see(value)
         if watch.possible:
@@ -194,10 +206,10 @@ class TrainState:
         parts = self._parts(stored)
         selection = Selection(check_groups(groups, parts.groups), tuple(ignore))
         if self.declared is None:
-            return restoration([part.plan(stored, selection) for part in parts.all], stored, selection, strict)
+            return restoration(parts.plans(stored, selection), stored, selection, strict)
         live = _live(parts.named)
         shown = self.declared.inward(stored, selection.groups, live)
-        plans = [part.plan(shown.stored, selection) for part in parts.all]
+        plans = parts.plans(shown.stored, selection)
         for plan in plans:
             plan.wanted = [leaf for leaf in plan.wanted if leaf.key in shown.held or not live.is_empty(leaf)]
         return land(restoration(plans, shown.stored, selection, strict), shown.held, shown.notes)
@@ -215,8 +227,10 @@ class TrainState:
         modules = _module_groups(self.state)
         collections = [_named(key, value, modules, self.rank) for key, value in self.state.items()]
         tensors = [part for part in collections if part is not None]
+        for part in tensors:
+            sharding_marks.check(part.path, part.state.tensors, self.world, self.declared is not None)
         optimizers_now = _optimizers(self.state, tensors)
-        others: list[Part] = []
+        others: list[Asked] = []
         for key, value in self.state.items():
             if _is_loose(key, value):
                 others.append(Stateful(key, value, self.rank) if _is_stateful(value) else Value(key, self.state))
@@ -274,7 +288,7 @@ def _is_stateful(value: object) -> bool:
 
 def _is_loose(key: str, value: object) -> bool:
     named = isinstance(value, nn.Module) or _is_tensor(value) or _is_tensors(value) or _is_group_mapping(key, value)
-    return not named and not isinstance(value, torch.optim.Optimizer)
+    return not named and not optimizer_wrappers.is_optimizer(value)
 
 
 def _is_group_mapping(key: str, value: object) -> bool:
@@ -321,12 +335,13 @@ def _optimizers(state: Mapping[str, Any], collections: Sequence[NamedTensors]) -
             names = {**parameter_names(part.state.tensors, prefix), **names}
     found = []
     owners: dict[str, str] = {}
+    stored = [value for part in collections for value in part.tensors()]
     for key, value in state.items():
-        if not isinstance(value, torch.optim.Optimizer):
+        if isinstance(value, nn.Module) or _is_tensor(value) or not optimizer_wrappers.is_optimizer(value):
             continue
         if type(value).__name__ == "ZeroRedundancyOptimizer":
             raise InvalidRequest(f"{key}: a ZeroRedundancyOptimizer hides its shards", hint="shard with fully_shard (FSDP2)")
-        optimizer = OptimizerState(key, value, names)
+        optimizer = OptimizerState(key, optimizer_wrappers.check(key, value, state, stored).optimizers, names)
         for parameter in optimizer.parameters():
             if parameter.name in owners:
                 raise InvalidRequest(

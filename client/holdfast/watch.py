@@ -1,23 +1,26 @@
 """Whether the live state is still made up as an earlier save found it, found out without walking through it again.
 
-What a walk went through is noted: the containers, with what stood in them, and the tensors, with their memory. As long as
-every container holds the very same things and every tensor is the same stretch of memory, another walk would find the same.
+What a walk went through is noted: the containers, with what stood in them, who holds them, and the tensors, with their
+memory. As long as every holder has the very same containers, these hold the very same things, and every tensor is the same
+stretch of memory, another walk would find the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import eq, is_
+from operator import eq, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from . import optimizer_wrappers
 from .fragments import Fragment, Storable, is_dtensor
-from .modules import unwrap
+from .modules import wrapped
 
 _PLAIN_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_CONTAINERS = ("_parameters", "_buffers", "_modules", "_state_dict_pre_hooks", "_state_dict_hooks")
 
 
 class _Seen(NamedTuple):
@@ -40,9 +43,13 @@ class Watch:
         self.possible = True
         self._seen: list[_Seen] = []
         self._lists: list[tuple[list[Any], tuple[Any, ...]]] = []
+        self._modules = _Modules()
+        self._optimizers: list[tuple[object, tuple[torch.optim.Optimizer, ...]]] = []
+        self._held: list[tuple[Mapping[str, Any], str, object]] = []  # who holds a container: mapping, key, container
         self._transient: list[tuple[nn.Module, frozenset[str]]] = []  # modules, and their buffers that are not saved
         self._hooked: list[tuple[nn.Module, str]] = []
-        self._sharded: list[tuple[Any, torch.Tensor]] = []
+        self._sharded: list[tuple[Any, torch.Tensor, object]] = []
+        self._fragments: list[tuple[Fragment, tuple[Any, ...]]] = []
         self._forms = _Forms(())
 
     def unchanged(self) -> bool:
@@ -53,10 +60,17 @@ class Watch:
             for hook in module._state_dict_pre_hooks.values():
                 hook(module, prefix, True)
         return (
-            all(seen.unchanged for seen in self._seen)
+            self._modules.unchanged
+            and all(
+                len(found := optimizer_wrappers.find(value).optimizers) == len(before) and all(map(is_, found, before))
+                for value, before in self._optimizers
+            )
+            and all(holder.get(key) is held for holder, key, held in self._held)
+            and all(seen.unchanged for seen in self._seen)
             and all(len(held) == len(before) and all(map(is_, held, before)) for held, before in self._lists)
             and all(module._non_persistent_buffers_set == names for module, names in self._transient)
-            and all(tensor._local_tensor is local for tensor, local in self._sharded)
+            and all(tensor._local_tensor is local and tensor._spec is spec for tensor, local, spec in self._sharded)
+            and all(all(map(is_, _place(fragment), before)) for fragment, before in self._fragments)
             and self._forms.unchanged
         )
 
@@ -66,44 +80,51 @@ class Watch:
 
     def see_module(self, module: nn.Module) -> None:
         """Note everything that decides what a module's `state_dict` holds."""
-        for mapping in (module._modules, module._buffers):  # of a wrapper: what it wraps, and what it counts
-            self.see(mapping)
-        inner = unwrap(module.module if isinstance(module, AveragedModel) else module)
-        for prefix, part in inner.named_modules(remove_duplicate=False):
+        while (inner := module.module if isinstance(module, AveragedModel) else wrapped(module)) is not None:
+            self._modules.see(module)  # a wrapper: what it wraps, and what it counts
+            for mapping in (module._modules, module._buffers):
+                self.see(mapping)
+            module = inner
+        for prefix, part in module.named_modules(remove_duplicate=False):
             if part._state_dict_hooks or any(_is_special(part, method) for method in _PLAIN_METHODS):
                 self.possible = False
                 return
-            for mapping in (
-                part._parameters,
-                part._buffers,
-                part._modules,
-                part._state_dict_pre_hooks,
-                part._state_dict_hooks,
-            ):
-                self.see(mapping)
+            self._modules.see(part)
+            for container in _CONTAINERS:
+                self.see(vars(part)[container])
             if part._buffers:
                 self._transient.append((part, frozenset(part._non_persistent_buffers_set)))
             if part._state_dict_pre_hooks:
                 self._hooked.append((part, f"{prefix}." if prefix else ""))
 
-    def see_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note its parameters, and the tensors and values that it keeps for each."""
-        self.see(optimizer.state)
-        for kept in optimizer.state.values():
-            self.see(kept)
-        self._lists.append((optimizer.param_groups, tuple(optimizer.param_groups)))
-        for group in optimizer.param_groups:
-            self._lists.append((group["params"], tuple(group["params"])))
+    def see_optimizers(self, value: object) -> None:
+        """Note the optimizers of an entry, their parameters, and the tensors and values that they keep for each."""
+        found = optimizer_wrappers.find(value).optimizers
+        self._optimizers.append((value, found))
+        for optimizer in found:
+            for name in ("state", "param_groups"):  # load_state_dict puts others in their place
+                if name in vars(optimizer):
+                    self._held.append((vars(optimizer), name, vars(optimizer)[name]))
+                else:  # a property, of whatever
+                    self.possible = False
+            self.see(optimizer.state)
+            for kept in optimizer.state.values():
+                self.see(kept)
+            self._lists.append((optimizer.param_groups, tuple(optimizer.param_groups)))
+            for group in optimizer.param_groups:
+                self._held.append((group, "params", group["params"]))
+                self._lists.append((group["params"], tuple(group["params"])))
 
     def see_memory(self, tensors: Iterable[Storable]) -> None:
         """Note where tensors lie, and in what form. Call it once, with all of them."""
         memory: list[torch.Tensor] = []
         for value in tensors:
             if isinstance(value, Fragment):
+                self._fragments.append((value, _place(value)))
                 memory.append(value.tensor)
             elif is_dtensor(value):
                 local = value._local_tensor  # type: ignore[attr-defined]
-                self._sharded.append((value, local))
+                self._sharded.append((value, local, value._spec))  # type: ignore[attr-defined]
                 memory.append(local)
             else:
                 memory.append(value)
@@ -112,6 +133,36 @@ class Watch:
 
 def _is_special(module: nn.Module, method: str) -> bool:
     return method in vars(module) or getattr(type(module), method) is not getattr(nn.Module, method)
+
+
+def _place(fragment: Fragment) -> tuple[Any, ...]:
+    """What a fragment is: any of it may be set to another."""
+    return fragment.tensor, fragment.held, fragment.shape, fragment.offset, fragment.flat
+
+
+class _Modules:
+    """Modules, and the containers that each of them had: also these can be set to others."""
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._classes: list[type] = []
+        self._attributes: list[dict[str, Any]] = []
+        self._containers: dict[str, list[Any]] = {name: [] for name in _CONTAINERS}
+
+    def see(self, module: nn.Module) -> None:
+        self._modules.append(module)
+        self._classes.append(type(module))
+        self._attributes.append(vars(module))
+        for name, held in self._containers.items():
+            held.append(vars(module)[name])
+
+    @property
+    def unchanged(self) -> bool:
+        return (
+            all(map(is_, map(type, self._modules), self._classes))
+            and all(all(map(is_, map(itemgetter(name), self._attributes), held)) for name, held in self._containers.items())
+            and not any(method in held for method in _PLAIN_METHODS for held in self._attributes)
+        )
 
 
 class _Forms:
@@ -128,11 +179,16 @@ class _Forms:
     @property
     def unchanged(self) -> bool:
         tensors = self._tensors
-        return (
-            [tensor.data_ptr() for tensor in tensors] == self._addresses
-            and [tensor.dtype for tensor in tensors] == self._dtypes
-            and [tensor.is_contiguous() for tensor in tensors] == self._contiguous
-            # One at a time: a list of as many new tuples would set off Python's garbage collection.
-            and all(map(eq, (tensor.shape for tensor in tensors), self._shapes))
-            and all(tensor.stride() == stride for tensor, stride in self._strided)
-        )
+        try:
+            return (
+                [tensor.data_ptr() for tensor in tensors] == self._addresses
+                and [tensor.dtype for tensor in tensors] == self._dtypes
+                and [tensor.is_contiguous() for tensor in tensors] == self._contiguous
+                # One at a time: a list of as many new tuples would set off Python's garbage collection.
+                and all(map(eq, (tensor.shape for tensor in tensors), self._shapes))
+                and all(tensor.stride() == stride for tensor, stride in self._strided)
+                and not any(tensor.is_neg() for tensor in tensors)
+                and not any(tensor.is_conj() for tensor in tensors if tensor.is_complex())
+            )
+        except (RuntimeError, NotImplementedError):
+            return False  # one has no memory any more: the walk says which

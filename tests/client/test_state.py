@@ -437,7 +437,7 @@ def test_entries_that_cannot_be_named_are_refused(state, message):
         ({"loader": Loader({"sampler": {"fn": len}})}, r"^loader\.sampler\.fn: a value of type builtin_function"),
         ({"loader": Loader({"names": np.array(["a"])})}, r"^loader\.names: a numpy array of <U1"),
         ({"master": {"ranks/w": torch.zeros(1)}}, "names beginning with 'ranks/'"),
-        ({"optimizers": [torch.optim.SGD([torch.zeros(1)])]}, r"^optimizers\[0\]: a value of type torch\.optim\.sgd\.SGD"),
+        ({"both": [torch.optim.SGD([torch.zeros(1)]), 3]}, r"^both\[0\]: a value of type torch\.optim\.sgd\.SGD"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_by_path(state, message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.fragments import Fragment
 from holdfast.state import TrainState
+from holdfast_formats.errors import CheckpointError
+from tests.client.frameworks import Accelerated
 
 
 class Block(nn.Module):
@@ -22,6 +26,14 @@ class Block(nn.Module):
         self.inner = nn.Linear(6, 6)
         self.register_buffer("mean", torch.zeros(6))
         self.register_buffer("scratch", torch.zeros(6), persistent=False)
+
+
+class WithoutMean(Block):
+    """The same, but its state_dict has no mean."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[prefix + "mean"]
 
 
 class Custom(nn.Module):
@@ -45,7 +57,15 @@ def make() -> dict[str, Any]:
     state = {"model": model, "optim": optim, "ema": {"a": torch.ones(4), "b": torch.ones(2, 3)}}
     state |= {"loose": {"a": torch.ones(5)}, "one": torch.ones(2), "part": Fragment(torch.ones(2), (4,), offset=(2,))}
     step(state)
-    return state | {"epoch": 1, "nested": {"x": [1, torch.ones(2)]}}
+    critic, others = nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    wrapped = Accelerated(torch.optim.AdamW(critic.parameters(), lr=0.1))
+    several = [torch.optim.AdamW(module.parameters()) for module in others]
+    for parameter in (*critic.parameters(), *others.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in (wrapped, *several):
+        optimizer.step()
+    state |= {"critic": critic, "wrapped": wrapped, "others": others, "several": several}
+    return state | {"wave": {"a": torch.ones(2) * 1j}, "epoch": 1, "nested": {"x": [1, torch.ones(2)]}}
 
 
 def step(state: dict[str, Any]) -> None:
@@ -71,6 +91,14 @@ def described(state: TrainState) -> tuple[Any, ...]:
     }
     values = {(group, key): text for group, texts in snapshot.values.items() for key, text in texts.items() if key != "rng"}
     return snapshot.groups, leaves, values, snapshot.aliases, snapshot.mesh
+
+
+def told(state: Callable[[], TrainState]) -> Any:
+    """What a snapshot says, or with what it is refused."""
+    try:
+        return described(state())
+    except CheckpointError as error:
+        return type(error), error.detail
 
 
 def parameter_of(state: dict[str, Any]) -> nn.Parameter:
@@ -183,7 +211,103 @@ def drop_mean(module: nn.Module, found: dict[str, Any], prefix: str, metadata: d
     del found[prefix + "mean"]
 
 
+def loaded(state: dict[str, Any]) -> None:
+    """What `load_state_dict` does: another `state`, other groups, other tensors."""
+    state["optim"].load_state_dict(copy.deepcopy(state["optim"].state_dict()))
+
+
+def other_state_object(state: dict[str, Any]) -> None:
+    kept = {parameter: {"seen": torch.ones(1)} for parameter in state["model"].parameters()}
+    state["optim"].state = defaultdict(dict, kept)
+
+
+def other_groups_object(state: dict[str, Any]) -> None:
+    state["optim"].param_groups = [{**group, "lr": 0.5} for group in state["optim"].param_groups]
+
+
+def other_list_of_parameters(state: dict[str, Any]) -> None:
+    group = state["optim"].param_groups[0]
+    group["params"] = list(reversed(group["params"]))
+
+
+def added_group(state: dict[str, Any]) -> None:
+    state["model"].add_module("adapter", nn.Linear(2, 2))
+    state["optim"].add_param_group({"params": list(state["model"].adapter.parameters()), "lr": 0.7})
+
+
+def optimizer_in_a_wrapper(state: dict[str, Any]) -> None:
+    state["wrapped"].optimizer = torch.optim.SGD(state["critic"].parameters(), lr=0.3, momentum=0.9)
+    for parameter in state["critic"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state["wrapped"].optimizer.step()
+
+
+def loaded_in_a_wrapper(state: dict[str, Any]) -> None:
+    state["wrapped"].load_state_dict(copy.deepcopy(state["wrapped"].state_dict()))
+
+
+def fewer_optimizers(state: dict[str, Any]) -> None:
+    state["several"].pop()
+
+
+def tensor_of_a_fragment(state: dict[str, Any]) -> None:
+    state["part"].tensor = torch.full((2,), 7.0)
+
+
+def place_of_a_fragment(state: dict[str, Any]) -> None:
+    state["part"].offset = (0,)
+
+
+def registered_again(state: dict[str, Any]) -> None:
+    state["model"][0].register_buffer("mean", torch.full((6,), 3.0))
+
+
+def parameter_replaced(state: dict[str, Any]) -> None:
+    old = parameter_of(state)
+    new = state["model"][0].inner.weight = nn.Parameter(torch.full((6, 6), 2.0))
+    params = state["optim"].param_groups[0]["params"]
+    params[[p is old for p in params].index(True)] = new
+    state["optim"].state[new] = state["optim"].state.pop(old)
+
+
+def containers_of_a_module(state: dict[str, Any]) -> None:
+    state["model"][0]._buffers = {"mean": torch.full((6,), 4.0)}
+
+
+def swapped(state: dict[str, Any]) -> None:
+    torch.utils.swap_tensors(state["ema"]["a"], torch.full((5,), 8.0))
+
+
+def conjugated(state: dict[str, Any]) -> None:
+    state["wave"]["a"].data = state["wave"]["a"].data.conj()
+
+
+def own_state_dict(state: dict[str, Any]) -> None:
+    state["model"][0].state_dict = lambda *_, **__: {}
+
+
+def other_class(state: dict[str, Any]) -> None:
+    state["model"][0].__class__ = WithoutMean
+
+
 CHANGES = [
+    loaded,
+    other_state_object,
+    other_groups_object,
+    other_list_of_parameters,
+    added_group,
+    optimizer_in_a_wrapper,
+    loaded_in_a_wrapper,
+    fewer_optimizers,
+    tensor_of_a_fragment,
+    place_of_a_fragment,
+    registered_again,
+    parameter_replaced,
+    containers_of_a_module,
+    swapped,
+    conjugated,
+    own_state_dict,
+    other_class,
     new_memory,
     transposed,
     shorter,
@@ -220,7 +344,7 @@ def test_every_change_is_seen(change: Callable[[dict[str, Any]], None]) -> None:
     first = described(state)
     change(live)
     for _ in range(2):
-        assert described(state) == described(TrainState(live, 0, 1)) != first
+        assert told(lambda: state) == told(lambda: TrainState(live, 0, 1)) != first
 
 
 def test_nothing_is_walked_through_again_while_nothing_changes() -> None:
@@ -246,6 +370,17 @@ def test_what_a_wrapper_holds_is_watched_too(name: str) -> None:
     state = TrainState(live, 0, 1)
     before = described(state)
     setattr(average, name, torch.tensor(7) if name == "n_averaged" else nn.Linear(2, 2))
+    assert described(state) == described(TrainState(live, 0, 1)) != before
+
+
+@pytest.mark.parametrize("outer", [AveragedModel, nn.DataParallel])
+def test_what_a_wrapper_in_a_wrapper_holds_is_watched_too(outer: Callable[[nn.Module], nn.Module]) -> None:
+    """Wrapped twice and more: the module in the innermost wrapper is another one, and the next snapshot has it."""
+    wrapper = outer(nn.DataParallel(nn.DataParallel(nn.Linear(2, 2))))
+    live = {"ema": wrapper}
+    state = TrainState(live, 0, 1)
+    before = described(state)
+    wrapper.module.module.module = nn.Linear(2, 2)
     assert described(state) == described(TrainState(live, 0, 1)) != before
 
 
