@@ -134,8 +134,11 @@ class Claims:
         ticket, leaves = self._telling
         self._telling = None
         if ticket.error is None:
-            self._told.update(leaf.key for leaf in leaves)
-            self._leaves, self._ends, self._rows = (), [], _NO_ROWS  # looked at anew, once
+            self._told.update([leaf.key for leaf in leaves])
+            kept = common(self._leaves, leaves)
+            self._leaves, self._ends = self._leaves[:kept], self._ends[:kept]  # of others it is asked anew
+            self._rows = self._rows.first(self._ends[-1] if kept else 0)
+            self._rows.told[:] = True
 
     def _look_at(self, layout: Layout) -> None:
         """Of leaves that stood at the begin of the last layout all is known."""
@@ -150,7 +153,7 @@ class Claims:
             kind, at = _kind(leaf, buffers), fragment.slot_offset
             for piece in leaf.pieces:
                 places.append((at, piece.tensor.nbytes))
-                kinds.append(kind)
+                kinds.append(int(kind))
                 told.append(leaf.key in self._told)
                 at += piece.tensor.nbytes
             ends.append(boxes + len(places))
