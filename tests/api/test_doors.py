@@ -155,6 +155,18 @@ def test_jobs_are_judged_by_what_they_do(closed: Guarded, runs: str, scope: Scop
     assert (answer.status_code != 403) is allowed, answer.text
 
 
+def test_a_job_about_two_runs_names_the_other_to_nobody_else(closed: Guarded) -> None:
+    """Whoever sees one of them alone is told that the job is there; event and answers name the second run to nobody else."""
+    body = {"kind": "compare", "run": "team-a", "step": 5, "arguments": {"with": "other@1"}}
+    submitted = closed.ask("POST", "/v1/jobs", closed.token("write"), json=body)
+    where, every, some = submitted.headers["location"], closed.token(), closed.token("read", "team-*")
+    assert closed.ask("GET", f"{where}?wait_s=20", every).json()["arguments"]["with"] == "other@1"
+    for path in (where, "/v1/jobs", "/v1/events"):
+        answer = closed.ask("GET", path, some)
+        assert answer.status_code == 200 and "other@" not in answer.text, answer.text
+    assert closed.ask("GET", "/v1/events?kind=job-ended", every).json()["items"]
+
+
 def test_a_rank_of_another_run_may_not_say_hello(closed: Guarded) -> None:
     """Uploads begin with the run's name, and that has to be one of the token's."""
     hello = {"run": "other", "rank": 0, "world": 1, "launch": "l"}

@@ -17,7 +17,7 @@ from holdfast_formats.errors import CheckpointError, InvalidRequest
 from holdfast_formats.operations import Job, JobRequest, Level
 
 from .events import Events
-from .jobs import Jobs
+from .jobs import Jobs, second_run
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,8 @@ class JobRunner:
         why = f": {job.problem['detail']}" if job.problem else ""
         text = f"job {job.id}, {job.kind}{about}, {_SAID[job.state]}{why}"
         detail = {"job": job.id, "job_kind": job.kind, "state": job.state, "result": job.result, "problem": job.problem}
-        self._events.add("job-ended", text, job.run, job.step, level, **detail)
+        run = job.run if second_run(job) is None else None  # what is about two runs is for who may see all
+        self._events.add("job-ended", text, run, job.step, level, **detail)
 
     def _keep_alive(self) -> None:
         self._begin()
