@@ -18,19 +18,29 @@ from holdfast.api import Api
 from holdfast_formats import naming
 
 START_TIMEOUT_S = 60.0
+DOORS = frozenset({"--behind-tls", "--insecure-no-tokens", "--loopback-open"})
 PORTS = (15_000, 32_000)  # below those that Linux takes for connections and for servers that name none
 
 
 class RunningDaemon:
     """A daemon that serves `root`; `log` is what it wrote. `before` are words of a command that becomes the daemon.
 
-    `patient`: it waits long for ranks that restore together.
+    `patient`: it waits long for ranks that restore together. Unless it is `closed`, as daemons are by themselves, or flags
+    say whom it asks for a token, a test may ask it as anybody, over any proxy.
     """
 
     def __init__(
-        self, root: Path, *flags: str, listen: str = "none", before: tuple[str, ...] = (), patient: bool = False
+        self,
+        root: Path,
+        *flags: str,
+        listen: str = "none",
+        before: tuple[str, ...] = (),
+        patient: bool = False,
+        closed: bool = False,
     ) -> None:
         self.root, self.socket, self.log = root, root.parent / f"{root.name}.sock", root.parent / f"{root.name}.log"
+        if listen.startswith("127.") and not closed and not DOORS.intersection(flags):
+            flags = (*flags, "--loopback-open")
         module = "tests.patient_daemon" if patient else "holdfast_service"
         command = [*before, sys.executable, "-m", module, "--root", str(root), "--socket", str(self.socket)]
         with open(self.log, "ab") as log:
@@ -72,9 +82,11 @@ class RunningDaemon:
 
 
 @contextmanager
-def running(root: Path, *flags: str, listen: str = "none", patient: bool = False) -> Iterator[RunningDaemon]:
+def running(
+    root: Path, *flags: str, listen: str = "none", patient: bool = False, closed: bool = False
+) -> Iterator[RunningDaemon]:
     """A daemon for the length of a block; the block's end stops it in an orderly way and checks that it did."""
-    daemon = RunningDaemon(root, *flags, listen=listen, patient=patient)
+    daemon = RunningDaemon(root, *flags, listen=listen, patient=patient, closed=closed)
     try:
         yield daemon
     finally:

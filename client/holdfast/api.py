@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -15,7 +16,7 @@ from holdfast_formats import rest
 from holdfast_formats.errors import CheckpointError, DaemonGone, StorageFailed, from_problem
 from holdfast_formats.observed import Difference, Layers, TensorStatistics
 
-from . import config
+from . import config, keys
 from .api_jobs import JobsApi
 from .filters import NO_FILTER, Filter
 
@@ -43,21 +44,37 @@ class Chunk(NamedTuple):
     encoding: str | None = None
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """A body as it goes out; it can be sent again, where the first time was refused."""
+
+    body: memoryview | bytes
+
+    def __iter__(self) -> Iterator[bytes]:
+        for at in range(0, len(self.body), SEND_BYTES):
+            yield bytes(self.body[at : at + SEND_BYTES])
+
+
 class Api(JobsApi):
     """A connection to one service; safe for threads. A context manager.
 
-    `token` is shown to the service; without it HOLDFAST_TOKEN is, or what stands in ~/.config/holdfast/token.
+    `token` is shown to the service; without it HOLDFAST_TOKEN is, or what this user's own daemon left for its user, or what
+    stands in ~/.config/holdfast/token.
     """
 
     def __init__(self, url: str, timeout_s: float = READ_TIMEOUT_S, token: str | None = None) -> None:
         """`InvalidRequest` for what cannot be a token, or a file of one that others can read."""
         self.url = url.rstrip("/")
-        shown = config.given_token() if token is None else config.check_token(token, "token=")
+        shown = config.stated_token() if token is None else config.check_token(token, "token=")
+        own = keys.OwnersToken(self.url) if shown is None else None
+        if own is not None and not own.found:
+            shown = config.given_token()
         self._http = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
             limits=httpx.Limits(max_connections=CONNECTIONS_MAX),
             headers={} if shown is None else {"Authorization": f"Bearer {shown}"},
+            auth=own,
             trust_env=False,  # a proxy meant for the web must not stand between a node and its own daemon
         )
 
@@ -202,9 +219,8 @@ class Api(JobsApi):
         }
         if chunk.encoding is not None:
             headers["Content-Encoding"] = chunk.encoding
-        pieces = (bytes(chunk.body[at : at + SEND_BYTES]) for at in range(0, len(chunk.body), SEND_BYTES))
         with self._translated():
-            answer = self._http.put(f"{_upload_path(rank_id, number)}/{part}", content=pieces, headers=headers)
+            answer = self._http.put(f"{_upload_path(rank_id, number)}/{part}", content=Pieces(chunk.body), headers=headers)
             return rest.Upload.model_validate_json(self._checked(answer).content)
 
     def seal_upload(self, rank_id: str, number: int, whole: rest.SealRequest) -> rest.Upload:

@@ -27,10 +27,19 @@ class LaunchInfo(NamedTuple):
 
 
 def default_socket() -> Path:
-    """The socket of this user's daemon: in the runtime directory, else in one of the user's own under /tmp."""
+    """The socket of this user's daemon."""
+    return runtime_directory() / "holdfast.sock"
+
+
+def runtime_directory() -> Path:
+    """Where this user's daemon leaves what the user's programs are to find; without one of the system's, under /tmp."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    directory = Path(runtime) / "holdfast" if runtime else Path(f"/tmp/holdfast-{os.getuid()}")
-    return directory / "holdfast.sock"
+    return Path(runtime) / "holdfast" if runtime else Path(f"/tmp/holdfast-{os.getuid()}")
+
+
+def has_display() -> bool:
+    """Whether a browser could open a window here."""
+    return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 def given_url() -> str | None:
@@ -48,11 +57,17 @@ def take_over() -> bool:
     return os.environ.get("HOLDFAST_TAKE_OVER", "").lower() in ("1", "true", "yes")
 
 
+def stated_token() -> str | None:
+    """HOLDFAST_TOKEN, where it says something."""
+    stated = os.environ.get("HOLDFAST_TOKEN", "").strip()
+    return check_token(stated, "HOLDFAST_TOKEN") if stated else None
+
+
 def given_token() -> str | None:
     """HOLDFAST_TOKEN, else what the user keeps in ~/.config/holdfast/token; `InvalidRequest` where others can read that."""
-    stated = os.environ.get("HOLDFAST_TOKEN", "").strip()
-    if stated:
-        return check_token(stated, "HOLDFAST_TOKEN")
+    stated = stated_token()
+    if stated is not None:
+        return stated
     kept = os.environ.get("XDG_CONFIG_HOME") or os.environ.get("HOME")
     if not kept:
         return None

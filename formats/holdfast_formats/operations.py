@@ -132,3 +132,9 @@ class Token(BaseModel):
 
 class NewToken(Token):
     token: str = Field(description="give it as `Authorization: Bearer …`; it cannot be shown again")
+
+
+class Link(BaseModel):
+    """A way in for a browser, good once and for a minute."""
+
+    path: str = Field(description="to be opened at the address that was asked; `/` where nobody needs a token")

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, RootBusy, exit_status
+from holdfast_formats.owner_key import bracketed
 from holdfast_service import __version__, assembly, collecting
-from holdfast_service.config import Config, parse
+from holdfast_service.config import LISTEN, Config, parse
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.logs import log_what_nobody_catches, start_logging
 from holdfast_service.storage import libc
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast_service")
 
 IDLE_CHECK_S = 0.5
+DEFAULT_URL = f"http://{LISTEN}"
 
 
 class Activity:
@@ -76,17 +78,21 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
     with ExitStack() as stack:
         stack.callback(lock_root(root).release)
         listener = stack.enter_context(_bind(config.listen)) if config.listen else None
-        url = "http://{}:{}".format(*listener.getsockname()[:2]) if listener else None
+        url = _url(listener) if listener else None
         control = assembly.open_control(config, root, stack)
-        door = entrance.policy(config, listener, control.tokens)
+        door = entrance.policy(config, listener)
         node = assembly.open_node(config, control, url, stack)
         services = assembly.services(config, control, node, door, stack)
         control.decisions.events.add("daemon-started", f"{config.node} serves {root}", pid=os.getpid(), version=__version__)
+        if listener is not None and door.tokens:
+            stack.enter_context(entrance.announced(config, listener, services.owner))
         _heed_signals(stop)
         about = {"pid": os.getpid(), "socket": str(node.daemon.path), "url": url}
         control.tier.replace(naming.DAEMON_FILE, json.dumps(about).encode() + b"\n")
         stack.callback(control.tier.remove_file, naming.DAEMON_FILE)
         log.info("serving %s at %s%s", root, node.daemon.path, f" and {url}" if url else "")
+        if url:
+            log.info("the dashboard: holdfast open%s", "" if url == DEFAULT_URL else f" --url {url}")
         yield node.daemon, services, listener
 
 
@@ -105,6 +111,11 @@ def _bind(address: tuple[str, int]) -> socket.socket:
             f"cannot listen at {address[0]}:{address[1]}: {error.strerror}",
             hint="another daemon may be there: choose another --listen, or stop it",
         ) from error
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{bracketed(host)}:{port}"
 
 
 def _heed_signals(stop: threading.Event) -> None:

@@ -19,9 +19,8 @@ from holdfast_service import __version__
 from holdfast_service.config import Config, fd_store
 from holdfast_service.control import salvage
 from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.decisions import Decisions, utc_now
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.job_runner import JobRunner
-from holdfast_service.control.tokens import Tokens
 from holdfast_service.daemon import scrub as scrubbing
 from holdfast_service.daemon.adoption import Adoption
 from holdfast_service.daemon.arena import Arena
@@ -57,7 +56,6 @@ class Control(NamedTuple):
     tier: PosixTier
     catalog: Catalog
     decisions: Decisions
-    tokens: Tokens
 
 
 class Node(NamedTuple):
@@ -80,12 +78,12 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
     stack.callback(catalog.close)
     decisions = Decisions(tier, catalog, config.keep, config.node)
     stack.callback(decisions.close)
-    return Control(root, tier, catalog, decisions, Tokens(catalog.database, decisions.events, utc_now))
+    return Control(root, tier, catalog, decisions)
 
 
 def open_node(config: Config, control: Control, url: str | None, stack: ExitStack) -> Node:
     """The daemon, listening at its socket: what an earlier one left is taken up, and what is due is checked and copied."""
-    root, tier, catalog, decisions, _ = control
+    root, tier, catalog, decisions = control
     budget = Budget(config.arena_bytes_max)
     keeper = _keeper(root, config)
     stack.callback(keeper.close)

@@ -49,7 +49,7 @@ class Config(BaseModel):
     replica: tuple[tuple[str, Path], ...] = ()
     replica_bytes_per_second: int | None = Field(default=None, ge=1)
     export_root: Path | None = None
-    require_tokens: bool = False
+    loopback_open: bool = False
     behind_tls: bool = False
     insecure_no_tokens: bool = False
     metrics_open: bool = False
@@ -132,8 +132,13 @@ def check_apart(root: Path, replicas: Sequence[tuple[str, Path]]) -> None:
 
 def default_socket(environment: Mapping[str, str]) -> Path:
     """A socket in the user's runtime directory, or in a directory of the user's own under /tmp."""
-    runtime = environment.get("XDG_RUNTIME_DIR")
-    return (Path(runtime) / "holdfast" if runtime else Path(f"/tmp/holdfast-{os.getuid()}")) / "holdfast.sock"
+    return runtime_directory(environment) / "holdfast.sock"
+
+
+def runtime_directory(environment: Mapping[str, str] | None = None) -> Path:
+    """Where this user's programs leave what others of the user are to find."""
+    runtime = (os.environ if environment is None else environment).get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "holdfast" if runtime else Path(f"/tmp/holdfast-{os.getuid()}")
 
 
 class StoredDescriptors(NamedTuple):
@@ -233,12 +238,16 @@ def _parser() -> argparse.ArgumentParser:
 def _add_doors(parser: argparse.ArgumentParser) -> None:
     """Flags that say who may come in; those without a value are `true` or `false` in the environment."""
     yes: Any = {"action": "store_const", "const": "true"}
-    parser.add_argument("--require-tokens", **yes, help="ask for a token on loopback addresses as well")
+    parser.add_argument(
+        "--loopback-open", **yes, help="ask nobody for a token on a loopback address: every user of this machine is an admin"
+    )
     parser.add_argument("--behind-tls", **yes, help="a proxy in front of --listen speaks TLS; tokens are asked for")
     parser.add_argument("--insecure-no-tokens", **yes, help="whoever reaches --listen may do everything, from any machine")
     parser.add_argument("--metrics-open", **yes, help="show /metrics without a token")
     parser.add_argument(
-        "--allowed-hosts", metavar="NAME,…", help="names by which a loopback address is asked without a token"
+        "--allowed-hosts",
+        metavar="NAME,…",
+        help="names by which browsers ask, beside addresses, localhost and this machine's",
     )
     parser.add_argument(
         "--socket-group", metavar="GROUP", help="whose members may use --socket, too (default: this user alone)"

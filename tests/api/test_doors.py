@@ -266,12 +266,23 @@ def test_an_open_door_checks_what_it_is_shown(ajar: Guarded) -> None:
         ("", False),
     ],
 )
-def test_an_open_door_is_asked_by_names_that_are_its_own(ajar: Guarded, host: str, allowed: bool) -> None:
-    """A name that somebody else made to point here is refused: a browser would believe its pages. A token needs no name."""
-    answer = ajar.ask("GET", "/v1/runs", headers={"Host": host})
-    assert (answer.status_code == 200) is allowed
-    if not allowed:
-        assert code(answer) == (403, "forbidden")
+def test_every_door_is_asked_by_names_that_are_its_own(ajar: Guarded, closed: Guarded, host: str, allowed: bool) -> None:
+    """A name that somebody else made to point here is refused: a browser would believe its pages. That holds for probes and
+    for a cookie as well; a token in the header needs no name.
+    """
+    cookie = {"Cookie": f"holdfast_token={closed.token()}"}
+    for door, path, shown in (
+        (ajar, "/v1/runs", {}),
+        (ajar, "/healthz", {}),
+        (closed, "/v1/runs", cookie),
+        (closed, "/login", {}),
+    ):
+        if door is closed and host == "node-7.example":
+            continue
+        answer = door.ask("GET", path, headers={"Host": host, **shown})
+        assert (answer.status_code == 200) is allowed, (path, answer.text)
+        if not allowed:
+            assert code(answer) == (403, "forbidden")
     assert ajar.ask("GET", "/v1/runs", ajar.token(), headers={"Host": host}).status_code == 200
 
 

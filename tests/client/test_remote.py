@@ -35,8 +35,8 @@ def hide(daemon: RunningDaemon) -> None:
 
 
 @contextmanager
-def far_daemon(root: Path, *flags: str, listen: str = "127.0.0.1:0") -> Iterator[RunningDaemon]:
-    with running(root, *flags, listen=listen) as daemon:
+def far_daemon(root: Path, *flags: str, listen: str = "127.0.0.1:0", closed: bool = False) -> Iterator[RunningDaemon]:
+    with running(root, *flags, listen=listen, closed=closed) as daemon:
         hide(daemon)
         yield daemon
 

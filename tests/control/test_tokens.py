@@ -101,18 +101,6 @@ def test_tokens_end(world: World) -> None:
         world.tokens.revoke("nobody")
 
 
-def test_somebody_can_come_in(world: World) -> None:
-    """Only tokens that are in force count."""
-    assert not world.tokens.any_in_force()
-    world.tokens.create(TokenRequest(name="a", expires_s=60))
-    assert world.tokens.any_in_force()
-    world.now = "2026-01-01T01:00:00.000Z"
-    assert not world.tokens.any_in_force()
-    world.tokens.create(TokenRequest(name="b"))
-    world.tokens.revoke("b")
-    assert not world.tokens.any_in_force()
-
-
 def test_use_is_noted_once_a_minute(world: World) -> None:
     """A token that is used all the time costs one write a minute."""
     made = world.tokens.create(TokenRequest(name="a"))

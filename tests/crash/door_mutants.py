@@ -53,7 +53,7 @@ DOORS = (
         "",
         (_DOORS,),
     ),
-    Mutation("the Host", f"{_API}/doors.py", "            self._check_host(headers)\n", "", (_DOORS,)),
+    Mutation("the Host", f"{_API}/doors.py", "        if not bearer:", "        if False:", (_DOORS,)),
     Mutation(
         "the Origin",
         f"{_API}/doors.py",
@@ -65,10 +65,10 @@ DOORS = (
         "the word of a browser that shows a cookie", f"{_API}/doors.py", "told=cookie is not None)", "told=False)", (_DOORS,)
     ),
     Mutation(
-        "a token before listening elsewhere",
+        "a token on loopback addresses",
         f"{_API}/entrance.py",
-        "        if not tokens.any_in_force():\n",
-        "        if False:\n",
+        "    return Policy(tokens=True, tls",
+        "    return Policy(tokens=not here, tls",
         ("tests/api/test_entrance.py",),
     ),
     Mutation(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from playwright.sync_api import Browser, Page, sync_playwright
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-_FLAGS = (
+FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
     "--disable-quic",
@@ -56,7 +56,7 @@ class Window:
 def chromium() -> Iterator[Browser]:
     """A headless browser for the length of a block."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=PROGRAM, headless=True, args=list(_FLAGS))
+        browser = playwright.chromium.launch(executable_path=PROGRAM, headless=True, args=list(FLAGS))
         try:
             yield browser
         finally:

@@ -81,5 +81,7 @@ def print_log(console: Console, log: Path | None) -> None:
 
 def print_farewell(console: Console, daemon: Daemon) -> None:
     """How to look at what is left: the daemon with two runs."""
-    console.print(f"The daemon still runs. Look:  {daemon.url}  or  holdfast ls --url {daemon.url}", soft_wrap=True)
+    console.print(
+        f"The daemon still runs. Look:  holdfast open --url {daemon.url}  or  holdfast ls --url {daemon.url}", soft_wrap=True
+    )
     console.print(f"Stop it:  kill {daemon.pid}   (it ends by itself after 15 minutes without visitors)", soft_wrap=True)

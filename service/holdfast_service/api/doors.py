@@ -1,10 +1,10 @@
 """The door: who asks, whether that may be, and whether what comes is of a size and form to be looked at. Before every
 route.
 
-On a loopback address nobody needs a token; elsewhere everybody does. A token that is shown is checked either way.
-Browsers are the reason for two checks more: a page of another site may neither reach an open door by a name that it had
-made to point here (DNS rebinding: the Host has to be an address, `localhost`, or a name that was allowed), nor have the
-viewer's browser change anything.
+Everybody needs a token, unless it was said at the start that nobody does. A token that is shown is checked either way.
+Browsers are the reason for two checks more: a page of another site may neither reach any door by a name that it had made
+to point here (DNS rebinding: the Host has to be an address, `localhost`, the machine's name, or one that was allowed), nor
+have the viewer's browser change anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast_formats.errors import CheckpointError, DaemonGone, Forbidden, Unauthenticated
-from holdfast_service.control.tokens import Principal, Tokens, missing
+from holdfast_service.control.tokens import OWNER, Principal, Tokens, missing
 from holdfast_service.control.visible import limited_to
 
 from . import bodies, connections, heads, rights
@@ -42,13 +42,13 @@ THREADS_MAX = 4  # the door's own: who asks is told also while requests keep all
 class Policy:
     """Who may come in: `tokens` says whether everybody needs one, `tls` that a proxy before us speaks TLS.
 
-    `hosts` are names beside addresses and `localhost` by which an open door may be asked; None: by any name.
+    `hosts` are names beside addresses and `localhost` by which it may be asked without a token in the Authorization header.
     """
 
     tokens: bool = False
     tls: bool = False
     metrics_open: bool = False
-    hosts: frozenset[str] | None = field(default_factory=frozenset)
+    hosts: frozenset[str] = field(default_factory=frozenset)
 
 
 class Doors:
@@ -92,8 +92,13 @@ class Doors:
         """Take a place for this request; `DaemonGone` where none is left for who asks. What a page asks has the page's."""
         if asking() is not NOBODY:
             return
-        first = scope["path"] in rights.PROBES or (principal.token is not None and principal.scope == "admin")
+        first = (
+            scope["path"] in rights.PROBES
+            or (principal.token is not None and principal.scope == "admin")
+            or principal == OWNER
+        )
         name = _peer(scope) if principal.token is None else f"token {principal.token}"
+        name = principal.name if principal == OWNER else name  # it shares with nobody at its address
         peer = Peer(f"probe {name}" if scope["path"] in rights.PROBES else name, first)
         held.enter_context(asked_by(peer))
         if not held.enter_context(self._places.held(peer)):
@@ -102,16 +107,20 @@ class Doors:
     async def _admit(self, scope: Scope, headers: dict[str, str]) -> Principal:
         method, path = scope["method"], scope["path"]
         if rights.is_open(method, path) or (path == rights.METRICS and self._policy.metrics_open and method in rights.SAFE):
-            return await self._prober(headers)
+            principal = await self._prober(headers)
+            if principal in (PROBE, ANYBODY):
+                self._check_host(headers)
+            return principal
         bearer = heads.bearer(headers.get("authorization", ""))
         cookie = next(iter(heads.cookies(headers.get("cookie", ""))), None) or None
         shown = cookie if bearer is None else bearer  # an empty one is shown, too: it is wrong
+        if bearer is None:  # a browser adds none by itself, and nobody can make it
+            self._check_host(headers)
         if shown is not None:
             principal = await anyio.to_thread.run_sync(self._tokens.verify, shown, limiter=self._threads)
         elif self._policy.tokens:
             raise missing()
         else:
-            self._check_host(headers)
             principal = ANYBODY
         if bearer is None and method not in rights.SAFE:
             self._check_origin(headers, told=cookie is not None)
@@ -125,16 +134,15 @@ class Doors:
             if bearer is not None:
                 return await anyio.to_thread.run_sync(self._tokens.verify, bearer, limiter=self._threads)
             if not self._policy.tokens:
-                self._check_host(headers)
                 return ANYBODY
         except CheckpointError as error:
             log.debug("asked as anybody: %s", error.detail)
         return PROBE
 
     def _check_host(self, headers: dict[str, str]) -> None:
-        """`Forbidden` when an open door is asked by a name that anybody could have made to point here."""
+        """`Forbidden` for a name that anybody could have made to point here: a browser would take its pages for ours."""
         named = headers.get("host")
-        if self._policy.hosts is None or named is None:
+        if named is None:  # no browser
             return
         host = _host_name(named)
         if not (_is_address(host) or host == "localhost" or host.endswith(".localhost") or host in self._policy.hosts):

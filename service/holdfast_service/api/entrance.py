@@ -6,36 +6,54 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ipaddress import ip_address
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_service.config import Config
-from holdfast_service.control.tokens import Tokens
+from holdfast_formats.owner_key import OwnerKey
+from holdfast_service.config import Config, runtime_directory
+from holdfast_service.control.owner import Owner
 
 from .doors import Policy
+from .owner_file import left_for_owner
 
 log = logging.getLogger(__name__)
 
 
-def policy(config: Config, listener: socket.socket | None, tokens: Tokens) -> Policy:
-    """The policy of this listener; `InvalidRequest` where flags contradict, or an address that others reach has no token."""
-    asked = config.require_tokens or config.behind_tls
-    if config.insecure_no_tokens and asked:
-        raise InvalidRequest(
-            "--insecure-no-tokens contradicts --require-tokens and --behind-tls", hint="leave one of them out"
-        )
+def policy(config: Config, listener: socket.socket | None) -> Policy:
+    """The policy of this listener; `InvalidRequest` where flags contradict one another, or the address."""
+    chosen = [name for name in ("loopback_open", "behind_tls", "insecure_no_tokens") if getattr(config, name)]
+    if len(chosen) > 1:
+        flags = " contradicts ".join("--" + name.replace("_", "-") for name in chosen[:2])
+        raise InvalidRequest(flags, hint="leave one of them out")
     host = str(listener.getsockname()[0]) if listener is not None else "127.0.0.1"
-    here = ip_address(host.partition("%")[0]).is_loopback
+    here, names = ip_address(host.partition("%")[0]).is_loopback, _names(config)
     if config.insecure_no_tokens:
         log.warning("whoever reaches this service may do everything: --insecure-no-tokens")
-        return Policy(metrics_open=True, hosts=config.allowed_hosts if here else None)
-    needed = asked or not here
+        return Policy(metrics_open=True, hosts=names)
+    if config.loopback_open:
+        if not here:
+            hint = "leave it out: `holdfast` of the same user finds a token by itself"
+            raise InvalidRequest(f"--loopback-open is for a loopback address, and --listen is {host}", hint=hint)
+        log.warning("every user of this machine may do everything: --loopback-open")
+        return Policy(metrics_open=config.metrics_open, hosts=names)
     if not here and not config.behind_tls:
-        if not tokens.any_in_force():
-            raise InvalidRequest(
-                f"--listen {host} can be reached from other machines, and there is no token yet",
-                hint=f"make one with `holdfast token create NAME --scope admin --root {config.root}`, listen at 127.0.0.1, "
-                "or say what holds instead: --behind-tls or --insecure-no-tokens",
-            )
         log.warning("tokens travel to %s in clear text; if a proxy speaks TLS in front of it, say --behind-tls", host)
-    return Policy(tokens=needed, tls=config.behind_tls, metrics_open=config.metrics_open, hosts=config.allowed_hosts)
+    return Policy(tokens=True, tls=config.behind_tls, metrics_open=config.metrics_open, hosts=names)
+
+
+@contextmanager
+def announced(config: Config, listener: socket.socket, owner: Owner) -> Iterator[None]:
+    """The owner's token where programs of the same user find it, as long as the daemon serves."""
+    host, port = listener.getsockname()[:2]
+    key = OwnerKey(host=host.partition("%")[0], port=port, token=owner.token)
+    places = dict.fromkeys([runtime_directory(), config.socket.absolute().parent])
+    with left_for_owner(key, list(places)):
+        yield
+
+
+def _names(config: Config) -> frozenset[str]:
+    """What this service is called: by this machine, by --listen, and by --allowed-hosts."""
+    listen = {config.listen[0].lower()} if config.listen else set()
+    return config.allowed_hosts | {socket.gethostname().lower()} | listen

@@ -16,12 +16,14 @@ from . import bodies
 
 PROBES = frozenset({"/healthz", "/readyz"})
 OPEN = PROBES | {"/login"}
+ENTER = "/enter"  # whoever has a one-time link
 OPEN_FILES = "/static/"  # style and script of pages, /login's among them
 METRICS = "/metrics"
 API = "/v1/"
 TOKENS = "/v1/tokens"
 CATALOG = "/v1/catalog/"  # what it says is about all runs, and some of it about none
 JOBS = "/v1/jobs"
+LINKS = "/v1/links"  # a way in for a browser, with the rights of who asks
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 CHUNK = re.compile(r"/v1/ranks/[^/]+/uploads/[^/]+/(?:data|table)")
 _RUN = re.compile(r"/v1/runs/([^/]+)")
@@ -34,14 +36,14 @@ def needed(method: str, path: str) -> Scope:
     """The least scope that may do this. Pages need no more than reading: what they do, they ask the API for."""
     if path == TOKENS or path.startswith((f"{TOKENS}/", CATALOG)):
         return "admin"
-    if method in SAFE or not path.startswith(API):
+    if method in SAFE or path == LINKS or not path.startswith(API):
         return "read"
     return "write" if _WRITES.fullmatch(path) else "admin"
 
 
 def is_open(method: str, path: str) -> bool:
     """Whether nobody is asked who they are."""
-    return path in OPEN or (path.startswith(OPEN_FILES) and method in SAFE)
+    return path in OPEN or (path == ENTER and method == "GET") or (path.startswith(OPEN_FILES) and method in SAFE)
 
 
 def check(principal: Principal, method: str, path: str, query: bytes) -> None:

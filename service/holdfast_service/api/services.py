@@ -19,8 +19,9 @@ from holdfast_service.control.decisions import utc_now
 from holdfast_service.control.events import Events
 from holdfast_service.control.history import History
 from holdfast_service.control.job_runner import JobRunner
+from holdfast_service.control.owner import Owner
 from holdfast_service.control.rotation import Rotation
-from holdfast_service.control.tokens import Principal, Tokens
+from holdfast_service.control.tokens import Principal, Tokens, make_text
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.storage import Tier
 
@@ -60,12 +61,13 @@ class Services:
     replicas: Replicas | None = None
     connected: Callable[[], Collection[str]] = tuple  # runs of which ranks are connected here
     door: Policy = field(default_factory=Policy)
+    owner: Owner = field(default_factory=lambda: Owner(make_text()))
     history: History | None = None  # what saves took, of a service that watches them
     slots: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})  # most bytes of the arena, its slots by use
 
     @cached_property
     def tokens(self) -> Tokens:
-        return Tokens(self.catalog.database, self.events, utc_now)
+        return Tokens(self.catalog.database, self.events, utc_now, self.owner)
 
     @cached_property
     def refusals(self) -> Refusals:

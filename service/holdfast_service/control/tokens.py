@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
 import re
 import secrets
@@ -25,6 +24,7 @@ from holdfast_formats.operations import NewToken, Scope, Token, TokenRequest
 
 from .database import Database
 from .events import Events
+from .owner import SESSION_PREFIX, Owner, digest
 from .pages import bounded, decode_cursor, integer, page
 from .schema import TokenRow
 from .visible import ALL, matches
@@ -36,7 +36,10 @@ USED_EVERY_S = 60.0
 EXPIRES_MAX_S = 100 * 365 * 86_400
 _SCOPES: tuple[Scope, ...] = get_args(Scope)  # each may what those before it may
 _RUNS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}\*?|\*")
-_HINT = "give a token as `Authorization: Bearer …`, or as HOLDFAST_TOKEN; `holdfast token create` makes one"
+_HINT = (
+    "the daemon's own user needs none: `holdfast` finds that one's, and `holdfast open` takes a browser in; others show one "
+    "as HOLDFAST_TOKEN, or `Authorization: Bearer …`, which that user makes with `holdfast token create NAME`"
+)
 
 
 class Principal(NamedTuple):
@@ -68,11 +71,15 @@ class Principal(NamedTuple):
             raise Forbidden(f"{self.name} is for the runs {self.runs!r}, this is about {what}", hint="use another token")
 
 
+OWNER = Principal("the owner", "admin")
+
+
 class Tokens:
     """The tokens of one catalog. Thread-safe. `now` is RFC 3339 text of one form, so that times compare as text."""
 
-    def __init__(self, database: Database, events: Events, now: Callable[[], str]) -> None:
+    def __init__(self, database: Database, events: Events, now: Callable[[], str], owner: Owner | None = None) -> None:
         self._database, self._events, self._now = database, events, now
+        self._owner = owner
 
     def create(self, wanted: TokenRequest) -> NewToken:
         """A new token and, this once, its text. `InvalidRequest` for a name that is in use, and for no pattern of runs."""
@@ -123,13 +130,15 @@ class Tokens:
             token = Token.model_validate(row, from_attributes=True)
         self._tell(token, "revoked")
 
-    def any_in_force(self) -> bool:
-        """Whether anybody could come in by a token now."""
-        with self._database.read() as session:
-            return session.scalar(select(TokenRow.id).where(*_in_force(self._now())).limit(1)) is not None
-
     def verify(self, text: str) -> Principal:
-        """Whose token this is; `Unauthenticated` when it is none, or is not in force any more."""
+        """Whose token or session this is; `Unauthenticated` when it is none, or is not in force any more.
+
+        The owner's is known without the catalog.
+        """
+        if self._owner is not None and text.startswith(SESSION_PREFIX):
+            text = self._owner.links.token_of(text)
+        if self._owner is not None and self._owner.is_shown(text):
+            return OWNER
         if not well_formed(text):
             raise Unauthenticated("this is not a token of holdfast", hint=_HINT)
         wanted, now = digest(text), self._now()
@@ -182,11 +191,6 @@ def well_formed(text: str) -> bool:
         return False
     secret, check = decoded[:SECRET_BYTES], decoded[SECRET_BYTES:]
     return len(check) == 4 and zlib.crc32(secret).to_bytes(4, "big") == check
-
-
-def digest(text: str) -> str:
-    """The SHA-256 by which a token is known. Its 256 random bits need no salt, and no slow hash."""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _in_force(now: str):  # type: ignore[no-untyped-def]

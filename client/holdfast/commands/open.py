@@ -1,0 +1,45 @@
+"""`holdfast open`: the dashboard in a browser, signed in by a link that is good once."""
+
+from __future__ import annotations
+
+import html
+import os
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast import config, console
+from holdfast.api import Api
+from holdfast_formats.operations import Link
+
+from .options import Url
+
+Shown = Annotated[bool, typer.Option("--print", help="Print the link instead of opening it: it is good once, for a minute.")]
+_PAGE = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url={address}"><title>Holdfast</title>'
+
+
+def open(url: Url = None, shown: Shown = False) -> None:
+    """Open the dashboard in a browser, signed in. Without a display, print the link."""
+    with console.reporting(as_json=False), Api(url or config.default_url()) as api:
+        made = Link.model_validate(api.request("POST", "/v1/links").json())
+        address = f"{api.url}{made.path}"
+    if shown or not config.has_display() or not _opened(address):
+        console.out().print(address, markup=False, soft_wrap=True)
+    else:
+        console.out().print(f"opened {api.url}", markup=False)
+
+
+def _opened(address: str) -> bool:
+    """Whether a browser was found. It is handed a file of ours: its command line could be read by every user."""
+    page = config.runtime_directory() / "open.html"
+    try:
+        page.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        page.unlink(missing_ok=True)
+        descriptor = os.open(page, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        return False
+    with os.fdopen(descriptor, "w") as file:
+        file.write(_PAGE.format(address=html.escape(address)))
+    return webbrowser.open(Path(page).as_uri())

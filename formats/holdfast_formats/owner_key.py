@@ -1,0 +1,57 @@
+"""The key of a daemon's owner: what a daemon leaves in a file for its own user, who shows it at the daemon's HTTP address.
+
+It is new at every start. The file is its user's alone, and stands in the user's runtime directory, or beside the socket.
+"""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+from pydantic import BaseModel, ConfigDict, Field
+
+GLOB = "http-*.key"
+BYTES_MAX = 4096
+SYSTEM_DIRECTORY = "/run/holdfast"  # where a service manager or a container puts the socket
+
+
+class OwnerKey(BaseModel):
+    """What the file says: the address that is listened at, and the token."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(max_length=64)
+    port: int = Field(ge=1, le=65_535)
+    token: str = Field(max_length=128, pattern=r"^hf_[A-Za-z0-9_=-]+$", repr=False)
+
+    def address(self, host: str, port: int) -> str | None:
+        """Where to connect for `host`:`port`, None unless that can only be this daemon.
+
+        Another user may listen at the same port of another loopback address, so `localhost` becomes the very address.
+        """
+        if port != self.port:
+            return None
+        wanted = self._own if host == "localhost" else host
+        if wanted != self.host and not (self.host == "0.0.0.0" and _is_loopback(wanted, 4)) and wanted != self._own:
+            return None
+        return f"http://{bracketed(wanted)}:{port}"
+
+    @property
+    def _own(self) -> str:
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+
+def file_name(port: int) -> str:
+    return f"http-{port}.key"
+
+
+def bracketed(host: str) -> str:
+    """An address as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _is_loopback(host: str, version: int) -> bool:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback and address.version == version

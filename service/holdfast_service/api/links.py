@@ -1,0 +1,51 @@
+"""Routes: a one-time link that takes a browser in, with no token in any address."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import HTMLResponse, Response
+
+from holdfast_formats.errors import Unauthenticated
+from holdfast_formats.operations import Link
+
+from . import problems
+from .heads import COOKIE
+from .needs import OPEN, READS
+from .services import Wired
+
+router = APIRouter(tags=["tokens"], responses=problems.RESPONSES)
+
+ENTER = "/enter"
+_SESSION_AGE_S = 7 * 86_400
+_HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+# A page and no redirect: it asks for / itself, so the strict cookie goes along wherever the link was clicked.
+_PAGE = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=/"><title>Holdfast</title>'
+_IN = f'{_PAGE}<p>Signed in. <a href="/">To the overview</a></p>'
+_OUT = '<!doctype html><meta charset="utf-8"><title>Holdfast</title><p>{detail}. {hint}</p>'
+
+
+@router.post(
+    "/v1/links", dependencies=READS, status_code=201, summary="A link that takes a browser in, once and within a minute"
+)
+def create_link(request: Request, services: Wired, response: Response) -> Link:
+    """For whoever shows a token in `Authorization`: the session may do what that token may, and ends with it."""
+    response.headers["Cache-Control"] = "no-store"
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        return Link(path="/")  # an open door takes everybody in
+    return Link(path=f"{ENTER}?code={services.owner.links.offer(token.strip())}")
+
+
+@router.get(ENTER, dependencies=OPEN, include_in_schema=False)
+def enter(request: Request, services: Wired, code: Annotated[str, Query(max_length=100)] = "") -> Response:
+    """Exchange the code for the session's cookie."""
+    try:
+        session = services.owner.links.redeem(code)
+    except Unauthenticated as error:
+        return HTMLResponse(_OUT.format(detail=error.detail.capitalize(), hint=error.hint), error.status, _HEADERS)
+    answer = HTMLResponse(_IN, 200, _HEADERS)
+    secure = services.door.tls
+    answer.set_cookie(COOKIE, session, _SESSION_AGE_S, path="/", secure=secure, httponly=True, samesite="strict")
+    return answer

@@ -1,0 +1,64 @@
+"""The file in which a daemon leaves its owner's token, for the commands and trainers of the same user to find."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from holdfast_formats import owner_key
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.owner_key import OwnerKey
+from holdfast_service.daemon.callers import prepare_directory
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def left_for_owner(key: OwnerKey, directories: list[Path]) -> Iterator[None]:
+    """The file, in each of these directories that is ours alone to write to, until the end of the context."""
+    with ExitStack() as stack:
+        left = [directory for directory in directories if _leave(key, directory, stack)]
+        if not left:
+            log.warning("the owner's token could be left nowhere: make one with `holdfast token create NAME --scope admin`")
+        yield
+
+
+def _leave(key: OwnerKey, directory: Path, stack: ExitStack) -> bool:
+    path = directory / owner_key.file_name(key.port)
+    try:
+        prepare_directory(path)
+        if directory.stat().st_mode & stat.S_IWOTH:
+            return False  # such as /tmp itself
+        _sweep(directory)
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except (OSError, CheckpointError) as error:
+        log.debug("no token is left in %s: %s", directory, error)
+        return False
+    stack.callback(os.close, descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # while we live: a successor sweeps what nobody holds
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, key.model_dump_json().encode())
+    stack.callback(path.unlink, missing_ok=True)
+    return True
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what daemons left that were killed."""
+    for path in directory.glob(owner_key.GLOB):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except OSError:
+            continue
+        finally:
+            os.close(descriptor)
