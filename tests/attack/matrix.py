@@ -93,6 +93,8 @@ GET    /events                                                   read  seen
 GET    /tokens                                                   admin all
 POST   /tokens                                                   admin all  form
 POST   /tokens/{name}/revoke                                     admin all  form
+POST   /v1/links                                                read  none
+GET    /enter                                                   open  none
 GET    /login                                                    open  none
 POST   /login                                                    open  none form
 POST   /logout                                                   read  none form
