@@ -111,8 +111,7 @@ def service(api: Api, version: str) -> Iterator[Finding]:
         began = time.perf_counter()
         api.health()
         times.append(time.perf_counter() - began)
-    runs = sum(1 for _ in api.runs())
-    yield Finding("service", "ok", f"{api.url}: version {health.version}, {health.root}, {runs} runs")
+    yield Finding("service", "ok", f"{api.url}: version {health.version}, {health.root}")
     if health.version is not None and health.version.split(".")[:2] != version.split(".")[:2]:
         advice = "use the same minor version on both sides: pip install -U holdfast-checkpoint"
         yield Finding("versions", "warn", f"the service is {health.version}, this is {version}", advice)
@@ -122,6 +121,10 @@ def service(api: Api, version: str) -> Iterator[Finding]:
     yield Finding("network", "ok", what) if median < ROUND_TRIP_WARN_S else Finding("network", "warn", what, slow)
     try:
         api.request("GET", "/readyz")
+        if health.status != "ok":
+            waits = "; ".join(node.catalog for node in api.nodes() if node.catalog) or "it was away a moment ago"
+            yield Finding("catalog", "warn", waits, "saves go on; see to its database, and it is told what it missed")
+            return
         yield Finding("catalog", "ok", "catalog and storage answer")
     except CheckpointError as error:
         yield Finding("catalog", "fail", error.detail, error.hint)

@@ -34,6 +34,7 @@
     └── Unavailable                  503: try again, or mend the machine
         ├── DaemonGone               daemon-gone
         ├── StorageFailed            storage-failed
+        │   └── CatalogUnavailable   catalog-unavailable
         ├── NoSpace                  no-space 507
         ├── QuotaExceeded            quota-exceeded 507
         ├── DeadlineExceeded         deadline-exceeded 504
@@ -250,6 +251,12 @@ class StorageFailed(Unavailable):
     code = "storage-failed"
 
 
+class CatalogUnavailable(StorageFailed):
+    """The catalog's database does not answer. Saves go on without it; what only it knows has to wait."""
+
+    code = "catalog-unavailable"
+
+
 class NoSpace(Unavailable):
     code, status = "no-space", 507
 
@@ -318,6 +325,7 @@ LEAVES: tuple[type[CheckpointError], ...] = (
     CorruptStatistics,
     DaemonGone,
     StorageFailed,
+    CatalogUnavailable,
     NoSpace,
     QuotaExceeded,
     DeadlineExceeded,

@@ -17,6 +17,7 @@ TRASH = "trash"
 RECEIPTS = "receipts"
 LOCK = ".holdfast.lock"
 DAEMON_FILE = ".holdfast.json"  # where the daemon that serves this root can be reached
+ATTEMPTS = ".holdfast.attempts.json"  # which attempts of its runs were declared
 CATALOG = "catalog.sqlite"
 
 STEP_MAX = 10**15 - 1

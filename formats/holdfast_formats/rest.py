@@ -218,6 +218,9 @@ class Node(BaseModel):
     socket_id: str | None = Field(
         default=None, description="inode and change time of the socket: a socket of that path without them is another's"
     )
+    catalog: str | None = Field(
+        default=None, description="why the catalog is away, since when, and what waits for it; None while it answers"
+    )
 
 
 class Health(BaseModel):

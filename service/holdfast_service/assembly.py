@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from functools import partial
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast_formats import naming, rest
+from holdfast_formats.errors import CatalogUnavailable, NoSpace
 from holdfast_service import __version__
 from holdfast_service.config import Config, fd_store
 from holdfast_service.control import salvage
 from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.database import Database, Trouble
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.job_runner import JobRunner
 from holdfast_service.daemon import scrub as scrubbing
@@ -74,7 +77,12 @@ class Node(NamedTuple):
 def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
     """The root's storage and catalog; a catalog that is missing or damaged is made anew."""
     tier = PosixTier(root, Pace(config.write_bytes_per_second) if config.write_bytes_per_second else None)
-    catalog = salvage.open_catalog(config.catalog_url).catalog
+    try:
+        catalog = salvage.open_catalog(config.catalog_url).catalog
+    except (CatalogUnavailable, NoSpace) as away:
+        log.error("%s; the daemon starts without it: saves go on, and the catalog is told when it answers", away.detail)
+        catalog = Catalog(Database.at(config.catalog_url))
+        catalog.database.trouble = Trouble(time.time(), away.detail, reads=True)
     stack.callback(catalog.close)
     decisions = Decisions(tier, catalog, config.keep, config.node)
     stack.callback(decisions.close)
@@ -132,11 +140,13 @@ def services(config: Config, control: Control, node: Node, door: Policy, stack: 
             ranks=daemon.ranks + node.remote.count,
             socket_id=socket_id,
             busy=saver.working,
+            catalog=control.decisions.book.said,
         )
 
     return Services(
         tier=control.tier,
         catalog=control.catalog,
+        book=control.decisions.book,
         root=str(control.root),
         version=__version__,
         node=about,
@@ -160,7 +170,10 @@ def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver)
     rate = config.scrub_bytes_per_second
     plan = scrubbing.Plan(rate, config.scrub_every) if rate else scrubbing.Plan(None, None)
     scrub = Scrub(checker, decisions, saver, plan)
-    scrub.check_soon(place for place in decisions.findings.unchecked() if not saver.checks.awaits(*place))
+    try:
+        scrub.check_soon(place for place in decisions.findings.unchecked() if not saver.checks.awaits(*place))
+    except CatalogUnavailable as away:
+        log.warning("what was never checked is looked for by the scrub alone: %s", away.detail)
     return scrub
 
 

@@ -68,6 +68,8 @@ METRICS: dict[str, Metric] = {
     ),
     "holdfast_storage_free_bytes": Metric("gauge", "Bytes that can still be written"),
     "holdfast_jobs": Metric("gauge", "Jobs that are kept, by state", ("state",)),
+    "holdfast_catalog_up": Metric("gauge", "1 while the catalog answers; 0: saves go on, and what it knows is not exported"),
+    "holdfast_catalog_waiting": Metric("gauge", "Notes of saves and events that wait to be told to the catalog"),
     "holdfast_events": Metric("counter", "Events that this node recorded since its start, by kind", ("kind",)),
     "holdfast_http_request_seconds": Metric(
         "histogram",

@@ -6,10 +6,10 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 
-from holdfast_formats.errors import CheckpointError
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError
 from holdfast_service import __version__, tracing
 from holdfast_service.config import Config, notify_socket, otel_environment
 from holdfast_service.control.database import Database
@@ -25,7 +25,8 @@ _HINT = "pip install 'holdfast-checkpoint[otel]'"
 def watch(config: Config, database: Database, stack: ExitStack) -> History:
     """The history of this node's saves, traced until `stack` unwinds if OTEL_* says so."""
     history = History(database, config.node)
-    history.look()  # from here on
+    with suppress(CatalogUnavailable):
+        history.look()  # from here on
     stack.callback(start_tracing(otel_environment(), config.node))
     if tracing.tracing():
         watcher = Watcher(history, JobSpans(database, config.node))

@@ -68,13 +68,6 @@ def test_nodes_that_start_at_once_migrate_once(postgres: Postgres) -> None:
 class TestWhatNoDatabaseKeeps:
     """Values that one database would keep and the other refuse are refused, or written out, by both."""
 
-    @pytest.mark.parametrize("launch", ["", "a\0b", "x" * 257, "a\ud800", "a\nb"])
-    def test_launches(self, catalog: Catalog, launch: str) -> None:
-        """A launch is named by text that a person could read."""
-        with pytest.raises(InvalidRequest):
-            catalog.declare_attempt("run", launch, 1, NOW)
-        assert catalog.newest_attempt("run") == 0
-
     def test_texts_of_any_origin_are_written_out(self, catalog: Catalog) -> None:
         """The message of an error may have the bytes of a file's name in it."""
         made = catalog.open_round("run", 5, 1, 1, NOW)

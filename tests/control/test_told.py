@@ -36,7 +36,6 @@ def test_an_attempt_is_told_once(decisions: Decisions) -> None:
         decisions.hello("tiny", launch, 2, None)
     first, second = told(decisions, "attempt-declared")
     assert "of 2 ranks" in first[1] and first[1] != second[1]
-    decisions._declared.clear()
     decisions.hello("tiny", "two", 2, None)
     assert len(told(decisions, "attempt-declared")) == 2
 

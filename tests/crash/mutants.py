@@ -242,20 +242,6 @@ MUTATIONS = (
         ("tests/client/test_passes.py",),
     ),
     Mutation(
-        "the fence before rounds that are remembered",
-        "service/holdfast_service/daemon/saver.py",
-        "            self._openings.fence(who.run, who.attempt)\n",
-        "",
-        ("tests/daemon/test_rounds.py",),
-    ),
-    Mutation(
-        "rounds that have ended are forgotten",
-        "service/holdfast_service/daemon/saver.py",
-        "        self._openings.ended(key)\n",
-        "",
-        ("tests/daemon/test_rounds.py",),
-    ),
-    Mutation(
         "every extent of what was read in place",
         "client/holdfast/passes.py",
         "            if len(part.extents) == 1:\n",
@@ -428,10 +414,10 @@ MUTATIONS = (
     ),
     Mutation(
         "fence, when a round is opened",
-        "service/holdfast_service/control/opening.py",
-        "    if attempt < newest:\n        raise StaleAttempt(\n",
-        "    if False:\n        raise StaleAttempt(\n",
-        ("tests/control/test_catalog.py",),
+        "service/holdfast_service/control/attempts.py",
+        "        if attempt < newest:\n            raise StaleAttempt(\n",
+        "        if False:\n            raise StaleAttempt(\n",
+        ("tests/control/test_attempts.py",),
     ),
     Mutation(
         "fence, when a newer launch comes",

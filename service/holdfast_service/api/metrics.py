@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from holdfast_formats.errors import Forbidden, NoSpace, QuotaExceeded, Unauthenticated
+from holdfast_formats.errors import CatalogUnavailable, Forbidden, NoSpace, QuotaExceeded, Unauthenticated
 from holdfast_formats.operations import EVENTS
 from holdfast_service.control.catalog import ENDED
 from holdfast_service.control.gauges import Gauges
@@ -18,6 +19,10 @@ from holdfast_service.telemetry import METRICS, PHASES, Histogram
 
 from .observing import Requests
 from .services import Services
+
+log = logging.getLogger(__name__)
+
+TOLD_S = 3.0  # how long a scrape waits for the catalog
 
 Sample = tuple[tuple[str, ...], float | Histogram]  # label values, value
 Samples = dict[str, list[Sample]]
@@ -40,34 +45,47 @@ class Collected(Collector):
             if name not in samples:
                 continue
             if declared.kind == "histogram":
-                yield _histogram(name, samples[name])
+                yield _histogram(name, samples.get(name, ()))
                 continue
             made = GaugeMetricFamily if declared.kind == "gauge" else CounterMetricFamily
             family = made(name, declared.help, labels=declared.labels)
-            for labels, value in samples[name]:
+            for labels, value in samples.get(name, ()):
                 assert not isinstance(value, Histogram)
                 family.add_metric(labels, value)
             yield family
 
     def _samples(self) -> Samples:
-        node = self._services.node()
-        counts = self._services.catalog.round_counts()
-        open_rounds = sum(count for state, count in counts.items() if state not in ENDED)
+        node, book = self._services.node(), self._services.book
+        try:
+            told = self._told() if book is None else book.ask(self._told, TOLD_S)
+        except CatalogUnavailable as away:
+            log.info("metrics are without what the catalog knows: %s", away.detail)
+            told = {}
         return {
+            **told,
+            "holdfast_catalog_up": [((), 1 if told else 0)],
+            "holdfast_catalog_waiting": [((), 0 if book is None else book.waiting)],
             "holdfast_info": [((node.name, node.version), 1)],
-            "holdfast_rounds": [((state,), counts.get(state, 0)) for state in ENDED],
-            "holdfast_rounds_failed": [((code,), count) for code, count in self._failures().items()],
             "holdfast_checkpoints_removed": [((why,), self._services.rotation.removed[why]) for why in WHY_REMOVED],
-            "holdfast_rounds_open": [((), open_rounds)],
             "holdfast_arena_bytes": [((), node.arena_bytes)],
             "holdfast_ranks": [((), node.ranks)],
             "holdfast_restore_read_bytes": [((by,), size) for by, size in self._services.restore_bytes().items()],
             "holdfast_requests_refused": [((code,), count) for code, count in self._refused().items()],
             "holdfast_storage_free_bytes": [((), self._services.tier.free_bytes())],
             "holdfast_events": [((kind,), self._services.events.counts[kind]) for kind in EVENTS],
-            **self._saves(),
             **self._arena(),
             **self._http(),
+        }
+
+    def _told(self) -> Samples:
+        """What the catalog knows."""
+        counts = self._services.catalog.round_counts()
+        open_rounds = sum(count for state, count in counts.items() if state not in ENDED)
+        return {
+            "holdfast_rounds": [((state,), counts.get(state, 0)) for state in ENDED],
+            "holdfast_rounds_open": [((), open_rounds)],
+            "holdfast_rounds_failed": [((code,), count) for code, count in self._failures().items()],
+            **self._saves(),
             **{name: list(found) for name, found in self._gauges.now().items()},
         }
 

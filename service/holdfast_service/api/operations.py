@@ -42,10 +42,11 @@ def list_nodes(services: Wired) -> rest.Page[rest.Node]:
     return rest.Page(items=[services.node()])
 
 
-@router.get("/healthz", dependencies=OPEN, summary="The process answers")
+@router.get("/healthz", dependencies=OPEN, summary="The process answers; `degraded` while the catalog is away")
 async def get_health(services: Wired, viewer: Viewer) -> rest.Health:
     """Version and root are for those who may read. Nothing is waited for, not even a thread."""
-    return _health("ok", services, viewer)
+    away = services.book is not None and services.book.trouble is not None
+    return _health("degraded" if away else "ok", services, viewer)
 
 
 @router.get("/readyz", dependencies=OPEN, summary="Catalog and storage answer; a 5xx problem when one does not")

@@ -14,6 +14,7 @@ from holdfast_formats import rest
 from holdfast_formats.errors import Damaged
 from holdfast_formats.naming import STEP_MAX
 from holdfast_formats.operations import ReplicaLag
+from holdfast_service.control.book import Book
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import utc_now
 from holdfast_service.control.events import Events
@@ -62,6 +63,7 @@ class Services:
     connected: Callable[[], Collection[str]] = tuple  # runs of which ranks are connected here
     door: Policy = field(default_factory=Policy)
     owner: Owner = field(default_factory=lambda: Owner(make_text()))
+    book: Book | None = None  # what the catalog is still to be told, of a service that saves
     history: History | None = None  # what saves took, of a service that watches them
     slots: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})  # most bytes of the arena, its slots by use
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from holdfast_formats.errors import CheckpointError, Damaged, NoSpace, QuotaExceeded
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, QuotaExceeded
 from holdfast_formats.packing import tensor_extent_bytes
 from holdfast_formats.plan import Plan
 from holdfast_service.storage import Tier
@@ -25,6 +25,9 @@ SMALL_FILES = 8  # manifest, receipt, state, COMMIT, and the directories around 
 INDEX_BYTES_A_TENSOR = 64  # beside its name, which the file's header has too
 MANIFEST_BYTES_A_TENSOR = 256
 MANIFEST_BYTES_AN_EXTENT = 48
+USED_S = 0.5  # how long the catalog is asked how much a run uses
+
+Ask = Callable[[Callable[[], int], float], int]  # a question to the catalog, and how long it may take
 
 
 def counted_bytes(plan: Plan) -> int:
@@ -54,10 +57,10 @@ class Admission:
     """Says of every plan whether it fits: into the run's quota, and onto the disk."""
 
     def __init__(
-        self, tier: Tier, catalog: Catalog, parts: tuple[RunFiles, Rotation], clock: Callable[[], float] = time.time
+        self, tier: Tier, catalog: Catalog, parts: tuple[RunFiles, Rotation, Ask], clock: Callable[[], float] = time.time
     ) -> None:
         self._tier, self._catalog, self._clock = tier, catalog, clock
-        self._files, self._rotation = parts
+        self._files, self._rotation, self._ask = parts
 
     def admit(self, plan: Plan) -> None:
         """Return when the save fits. Raises `QuotaExceeded` or `NoSpace`, with the numbers, when it cannot be made to.
@@ -92,12 +95,19 @@ class Admission:
             log.error("%s", error)
             return None
 
+    def _used(self, run: str) -> int:
+        try:
+            return self._ask(lambda: sum(c.bytes for c in roots.all_checkpoints(self._catalog, run)), USED_S)
+        except CatalogUnavailable as away:  # a save is worth more than a limit that cannot be counted
+            log.warning("how much of its quota %s uses is not known: %s", run, away.detail)
+            return 0
+
     def _shortage(self, plan: Plan) -> CheckpointError | None:
         what = f"{plan.run}@{plan.step}"
         quota = self._quota(plan.run)
         if quota is not None:
             need = counted_bytes(plan)
-            used = sum(c.bytes for c in roots.all_checkpoints(self._catalog, plan.run))
+            used = self._used(plan.run)
             if used + need > quota:
                 return QuotaExceeded(
                     f"{what} needs {need} bytes; its run has {used} of the {quota} that its policy grants",

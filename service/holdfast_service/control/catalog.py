@@ -19,7 +19,8 @@ from holdfast_formats.errors import (
     NoSuchResource,
 )
 
-from . import listing, opening, statistics
+from . import listing, statistics
+from .attempts import Declared
 from .database import Database
 from .listing import ENDED, EVERYTHING, GOING_ON, ROUND_STATES, Within
 from .pages import INTEGER_MAX
@@ -27,7 +28,6 @@ from .schema import AnswerRow, AttemptRow, CheckpointRow, RoundRow, RunRow
 
 __all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "Known"]
 
-LAUNCH_LENGTH_MAX = 256
 UNSAVED = ("aborted", "dropped")
 _STORED = set(rest.Checkpoint.model_fields) - rest.MARKS
 
@@ -55,26 +55,44 @@ class Catalog:
     def close(self) -> None:
         self.database.close()
 
-    def declare_attempt(self, run: str, launch: str, world: int, now: str) -> int:
-        """The attempt of this launch: the one it has, else the next one, which fences off all before it (I6).
+    def declare_attempt(self, run: str, launch: str, world: int, now: str, attempt: int | None = None) -> int:
+        """The attempt of this launch: the one it has, else `attempt`, or the next one.
 
-        It is durable when this returns: a number that was given out is never given out again, also after a power cut.
+        It is `Attempts` that numbers launches and refuses older ones (I6); this is what it is told of that.
         """
-        if not (1 <= len(launch) <= LAUNCH_LENGTH_MAX and launch.isprintable()):
-            raise InvalidRequest(f"{launch!r} cannot name a launch", hint=f"1 to {LAUNCH_LENGTH_MAX} printable characters")
         with self._write() as session:
             row = _lock_run(session, run)
             known = session.get(AttemptRow, (run, launch))
             if known is not None:
                 return known.attempt
-            row.attempt += 1
-            session.add(AttemptRow(run=run, launch=launch, attempt=row.attempt, world=world, declared=now))
-            return row.attempt
+            made = row.attempt + 1 if attempt is None else attempt
+            row.attempt = max(row.attempt, made)
+            session.add(AttemptRow(run=run, launch=launch, attempt=made, world=world, declared=now))
+            return made
 
-    def attempt_of(self, run: str, launch: str) -> int | None:
-        """The attempt that a launch has been given, None before it said hello."""
+    def note_attempts(self, known: Mapping[str, Declared]) -> None:
+        """No run has a lower newest attempt than is `known`."""
+        with self._write() as session:
+            listed = {row.name: row.attempt for row in session.scalars(select(RunRow))}
+            for run in [run for run, declared in known.items() if declared.attempt > listed.get(run, 0)]:
+                row = _lock_run(session, run)
+                row.attempt = max(row.attempt, known[run].attempt)
+
+    def declared(self) -> dict[str, Declared]:
+        """What is known of all runs' attempts: the newest, those of launches, and what they were told to restore."""
+        launches: dict[str, dict[str, int]] = {}
+        answers: dict[str, dict[str, int | None]] = {}
         with self._read() as session:
-            return session.scalar(select(AttemptRow.attempt).where(AttemptRow.run == run, AttemptRow.launch == launch))
+            newest = {row.name: row.attempt for row in session.scalars(select(RunRow))}
+            for row in session.scalars(select(AttemptRow).order_by(AttemptRow.run, AttemptRow.attempt)):
+                launches.setdefault(row.run, {})[row.launch] = row.attempt
+            told = select(AnswerRow).join(RunRow, (RunRow.name == AnswerRow.run) & (RunRow.attempt == AnswerRow.attempt))
+            for answer in session.scalars(told.order_by(AnswerRow.turn)):
+                answers.setdefault(answer.run, {})[f"{answer.attempt}.{answer.turn}"] = answer.step
+        return {
+            run: Declared(attempt=attempt, launches=launches.get(run, {}), answers=answers.get(run, {}))
+            for run, attempt in newest.items()
+        }
 
     def newest_attempt(self, run: str) -> int:
         """The newest attempt of a run, 0 when there is none."""
@@ -102,33 +120,37 @@ class Catalog:
             session.add(AnswerRow(run=run, attempt=attempt, turn=turn, step=step))
             return step
 
-    def asked(self, run: str, attempt: int, turn: int) -> tuple[bool, int | None]:
-        """Whether the question has been answered, and the answer."""
-        with self._read() as session:
-            stored = session.get(AnswerRow, (run, attempt, turn))
-            return (False, None) if stored is None else (True, stored.step)
-
     def open_round(self, run: str, step: int, attempt: int, world: int, now: str) -> int:
-        """The id of the round of this step and attempt: the one going on, else a new one.
+        """The id of the round of this step and attempt: the one going on, else a new one."""
+        return self.note_round(run, step, attempt, world, now)[0]
 
-        Raises `StaleAttempt` for an attempt older than the newest (I6) and `AlreadyCommitted` when the step is a checkpoint.
-        """
-        naming.check_run(run)
+    def note_round(self, run: str, step: int, attempt: int, world: int, opened: str) -> tuple[int, str]:
+        """As `open_round`, with the time at which the round was opened."""
         naming.check_step(step)
         with self._write(hasty=True) as session:
-            newest = opening.lock(session.connection(), run)
-            if newest is None:
-                newest = _lock_run(session, run).attempt
-            return opening.open_round(session.connection(), (run, step, attempt), newest, world, now)
-
-    def resume_round(self, run: str, step: int, attempt: int, world: int, now: str) -> int:
-        """As `open_round`, but a round that all ranks had sealed goes on though a newer attempt waits for its end (I6)."""
-        with self._read() as session:
+            row = _lock_run(session, run)
+            row.attempt = max(row.attempt, attempt)
             same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
-            known = session.scalar(select(RoundRow.id).where(*same, RoundRow.state == "sealed"))
-            if known is not None and not _is_sound(session, run, step):
-                return known
-        return self.open_round(run, step, attempt, world, now)
+            going = select(RoundRow).where(*same, RoundRow.state.in_(GOING_ON)).order_by(RoundRow.id).limit(1)
+            made = session.scalar(going)
+            if made is None:
+                values = {"world": world, "state": "open", "sealed": 0, "opened": opened}
+                made = RoundRow(run=run, step=step, attempt=attempt, **values)
+                session.add(made)
+                session.flush()
+            return made.id, made.opened
+
+    def is_round(self, round_id: int, key: tuple[str, int, int], opened: str) -> bool:
+        """Whether the round of this id is one of this run, step and attempt, opened then."""
+        with self._read() as session:
+            row = session.get(RoundRow, round_id)
+            return row is not None and (row.run, row.step, row.attempt, row.opened) == (*key, opened)
+
+    def is_sealed(self, run: str, step: int, attempt: int) -> bool:
+        """Whether a round goes on of which all ranks had sealed."""
+        same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
+        with self._read() as session:
+            return session.scalar(select(RoundRow.id).where(*same, RoundRow.state == "sealed")) is not None
 
     def update_round(self, round_id: int, *, sealed: int) -> None:
         """Note how many ranks have sealed; a round that has ended stays as it ended."""
@@ -330,12 +352,6 @@ def _lock_round(session: Session, round_id: int) -> RoundRow:
 def _row(checkpoint: rest.Checkpoint, stamp: str | None) -> CheckpointRow:
     naming.check_step(checkpoint.step)
     return CheckpointRow(**checkpoint.model_dump(include=_STORED), stamp=stamp)
-
-
-def _is_sound(session: Session, run: str, step: int) -> bool:
-    """Whether the step is a checkpoint that nothing may take the place of: one that is damaged a new save replaces."""
-    row = session.get(CheckpointRow, (run, step))
-    return row is not None and row.damage is None
 
 
 def _forget(session: Session, run: str, step: int) -> None:

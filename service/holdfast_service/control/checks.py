@@ -11,8 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import func, or_, select
 
-from holdfast_formats.errors import CheckpointError, Damaged, from_problem
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, from_problem
 
+from .book import Book
 from .catalog import Catalog
 from .events import Events
 from .schema import CheckpointRow
@@ -35,14 +36,17 @@ class Place(NamedTuple):
 class Findings:
     """Records what checks, scrubs and readers find. Thread-safe. `settled` hears the run of what was found sound."""
 
-    def __init__(self, catalog: Catalog, events: Events, now: Callable[[], str], settled: Callable[[str], None]) -> None:
-        self._database, self._events, self._now, self._settled = catalog.database, events, now, settled
+    def __init__(self, parts: tuple[Catalog, Events, Book], now: Callable[[], str], settled: Callable[[str], None]) -> None:
+        catalog, self._events, self._book = parts
+        self._database, self._now, self._settled = catalog.database, now, settled
+        self._seen: dict[Place, dict[str, Any]] = {}  # damage that was found here, as the catalog may not know it yet
 
     def sound(self, run: str, step: int, check: Mapping[str, Any] | None = None, same_as: int | None = None) -> None:
         """A checkpoint was read back, whole, and every byte is right; only now may older ones go (I10).
 
         Does nothing for one that has been removed meanwhile.
         """
+        self.made(run, step)
         with self._database.write() as session:
             row = session.get(CheckpointRow, (run, step), with_for_update=True)
             if row is None:
@@ -66,22 +70,39 @@ class Findings:
         `checked` says that it was read back whole, and not found by somebody who wanted a part of it.
         """
         problem = {**error.problem(), "run": run, "step": step}
+        self._seen[Place(run, step)] = problem
+        at = self._now()
+        try:
+            self._note_damage(Place(run, step), problem, at if checked else None)
+        except (CatalogUnavailable, NoSpace) as away:
+            log.error("%s@%s is damaged: %s (%s)", run, step, error.detail, away.detail)
+            self._book.tell("of damage", lambda: self._note_damage(Place(run, step), problem, at if checked else None))
+
+    def _note_damage(self, place: Place, problem: dict[str, Any], checked: str | None) -> None:
+        run, step = place
         with self._database.write() as session:
             row = session.get(CheckpointRow, (run, step), with_for_update=True)
             if row is None:
                 return
             news = row.damage is None or _place(row.damage) != _place(problem)
             row.verified, row.damage = False, problem
-            if checked:
-                row.checked = self._now()
+            row.checked = checked or row.checked
         if news:
-            log.error("%s@%s is damaged: %s", run, step, error.detail)
-            self._events.add(
-                "checkpoint-damaged", f"step {step} is damaged: {error.detail}", run, step, "error", problem=problem
-            )
+            log.error("%s@%s is damaged: %s", run, step, problem["detail"])
+            text = f"step {step} is damaged: {problem['detail']}"
+            self._events.add("checkpoint-damaged", text, run, step, "error", problem=problem)
+
+    def seen(self, run: str, step: int) -> Damaged | None:
+        """Damage that was found since the start, and not mended since; the catalog is not asked."""
+        return as_damage(self._seen.get(Place(run, step)))
+
+    def made(self, run: str, step: int) -> None:
+        """What was known of this step holds no more: it is sound, or was saved anew."""
+        self._seen.pop(Place(run, step), None)
 
     def repaired(self, run: str, step: int, error: Damaged, source: str) -> None:
         """Damaged bytes were replaced by proven ones."""
+        self.made(run, step)
         log.warning("%s@%s was repaired from %s: %s", run, step, source, error.detail)
 
     def scrubbed(self, checkpoints: int, size: int, damages: int, seconds: float) -> None:
@@ -93,9 +114,12 @@ class Findings:
 
     def damage(self, run: str, step: int) -> Damaged | None:
         """What is known to be wrong with a checkpoint; None while it is sound, and for one that is not there."""
-        with self._database.read() as session:
-            row = session.get(CheckpointRow, (run, step))
-            return None if row is None else as_damage(row.damage)
+        try:
+            with self._database.read() as session:
+                row = session.get(CheckpointRow, (run, step))
+                return None if row is None else as_damage(row.damage)
+        except CatalogUnavailable:
+            return self.seen(run, step)
 
     def unchecked(self) -> list[Place]:
         """What nobody has read back yet, newest first: found in the directories, or committed before a daemon died."""
@@ -122,8 +146,11 @@ class Findings:
     def newest(self, run: str) -> int | None:
         """The newest checkpoint that is not known to be damaged."""
         wanted = (CheckpointRow.run == run, CheckpointRow.damage.is_(None))
-        with self._database.read() as session:
-            return session.scalar(select(func.max(CheckpointRow.step)).where(*wanted))
+        try:
+            with self._database.read() as session:
+                return session.scalar(select(func.max(CheckpointRow.step)).where(*wanted))
+        except CatalogUnavailable:
+            return None
 
     def before(self, run: str, step: int) -> int | None:
         """The checkpoint before this one that is not known to be damaged."""
@@ -137,8 +164,12 @@ class Findings:
             CheckpointRow.run == run, CheckpointRow.step > (-1 if step is None else step), CheckpointRow.damage.is_not(None)
         )
         instead = "there is no sound one" if step is None else f"step {step} is restored instead"
-        with self._database.read() as session:
-            found = session.execute(wanted.order_by(CheckpointRow.step.desc())).all()
+        try:
+            with self._database.read() as session:
+                found = session.execute(wanted.order_by(CheckpointRow.step.desc())).all()
+        except CatalogUnavailable as away:
+            known = "nothing" if step is None else f"step {step}"
+            return [f"{known} was found in the directory, without the catalog: {away.detail}"]
         return [f"step {newer} is damaged ({damage.get('detail', 'unknown')}): {instead}" for newer, damage in found]
 
 

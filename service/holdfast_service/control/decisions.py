@@ -1,40 +1,59 @@
-"""Control as the daemon sees it: the few calls in which it asks what to do. Bytes of tensors never come here."""
+"""Control as the daemon sees it: the few calls in which it asks what to do. Bytes of tensors never come here.
+
+Nothing that a save waits for waits for the catalog: attempts, rounds and directories are known here, and it is told.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast_formats import naming, rest
-from holdfast_formats.errors import CheckpointError, Damaged, GenerationDropped, NotFound, StorageFailed
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CatalogUnavailable,
+    CheckpointError,
+    Damaged,
+    GenerationDropped,
+    NoSuchCheckpoint,
+    NotFound,
+    StorageFailed,
+)
 from holdfast_formats.manifest import Manifest
+from holdfast_formats.operations import Level
 from holdfast_formats.plan import Plan
 from holdfast_formats.statistics import Statistics
 from holdfast_formats.table import SlotTable
 from holdfast_service.storage import Tier
-from holdfast_service.tracing import span
 
-from . import commit, planner, removal, roots
+from . import commit, planner, removal, roots, salvage
 from .admission import Admission
+from .attempts import Attempts
+from .book import Book
 from .catalog import Catalog
-from .checks import Findings, as_damage
+from .checks import Findings
+from .choosing import Choices, Question, stands
 from .events import Events
 from .health import Health
 from .imports import Imports
 from .readers import Readers
 from .replicas import RepairBook, ReplicaBook
 from .rotation import Rotation
+from .rounds import Rounds
 from .run_files import RunFiles
 from .statistics import StatisticsStore
 
 log = logging.getLogger(__name__)
 
-RESTORE_MAX_S = 3600.0  # a launch that has restored and neither saved nor parted since reads no longer than this
+ASK_S = 10.0
+LOOK_S = 2.0  # how long the catalog is asked about a step that stands there already
+COMMITTED_MAX = 1000
 
 
 def utc_now() -> str:
@@ -43,94 +62,189 @@ def utc_now() -> str:
 
 
 class Decisions:
-    """Attempts, rounds, commits and removals of one root. Thread-safe: the catalog serialises what must be."""
+    """Attempts, rounds, commits and removals of one root. Thread-safe."""
 
     def __init__(self, tier: Tier, catalog: Catalog, keep_last: int | None, node: str = "node") -> None:
-        self._tier = tier
-        self._catalog = catalog
+        self._tier, self._catalog, self._keep_last = tier, catalog, keep_last
         catalog.node = node
+        self.book = Book(catalog.database, self._returned)
+        self.attempts = Attempts(tier)
         self.events = Events(catalog.database, node, utc_now)
+        self._rounds = Rounds(catalog, self.book, utc_now)
         self.statistics = StatisticsStore(catalog.database)
         self._health = Health(tier, self.statistics, self.events)
-        self._keep_last = keep_last
         self._files = RunFiles(tier)
         self.readers = Readers()
         self.rotation = Rotation(tier, catalog, (self._files, self.readers))
         self.rotation.events = self.events
-        self._declared: dict[str, int] = {}  # run -> the newest attempt that was told of
-        self._declaring = threading.Lock()
-        self.findings = Findings(catalog, self.events, utc_now, self.rotation.due)
-        self._admission = Admission(tier, catalog, (self._files, self.rotation))
-        self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
+        self.findings = Findings((catalog, self.events, self.book), utc_now, self.rotation.due)
+        self._admission = Admission(tier, catalog, (self._files, self.rotation, self.book.ask))
+        known = (self._health, self.findings, self.readers)
+        self._choices = Choices((tier, catalog, self.attempts), self.book, known, self._tell)
+        self._started = False  # what an earlier daemon left in the catalog was put right
+        self._steps: dict[str, set[int]] = {}  # what has stood in the directories of the runs that are saved
+        self._made: OrderedDict[tuple[str, int], int] = OrderedDict()  # the attempts of checkpoints
+        self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Remove what is due, stop."""
+        """Remove what is due, tell the catalog what it is to know, stop."""
         self.rotation.close()
+        self.book.close()
 
     def recover(self, adopt: Callable[[], Collection[int]] = tuple) -> None:
         """At start: sweep what no commit ever published, make the catalog say what the directories say, end old rounds.
 
-        Between the two, `adopt` takes up the rounds whose bytes an earlier daemon left in memory; it returns their ids.
+        Between the two, `adopt` takes up the rounds whose bytes an earlier daemon left in memory. Where the catalog is away
+        that waits until it is back, and nothing else does.
         """
-        self.events.skip_lost_ids()
         for path in removal.sweep(self._tier):
             log.info("swept %s", path)
+        self._started = False
+        self.book.unknown()
+        while not self.book.settle() and self.book.trouble is None:
+            pass
+        adopt()
+        why = "the daemon ended before this round was complete"
+        self.book.tell(
+            "which rounds ended with the last daemon",
+            lambda: self._catalog.abort_open_rounds(utc_now(), "round-aborted", why, keep=self._rounds.ids()),
+        )
+
+    def _returned(self) -> None:
+        """The catalog is there, for the first time or again: it may be an older one, another one, or one without rows."""
+        database = self._catalog.database
+        if database.unsound:
+            salvage.mend(database)
+        if not self._started:
+            self.events.skip_lost_ids()
+        self._rounds.look_again()
         for run, step, problem in roots.reconcile(self._tier, self._catalog):
             log.error("%s@%s cannot be read: %s", run, step, problem.detail)
+        self.attempts.merge(self._catalog.declared())
+        self._catalog.note_attempts(self.attempts.known())
+        if self._started:
+            return
         for found in self._catalog.settle_committed_rounds(utc_now()):
             text = f"step {found.step} is committed; the daemon ended before it could say so"
-            self.events.add("checkpoint-committed", text, found.run, found.step)
-        why = "the daemon ended before this round was complete"
-        self._catalog.abort_open_rounds(utc_now(), "round-aborted", why, keep=adopt())
+            self.events.record("checkpoint-committed", text, found.run, found.step)
+        self._started = True
 
     def hello(self, run: str, launch: str, world: int, keep_last: int | None) -> int:
         """The attempt number of this launch; the first rank of a launch declares it."""
         naming.check_run(run)
-        attempt = self._declare(run, launch, world)
+        self._learn_attempts()
+        attempt, new = self.attempts.declare(run, launch, lambda: self._rounds.complete(run))
+        if new:
+            at = utc_now()
+            self.book.tell(
+                f"of attempt {attempt} of {run}",
+                lambda: self._catalog.declare_attempt(run, launch, world, at, attempt),
+            )
+            text = f"attempt {attempt} has begun, of {world} {'rank' if world == 1 else 'ranks'}"
+            self._tell("attempt-declared", text, run, attempt=attempt, world=world, launch=launch)
         try:
             before = self._files.read(run)
             wanted = keep_last if keep_last is not None else before.keep_last or self._keep_last
             file = self._files.change(run, lambda file: file.model_copy(update={"keep_last": wanted}))
             if file.policy is not None and keep_last not in (None, file.policy.last):
                 log.info("%s: keep_last=%s of the trainer gives way to the run's policy", run, keep_last)
-            if self._catalog.keep_last(run) != file.in_force.last:
-                self._catalog.set_keep_last(run, file.in_force.last)
+            if new or file != before:
+                last = file.in_force.last
+                self.book.tell("how much is kept", lambda: self._catalog.set_keep_last(run, last))
         except Damaged as error:  # training goes on; nothing of the run is removed until its file is mended
             log.error("%s", error)
+        self._known_steps(run)
         return attempt
+
+    def _learn_attempts(self) -> None:
+        """In a root that has no file of them yet, or has lost it, the catalog knows which attempts were declared."""
+        if self.attempts.complete:
+            return
+        try:
+            self.attempts.merge(self.book.ask(self._catalog.declared, ASK_S))
+        except CatalogUnavailable:
+            if roots.runs(self._tier):
+                raise
+            self.attempts.merge({})  # nothing was ever saved here
 
     def declared(self, run: str, launch: str) -> bool:
         """Whether this launch has an attempt already."""
-        return self._catalog.attempt_of(run, launch) is not None
-
-    def _declare(self, run: str, launch: str, world: int) -> int:
-        known = self._catalog.newest_attempt(run)
-        attempt = self._catalog.declare_attempt(run, launch, world, utc_now())
-        with self._declaring:
-            new = attempt > max(known, self._declared.get(run, 0))
-            self._declared[run] = max(attempt, self._declared.get(run, 0))
-        if new:
-            text = f"attempt {attempt} has begun, of {world} {'rank' if world == 1 else 'ranks'}"
-            self.events.add("attempt-declared", text, run, attempt=attempt, world=world, launch=launch)
-        return attempt
+        return self.attempts.of(run, launch) is not None
 
     def begin(self, run: str, step: int, attempt: int, world: int) -> int:
         """Open the round of this step, or find it open; `StaleAttempt` (I6) or `AlreadyCommitted` if it may not be."""
-        return self._catalog.open_round(run, step, attempt, world, utc_now())
+        naming.check_run(run)
+        naming.check_step(step)
+        self.attempts.refuse_older(run, attempt)
+        self._refuse_committed(run, step)
+        return self._rounds.open(run, step, attempt, world)
 
     def resume(self, run: str, step: int, attempt: int, world: int) -> int:
-        """Go on with the round of an earlier daemon, or open it; refuses as `begin` does, but for I6: see the catalog."""
-        return self._catalog.resume_round(run, step, attempt, world, utc_now())
+        """Go on with the round of an earlier daemon, or open it; refuses as `begin` does.
+
+        A round that all ranks had sealed goes on though a newer attempt waits for its end (I6).
+        """
+        naming.check_step(step)
+        self.attempts.saw(run, attempt)
+        if attempt == self.attempts.newest(run) or not self._was_complete(run, step, attempt):
+            return self.begin(run, step, attempt, world)
+        self._refuse_committed(run, step)
+        return self._rounds.open(run, step, attempt, world)
+
+    def _was_complete(self, run: str, step: int, attempt: int) -> bool:
+        if self.attempts.owes(run, step, attempt):
+            return True
+        try:
+            return self.book.ask(lambda: self._catalog.is_sealed(run, step, attempt), LOOK_S)
+        except CatalogUnavailable as away:
+            log.info("whether %s@%s was complete is not known: %s", run, step, away.detail)
+            return False
+
+    def _refuse_committed(self, run: str, step: int) -> None:
+        """`AlreadyCommitted` where the step stands in the directory, and no damage is known of it."""
+        if step not in self._known_steps(run) or not stands(self._tier, run, step):
+            return
+        damage: object = self.findings.seen(run, step)
+        try:
+            damage = self.book.ask(lambda: self._catalog.checkpoint(run, step).damage, LOOK_S)
+        except (CatalogUnavailable, NotFound) as error:
+            log.info("what is known of %s@%s cannot be asked: %s", run, step, error.detail)
+        if damage is None:
+            raise AlreadyCommitted(f"{run}@{step} is committed already", hint="remove it first to save it anew")
+
+    def _known_steps(self, run: str) -> set[int]:
+        with self._lock:
+            known = self._steps.get(run)
+        if known is None:
+            found = set(roots.committed(self._tier, run))
+            with self._lock:
+                known = self._steps.setdefault(run, found)
+        return known
 
     def committed(self, run: str, step: int) -> int | None:
         """The attempt that committed this step; None when it is no checkpoint."""
-        try:
-            return self._catalog.checkpoint(run, step).attempt
-        except NotFound:
+        if not stands(self._tier, run, step):
             return None
+        with self._lock:
+            known = self._made.get((run, step))
+        if known is None:
+            try:
+                known = roots.load_manifest(self._tier, run, step).attempt
+            except (Damaged, NoSuchCheckpoint):
+                return None
+            self._note_made(run, step, known)
+        return known
+
+    def _note_made(self, run: str, step: int, attempt: int) -> None:
+        self._known_steps(run).add(step)
+        with self._lock:
+            self._made[run, step] = attempt
+            self._made.move_to_end((run, step))
+            while len(self._made) > COMMITTED_MAX:
+                self._made.popitem(last=False)
 
     def sealed(self, round_id: int, ranks: int) -> None:
-        self._catalog.update_round(round_id, sealed=ranks)
+        self._rounds.seal(round_id, ranks)
 
     def plan(self, tables: Sequence[SlotTable]) -> Plan:
         return planner.plan(tables)
@@ -145,23 +259,28 @@ class Decisions:
         The directory is the truth: a failure to record it does not undo it, the next look at the directories repairs that.
         """
         began = time.monotonic()
-        self.rotation.make_way(plan.run, plan.step)
+        if self._tier.list(naming.checkpoint_path(plan.run, plan.step)):
+            self.rotation.make_way(plan.run, plan.step)
         try:
             made = commit.publish(self._tier, plan, utc_now())
         except StorageFailed as error:
             if error.members.get("outcome") == "unknown":
-                roots.reconcile(self._tier, self._catalog)
+                self.book.tell("what stands in the directories", lambda: roots.reconcile(self._tier, self._catalog))
             raise
         known = {**(measured or {}), "commit_s": time.monotonic() - began, "bytes": float(made.bytes)}
-        try:
-            self._catalog.record_checkpoint(rest.describe(made), roots.stamp(self._tier, made.run, made.step))
-            self._catalog.end_round(round_id, "committed", utc_now(), None, None, **known)
-        except CheckpointError as error:
-            log.error("%s@%s is committed, but the catalog does not know: %s", made.run, made.step, error.detail)
-        text = f"step {made.step} is committed"
-        self.events.add("checkpoint-committed", text, made.run, made.step, bytes=made.bytes, measured=known)
+        self._note_made(made.run, made.step, made.attempt)
+        self.findings.made(made.run, made.step)
+        self.book.tell(f"of the checkpoint {made.run}@{made.step}", lambda: self._list(made))
+        self._rounds.end(round_id, "committed", measured=known)
+        self._tell(
+            "checkpoint-committed", f"step {made.step} is committed", made.run, made.step, bytes=made.bytes, measured=known
+        )
         self.parted(made.run, made.attempt)  # what all ranks have saved anew, all of them have restored
         return made
+
+    def _list(self, made: Manifest) -> None:
+        if stands(self._tier, made.run, made.step):  # else it was removed while the catalog was away
+            self._catalog.record_checkpoint(rest.describe(made), roots.stamp(self._tier, made.run, made.step))
 
     def abort(
         self,
@@ -172,12 +291,11 @@ class Decisions:
     ) -> None:
         """End a round without a checkpoint and remove what it staged; what cannot be removed now, the next sweep removes."""
         state: Literal["aborted", "dropped"] = "dropped" if isinstance(error, GenerationDropped) else "aborted"
-        ended = self._catalog.end_round(round_id, state, utc_now(), error.code, error.detail, **(measured or {}))
+        ended = self._rounds.end(round_id, state, error.code, error.detail, measured or {})
         if ended is not None:
             kind = "save-dropped" if state == "dropped" else "save-aborted"
-            level: Literal["info", "warning"] = "info" if state == "dropped" else "warning"
-            text = f"step {ended.step} was not saved: {error.detail}"
-            self.events.add(kind, text, ended.run, ended.step, level, problem=error.problem())
+            level: Level = "info" if state == "dropped" else "warning"
+            self._tell(kind, f"step {ended[1]} was not saved: {error.detail}", *ended, level, problem=error.problem())
         if staging is not None:
             try:
                 self._tier.remove_tree(staging)
@@ -186,54 +304,21 @@ class Decisions:
 
     def measured(self, round_id: int, measured: Mapping[str, float]) -> None:
         """Note what was found out of a save since it ended."""
-        self._catalog.measure_round(round_id, measured)
+        self._rounds.measure(round_id, measured)
 
     def choose(
         self, run: str, attempt: int, turn: int, step: int | None, groups: Collection[str], healthy: bool = False
     ) -> int | None:
-        """The step that every rank of this attempt restores as its `turn`-th; None when there is nothing to restore.
+        """The step that every rank of this attempt restores as its `turn`-th; None when there is nothing to restore."""
+        return self._choices.choose(Question(run, attempt, turn, step, groups, healthy))
 
-        Unless a step is named it is the newest one that is not known to be damaged. Where all are, the damage of the newest
-        is raised: nobody starts from nothing because of it without being asked to. With `healthy`, it is the newest healthy
-        one: `NoSuchCheckpoint` where there are others only.
-        """
-        with span("holdfast.restore", {"holdfast.run": run, "holdfast.attempt": attempt}) as tell:
-            chosen = self._choose(run, attempt, turn, step, groups, healthy)
-            tell(**{"holdfast.step": chosen})
-        return chosen
-
-    def _choose(
-        self, run: str, attempt: int, turn: int, step: int | None, groups: Collection[str], healthy: bool
-    ) -> int | None:
-        known, answer = self._catalog.asked(run, attempt, turn)
-        if known:
-            return answer
-        if not roots.agrees(self._tier, self._catalog, run):
-            roots.reconcile(self._tier, self._catalog)
-        if step is None:
-            step = self._health.newest(run, groups) if healthy else self._catalog.newest(run, groups)
-            if step is None:
-                self._refuse_if_all_damaged(run)
-        else:
-            self._catalog.checkpoint(run, step)
-        chosen = self._catalog.answer(run, attempt, turn, step)
-        if chosen is not None:
-            self.parted(run, attempt)
-            self._restored[run, attempt] = chosen
-            self.readers.hold(run, chosen, f"attempt {attempt}", RESTORE_MAX_S)
-            self.events.add("restore-chosen", f"attempt {attempt} restores step {chosen}", run, chosen, attempt=attempt)
-        return chosen
+    def recorded(self, wait_s: float) -> bool:
+        """Wait until the catalog knows all that was decided; False when the time is over."""
+        return self.book.recorded(wait_s)
 
     def reading(self, run: str, step: int) -> AbstractContextManager[None]:
         """Nothing removes the checkpoint while the block reads it; `NoSuchCheckpoint` for one that is being removed."""
         return self.readers.reading(run, step, "the daemon")
-
-    def _refuse_if_all_damaged(self, run: str) -> None:
-        found = [checkpoint for checkpoint in roots.all_checkpoints(self._catalog, run) if checkpoint.damage is not None]
-        damage = as_damage(found[0].damage) if found else None
-        if damage is not None:
-            damage.hint = f"no sound checkpoint of {run} is left; remove the damaged ones (holdfast rm) to begin anew"
-            raise damage
 
     def replica_book(self) -> ReplicaBook:
         """What is known of copies in other tiers."""
@@ -261,6 +346,8 @@ class Decisions:
 
     def parted(self, run: str, attempt: int) -> None:
         """The ranks of this attempt read what they restored no more."""
-        step = self._restored.pop((run, attempt), None)
-        if step is not None:
-            self.readers.release(run, step, f"attempt {attempt}")
+        self._choices.parted(run, attempt)
+
+    def _tell(self, kind: str, text: str, run: str, step: int | None = None, level: Level = "info", **detail: Any) -> None:
+        at = utc_now()
+        self.book.tell(f"that {text}", lambda: self.events.record(kind, text, run, step, level, at=at, **detail))

@@ -11,6 +11,7 @@ from sqlalchemy.exc import ArgumentError
 
 BUSY_TIMEOUT_S = 10  # how long a transaction waits for another one's locks
 CONNECT_TIMEOUT_S = 10
+ANSWER_TIMEOUT_S = 12.0  # a server that is stopped or cut off keeps its connections, and says nothing on them
 IDLE_TIMEOUT_S = 60  # a node that stops in the middle of a transaction holds up the others no longer
 CONNECTIONS = 8
 CONNECTIONS_MORE = 40  # at most so many besides, for as long as they are used
@@ -24,7 +25,8 @@ def connect(url: str) -> Engine:
     made = make_url(url)
     if made.get_backend_name() == "postgresql":
         return _postgresql(made)
-    engine = create_engine(made, hide_parameters=True)
+    pooled = made.get_backend_name() == "sqlite" and made.database not in (None, "", ":memory:")
+    engine = create_engine(made, hide_parameters=True, **({"pool_timeout": BUSY_TIMEOUT_S} if pooled else {}))
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
@@ -53,8 +55,24 @@ def _postgresql(url: URL) -> Engine:
         pool_timeout=BUSY_TIMEOUT_S,
         connect_args=given,
     )
+    event.listen(engine, "do_connect", _connect_postgresql)
     event.listen(engine, "connect", _prepare_postgresql)
     return engine
+
+
+def _connect_postgresql(dialect: Any, record: Any, arguments: Any, options: Any) -> Any:
+    """A connection that fails where the server does not answer: the driver would wait for it for ever."""
+    import psycopg
+
+    class Answered(psycopg.Connection[Any]):
+        def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+            try:
+                return super().wait(gen, interval=interval, timeout=ANSWER_TIMEOUT_S if timeout is None else timeout)
+            except psycopg.errors._WaitTimeout as error:
+                self.pgconn.finish()
+                raise psycopg.OperationalError(f"the server has not answered for {ANSWER_TIMEOUT_S:.0f} s") from error
+
+    return Answered.connect(*arguments, **options)
 
 
 def _prepare_postgresql(connection: Any, _: Any) -> None:

@@ -52,26 +52,30 @@ class Events:
         self, kind: str, text: str, run: str | None = None, step: int | None = None, level: Level = "info", **detail: Any
     ) -> None:
         """Record an event of a declared kind and wake those who wait for one."""
-        assert kind in EVENTS, kind
         try:
-            with self._database.write() as session:
-                _in_turn(session)
-                made = EventRow(
-                    at=self._now(),
-                    kind=kind,
-                    level=level,
-                    node=self._node,
-                    run=run,
-                    step=step,
-                    text=text,
-                    detail=detail,
-                )
-                session.add(made)
-                session.flush()
-                self._trim(session, made.id)
+            self.record(kind, text, run, step, level, **detail)
         except CheckpointError as error:
             log.error("the event %r of %s@%s is not recorded: %s", kind, run, step, error.detail)
-            return
+
+    def record(
+        self,
+        kind: str,
+        text: str,
+        run: str | None = None,
+        step: int | None = None,
+        level: Level = "info",
+        at: str | None = None,
+        **detail: Any,
+    ) -> None:
+        """As `add`, for an event of that time; raises `CatalogUnavailable`."""
+        assert kind in EVENTS, kind
+        with self._database.write() as session:
+            _in_turn(session)
+            about = {"level": level, "node": self._node, "run": run, "step": step, "text": text, "detail": detail}
+            made = EventRow(at=at or self._now(), kind=kind, **about)
+            session.add(made)
+            session.flush()
+            self._trim(session, made.id)
         self.counts[kind] += 1
         self._notify(added=1)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, InvalidRequest
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InvalidRequest
 from holdfast_formats.operations import Job, JobRequest, Level
 
 from .events import Events
@@ -81,7 +81,8 @@ class JobRunner:
         self._kinds: dict[str, _Registered] = {}
         self._running: dict[int, Progress] = {}
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = self._recovered = False
+        self._putting_back = threading.Lock()
         self._woken = 0
         self._threads = [threading.Thread(target=self._work, name="holdfast-job", daemon=True) for _ in range(workers)]
         self._threads.append(threading.Thread(target=self._keep_alive, name="holdfast-job-alive", daemon=True))
@@ -95,8 +96,10 @@ class JobRunner:
 
     def start(self) -> None:
         """Put back what was interrupted, and begin; register everything before."""
-        for job in self.jobs.recover():
-            self._tell_end(job)
+        try:
+            self._put_back()
+        except CatalogUnavailable as away:
+            log.warning("jobs are looked for when the catalog answers: %s", away.detail)
         for thread in self._threads:
             thread.start()
 
@@ -174,8 +177,17 @@ class JobRunner:
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._woken > woken, LOOK_EVERY_S)
 
+    def _put_back(self) -> None:
+        """Once, before the first job is done."""
+        with self._putting_back:
+            if not self._recovered:
+                for job in self.jobs.recover():
+                    self._tell_end(job)
+                self._recovered = True
+
     def _claim(self) -> Job | None:
         try:
+            self._put_back()
             return self.jobs.claim(self._kinds) if self.jobs.waiting(self._kinds) else None
         except CheckpointError as error:
             log.error("jobs cannot be looked for: %s", error.detail)

@@ -24,11 +24,11 @@ from holdfast_formats.errors import StorageFailed
 from holdfast_service.storage.posix import set_aside
 
 from .catalog import Catalog
+from .database import DAMAGED, Database
 from .schema import JsonText, RunRow, Table
 
 log = logging.getLogger(__name__)
 
-_DAMAGED = ("malformed", "not a database", "is damaged")  # Python 3.10 does not give the error code
 _BESIDE = ("-wal", "-shm", "")  # the log first: a log without its database would be taken for that of a new one
 _NUMBERS_MAX = 2**53  # a larger attempt or step was never given out
 # What must not be believed of a damaged file: that bytes were proven (I10), and what spares reading them again.
@@ -71,7 +71,7 @@ def open_catalog(url: str) -> Opened:
     try:
         return Opened(open_sound(url))
     except StorageFailed as error:
-        if not any(word in error.detail for word in _DAMAGED):
+        if not any(word in error.detail for word in DAMAGED):
             raise
         why = error.detail
     aside = _move_away(path)
@@ -82,6 +82,13 @@ def open_catalog(url: str) -> Opened:
         made.salvaged = salvage(old, path)
     log.info("read from the damaged catalog: %s", made.salvaged or "nothing")
     return made
+
+
+def mend(database: Database) -> None:
+    """As `open_catalog`, for a database that is in use: it goes on with what stands there then."""
+    database.engine.dispose()
+    open_catalog(database.engine.url.render_as_string(hide_password=False)).catalog.close()
+    database.prepare()
 
 
 def salvage(old: sqlite3.Connection, path: Path) -> dict[str, int]:

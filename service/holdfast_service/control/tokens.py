@@ -11,6 +11,7 @@ import binascii
 import hmac
 import re
 import secrets
+import time
 import zlib
 from collections.abc import Callable, Collection
 from datetime import datetime, timedelta, timezone
@@ -19,7 +20,7 @@ from typing import NamedTuple, get_args
 from sqlalchemy import or_, select
 
 from holdfast_formats import rest
-from holdfast_formats.errors import Forbidden, InvalidRequest, NoSuchResource, Unauthenticated
+from holdfast_formats.errors import CatalogUnavailable, Forbidden, InvalidRequest, NoSuchResource, Unauthenticated
 from holdfast_formats.operations import NewToken, Scope, Token, TokenRequest
 
 from .database import Database
@@ -33,6 +34,7 @@ PREFIX = "hf_"
 SECRET_BYTES = 32
 TEXT_CHARACTERS_MAX = 64
 USED_EVERY_S = 60.0
+TRUSTED_S, SEEN_MAX = 300.0, 1000  # while the catalog is away, a token that was in force so long ago still is
 EXPIRES_MAX_S = 100 * 365 * 86_400
 _SCOPES: tuple[Scope, ...] = get_args(Scope)  # each may what those before it may
 _RUNS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}\*?|\*")
@@ -80,6 +82,9 @@ class Tokens:
     def __init__(self, database: Database, events: Events, now: Callable[[], str], owner: Owner | None = None) -> None:
         self._database, self._events, self._now = database, events, now
         self._owner = owner
+        self._seen: dict[
+            str, tuple[Principal, float, str | None]
+        ] = {}  # by digest, with how long it is trusted, and in force
 
     def create(self, wanted: TokenRequest) -> NewToken:
         """A new token and, this once, its text. `InvalidRequest` for a name that is in use, and for no pattern of runs."""
@@ -127,6 +132,7 @@ class Tokens:
             if row.revoked is not None:
                 return
             row.revoked = self._now()
+            self._seen.clear()
             token = Token.model_validate(row, from_attributes=True)
         self._tell(token, "revoked")
 
@@ -141,6 +147,19 @@ class Tokens:
             return OWNER
         if not well_formed(text):
             raise Unauthenticated("this is not a token of holdfast", hint=_HINT)
+        try:
+            found, expires = self._looked_up(text)
+        except CatalogUnavailable:
+            known = self._seen.get(digest(text))
+            if known is None or time.monotonic() > known[1] or (known[2] is not None and known[2] <= self._now()):
+                raise
+            return known[0]
+        self._seen[digest(text)] = found, time.monotonic() + TRUSTED_S, expires
+        while len(self._seen) > SEEN_MAX:
+            self._seen.pop(next(iter(self._seen)), None)
+        return found
+
+    def _looked_up(self, text: str) -> tuple[Principal, str | None]:
         wanted, now = digest(text), self._now()
         with self._database.read() as session:
             row = session.scalar(select(TokenRow).where(TokenRow.digest == wanted))
@@ -151,9 +170,10 @@ class Tokens:
             if row.expires is not None and row.expires <= now:
                 raise Unauthenticated(f"the token {row.name!r} has expired", hint=_HINT)
             found, token_id, used = Principal(row.name, _scope(row.scope), row.runs, row.id), row.id, row.used
+            expires = row.expires
         if used is None or _later(used, USED_EVERY_S) <= now:
             self._note_use(token_id, now)
-        return found
+        return found, expires
 
     def in_force(self, ids: Collection[int]) -> set[int]:
         """Which of these tokens still are."""

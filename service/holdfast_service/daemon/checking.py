@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NotFound
 from holdfast_formats.manifest import Manifest
 from holdfast_service.storage import Tier
 
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 REPAIR_ROUNDS_MAX = 2 * DAMAGES_MAX  # what is damaged again after so many repairs stays so
 SUSPICIONS_MAX = 1000
+CATALOG_WAIT_S = 1.0
 
 
 class Ended(Enum):
@@ -213,10 +214,13 @@ class Checks:
         self,
         checker: Checker,
         took: Callable[[Committed, float], None] = lambda made, seconds: None,
-        heed: Heed | None = None,
+        waits: tuple[Heed | None, Callable[[float], bool]] = (None, lambda wait_s: True),
     ) -> None:
-        """`took` is told of every commit that was found sound, and how many seconds that took; `heed` may wait."""
-        self._checker, self._took, self._heed = checker, took, heed
+        """`took` is told of every commit that was found sound, and how many seconds that took. `waits`: what may wait in a
+        check, and what waits, so many seconds, for the catalog: nothing is checked that it does not know yet.
+        """
+        self._checker, self._took = checker, took
+        self._heed, self._recorded = waits
         self._changed = threading.Condition()
         self._waiting: deque[tuple[str, int, Committed | Damaged]] = deque()
         self._pending: set[tuple[str, int]] = set()  # committed, and not checked yet
@@ -271,9 +275,21 @@ class Checks:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
                     return
-                run, step, what = self._waiting.popleft()
-            told(run, step, self._task(run, step, what))
+                run, step, what = self._waiting[0]
+            if not self._recorded(CATALOG_WAIT_S):
+                if self._closed:
+                    return  # the next start finds what was not checked
+                continue
+            try:
+                told(run, step, self._task(run, step, what))
+            except CatalogUnavailable as away:
+                log.warning("what the check of %s@%s found is not recorded: %s", run, step, away.detail)
+                with self._changed:
+                    if self._changed.wait_for(lambda: self._closed, CATALOG_WAIT_S):
+                        return
+                continue
             with self._changed:
+                self._waiting.popleft()
                 self._left -= 1
                 self._pending.discard((run, step))
 
@@ -284,7 +300,7 @@ class Checks:
 
 
 def told(run: str, step: int, act: Callable[[], object]) -> Ended:
-    """How a check ended; why, the log says. Damage is recorded by the check itself."""
+    """How a check ended; why, the log says. Damage is recorded by the check itself. Raises `CatalogUnavailable`."""
     try:
         act()
     except NoSuchCheckpoint:
@@ -292,6 +308,8 @@ def told(run: str, step: int, act: Callable[[], object]) -> Ended:
         return Ended.GONE
     except Damaged:
         return Ended.DAMAGED
+    except CatalogUnavailable:
+        raise
     except CheckpointError as error:
         log.warning("%s@%s could not be verified: %s", run, step, error.detail)
         return Ended.FAILED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -88,56 +87,6 @@ class Round:
             lease.segment.release(lease.slot)
         self.sealed.clear()
         self.leases.clear()
-
-
-class Openings:
-    """The rounds that are open in the catalog. Ranks of a world come at once: one of them asks for all, and none in line."""
-
-    def __init__(self, begin: Callable[[str, int, int, int], int]) -> None:
-        """`begin` opens the round of a run, step, attempt and world, or finds it open, and returns its id."""
-        self._begin = begin
-        self._changed = threading.Condition()
-        self._ids: dict[RoundKey, int | None] = {}  # None: somebody asks for it now
-        self._newest: dict[str, int] = {}  # run -> attempt
-
-    def open(self, key: RoundKey, world: int) -> int:
-        """The round's id. Raises what `begin` raises; whoever waited for that answer then asks for itself."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ids.get(key, 0) is not None)
-            known = self._ids.get(key)
-            if known is not None and not self._is_over(key):
-                return known
-            self._ids[key] = None
-        found = None
-        try:
-            found = self._begin(*key, world)
-            return found
-        finally:
-            with self._changed:
-                self._ids.pop(key, None)
-                if found is not None:
-                    self._ids[key] = found
-                self._changed.notify_all()
-
-    def still(self, key: RoundKey, round_id: int, world: int) -> int:
-        """The id of a round that may have ended since it was opened as this one: the same, or that of another one."""
-        with self._changed:
-            same = self._ids.get(key) == round_id and not self._is_over(key)
-        return round_id if same else self.open(key, world)
-
-    def fence(self, run: str, attempt: int) -> None:
-        """A rank of this attempt is there: whoever is of an older one asks the catalog, which refuses it (I6)."""
-        with self._changed:
-            self._newest[run] = max(attempt, self._newest.get(run, 0))
-
-    def ended(self, key: RoundKey) -> None:
-        """The next one who wants it opens another."""
-        with self._changed:
-            self._ids.pop(key, None)
-            self._changed.notify_all()
-
-    def _is_over(self, key: RoundKey) -> bool:
-        return key.attempt < self._newest.get(key.run, 0)
 
 
 class GivenUp:

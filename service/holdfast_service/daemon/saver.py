@@ -33,12 +33,13 @@ from .history import History, Measured
 from .holds import Holds
 from .ports import Decisions
 from .restores import Restores
-from .rounds import GivenUp, Lease, Openings, Participant, Round, RoundKey
+from .rounds import GivenUp, Lease, Participant, Round, RoundKey
 from .segment import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find_sealed
 
 log = logging.getLogger(__name__)
 
 ARRIVAL_S = 0.5  # from a rank's first word to its question what to restore
+CLOSE_S = 5.0  # how long the catalog is waited for, so that what was saved last is checked as well
 GIVE_WAY_MAX_S, GIVE_WAY_POLL_S = 0.5, 0.005  # for each piece that is read: a rank that hangs holds a check up, no more
 
 
@@ -51,11 +52,11 @@ class Saver:
         self._attendance = Attendance()
         self._came = -ARRIVAL_S  # when the last rank said its first word
         self._open: dict[RoundKey, Round] = {}
-        self._openings, self._given_up = Openings(decisions.begin), GivenUp()
+        self._given_up = GivenUp()
         self._pending: dict[RoundKey, Round] = {}  # complete, being saved
         self.history = History(decisions)
         checker = checker or Checker(tier, decisions)
-        self.checks = Checks(checker, self.history.verified, self._give_way)
+        self.checks = Checks(checker, self.history.verified, (self._give_way, decisions.recorded))
         self.restores = Restores(checker.suspect, decisions.findings)
         self.holds = Holds(decisions.committed)
         self._backlog = Backlog((tier, decisions, node, self.holds), self._lock, self._saved, self.history)
@@ -108,7 +109,6 @@ class Saver:
         """A rank has said hello. Incomplete rounds of older attempts of its run end (I6); what all had sealed is saved."""
         with self._lock:
             self._attendance.join(who)
-            self._openings.fence(who.run, who.attempt)
             self.restores.join(who)
             for current in [r for k, r in self._open.items() if k.run == who.run and k.attempt < who.attempt]:
                 self._abort(current, StaleAttempt(f"attempt {who.attempt} of {who.run} has begun"))
@@ -133,7 +133,7 @@ class Saver:
         self.restores.moved_on(who)
         with self._lock:
             self._given_up.refuse(key, who.rank)
-        round_id = self._openings.open(key, who.world)
+        round_id = self._decisions.begin(*key, who.world)
         slot = -1
         try:
             if policy == "wait":
@@ -142,7 +142,7 @@ class Saver:
                 self._given_up.refuse(key, who.rank)
                 begun = self._open.get(key) or self._pending.get(key)
                 if begun is None:
-                    round_id = self._openings.still(key, round_id, who.world)
+                    round_id = self._decisions.begin(*key, who.world)  # it may have ended, or been fenced off, since
                     self.history.begun(key)
                 current = begun or Round(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S)
                 current.refuse(who)
@@ -286,6 +286,7 @@ class Saver:
                 self._abort(current, RoundAborted("the daemon is shutting down"))
         self.restores.close()
         self._backlog.close()
+        self._decisions.recorded(CLOSE_S)
         self.checks.close()
         self.history.disk.close()
         self.history.flush(everything=True)
@@ -347,7 +348,6 @@ class Saver:
             self._decisions.abort(round_id, error, staging, measured)
         except CheckpointError as failure:  # the ranks must hear of it though the catalog cannot
             log.error("the end of %s@%s attempt %s is not recorded: %s", *key, failure.detail)
-        self._openings.ended(key)
 
     def _announce(self, current: Round, error: CheckpointError | None) -> None:
         with self._lock:  # who comes back after this asks for what is committed
@@ -362,7 +362,6 @@ class Saver:
         if isinstance(result, CheckpointError):
             self._end_unsaved(current, result, naming.staging_path(*current.key))
             return
-        self._openings.ended(current.key)
         self.checks.add(result)
         self._announce(current, None)
 

@@ -144,7 +144,8 @@ class Scrub:
     def _look(self) -> None:
         unpaced = self.heed(None, paced=False)
         while self._found:
-            self._check(*self._found.popleft(), unpaced)
+            self._check(*self._found[0], unpaced)
+            self._found.popleft()
         if self._rate is None or self._plan.every_s is None:
             return
         due = self._decisions.findings.due(_utc(timedelta(seconds=self._plan.every_s)))

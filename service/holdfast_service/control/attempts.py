@@ -1,0 +1,185 @@
+"""Which attempts of a root's runs were declared (I6), and what their ranks were told to restore. FORMAT.md § 9 states it.
+
+They stand in one small file of the root, which its one daemon owns: so a launch is numbered, older ones are refused, and
+all ranks get the same answer, whether or not the catalog's database is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, NoSuchResource, StaleAttempt
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+LAUNCH_LENGTH_MAX = 256
+LAUNCHES_MAX, ANSWERS_MAX = 1000, 64  # of a run; the oldest are forgotten
+FILE_BYTES_MAX = 2**28
+_Number = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
+
+
+class Declared(BaseModel):
+    """A run: its newest attempt, the attempts of its launches, and answers by `attempt.turn`; the newest of each last.
+
+    `owed` are the steps, by attempt, that older ones had sealed completely when the newest was declared: those are saved.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    attempt: _Number = 0
+    launches: dict[str, _Number] = {}
+    answers: dict[str, _Number | None] = {}
+    owed: tuple[tuple[_Number, _Number], ...] = ()
+
+    def launched(self, launch: str, attempt: int, owed: Collection[tuple[int, int]]) -> Declared:
+        launches = dict(list({**self.launches, launch: attempt}.items())[-LAUNCHES_MAX:])
+        return self.model_copy(update={"attempt": max(self.attempt, attempt), "launches": launches, "owed": tuple(owed)})
+
+    def answered(self, key: str, step: int | None) -> Declared:
+        return self.model_copy(update={"answers": dict(list({**self.answers, key: step}.items())[-ANSWERS_MAX:])})
+
+    def merged(self, other: Declared) -> Declared:
+        """Of two that know of the same run, all that either knows."""
+        return Declared(
+            attempt=max(self.attempt, other.attempt),
+            launches=dict(sorted({**other.launches, **self.launches}.items(), key=lambda item: item[1])[-LAUNCHES_MAX:]),
+            answers={**other.answers, **self.answers},
+            owed=self.owed,
+        )
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    runs: dict[str, Declared] = {}
+
+
+class Attempts:
+    """The attempts of one root. Thread-safe; asking never waits for the disk, declaring is durable when it returns.
+
+    Without its file, of an older version or lost, they are not `complete` before `merge` has brought what the catalog knows.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._writing = threading.Lock()  # of the file; taken before the other one
+        self._lock = threading.Lock()  # of what is known; never held while the disk is written
+        found = self._read()
+        self._runs: dict[str, Declared] = {} if found is None else found
+        self.complete = found is not None
+
+    def newest(self, run: str) -> int:
+        """The newest attempt of a run, 0 when there is none."""
+        with self._lock:
+            return self._runs.get(run, Declared()).attempt
+
+    def of(self, run: str, launch: str) -> int | None:
+        """The attempt that a launch has been given, None before it said hello."""
+        with self._lock:
+            return self._runs.get(run, Declared()).launches.get(launch)
+
+    def known(self) -> dict[str, Declared]:
+        """Every run."""
+        with self._lock:
+            return dict(self._runs)
+
+    def owes(self, run: str, step: int, attempt: int) -> bool:
+        """Whether all ranks of this attempt had sealed this step when a newer one was declared."""
+        with self._lock:
+            return (step, attempt) in self._runs.get(run, Declared()).owed
+
+    def declare(self, run: str, launch: str, complete: Callable[[], Collection[tuple[int, int]]]) -> tuple[int, bool]:
+        """The attempt of this launch, and whether it is new: then it is the next one, which fences off all before it (I6).
+
+        `complete` says which steps, of which attempts, are sealed by all ranks and still to be saved.
+        It is durable when this returns: a number that was given out is never given out again, also after a power cut.
+        """
+        naming.check_run(run)
+        if not (1 <= len(launch) <= LAUNCH_LENGTH_MAX and launch.isprintable()):
+            raise InvalidRequest(f"{launch!r} cannot name a launch", hint=f"1 to {LAUNCH_LENGTH_MAX} printable characters")
+        with self._writing:
+            known = self.of(run, launch)
+            if known is not None:
+                return known, False
+            if not self.complete:
+                raise CatalogUnavailable(
+                    f"which attempts of {run!r} were declared only the catalog knows, and it does not answer",
+                    hint="try again when it does; from then on launches begin without it",
+                )
+            before = self._of(run)
+            attempt = before.attempt + 1
+            self._store({run: before.launched(launch, attempt, complete())})
+            return attempt, True
+
+    def refuse_older(self, run: str, attempt: int) -> None:
+        """`StaleAttempt` for an attempt that is older than the newest (I6)."""
+        newest = self.newest(run)
+        if attempt < newest:
+            raise StaleAttempt(
+                f"attempt {attempt} of {run} is over: attempt {newest} has been declared",
+                hint="a newer launch of this run is training; stop this one",
+                newest=newest,
+            )
+
+    def saw(self, run: str, attempt: int) -> None:
+        """A checkpoint, or a slot, tells of this attempt: it is given out to nobody else."""
+        if attempt <= self.newest(run):
+            return
+        with self._writing:
+            before = self._of(run)
+            self._store({run: before.model_copy(update={"attempt": max(before.attempt, attempt)})})
+
+    def asked(self, run: str, attempt: int, turn: int) -> tuple[bool, int | None]:
+        """Whether the `turn`-th question of an attempt has been answered, and the answer."""
+        with self._lock:
+            answers = self._runs.get(run, Declared()).answers
+        key = f"{attempt}.{turn}"
+        return key in answers, answers.get(key)
+
+    def answer(self, run: str, attempt: int, turn: int, step: int | None) -> int | None:
+        """Store the answer unless there is one; return the one that is stored, durably."""
+        with self._writing:
+            known, stored = self.asked(run, attempt, turn)
+            if known:
+                return stored
+            self._store({run: self._of(run).answered(f"{attempt}.{turn}", step)})
+            return step
+
+    def merge(self, found: Mapping[str, Declared]) -> None:
+        """Take over what the catalog, or the directories, know of attempts; from here on all are known."""
+        with self._writing:
+            before = self.known()
+            merged = {run: before.get(run, Declared()).merged(other) for run, other in found.items()}
+            changed = {run: made for run, made in merged.items() if made != before.get(run)}
+            if changed or not self.complete:
+                self._store(changed)
+            self.complete = True
+
+    def _of(self, run: str) -> Declared:
+        with self._lock:
+            return self._runs.get(run, Declared())
+
+    def _store(self, changed: Mapping[str, Declared]) -> None:
+        """Write the file, then know it. The lock of the file is held."""
+        runs = {**self.known(), **changed}
+        self._tier.replace(naming.ATTEMPTS, _File(runs=runs).model_dump_json().encode() + b"\n")
+        with self._lock:
+            self._runs = runs
+
+    def _read(self) -> dict[str, Declared] | None:
+        try:
+            if self._tier.size(naming.ATTEMPTS) is None:
+                return None
+            data = self._tier.read(naming.ATTEMPTS, 0, FILE_BYTES_MAX + 1)
+            return _File.model_validate_json(data).runs
+        except (ValidationError, NoSuchResource) as error:
+            log.error("%s cannot be read, and is made anew from the catalog: %s", naming.ATTEMPTS, str(error)[:200])
+            return None

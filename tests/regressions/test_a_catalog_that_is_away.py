@@ -1,0 +1,185 @@
+"""A catalog that is away stops no training: saves go on and are durable, a restart restores, and it is told when it is back.
+
+Each with a real PostgreSQL that is killed or stopped, and a SQLite file that somebody locks, removes or damages.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+import torch
+
+from holdfast import Checkpointer
+from holdfast.api import Api
+from holdfast_formats import naming
+from holdfast_formats.errors import StaleAttempt
+from tests.daemons import RunningDaemon, running, wait_until
+from tests.databases import Postgres
+
+LAST = 8
+
+
+class Place(NamedTuple):
+    """A root, its catalog's address, and what takes the catalog away and brings it back."""
+
+    root: Path
+    url: str
+    away: Callable[[], None]
+    back: Callable[[], None]
+
+
+def on_sqlite(tmp_path: Path) -> Place:
+    root = tmp_path / "root"
+    root.mkdir()
+    path = root / naming.CATALOG
+    locks: list[sqlite3.Connection] = []
+
+    def lock() -> None:
+        locks.append(sqlite3.connect(path, timeout=60, isolation_level=None))
+        locks[0].execute("BEGIN IMMEDIATE")
+
+    return Place(root, f"sqlite:///{path}", lock, lambda: locks.pop().close())
+
+
+def on_postgres(tmp_path: Path, server: Postgres, stopped: bool) -> Place:
+    def signalled(number: int) -> Callable[[], None]:
+        def act() -> None:
+            for process in (server._process.pid, *children(server._process.pid)):
+                signal_to(process, number)
+
+        return act
+
+    if stopped:
+        return Place(tmp_path / "root", server.make(), signalled(signal.SIGSTOP), signalled(signal.SIGCONT))
+    return Place(tmp_path / "root", server.make(), server.stop, server.start)
+
+
+def children(pid: int) -> list[int]:
+    return [int(found) for found in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def signal_to(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+@pytest.fixture(params=["locked", "killed", pytest.param("stopped", marks=pytest.mark.crash_slow)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    if request.param == "locked":
+        yield on_sqlite(tmp_path)
+        return
+    made = on_postgres(tmp_path, request.getfixturevalue("postgres"), stopped=request.param == "stopped")
+    try:
+        yield made
+    finally:
+        if request.param == "stopped":
+            made.back()
+
+
+def serving(place: Place) -> AbstractContextManager[RunningDaemon]:
+    return running(place.root, "--catalog", place.url, listen="127.0.0.1:0")
+
+
+def trainer(daemon: RunningDaemon, value: float, launch: str) -> tuple[Checkpointer, torch.Tensor]:
+    weight = torch.full((64,), value)
+    state = {"w": weight}
+    return Checkpointer("run", state, socket=daemon.socket, launch=launch), weight
+
+
+def committed(place: Place) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (place.root / "run" / naming.CHECKPOINTS).iterdir())
+
+
+def test_training_goes_on_while_the_catalog_is_away(place: Place) -> None:
+    """No save raises, every ticket is durable, a launch restores what was saved and fences the older one off (I6).
+
+    `/metrics` and `/healthz` answer; when the catalog is back it lists all of it, in order.
+    """
+    with serving(place) as daemon:
+        first, weight = trainer(daemon, 0.0, "one")
+        assert first.restore() == 0
+        first.save(1).result(60)
+        place.away()
+        for step in range(2, LAST):
+            weight.fill_(step)
+            first.save(step).result(60)
+        assert committed(place) == list(range(1, LAST))
+        second, restored = trainer(daemon, -1.0, "two")
+        assert second.restore() == LAST - 1 and restored.eq(LAST - 1).all()
+        with pytest.raises(StaleAttempt):
+            first.save(LAST).result(60)
+        second.save(LAST).result(60)
+        wait_until(lambda: httpx.get(f"{daemon.url}/healthz", timeout=60).json()["status"] == "degraded")
+        with Api(daemon.url) as api:
+            metrics = api.request("GET", "/metrics").text
+        assert "holdfast_catalog_up 0.0" in metrics and "holdfast_ranks 2.0" in metrics
+        place.back()
+        with Api(daemon.url) as api:
+            wait_until(lambda: httpx.get(f"{daemon.url}/healthz", timeout=60).json()["status"] == "ok")
+            wait_until(lambda: all(made.verified for made in api.checkpoints("run")))
+            assert sorted(made.step for made in api.checkpoints("run")) == list(range(1, LAST + 1))
+            rounds = [made for made in api.rounds("run") if made.state == "committed"]
+            assert [made.step for made in rounds] == list(range(LAST, 0, -1))
+            assert api.run("run").attempt == 2
+        second.close()
+        first.close()
+
+
+def test_a_daemon_starts_without_its_catalog(tmp_path: Path, postgres: Postgres) -> None:
+    """It says what it lacks; what was declared and answered before stands, a new launch restores and saves."""
+    place = on_postgres(tmp_path, postgres, stopped=False)
+    with serving(place) as daemon:
+        first, weight = trainer(daemon, 3.0, "one")
+        first.restore()
+        first.save(3).result(60)
+        first.close()
+    place.away()
+    try:
+        with serving(place) as daemon:
+            second, weight = trainer(daemon, 0.0, "two")
+            assert second.restore() == 3 and weight.eq(3).all()
+            second.save(4).result(60)
+            assert "starts without it" in daemon.log.read_text()
+            place.back()
+            with Api(daemon.url) as api:
+                wait_until(lambda: httpx.get(f"{daemon.url}/healthz", timeout=60).json()["status"] == "ok")
+                assert api.run("run").attempt == 2
+                wait_until(lambda: [made.step for made in api.checkpoints("run") if made.verified] == [4, 3])
+            second.close()
+    finally:
+        postgres.stop()
+        postgres.start()
+
+
+@pytest.mark.parametrize("left", [None, b"not a database at all" * 500], ids=["empty", "damaged"])
+def test_a_catalog_that_comes_back_as_another(tmp_path: Path, left: bytes | None) -> None:
+    """Its file is removed, or overwritten, while it is in use: it is made anew from the directories, with no restart."""
+    place = on_sqlite(tmp_path)
+    path = place.root / naming.CATALOG
+    with serving(place) as daemon:
+        first, _ = trainer(daemon, 1.0, "one")
+        first.restore()
+        first.save(1).result(60)
+        with Api(daemon.url) as api:
+            wait_until(lambda: api.checkpoint("run", 1).verified)
+        for name in (naming.CATALOG, f"{naming.CATALOG}-wal", f"{naming.CATALOG}-shm"):
+            (place.root / name).unlink(missing_ok=True)
+        if left is not None:
+            path.write_bytes(left)
+        for step in (2, 3):
+            first.save(step).result(60)
+        with Api(daemon.url) as api:
+            wait_until(lambda: path.exists() and sorted(made.step for made in api.checkpoints("run")) == [1, 2, 3])
+            assert api.run("run").attempt == 1
+        second, _ = trainer(daemon, 0.0, "two")
+        assert second.restore() == 3
+        second.close()
+        first.close()
