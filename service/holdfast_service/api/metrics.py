@@ -40,19 +40,26 @@ class Collected(Collector):
 
     def collect(self) -> Iterator[Metric]:
         whole = sees_all()
-        samples = self._samples() if whole else dict(self._gauges.by_run())
+        samples = self._samples() if whole else self._of_own_runs()
         for name, declared in METRICS.items():
             if name not in samples:
                 continue
             if declared.kind == "histogram":
-                yield _histogram(name, samples.get(name, ()))
+                yield _histogram(name, samples[name])
                 continue
             made = GaugeMetricFamily if declared.kind == "gauge" else CounterMetricFamily
             family = made(name, declared.help, labels=declared.labels)
-            for labels, value in samples.get(name, ()):
+            for labels, value in samples[name]:
                 assert not isinstance(value, Histogram)
                 family.add_metric(labels, value)
             yield family
+
+    def _of_own_runs(self) -> Samples:
+        try:
+            return {name: list(found) for name, found in self._gauges.by_run().items()}
+        except CatalogUnavailable as away:
+            log.info("there are no metrics of runs: %s", away.detail)
+            return {}
 
     def _samples(self) -> Samples:
         node, book = self._services.node(), self._services.book
