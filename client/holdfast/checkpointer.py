@@ -24,6 +24,8 @@ from .claims import Claims
 from .declared import declare
 from .growth import Need
 from .handover import Handover, Sealable
+from .leaves import is_ignored
+from .masters import Masters
 from .place import open_checkpoint, place
 from .preparation import Preparation
 from .restoring import RestoreReport, Wanted, load
@@ -195,7 +197,7 @@ class Checkpointer:
             handover.fence()
             handover.held(time.monotonic() - began, last=True)
 
-    def restore(
+    def restore(  # noqa: PLR0913 - all named and optional
         self,
         step: int | None = None,
         *,
@@ -204,10 +206,13 @@ class Checkpointer:
         strict: bool = True,
         healthy: bool = False,
         prove_first: bool = False,
+        masters: Masters | None = None,
     ) -> int:
         """Load a checkpoint into the live state, in place, and return its step; 0 when there is none yet.
 
-        With no `step`, the newest one that is sound and has the wanted groups, or with `healthy` the newest of those that
+        With no `step`, the newest one that is sound and has the wanted groups, less those that `ignore` excludes whole:
+        `StateMismatch` where there are checkpoints and none has all of them, unless `strict` is False: then the newest of
+        those that have the most. Or with `healthy` the newest of those that
         were read back and have no new NaN or infinities: every rank of a launch gets the same answer, and goes on when
         all of them have read it. Where one turns out damaged, all take the one before it, and the log,
         `notices` and `last_restore` say so; a step that is named is restored or it is an error. `ignore` takes patterns over
@@ -218,14 +223,16 @@ class Checkpointer:
         an older step any more. Live tensors may be overwritten in part then, with what was proven or zeros: its hint says
         so, and until a restore succeeds, `save()` and steps of optimizers in the state raise `StateOverwritten`. With
         `prove_first` everything is proven before anything is overwritten, which reads it twice: for who would go on with
-        the old state.
+        the old state. Weights restored without their full-precision masters are refused, for the next step would undo it:
+        `masters="from-model"` sets the masters from them.
         """
         began = time.monotonic()
         with self._lock:
             self.fence()
             wanted = tuple(groups) if groups is not None else self._state.groups()
-            asked = falling_back.Asked(step, wanted, step is None and groups is None, healthy)
-            part = Wanted(groups, ignore, strict, prove_first)
+            needed = tuple(group for group in wanted if not is_ignored(group, ignore))
+            asked = falling_back.Asked(step, needed, step is None and groups is None, healthy, strict)
+            part = Wanted(groups, ignore, strict, prove_first, masters)
             loading = falling_back.Loading(lambda found: self._load(found, part), self._state.wholeness.take_back)
             restored = falling_back.restore(self._session, self._launch.world, asked, loading)
             if restored is not None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from holdfast_formats.errors import CheckpointError, Damaged
+from holdfast_formats.errors import CheckpointError, Damaged, StateMismatch
 
 from .restoring import RestoreReport
 from .session import Choice, Judgement, Session
@@ -31,6 +31,7 @@ class Asked(NamedTuple):
     groups: tuple[str, ...]
     training: bool  # goes on from what it restores, so that a daemon is there for it sooner or later
     healthy: bool = False  # the newest without new NaN or infinities, where no step is named
+    strict: bool = True  # without it, the most of the groups that there is will do
 
 
 class Loading(NamedTuple):
@@ -50,8 +51,8 @@ def restore(session: Session, world: int, asked: Asked, loading: Loading) -> Res
     below: int | None = None
     while True:
         try:
-            choice = session.choose(asked.step, asked.groups, asked.training and world > 1, below, asked.healthy)
-        except Damaged:
+            choice = _choose(session, asked, asked.training and world > 1, below)
+        except (Damaged, StateMismatch):
             if damages:
                 raise damages[0][1] from None  # it knows what became of live tensors
             raise
@@ -77,6 +78,18 @@ def restore(session: Session, world: int, asked: Asked, loading: Loading) -> Res
             raise error
         log.warning("step %d is damaged, an older one is looked for: %s", choice.step, error.detail)
         below = choice.step
+
+
+def _choose(session: Session, asked: Asked, start: bool, below: int | None) -> Choice:
+    try:
+        return session.choose(asked.step, asked.groups, start, below, asked.healthy)
+    except StateMismatch as lacking:
+        offered, missing = (tuple(lacking.members.get(name, ())) for name in ("offered", "missing"))
+        if asked.strict or not offered:
+            raise
+        choice = session.choose(asked.step, offered, start, below, asked.healthy)
+        note = f"no checkpoint has all groups of the live state: {', '.join(missing)} stay as they were"
+        return choice._replace(notes=(*choice.notes, note))
 
 
 def _load(

@@ -81,6 +81,11 @@ class Selection(NamedTuple):
         return group in self.groups and not any(fnmatchcase(f"{group}/{name}", pattern) for pattern in self.ignore)
 
 
+def is_ignored(group: str, ignore: Sequence[str]) -> bool:
+    """Whether these patterns exclude every name that a group could have."""
+    return any(all(fnmatchcase(f"{group}/{name}", pattern) for name in ("", "*", "\0\0")) for pattern in ignore)
+
+
 class Known(NamedTuple):
     """A leaf as an earlier save described it, and the tensor and memory for which that holds."""
 

@@ -78,7 +78,9 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
     owners = {clean(_below(name, EXTRA_STATE)): child for name, child in module.named_modules(remove_duplicate=False)}
     tensors: dict[str, Storable] = {}
     extras: dict[str, tuple[nn.Module, Any]] = {}
-    for raw, value in module.state_dict(keep_vars=True).items():
+    given = module.state_dict(keep_vars=True)
+    _refuse_temporaries(module, given, path)
+    for raw, value in given.items():
         name = clean(raw)
         if name in tensors or name in extras:
             raise InvalidRequest(f"{path}: two tensors are called {name!r} once wrappers are left out")
@@ -89,6 +91,29 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
         else:
             raise InvalidRequest(f"{path}.{name}: state_dict() gives a {type(value).__name__}, not a tensor")
     return ModuleState(tensors, extras)
+
+
+def _refuse_temporaries(module: nn.Module, found: Mapping[str, Any], path: str) -> None:
+    """Refuse, by name, tensors that the module made for its `state_dict`: what is restored into them, it never sees."""
+    own = {id(value) for value in (*module.parameters(), *module.buffers())}
+    foreign = {name: value for name, value in found.items() if isinstance(value, torch.Tensor) and id(value) not in own}
+    if not foreign:
+        return
+    held = [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    memory = {_storage(value) for value in (*module.parameters(), *module.buffers(), *held)}
+    for name, value in foreign.items():
+        if has_memory(local := local_tensor(value)) and local.numel() and _storage(value) not in memory:
+            raise InvalidRequest(
+                f"{path}.{name}: state_dict() makes this tensor anew, it is no memory of a parameter, buffer or attribute, "
+                "and a restore into it would be lost",
+                hint="keep it with register_buffer, or hand the object over inside one that is no module and has the same "
+                "state_dict and load_state_dict: these are called then",
+            )
+
+
+def _storage(value: torch.Tensor) -> int:
+    local = local_tensor(value)
+    return local.untyped_storage().data_ptr() if has_memory(local) else 0
 
 
 def _below(path: str, name: str) -> str:

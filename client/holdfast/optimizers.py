@@ -22,6 +22,7 @@ from holdfast_formats.errors import InvalidRequest
 from . import trees
 from .fragments import Fragment, Storable, global_shape, is_dtensor, local_tensor
 from .leaves import Content, Key, Plan, Selection
+from .torch_dtypes import has_memory
 
 GROUP = "optim"
 MASTER_GROUP = "master"
@@ -220,8 +221,11 @@ def _is_scalar(value: object) -> bool:
 
 def _holds(content: Content, key: Key, value: torch.Tensor) -> bool:
     """Whether a leaf of this name is this tensor's memory already."""
-    leaf, memory = content.leaves.get(key), local_tensor(value).untyped_storage().data_ptr()
-    return leaf is not None and all(piece.tensor.untyped_storage().data_ptr() == memory for piece in leaf.pieces)
+    leaf = content.leaves.get(key)
+    if leaf is None or not has_memory(local := local_tensor(value)):
+        return False
+    memory = local.untyped_storage().data_ptr()
+    return all(piece.tensor.untyped_storage().data_ptr() == memory for piece in leaf.pieces)
 
 
 def placed(parameter: Parameter, value: torch.Tensor, shard: bool) -> tuple[Storable, torch.Tensor | None]:

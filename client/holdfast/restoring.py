@@ -14,6 +14,7 @@ from .config import launch_info
 from .heritage import Heritage, heritage
 from .launch import Launch
 from .leaves import Leaf
+from .masters import Masters
 from .reader import CheckpointReader
 from .session import Session
 from .sources import HttpSource
@@ -44,6 +45,7 @@ class Wanted(NamedTuple):
     ignore: Sequence[str]
     strict: bool
     prove_first: bool = False
+    masters: Masters | None = None
 
 
 def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch], wanted: Wanted) -> RestoreReport:
@@ -57,7 +59,7 @@ def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch
     layout = None if state.declared is None else state.declared.layout
     own = heritage(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rulebook.config_of(reader)
-    restoration = state.prepare(_stored(reader.manifest, own, config), wanted.groups, wanted.ignore, wanted.strict)
+    restoration = state.prepare(_stored(reader.manifest, own, config), *wanted[:3], wanted.masters)
     landings = staging.land([_own(leaf, reader.manifest, own) for leaf in restoration.leaves])
     wants = [landing.want for landing in landings]
     cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"

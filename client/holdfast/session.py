@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast_formats import wire
+from holdfast_formats import choosing, wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, NoSuchCheckpoint, from_problem
 
 from . import device, growth, launch
@@ -223,11 +224,15 @@ def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...], bel
         if step not in steps:
             raise NoSuchCheckpoint(f"{root} has no checkpoint {run}@{step}", hint=f"there are {steps[:10]}")
         return step
+    offers: dict[int, Sequence[str]] = {}
     for candidate in steps:
         try:
             with open_checkpoint(root, None, run, candidate) as reader:
                 if set(groups) <= set(reader.manifest.groups):
                     return candidate
+                offers[candidate] = reader.manifest.groups
         except Damaged:  # what is wrong with it, loading it says
             return candidate
+    if offers:
+        raise choosing.lacking(run, offers, groups)
     return None

@@ -33,6 +33,7 @@ from .extras import Stateful, Value
 from .fragments import Fragment, Storable, is_dtensor
 from .landing import land
 from .leaves import Content, Key, Known, Leaf, Plan, Selection, Stored, check_groups
+from .masters import Masters, Pair, pairs, settle
 from .modules import ModuleState, NamedTensors, module_state, parameter_names
 from .optimizers import OptimizerDocument, OptimizerState
 from .restoration import Restoration, restoration
@@ -86,6 +87,17 @@ class Parts(NamedTuple):
     @property
     def all(self) -> tuple[Part, ...]:
         return (*self.named, *self.optimizers, *self.others)
+
+    @property
+    def masters(self) -> list[Pair]:
+        """The weights that have full-precision copies."""
+        weights: dict[str, Storable] = {}
+        for part in self.named:
+            if part.group not in (MASTER, EMA, EXTRA):
+                prefix = "" if part.group == MODEL else f"{part.group}."
+                weights.update({prefix + name: value for name, value in part.state.tensors.items()})
+        copies = {name: value for part in self.named if part.group == MASTER for name, value in part.state.tensors.items()}
+        return pairs(self.optimizers, weights, copies)
 
     def plans(self, stored: Stored, selection: Selection) -> list[Plan]:
         """What each entry wants back."""
@@ -192,12 +204,18 @@ class TrainState:
         )
 
     def prepare(
-        self, stored: Stored, groups: Collection[str] | None = None, ignore: Sequence[str] = (), strict: bool = True
+        self,
+        stored: Stored,
+        groups: Collection[str] | None = None,
+        ignore: Sequence[str] = (),
+        strict: bool = True,
+        from_model: Masters | None = None,
     ) -> Restoration:
         """Compare the live state with what is stored and say where which bytes must go; nothing live changes.
 
         `ignore` are patterns on `group/name`. Raises `StateMismatch` naming every tensor of a wrong shape or dtype, and,
-        if strict, every name that only one side has. Groups that the live state has not are left alone, with a note.
+        if strict, every name that only one side has, and live masters whose weights alone would be restored, unless
+        `from_model` says to set them. Groups that the live state has not are left alone, with a note.
         """
         if isinstance(ignore, str):
             raise InvalidRequest(
@@ -206,13 +224,14 @@ class TrainState:
         parts = self._parts(stored)
         selection = Selection(check_groups(groups, parts.groups), tuple(ignore))
         if self.declared is None:
-            return restoration(parts.plans(stored, selection), stored, selection, strict)
+            return settle(restoration(parts.plans(stored, selection), stored, selection, strict), parts.masters, from_model)
         live = _live(parts.named)
         shown = self.declared.inward(stored, selection.groups, live)
         plans = parts.plans(shown.stored, selection)
         for plan in plans:
             plan.wanted = [leaf for leaf in plan.wanted if leaf.key in shown.held or not live.is_empty(leaf)]
-        return land(restoration(plans, shown.stored, selection, strict), shown.held, shown.notes)
+        found = settle(restoration(plans, shown.stored, selection, strict), parts.masters, from_model)
+        return land(found, shown.held, shown.notes)
 
     def _values(self, groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
         found = _by_group(groups, values)

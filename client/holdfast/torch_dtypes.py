@@ -92,11 +92,20 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return _obstacle(tensor) is None
 
 
+def _answers_for_itself(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class carries out torch's operations itself: then what it consists of is not in its own memory.
+
+    torchao's 8-bit state, MaskedTensor and FakeTensor do. A subclass that only renames or adds functions does not.
+    """
+    own = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return own or is_traceable_wrapper_subclass(tensor)
+
+
 def _obstacle(tensor: torch.Tensor) -> str | None:
     if torch.nn.parameter.is_lazy(tensor):
         return "a lazy parameter without a shape yet (run one forward pass first)"
-    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
-        return f"a {type(tensor).__name__}, a wrapper around other tensors"
+    if type(tensor) not in _PLAIN and _answers_for_itself(tensor):
+        return f"a {type(tensor).__name__}, whose bytes are not in memory of its own"
     if tensor.is_nested or tensor.layout is not torch.strided:
         return f"of layout {tensor.layout}, not strided"
     if tensor.is_quantized:

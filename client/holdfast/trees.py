@@ -14,7 +14,7 @@ from holdfast_formats.region import Shape
 from . import json_values
 from .fragments import Fragment, Storable, is_dtensor
 from .json_values import Trail
-from .torch_dtypes import local_shape, torch_dtype
+from .torch_dtypes import has_memory, local_shape, torch_dtype
 
 COPY_BYTES_MAX = 16 * 2**20  # tensors up to here are copied when the tree is taken: a loader's next batch changes them
 
@@ -41,8 +41,14 @@ def grow(value: Any, path: str, prefix: str, own: str | None = None) -> Tree:
         name = _name(prefix if own is None or sharded else own, trail, tensors)
         if isinstance(item, np.ndarray):
             item = _from_array(item, json_values.render(path, trail))
-        elif own is not None and not sharded and item.device.type == "cpu" and item.nbytes <= COPY_BYTES_MAX:
-            item = _copied(item)
+        elif (
+            own is not None
+            and not sharded
+            and has_memory(item)
+            and item.device.type == "cpu"
+            and item.nbytes <= COPY_BYTES_MAX
+        ):
+            item = item.detach().clone()
         tensors[name] = item
         return name
 
@@ -55,12 +61,6 @@ def _name(prefix: str, trail: Trail, taken: Mapping[str, Any]) -> str:
     while candidate in taken:  # {1: …, "1": …}: the document knows which is which
         candidate, number = f"{name}~{number}", number + 1
     return candidate
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return tensor  # refused by name where the leaf is made
-    return tensor.detach().clone()
 
 
 def _from_array(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:

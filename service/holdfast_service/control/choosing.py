@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from holdfast_formats import naming
+from holdfast_formats.choosing import lacking
 from holdfast_formats.errors import CatalogUnavailable, Damaged, NoSuchCheckpoint
 from holdfast_service.storage import Tier
 from holdfast_service.tracing import span
@@ -58,7 +59,8 @@ class Choices:
         """The step that every rank of this attempt restores; None when there is nothing to restore.
 
         Unless a step is named it is the newest one that is not known to be damaged. Where all are, the damage of the newest
-        is raised: nobody starts from nothing because of it without being asked to. Asked for a healthy one:
+        is raised, and `StateMismatch` where the sound ones lack one of the groups: nobody starts from nothing because of it
+        without being asked to. Asked for a healthy one:
         `NoSuchCheckpoint` where there are others only, `CatalogUnavailable` where the catalog cannot say.
         """
         with span("holdfast.restore", {"holdfast.run": asked.run, "holdfast.attempt": asked.attempt}) as tell:
@@ -107,7 +109,7 @@ class Choices:
             return step
         found = self._health.newest(run, asked.groups) if asked.healthy else self._catalog.newest(run, asked.groups)
         if found is None:
-            self._refuse_if_all_damaged(run)
+            self._refuse_if_none_will_do(run, asked.groups)
         return found
 
     def _standing(self, asked: Question) -> int | None:
@@ -119,11 +121,14 @@ class Choices:
                 raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"there are {steps[-10:]}")
             return step
         damage: Damaged | None = None
+        offers: dict[int, Collection[str]] = {}
         for found in reversed(steps):
             seen = self._findings.seen(run, found)
             try:
-                if seen is None and set(asked.groups) <= set(roots.load_manifest(self._tier, run, found).groups):
-                    return found
+                if seen is None:
+                    offers[found] = roots.load_manifest(self._tier, run, found).groups
+                    if set(asked.groups) <= set(offers[found]):
+                        return found
             except Damaged as error:
                 seen = error
             except NoSuchCheckpoint:
@@ -131,10 +136,17 @@ class Choices:
             damage = damage or seen
         if damage is not None:
             raise damage
+        if offers:
+            raise lacking(run, offers, asked.groups)
         return None
 
-    def _refuse_if_all_damaged(self, run: str) -> None:
-        found = [checkpoint for checkpoint in roots.all_checkpoints(self._catalog, run) if checkpoint.damage is not None]
+    def _refuse_if_none_will_do(self, run: str, groups: Collection[str]) -> None:
+        """There may be checkpoints that are damaged, or sound ones without one of these groups."""
+        listed = roots.all_checkpoints(self._catalog, run)
+        found = [checkpoint for checkpoint in listed if checkpoint.damage is not None]
+        sound = {checkpoint.step: checkpoint.groups for checkpoint in listed if checkpoint.damage is None}
+        if sound and not any(set(groups) <= set(checkpoint.groups) for checkpoint in found):
+            raise lacking(run, sound, groups)
         damage = as_damage(found[0].damage) if found else None
         if damage is not None:
             damage.hint = f"no sound checkpoint of {run} is left; remove the damaged ones (holdfast rm) to begin anew"

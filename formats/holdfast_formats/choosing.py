@@ -1,0 +1,24 @@
+"""Which checkpoints a state can be restored from: said alike by the daemon and by a trainer that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from .errors import StateMismatch
+
+
+def lacking(run: str, offers: Mapping[int, Collection[str]], wanted: Collection[str]) -> StateMismatch:
+    """What is wrong where there are checkpoints and none has all the wanted groups; `offers` are their groups, by step.
+
+    Its member `offered` are those of the wanted groups that the best one has: the one with the most, the newest of these.
+    """
+    step = max(offers, key=lambda step: (len(set(wanted) & set(offers[step])), step))
+    offered = sorted(set(wanted) & set(offers[step]))
+    missing = sorted(set(wanted) - set(offered))
+    ignored = ", ".join(repr(f"{group}/*") for group in missing)
+    return StateMismatch(
+        f"no checkpoint of {run} has all groups that are wanted: step {step} has the most, but no {', '.join(missing)}",
+        hint=f"restore the rest with ignore=[{ignored}], strict=False or groups={tuple(offered)}; begin anew in another run",
+        missing=missing,
+        offered=offered,
+    )

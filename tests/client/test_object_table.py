@@ -1,0 +1,311 @@
+"""What users put into a state: each object comes back bit for bit, or is refused by name. There is no third outcome."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import masked_tensor
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from holdfast.state import TrainState
+from holdfast_formats.errors import CheckpointError, StateMismatch
+from tests.client import frameworks
+from tests.client.checkpoint_in_memory import restore, save
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls many kinds of tensors prototypes
+
+Made = dict[str, Any]
+
+
+class Codes(torch.Tensor):
+    """As torchao keeps 8-bit moments: a tensor of floats that has integers and scales inside, and no memory."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Codes:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> Any:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return return_and_correct_aliasing(func, args, kwargs or {}, Codes(args[0].codes, args[0].scale))
+        raise NotImplementedError(func)
+
+
+class Renamed(torch.Tensor):
+    """A subclass that is plain memory all the same."""
+
+
+class Temporary(nn.Module):
+    """As torchmetrics does: the state_dict has copies, and loading sets attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(2)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "total"] = copy.deepcopy(self.total)
+
+
+class Attribute(Temporary):
+    """The state_dict has the attribute itself."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "total"] = self.total
+
+
+class Loader:
+    """A stateful loader, with values of every plain kind."""
+
+    def __init__(self, seed: int) -> None:
+        self.held: Any = {
+            "at": seed,
+            "order": torch.randperm(9),
+            "array": np.arange(seed),
+            "nested": [(seed, None), {"a": 1.5}],
+        }
+
+    def state_dict(self) -> Any:
+        return self.held
+
+    def load_state_dict(self, state: Any) -> None:
+        self.held = state
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape)
+
+
+TENSORS: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
+    "plain": (lambda: random(3, 4), True),
+    "0-dim": (lambda: torch.randn(()), True),
+    "empty": (lambda: random(0, 3), True),
+    "transposed": (lambda: random(3, 4).t(), True),
+    "sliced": (lambda: random(6, 4)[::2], True),
+    "complex": (lambda: torch.complex(random(3), random(3)), True),
+    "bfloat16": (lambda: random(3).bfloat16(), True),
+    "float8": (lambda: random(4).to(torch.float8_e4m3fn), True),
+    "bool": (lambda: random(3) > 0, True),
+    "uint64": (lambda: torch.randint(9, (3,)).to(torch.uint64), True),
+    "parameter": (lambda: nn.Parameter(random(3)), True),
+    "plain subclass": (lambda: random(3).as_subclass(Renamed), True),
+    "complex128": (lambda: torch.complex(random(3).double(), random(3).double()), False),
+    "expanded": (lambda: random(1, 3).expand(4, 3), False),
+    "conjugated": (lambda: torch.complex(random(3), random(3)).conj(), False),
+    "negative view": (lambda: torch.complex(random(3), random(3)).conj().imag, False),
+    "sparse": (lambda: torch.eye(3).to_sparse(), False),
+    "sparse csr": (lambda: torch.eye(3).to_sparse_csr(), False),
+    "nested": (lambda: torch.nested.nested_tensor([random(2), random(3)]), False),
+    "jagged": (lambda: torch.nested.nested_tensor([random(2), random(3)], layout=torch.jagged), False),
+    "quantized": (lambda: torch.quantize_per_tensor(random(3), 0.1, 0, torch.qint8), False),
+    "meta": (lambda: torch.empty(3, device="meta"), False),
+    "fake": (fake, False),
+    "masked": (lambda: masked_tensor(random(3), torch.tensor([True, False, True])), False),
+    "wrapper subclass": (lambda: Codes(torch.ones(3, dtype=torch.int8), torch.ones(1)), False),
+    "uninitialized": (lambda: nn.UninitializedParameter(), False),
+}
+PLACES: dict[str, Callable[[torch.Tensor], Made]] = {
+    "model": lambda t: {"model": {"t": t}},
+    "master": lambda t: {"master": {"t": t}},
+    "ema": lambda t: {"ema": {"t": t}},
+    "mapping": lambda t: {"things": {"t": t}},
+    "alone": lambda t: {"t": t},
+    "nested": lambda t: {"deep": [1, {"t": t}]},
+    "loader": lambda t: {"loader": _loader(t)},
+    "buffer": lambda t: {"model": _module(t)},
+    "moment": lambda t: _moment(t),
+}
+
+
+def _loader(tensor: torch.Tensor) -> Loader:
+    loader = Loader(1)
+    loader.held = {"t": tensor}
+    return loader
+
+
+def _module(tensor: torch.Tensor) -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_buffer("t", tensor)
+    return module
+
+
+def _moment(tensor: torch.Tensor) -> Made:
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state[module.weight] = {"t": tensor}
+    return {"model": module, "optim": optimizer}
+
+
+def held(state: Made) -> list[Any]:
+    """Everything of a state, flat, as values that can be compared."""
+    found = []
+    for key, value in state.items():
+        if isinstance(value, nn.Module):
+            value = dict(value.state_dict())
+        elif callable(getattr(value, "state_dict", None)):
+            value = value.state_dict()
+        flat = {keystr(path): item for path, item in tree_flatten_with_path(value)[0]}
+        found += [key, *((path, _comparable(flat[path])) for path in sorted(flat))]
+    return found
+
+
+def _comparable(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        data = item.detach().contiguous()
+        return str(item.dtype), tuple(item.shape), data.reshape(-1).view(torch.uint8).tolist() if data.numel() else []
+    return (item.dtype.str, item.tolist()) if isinstance(item, np.ndarray) else item
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", TENSORS)
+def test_every_tensor_comes_back_or_is_refused_by_name(kind: str, place: str) -> None:
+    """Wherever in the state a tensor stands, and whatever it is: its bytes come back, or it is refused by name."""
+    make, storable = TENSORS[kind]
+    torch.manual_seed(1)
+    live = PLACES[place](make())
+    torch.manual_seed(2)
+    twin = PLACES[place](make())
+    try:
+        checkpoint = save(live)
+        restore(checkpoint, twin)
+    except CheckpointError as refusal:
+        assert not storable or (kind == "plain subclass" and "Renamed" in refusal.detail), refusal
+        assert "t" in refusal.detail.replace("'", "").replace(":", "").split(" ")[1].split("/")[-1] or "/t" in refusal.detail
+        return
+    assert storable or (kind == "expanded" and place in ("loader",)), "neither refused nor expected to come back"
+    assert held(twin) == held(live)
+
+
+def trained(seed: int, make: Callable[[nn.Module], Any]) -> Made:
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    state = {"model": module, "optim": make(module)}
+    for _ in range(seed):
+        train(state)
+    return state
+
+
+def train(state: Made) -> None:
+    generator = torch.Generator().manual_seed(5)
+
+    def closure() -> torch.Tensor:
+        state["model"].zero_grad()
+        loss = state["model"](torch.rand(5, 3, generator=generator)).square().sum()
+        loss.backward()
+        return loss
+
+    state["optim"].step(closure)
+
+
+_NEEDS_MORE = {"SparseAdam", "Optimizer", "Muon", "LBFGS"}
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    name: lambda module, kind=kind: kind(module.parameters(), lr=0.01)
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in _NEEDS_MORE
+} | {
+    "LBFGS": lambda module: torch.optim.LBFGS(module.parameters(), lr=0.01, max_iter=2),
+    "SGD momentum": lambda module: torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9),
+    "accelerate": lambda module: frameworks.Accelerated(torch.optim.AdamW(module.parameters())),
+    "titan": lambda module: frameworks.Container([module], torch.optim.AdamW),
+    "helped": lambda module: frameworks.Helped(module.parameters()),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_optimizer_goes_on_as_if_nothing_had_been(kind: str) -> None:
+    """Restored into a fresh twin, all it holds is the same, and so is all after one more step."""
+    live, twin = trained(2, OPTIMIZERS[kind]), trained(0, OPTIMIZERS[kind])
+    restore(save(live), twin)
+    assert held(twin) == held(live)
+    train(live)
+    train(twin)
+    assert held({"model": twin["model"]}) == held({"model": live["model"]})
+
+
+OTHERS: dict[str, tuple[Callable[[int], Made], bool]] = {
+    "averaged model": (lambda seed: {"ema": AveragedModel(trained(seed, OPTIMIZERS["AdamW"])["model"])}, True),
+    "loader": (lambda seed: {"loader": Loader(seed)}, True),
+    "scaler": (lambda seed: {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**seed)}, True),
+    "values": (lambda seed: {"epoch": seed, "best": float(seed), "seen": {seed}, "name": f"n{seed}"}, True),
+    "generator": (lambda seed: {"g": {"state": torch.Generator().manual_seed(seed).get_state()}}, True),
+    "attribute": (lambda seed: {"model": filled(Attribute(), seed)}, True),
+    "temporary": (lambda seed: {"model": filled(Temporary(), seed)}, False),
+    "homemade optimizer": (lambda seed: {"optim": frameworks.Homemade(nn.Linear(2, seed))}, False),
+    "function": (lambda seed: {"f": len}, False),
+    "object": (lambda seed: {"o": object()}, False),
+    "raw generator": (lambda seed: {"g": torch.Generator()}, False),
+    "plain loader": (lambda seed: {"loader": torch.utils.data.DataLoader([1, 2, 3])}, False),
+}
+
+
+def filled(module: Any, seed: int) -> nn.Module:
+    module.total = torch.full((2,), float(seed))
+    return module
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_everything_else_comes_back_or_is_refused_by_name(kind: str) -> None:
+    """Schedules, scalers, loaders, values and odd modules come back exactly, or a CheckpointError names their key."""
+    make, storable = OTHERS[kind]
+    live, twin = make(3), make(2)
+    try:
+        restore(save(live), twin)
+    except CheckpointError as refusal:
+        assert not storable and refusal.detail.startswith(next(iter(live))), refusal
+        return
+    assert storable
+    assert held(twin) == held(live)
+
+
+def mixed(seed: int) -> Made:
+    state = trained(seed, OPTIMIZERS["AdamW"])
+    state["model"].bfloat16()
+    for parameter in state["model"].parameters():
+        state["optim"].state[parameter]["master_param"] = parameter.detach().float() + seed
+    return state
+
+
+def handed_over(seed: int) -> Made:
+    model = trained(seed, OPTIMIZERS["AdamW"])["model"]
+    masters = {name: nn.Parameter(p.detach().float() + seed) for name, p in model.named_parameters()}
+    return {"model": model, "master": masters, "optim": torch.optim.AdamW(masters.values())}
+
+
+@pytest.mark.parametrize("make", [mixed, handed_over])
+def test_masters_do_not_stay_behind_their_weights(make: Callable[[int], Made]) -> None:
+    """Weights alone are restored where the masters are set from them; else refused, in every way of leaving masters out."""
+    checkpoint, twin = save(make(2)), make(1)
+    before = held(twin)
+    for options in ({"groups": ["model"]}, {"ignore": ["master/*"]}, {"ignore": ["master/*"], "strict": False}):
+        with pytest.raises(StateMismatch, match=r"full-precision masters \(0\.weight") as told:
+            TrainState(twin, 0, 1).prepare(checkpoint.stored(), **options)  # type: ignore[arg-type]
+        assert "from-model" in told.value.hint
+    assert held(twin) == before
+    done = restore(checkpoint, twin, groups=["model"], from_model="from-model")
+    assert any("set from the restored weights" in note for note in done.notes)
+    masters = twin.get("master") or {
+        name: twin["optim"].state[parameter]["master_param"] for name, parameter in twin["model"].named_parameters()
+    }
+    for name, parameter in twin["model"].named_parameters():
+        assert torch.equal(masters[name], parameter.float())
+    restore(checkpoint, twin)
+    assert held(twin) == held(make(2))
