@@ -229,7 +229,8 @@ class Courier:
         with self._rejoining:
             if self._generation != seen:
                 return
-            attempt = self._api.join(self._rank_id, self._hello).attempt
+            hello = self._hello.model_copy(update={"root_id": self.welcome.root_id})
+            attempt = self._api.join(self._rank_id, hello).attempt
             if attempt != self.welcome.attempt:
                 raise StaleAttempt(f"attempt {self.welcome.attempt} is over: this launch is attempt {attempt} now")
             if self._room is not None:

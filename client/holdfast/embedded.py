@@ -9,33 +9,27 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
-import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast_formats import naming
-from holdfast_formats.errors import DaemonGone
+from holdfast_formats.errors import EXIT_STATUS, Conflict, DaemonGone
 
+from . import roots
 from .config import default_socket
 
 EXIT_WHEN_IDLE_S = 30
 START_TIMEOUT_S = 60.0
 POLL_S = 0.05
 LOG = "holdfast-daemon.log"
+RETRY_S = 1.0
 _PREFIX = "embedded-"
-
-
-def running_socket(root: Path) -> Path | None:
-    """The socket of the daemon that says it serves `root`, or None. It may be gone: only a connection tells."""
-    try:
-        about = json.loads((root / naming.DAEMON_FILE).read_bytes())
-        return Path(about["socket"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+_IN_USE = EXIT_STATUS[Conflict]
 
 
 def is_embedded(socket: Path) -> bool:
@@ -43,10 +37,11 @@ def is_embedded(socket: Path) -> bool:
     return socket.name.startswith(_PREFIX)
 
 
-def start(root: Path) -> Path:
+def start(root: Path, but: Collection[Path] = ()) -> Path:
     """Start a daemon on `root`, or find the one another rank started meanwhile; return its socket.
 
-    Raises `DaemonGone`, with the end of the daemon's log, when it does not come up.
+    Where another process has the root, a daemon that is still starting or a tool, it is waited for. A daemon at one of the
+    sockets `but` serves another root. Raises `DaemonGone`, with the end of the daemon's log, when none comes up.
     """
     if importlib.util.find_spec("holdfast_service") is None or importlib.util.find_spec("fastapi") is None:
         raise DaemonGone(
@@ -54,14 +49,45 @@ def start(root: Path) -> Path:
         )
     root = root.absolute()
     root.mkdir(parents=True, exist_ok=True)
-    socket = default_socket().parent / f"{_PREFIX}{hashlib.sha256(bytes(root)).hexdigest()[:16]}.sock"
-    socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _turn(socket.with_suffix(".lock")):
-        known = running_socket(root)
-        if known is not None and _answers(known):
-            return known
-        _launch(root, socket)
-    return socket
+    at = os.stat(root)  # not its path: what was there before may still be served
+    name = hashlib.sha256(f"{at.st_dev}-{at.st_ino}".encode()).hexdigest()[:10]
+    directory = default_socket().parent
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    limit = time.monotonic() + START_TIMEOUT_S
+    with _turn(directory / f"{_PREFIX}{name}.lock"):
+        _sweep(directory, name)
+        while True:
+            known = _found(root, but)
+            if known is not None:
+                return known
+            log = _launch(root, directory / f"{_PREFIX}{name}-{uuid.uuid4().hex[:6]}.sock", limit)
+            if log is None:
+                continue
+            if time.monotonic() > limit:
+                raise DaemonGone(
+                    f"{root} was in use by another process for {START_TIMEOUT_S:.0f} s, and no daemon came up in it: {log}",
+                    hint=f"stop that process, or see why its daemon does not start; the log is {root / LOG}",
+                )
+            _await(root, but)
+
+
+def _found(root: Path, but: Collection[Path]) -> Path | None:
+    known = roots.running_socket(root)
+    return known if known is not None and known not in but and _answers(known) else None
+
+
+def _await(root: Path, but: Collection[Path]) -> None:
+    """Another process has the root: give it a while to answer, or to be done."""
+    limit = time.monotonic() + RETRY_S
+    while _found(root, but) is None and time.monotonic() < limit:
+        time.sleep(POLL_S)
+
+
+def _sweep(directory: Path, name: str) -> None:
+    """Remove what daemons that were killed have left of their sockets."""
+    for path in directory.glob(f"{_PREFIX}{name}-*.sock"):
+        if not _answers(path):
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -72,20 +98,23 @@ def _turn(lock: Path) -> Iterator[None]:
         yield
 
 
-def _launch(root: Path, socket: Path) -> None:
+def _launch(root: Path, socket: Path, limit: float) -> str | None:
+    """Start a daemon; None once it answers, and the end of its log where another process has the root."""
     command = [sys.executable, "-m", "holdfast_service", "--root", str(root), "--socket", str(socket)]
     command += ["--listen", "none", "--exit-when-idle", str(EXIT_WHEN_IDLE_S)]
     with open(root / LOG, "ab") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    limit = time.monotonic() + START_TIMEOUT_S
-    while not _answers(socket):
+    while roots.running_socket(root) != socket or not _answers(socket):
         status = process.poll()
+        if status == _IN_USE:
+            return (root / LOG).read_text(errors="replace")[-1000:]
         if status is not None or time.monotonic() > limit:
             tail = (root / LOG).read_text(errors="replace")[-1000:]
             what = f"ended with status {status}" if status is not None else f"did not come up in {START_TIMEOUT_S:.0f} s"
             raise DaemonGone(f"the embedded daemon on {root} {what}: {tail}", hint=f"its log is {root / LOG}")
         time.sleep(POLL_S)
     process.returncode = 0  # it outlives us by design: keep Popen from warning that we did not wait for it
+    return None
 
 
 def _answers(path: Path) -> bool:

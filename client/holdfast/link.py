@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast_formats import wire
-from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, from_problem
+from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, WrongRoot, from_problem
+from holdfast_formats.whereabouts import RootMark
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +203,9 @@ class Link:
     def _note(self, message: wire.Request, reply: wire.Reply) -> None:
         """Remember what the next daemon must be told. The condition is held, so that no mending comes in between."""
         if isinstance(message, wire.Hello) and isinstance(reply, wire.Welcome) and self._hello is None:
-            self._hello, self._attempt = message, reply.attempt
+            # By its id alone: what the directory's numbers are now is for the root's daemons to say.
+            self._hello = message.model_copy(update={"root": RootMark(id=reply.mark.id)})
+            self._attempt = reply.attempt
         elif isinstance(message, wire.Lease) and isinstance(reply, wire.Granted):
             self._awaited.add(message.step)
         elif isinstance(message, wire.Abandon) or (isinstance(message, wire.Seal) and isinstance(reply, wire.Failed)):
@@ -256,7 +259,7 @@ class Link:
                 self._begin(_connect(self.path))
                 self._rejoin()
                 return
-            except (DaemonGone, DeadlineExceeded) as failure:
+            except (DaemonGone, DeadlineExceeded, WrongRoot) as failure:  # another root's daemon may have taken the socket
                 error = failure
             except CheckpointError as refusal:
                 error = refusal

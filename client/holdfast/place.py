@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest, NoSuchCheckpoint
-from holdfast_formats.wire import Outcome
+from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest, NoSuchCheckpoint, WrongRoot
+from holdfast_formats.whereabouts import RootMark
+from holdfast_formats.wire import Outcome, Welcome
 
-from . import embedded
+from . import embedded, roots
 from .api import Api
 from .config import DEFAULT_ROOT, default_socket
 from .link import Link
@@ -19,6 +20,8 @@ from .reader import CheckpointReader
 from .remote import RemoteLink
 from .sources import DirectorySource, HttpSource
 from .transport import Transport
+
+Tellers = tuple[Callable[[Outcome], None], Callable[[CheckpointError], None]]  # of outcomes, and of the daemon's loss
 
 
 class Place(NamedTuple):
@@ -43,37 +46,64 @@ def place(root: str | Path | None, socket: str | Path | None, url: str | None) -
     return Place(Path(root) if root is not None else None, Path(socket) if socket is not None else None, url)
 
 
-def connect(
-    where: Place, start: bool, on_outcome: Callable[[Outcome], None], on_lost: Callable[[CheckpointError], None]
-) -> Transport:
-    """A link to the daemon of this place, started if need be and `start` allows it; `DaemonGone` when there is none.
+Greet = Callable[[Transport, RootMark | None], Welcome]  # says hello; the root that is meant, where one is
 
-    Over its socket where that can be reached from here, else over HTTP: then the rank stages into memory of its own.
+
+class Connection(NamedTuple):
+    """A daemon that has said welcome; `notes` name those of other roots that were met before it."""
+
+    link: Transport
+    welcome: Welcome
+    notes: tuple[str, ...] = ()
+
+
+def connect(where: Place, start: bool, tellers: Tellers, greet: Greet) -> Connection:
+    """The daemon of this place, started if need be and `start` allows it; `DaemonGone` when there is none.
+
+    Over its socket where that can be reached from here, else over HTTP: then the rank stages into memory of its own. A
+    daemon is a directory's when it says so itself: its socket's path, and what stands in the directory, may be another's.
     """
-
-    def link(path: Path) -> Link:
-        return Link(path, on_outcome, on_lost, lambda: _next_socket(where, path))
-
     if where.socket is not None:
-        return link(where.socket)
+        return _greeted(_link(where, where.socket, tellers), greet, None)
     if where.url is not None:
         near = _socket_of(where.url)
         try:
-            return link(near) if near is not None else RemoteLink(where.url, on_outcome, on_lost)
+            made = _link(where, near, tellers) if near is not None else RemoteLink(where.url, *tellers)
         except DaemonGone:  # the socket is there, but not for us
-            return RemoteLink(where.url, on_outcome, on_lost)
-    candidates = [embedded.running_socket(where.directory)] if where.directory is not None else []
-    if where.root is None:
-        candidates.insert(0, _ours(default_socket()))
-    for candidate in candidates:
+            made = RemoteLink(where.url, *tellers)
+        return _greeted(made, greet, None)
+    directory = where.directory
+    notes: list[str] = []
+    wrong: list[Path] = []
+    known = _ours(default_socket()) if where.root is None else None
+    candidates: list[tuple[Path, RootMark | None]] = [(known, None)] if known is not None else []
+    if directory is not None:
+        candidates += [(named, roots.mark(directory))] if (named := roots.running_socket(directory)) is not None else []
+        notes += [said] if (said := roots.other_daemon(directory)) is not None else []
+    for path, meant in candidates:
         try:
-            if candidate is not None:
-                return link(candidate)
+            return _greeted(_link(where, path, tellers), greet, meant)._replace(notes=tuple(notes))
         except DaemonGone:
             continue
-    if not start or where.directory is None:
-        raise DaemonGone(f"no daemon serves {where.directory}", hint="start one with `holdfast serve`")
-    return link(embedded.start(where.directory))
+        except WrongRoot as error:
+            wrong.append(path)
+            notes.append(f"at {path}, which {directory} names as its daemon's socket: {error.detail}")
+    if not start or directory is None:
+        raise DaemonGone("; ".join([f"no daemon serves {directory}", *notes]), hint="start one with `holdfast serve`")
+    made = _link(where, embedded.start(directory, wrong), tellers)
+    return _greeted(made, greet, roots.mark(directory))._replace(notes=tuple(notes))
+
+
+def _link(where: Place, path: Path, tellers: Tellers) -> Link:
+    return Link(path, *tellers, lambda: _next_socket(where, path))
+
+
+def _greeted(link: Transport, greet: Greet, meant: RootMark | None) -> Connection:
+    try:
+        return Connection(link, greet(link, meant))
+    except CheckpointError:
+        link.close()
+        raise
 
 
 def _ours(path: Path) -> Path | None:
@@ -91,7 +121,7 @@ def _next_socket(where: Place, path: Path) -> Path:
         return path
     if embedded.is_embedded(path):
         return embedded.start(where.directory)
-    return embedded.running_socket(where.directory) or path
+    return roots.running_socket(where.directory) or path
 
 
 def _socket_of(url: str) -> Path | None:
@@ -116,7 +146,10 @@ def open_checkpoint(root: Path | None, url: str | None, run: str, step: int) -> 
             raise NoSuchCheckpoint(f"{root} has no checkpoint {run}@{step}", hint="`holdfast ls` lists what there is")
         return CheckpointReader.open(DirectorySource(directory))
     if url is None:
-        raise NoSuchCheckpoint(f"there is no way to read {run}@{step}: neither a directory nor an address is known")
+        raise NoSuchCheckpoint(
+            f"there is no way to read {run}@{step}: the daemon's directory is not to be seen here, nor does it listen",
+            hint="mount the daemon's root at the same path here, or start it with --listen",
+        )
     return CheckpointReader.open(HttpSource(Api(url), run, step))
 
 

@@ -22,6 +22,7 @@ from holdfast_formats.errors import (
     RoundAborted,
     from_problem,
 )
+from holdfast_formats.whereabouts import RootMark
 
 from .api import Api
 from .courier import OPEN_TIMEOUT_S, Courier
@@ -105,7 +106,8 @@ class RemoteLink:
         self._fds.clear()
 
     def _hello(self, message: wire.Hello) -> wire.Welcome:
-        hello = rest.RankHello(**message.model_dump(include=set(rest.RankHello.model_fields)))
+        meant = None if message.root is None else message.root.id
+        hello = rest.RankHello(**message.model_dump(include=set(rest.RankHello.model_fields)), root_id=meant)
         rank_id = uuid.uuid4().hex
         self._courier = Courier(self._api, rank_id, hello, self._tellers)
         welcome = self._courier.welcome
@@ -114,6 +116,7 @@ class RemoteLink:
             attempt=welcome.attempt,
             node=welcome.node,
             root="",  # a directory of that name here would be another one
+            mark=RootMark(id=welcome.root_id),
             version=welcome.version,
             url=self.url,  # the address that this rank uses, which need not be the one the daemon knows of itself
         )

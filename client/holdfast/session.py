@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+import uuid
 from pathlib import Path
 from typing import NamedTuple
 
 from holdfast_formats import choosing, wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, NoSuchCheckpoint, from_problem
+from holdfast_formats.whereabouts import RootMark
 
-from . import device, growth, launch
+from . import device, growth, launch, roots
 from .config import take_over
 from .handover import Handover
 from .leaves import Leaf
@@ -73,6 +75,7 @@ class Session:
     def __init__(self, who: Who, place: Place, tickets: Tickets, slots: int) -> None:
         """Nothing is contacted yet; `slots` are asked for when the first room is."""
         self._who, self._place, self._tickets, self._slot_count = who, place, tickets, slots
+        self._id = uuid.uuid4().hex
         self._link: Transport | None = None
         self._welcome: wire.Welcome | None = None
         self._slots: Slots | None = None
@@ -92,16 +95,23 @@ class Session:
             return self._welcome
         if self._link is not None:
             self._link.close()
-        link = connect(self._place, start, self._tickets.outcome, self._tickets.lost)
-        about = {"pid": os.getpid(), "process": launch.this_process(), "take_over": take_over()}
-        hello = wire.Hello(id=link.next_id(), **about, **self._who._asdict())
-        try:
-            welcome = link.request(hello, wire.Welcome)
-        except CheckpointError:
-            link.close()
-            raise
-        self._link, self._welcome, self._slots = link, welcome, None
-        return welcome
+        made = connect(self._place, start, (self._tickets.outcome, self._tickets.lost), self._greet)
+        for note in made.notes:
+            if note not in self.notices:
+                self.say(note)
+        self._link, self._welcome, self._slots = made.link, made.welcome, None
+        return made.welcome
+
+    def _greet(self, link: Transport, meant: RootMark | None) -> wire.Welcome:
+        if meant is None and self._welcome is not None:  # wherever it answers now, it serves the root that it did before
+            meant = RootMark(id=self._welcome.mark.id)
+        about = {"pid": os.getpid(), "process": launch.this_process(), "session": self._id, "take_over": take_over()}
+        return link.request(wire.Hello(id=link.next_id(), root=meant, **about, **self._who._asdict()), wire.Welcome)
+
+    def _readable(self, welcome: wire.Welcome) -> Path | None:
+        """The daemon's root where it can be read from here: the very directory, not just one at the same path."""
+        places = [self._place.root, Path(welcome.root) if welcome.root else None]
+        return next((path for path in places if path is not None and roots.is_at(path, welcome.mark)), None)
 
     @property
     def slots(self) -> Slots | None:
@@ -161,7 +171,7 @@ class Session:
         question = wire.Choose(id=self._link.next_id(), **about, wait_s=SETTLE_WAIT_S)
         chosen = self._link.request(question, wire.Chosen, SETTLE_WAIT_S)
         turn, self._turn = self._turn, self._turn + 1
-        return Choice(chosen.step, Path(welcome.root) if welcome.root else None, welcome.url, turn, chosen.notes)
+        return Choice(chosen.step, self._readable(welcome), welcome.url, turn, chosen.notes)
 
     def ended(self, choice: Choice, error: CheckpointError | None, alone: bool) -> Judgement:
         """Tell how the restore of a choice ended; what is to be done, once all ranks of the launch have told.

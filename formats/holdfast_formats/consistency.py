@@ -70,3 +70,11 @@ class CatalogRebuild(BaseModel):
     salvaged: dict[str, int] = Field(default_factory=dict, description="rows that could be read from it, by table")
     runs: int
     checkpoints: int
+
+
+class CatalogAdoption(BaseModel):
+    """A catalog was made a root's own."""
+
+    catalog: str = Field(description="its address, without the password")
+    root: str
+    before: str | None = Field(description="where the root was that had it, None where none or this one had")

@@ -24,6 +24,7 @@
     │   ├── NewestVerified           newest-verified 409
     │   ├── NewestHealthy            newest-healthy 409
     │   ├── RootBusy                 root-busy 409
+    │   ├── WrongRoot                wrong-root 409
     │   └── RunBusy                  run-busy 409
     ├── Damaged                      500: bytes are not what they were; do not retry, restore another step
     │   ├── CorruptExtent            corrupt-extent
@@ -206,6 +207,12 @@ class RootBusy(Conflict):
     code = "root-busy"
 
 
+class WrongRoot(Conflict):
+    """What was reached, a daemon or a catalog, belongs to another root than the one that is meant."""
+
+    code = "wrong-root"
+
+
 class RunBusy(Conflict):
     """Another job trains this run now; a second one has to say that it takes over."""
 
@@ -317,6 +324,7 @@ LEAVES: tuple[type[CheckpointError], ...] = (
     NewestVerified,
     NewestHealthy,
     RootBusy,
+    WrongRoot,
     RunBusy,
     CorruptExtent,
     CorruptManifest,

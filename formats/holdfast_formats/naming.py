@@ -18,6 +18,7 @@ RECEIPTS = "receipts"
 LOCK = ".holdfast.lock"
 DAEMON_FILE = ".holdfast.json"  # where the daemon that serves this root can be reached
 ATTEMPTS = ".holdfast.attempts.json"  # which attempts of its runs were declared
+ROOT_FILE = ".holdfast.root"  # the root's id
 CATALOG = "catalog.sqlite"
 
 STEP_MAX = 10**15 - 1

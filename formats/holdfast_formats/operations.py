@@ -15,6 +15,7 @@ ReplicaState = Literal["copying", "present", "damaged", "gone"]
 # Every kind of event, and what it tells.
 EVENTS: dict[str, str] = {
     "daemon-started": "a daemon serves the root",
+    "root-copied": "a daemon found that the root is a copy of another one, and gave it an id of its own",
     "attempt-declared": "a launch of training said hello for the first time",
     "checkpoint-committed": "a checkpoint is complete, durable and visible",
     "save-aborted": "a save ended without a checkpoint; `detail` has the problem",

@@ -239,6 +239,10 @@ class RankHello(BaseModel):
     launch: str = Field(min_length=1, max_length=256)
     keep_last: int | None = Field(default=None, ge=1)
     process: str = Field(default="", max_length=64, description="which process speaks; the same one is the same job")
+    session: str = Field(default="", max_length=64, description="which checkpointer speaks, whatever its id is by now")
+    root_id: str | None = Field(
+        default=None, max_length=64, description="the root that is meant; another one's daemon refuses"
+    )
     take_over: bool = Field(default=False, description="begin although another job of this run lives, which is fenced off")
 
 
@@ -246,6 +250,7 @@ class RankWelcome(BaseModel):
     attempt: int
     node: str
     root: str
+    root_id: str
     version: str
     silence_max_s: float = Field(description="a rank that is not heard of for this long is taken for dead")
     chunk_bytes_max: int = Field(description="most bytes of one chunk, before compression")

@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from .errors import InvalidRequest, LimitExceeded
+from .whereabouts import RootMark
 
-PROTOCOL = 3
+PROTOCOL = 4
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
 HELD_RANKS_MAX = 64  # descriptors that one message may bring
@@ -47,6 +48,8 @@ class Hello(Request):
     pid: int = 0
     keep_last: int | None = Field(default=None, ge=1)
     process: str = Field(default="", max_length=64, description="which process speaks; the same one is the same job")
+    session: str = Field(default="", max_length=64, description="which checkpointer speaks, on whatever connection")
+    root: RootMark | None = Field(default=None, description="the root that is meant; a daemon of another one refuses")
     take_over: bool = Field(default=False, description="begin although another job of this run lives, which is fenced off")
 
 
@@ -55,6 +58,7 @@ class Welcome(Reply):
     attempt: int
     node: str
     root: str
+    mark: RootMark
     version: str
     url: str | None = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, RootBusy, exit_status
 from holdfast_formats.owner_key import bracketed
+from holdfast_formats.whereabouts import DaemonFile, encode
 from holdfast_service import __version__, assembly, collecting
 from holdfast_service.config import LISTEN, Config, parse
 from holdfast_service.daemon.server import Daemon
@@ -86,9 +86,13 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
         control.decisions.events.add("daemon-started", f"{config.node} serves {root}", pid=os.getpid(), version=__version__)
         if listener is not None and door.tokens:
             stack.enter_context(entrance.announced(config, listener, services.owner))
+        if control.identity.copy_of is not None:
+            text = f"{root} is a copy of another root: it has an id of its own from now on"
+            log.warning("%s", text)
+            control.decisions.events.add("root-copied", text, level="warning", copy_of=control.identity.copy_of)
         _heed_signals(stop)
-        about = {"pid": os.getpid(), "socket": str(node.daemon.path), "url": url}
-        control.tier.replace(naming.DAEMON_FILE, json.dumps(about).encode() + b"\n")
+        about = DaemonFile(pid=os.getpid(), socket=str(node.daemon.path), url=url, root=control.identity.mark)
+        control.tier.replace(naming.DAEMON_FILE, encode(about))
         stack.callback(control.tier.remove_file, naming.DAEMON_FILE)
         log.info("serving %s at %s%s", root, node.daemon.path, f" and {url}" if url else "")
         if url:

@@ -19,10 +19,10 @@ from holdfast_formats import naming, rest
 from holdfast_formats.errors import CatalogUnavailable, NoSpace
 from holdfast_service import __version__
 from holdfast_service.config import Config, fd_store
-from holdfast_service.control import salvage
+from holdfast_service.control import ownership, salvage
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.database import Database, Trouble
-from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.decisions import Decisions, utc_now
 from holdfast_service.control.job_runner import JobRunner
 from holdfast_service.daemon import scrub as scrubbing
 from holdfast_service.daemon.adoption import Adoption
@@ -31,15 +31,16 @@ from holdfast_service.daemon.budget import Budget
 from holdfast_service.daemon.callers import Callers
 from holdfast_service.daemon.checking import Checker
 from holdfast_service.daemon.disk_limit import PROBE_BYTES
-from holdfast_service.daemon.keeping import FdStore, HolderProcess, Keeper
+from holdfast_service.daemon.keeping import FdStore, HolderProcess, Keeper, OfRoot
 from holdfast_service.daemon.loader import Loader
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saver import Saver
 from holdfast_service.daemon.scrub import CheckJobs, Scrub
-from holdfast_service.daemon.server import Daemon, Identity
+from holdfast_service.daemon.server import Daemon, Serving
 from holdfast_service.daemon.spill import Spill
 from holdfast_service.replication import Copies, copying
 from holdfast_service.storage import disk_speed
+from holdfast_service.storage.identity import Identity, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
 from holdfast_service.watching import watch
@@ -59,6 +60,7 @@ class Control(NamedTuple):
     tier: PosixTier
     catalog: Catalog
     decisions: Decisions
+    identity: Identity
 
 
 class Node(NamedTuple):
@@ -75,25 +77,29 @@ class Node(NamedTuple):
 
 
 def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
-    """The root's storage and catalog; a catalog that is missing or damaged is made anew."""
+    """The root's storage and catalog; a catalog that is missing or damaged is made anew, one of another root refused."""
     tier = PosixTier(root, Pace(config.write_bytes_per_second) if config.write_bytes_per_second else None)
+    identity = settle(tier)
+    owner = ownership.Root(identity.mark.id, root, config.node)
     try:
         catalog = salvage.open_catalog(config.catalog_url).catalog
+        ownership.claim(tier, catalog, owner, utc_now())
     except (CatalogUnavailable, NoSpace) as away:
         log.error("%s; the daemon starts without it: saves go on, and the catalog is told when it answers", away.detail)
         catalog = Catalog(Database.at(config.catalog_url))
         catalog.database.trouble = Trouble(time.time(), away.detail, reads=True)
     stack.callback(catalog.close)
     decisions = Decisions(tier, catalog, config.keep, config.node)
+    decisions.claim = lambda: ownership.claim(tier, catalog, owner, utc_now())
     stack.callback(decisions.close)
-    return Control(root, tier, catalog, decisions)
+    return Control(root, tier, catalog, decisions, identity)
 
 
 def open_node(config: Config, control: Control, url: str | None, stack: ExitStack) -> Node:
     """The daemon, listening at its socket: what an earlier one left is taken up, and what is due is checked and copied."""
-    root, tier, catalog, decisions = control
+    root, tier, catalog, decisions, (mark, _) = control
     budget = Budget(config.arena_bytes_max)
-    keeper = _keeper(root, config)
+    keeper = OfRoot(_keeper(root, config), mark.id)
     stack.callback(keeper.close)
     checker = Checker(tier, decisions)
     saver = Saver(tier, decisions, config.node, checker)
@@ -106,11 +112,11 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     loader = Loader(tier, arena)
     copies = stack.enter_context(copying(config, tier, decisions, saver.holds.lend))
     checker.repairs = copies.repairer
-    identity = Identity(config.node, str(root), __version__, url)
+    about = Serving(config.node, str(root), mark, __version__, url)
     parts = (arena, saver, decisions, adoption, loader)
-    daemon = Daemon(config.socket.absolute(), identity, parts, Callers.of_group(config.socket_group))
+    daemon = Daemon(config.socket.absolute(), about, parts, Callers.of_group(config.socket_group))
     stack.callback(daemon.close)
-    remote = RemoteRanks((arena, saver, decisions), config.silence_max)
+    remote = RemoteRanks((arena, saver, decisions), config.silence_max, mark.id)
     stack.callback(remote.close)
     checks = CheckJobs(checker, scrub, tier)
     runner = start_jobs(config.node, Workers(tier, catalog, decisions, checks, copies.transfers))

@@ -20,11 +20,13 @@ from pydantic import ValidationError
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, exit_status
 from holdfast_formats.operations import Token, TokenRequest
 from holdfast_service.config import ROOT, catalog_url, default_node
+from holdfast_service.control import ownership
 from holdfast_service.control.database import Database
 from holdfast_service.control.decisions import utc_now
 from holdfast_service.control.events import Events
 from holdfast_service.control.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.tokens import Tokens
+from holdfast_service.storage.identity import known
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +48,7 @@ def _done(given: argparse.Namespace) -> Any:
     root.mkdir(parents=True, exist_ok=True)
     database = Database.open(given.catalog or catalog_url(root))
     try:
+        ownership.check(database, known(root), root)
         tokens = Tokens(database, Events(database, default_node(), utc_now), utc_now)
         if given.what == "create":
             return tokens.create(_wanted(given)).model_dump()

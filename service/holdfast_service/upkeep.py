@@ -1,4 +1,4 @@
-"""`python -m holdfast_service.upkeep check|rebuild --root DIR`: looks after a catalog while no daemon serves its root.
+"""`python -m holdfast_service.upkeep check|rebuild|adopt --root DIR`: looks after a catalog while no daemon serves its root.
 
 `holdfast catalog` runs it and prints what it says: one JSON document, a problem where it ends with an error.
 """
@@ -9,13 +9,15 @@ import json
 import sys
 from pathlib import Path
 
+from holdfast_formats.consistency import CatalogAdoption
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed, exit_status
 from holdfast_service import config
-from holdfast_service.control import consistency, salvage
+from holdfast_service.control import consistency, ownership, salvage
 from holdfast_service.control.decisions import utc_now
+from holdfast_service.storage.identity import known, settle
 from holdfast_service.storage.posix import PosixTier, lock_root
 
-WORK = ("check", "check-thorough", "rebuild")
+WORK = ("check", "check-thorough", "rebuild", "adopt")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,17 +40,22 @@ def run(work: str, settings: config.Config) -> str:
         raise StorageFailed(f"there is no directory {root}", hint="name the daemon's directory with --root")
     lock = lock_root(root)
     try:
-        return _made(work, root, settings.catalog_url)
+        return _made(work, root, settings)
     finally:
         lock.release()
 
 
-def _made(work: str, root: Path, url: str) -> str:
-    tier = PosixTier(root)
-    if work != "rebuild":
+def _made(work: str, root: Path, settings: config.Config) -> str:
+    tier, url = PosixTier(root), settings.catalog_url
+    if work not in ("rebuild", "adopt"):
         return _checked(tier, url, thorough=work == "check-thorough")
+    who = ownership.Root(settle(tier).mark.id, root, settings.node)
     opened = salvage.open_catalog(url)
     try:
+        if work == "adopt":
+            before = ownership.adopt(opened.catalog, who, utc_now())
+            return CatalogAdoption(catalog=opened.catalog.database.url, root=str(root), before=before).model_dump_json()
+        ownership.claim(tier, opened.catalog, who, utc_now())
         made = consistency.rebuild(tier, opened.catalog, writers=(), now=utc_now())
     finally:
         opened.catalog.close()
@@ -59,6 +66,7 @@ def _made(work: str, root: Path, url: str) -> str:
 def _checked(tier: PosixTier, url: str, thorough: bool) -> str:
     catalog = salvage.open_sound(url)
     try:
+        ownership.check(catalog.database, known(tier.root), tier.root)
         return consistency.check(tier, catalog, writers=(), thorough=thorough).model_dump_json()
     finally:
         catalog.close()

@@ -15,6 +15,7 @@ from holdfast.link import Link
 from holdfast_formats import rest, wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_formats.observed import SaveTimes
+from holdfast_formats.whereabouts import RootMark
 from tests.client.test_remote import hide
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.proxies import proxied
@@ -108,7 +109,7 @@ def test_a_daemon_that_cannot_be_understood_is_given_up(tmp_path: Path) -> None:
             connection, _ = listener.accept()
             with connection:
                 (hello,) = wire.FrameDecoder(wire.TO_DAEMON).feed(connection.recv(65_536))
-                welcome = wire.Welcome(reply_to=hello.id, attempt=1, node="n", root="", version="9")
+                welcome = wire.Welcome(reply_to=hello.id, attempt=1, node="n", root="", mark=RootMark(id="r"), version="9")
                 connection.sendall(wire.encode_frame(welcome))
                 connection.recv(65_536)
                 news = b'{"type":"news","reply_to":1}'

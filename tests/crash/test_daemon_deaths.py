@@ -218,7 +218,7 @@ def test_a_trainer_replaces_its_embedded_daemon(tmp_path: Path) -> None:
     """The daemon that trainers started is killed: the open save is committed and the next ones go on, with no exception."""
     torch = pytest.importorskip("torch")
     from holdfast import Checkpointer
-    from holdfast.embedded import running_socket
+    from holdfast.roots import running_socket
 
     def pid() -> int:
         import json

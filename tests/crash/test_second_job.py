@@ -145,7 +145,8 @@ def test_a_killed_distant_job_is_followed_after_its_silence(tmp_path: Path, monk
             asked.append(rank_id)
             if len(asked) == 1:
                 raise RunBusy("busy", retry_after_s=7.0)
-            return rest.RankWelcome(attempt=2, node="n", root="", version="1", silence_max_s=60, chunk_bytes_max=1)
+            about = {"node": "n", "root": "", "root_id": "r", "version": "1"}
+            return rest.RankWelcome(attempt=2, silence_max_s=60, chunk_bytes_max=1, **about)
 
     monkeypatch.setattr(courier.time, "sleep", waited.append)
     welcome = courier._join(Answers(), "a" * 32, hello())  # type: ignore[arg-type]

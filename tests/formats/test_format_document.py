@@ -85,6 +85,7 @@ def test_names_are_as_documented() -> None:
     for name in (
         naming.LOCK,
         naming.DAEMON_FILE,
+        naming.ROOT_FILE,
         naming.CATALOG,
         naming.RUN_FILE,
         naming.COMMIT,

@@ -40,7 +40,7 @@ BODIES: list[BaseModel] = [
     rest.Node(name="n", pid=1, version="v", root="/r", socket=None, started="t", arena_bytes=0, ranks=0),
     rest.Health(status="ok", version="v", root="/r"),
     rest.RankHello(protocol=1, run="run", rank=0, world=2, launch="l", keep_last=3),
-    rest.RankWelcome(attempt=1, node="n", root="/r", version="v", silence_max_s=60.0, chunk_bytes_max=1),
+    rest.RankWelcome(attempt=1, node="n", root="/r", root_id="r", version="v", silence_max_s=60.0, chunk_bytes_max=1),
     rest.Room(slots=2, data_bytes=1, table_bytes=1),
     rest.UploadRequest(step=5),
     rest.Upload(number=1, step=5, attempt=1, state="aborted", data_bytes=1, table_bytes=0, problem={"code": "x"}),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast_formats import wire
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, Pinned
+from holdfast_formats.whereabouts import RootMark
 from holdfast_formats.wire import FrameDecoder, Message
 
 TO_DAEMON: list[Message] = [
@@ -29,7 +30,7 @@ TO_DAEMON: list[Message] = [
     wire.Ended(id=11, turn=0, step=500, problem={"code": "corrupt-extent"}, wait_s=60.0),
 ]
 TO_RANK: list[Message] = [
-    wire.Welcome(reply_to=0, attempt=2, node="n", root="/r", version="0.1.0"),
+    wire.Welcome(reply_to=0, attempt=2, node="n", root="/r", mark=RootMark(id="r", device=1, inode=2), version="0.1.0"),
     wire.Segment(reply_to=1, slots=2, data_bytes=8192, table_bytes_max=4096),
     wire.Granted(reply_to=2, slot=1, deadline_s=60.0),
     wire.Sealed(reply_to=3),

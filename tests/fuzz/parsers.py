@@ -23,6 +23,7 @@ from holdfast_formats.rules import document as rules
 from holdfast_formats.rules.table import compile_table
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.whereabouts import RootMark
 from holdfast_service.api import bodies
 from holdfast_service.api import contents as cursors
 from holdfast_service.control import pages, run_files, tokens
@@ -189,7 +190,7 @@ PARSERS = (
         "wire-to-rank",
         partial(_frames, wire.TO_RANK),
         _wire_seeds(
-            wire.Welcome(reply_to=1, attempt=1, node="n", root="/r", version="1", url=None),
+            wire.Welcome(reply_to=1, attempt=1, node="n", root="/r", mark=RootMark(id="r"), version="1", url=None),
             wire.Failed(reply_to=2, problem={"code": "no-space", "detail": "d", "hint": "h"}),
             wire.Outcome(step=5, attempt=1, state="aborted", problem={"code": "round-aborted"}),
         ),

@@ -15,7 +15,7 @@ from rich.text import Text
 from holdfast import console
 from holdfast.api import Api
 from holdfast.config import default_url
-from holdfast_formats.consistency import CatalogCheck, CatalogRebuild, Contradiction
+from holdfast_formats.consistency import CatalogAdoption, CatalogCheck, CatalogRebuild, Contradiction
 from holdfast_formats.errors import InvalidRequest, StorageFailed, from_problem
 from holdfast_formats.operations import Job, JobRequest
 
@@ -88,6 +88,25 @@ def rebuild(root: Root = None, catalog: Catalog = None, url: Url = None, as_json
         _print(made.left, len(made.left), "left", "red")
     if made.left:
         raise typer.Exit(INCONSISTENT)
+
+
+@app.command("adopt")
+def adopt(
+    root: Annotated[Path, typer.Option("--root", metavar="DIR", help="The root, which no service may serve.")],
+    catalog: Annotated[str, typer.Option("--catalog", metavar="URL", help="The catalog that is to be its own.")],
+    as_json: AsJson = False,
+) -> None:
+    """Give a catalog to a root that was moved or restored to here. Stop the daemon of the root that had it first.
+
+    Its daemon is refused from then on. What is listed and does not stand in this root is listed no more at its next start.
+    """
+    with console.reporting(as_json):
+        made = _offline(CatalogAdoption, "adopt", root, catalog)
+    if as_json:
+        console.print_json(made.model_dump())
+    else:
+        had = f"; {made.before} had it before" if made.before is not None else ""
+        console.out().print(f"{made.catalog} is the catalog of {made.root} now{had}", markup=False)
 
 
 def _one_place(url: str | None) -> None:

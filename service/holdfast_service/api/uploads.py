@@ -84,6 +84,7 @@ def put_rank(
         attempt=rank.who.attempt,
         node=services.node().name,
         root=services.root,
+        root_id=ranks.root_id,
         version=services.version,
         silence_max_s=ranks.silence_max_s,
         chunk_bytes_max=CHUNK_BYTES_MAX,

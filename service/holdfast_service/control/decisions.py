@@ -81,6 +81,7 @@ class Decisions:
         self._admission = Admission(tier, catalog, (self._files, self.rotation, self.book.ask))
         known = (self._health, self.findings, self.readers)
         self._choices = Choices((tier, catalog, self.attempts), self.book, known, self._tell)
+        self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self._started = False  # what an earlier daemon left in the catalog was put right
         self._steps: dict[str, set[int]] = {}  # what has stood in the directories of the runs that are saved
         self._made: OrderedDict[tuple[str, int], int] = OrderedDict()  # the attempts of checkpoints
@@ -115,6 +116,7 @@ class Decisions:
         database = self._catalog.database
         if database.unsound:
             salvage.mend(database)
+        self.claim()
         if not self._started:
             self.events.skip_lost_ids()
         self._rounds.look_again()

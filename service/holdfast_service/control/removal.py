@@ -11,7 +11,7 @@ from holdfast_formats.manifest import Manifest
 from holdfast_service.storage import Tier
 
 # Also what begins like them is known: SQLite keeps files beside its own.
-_OF_THE_ROOT = (naming.LOCK, naming.DAEMON_FILE, naming.CATALOG)
+_OF_THE_ROOT = (naming.LOCK, naming.DAEMON_FILE, naming.ROOT_FILE, naming.CATALOG)
 _OF_A_RUN = frozenset({naming.RUN_FILE, naming.CHECKPOINTS, naming.STAGING, naming.TRASH})
 
 

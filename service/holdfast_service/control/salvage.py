@@ -44,7 +44,7 @@ class Opened:
 
 def open_sound(url: str) -> Catalog:
     """The catalog at `url`, which is not made if it is not there; `StorageFailed` when it is missing or damaged."""
-    path = _file(url)
+    path = file_of(url)
     if path is not None and not path.exists():
         raise StorageFailed(f"there is no catalog {path}", hint="`holdfast catalog rebuild` makes one from the directories")
     catalog = Catalog.open(url)
@@ -62,7 +62,7 @@ def open_catalog(url: str) -> Opened:
 
     Errors are those of `Catalog.open`. What is listed after this is whatever was: reconcile it with the directories.
     """
-    path = _file(url)
+    path = file_of(url)
     if path is not None and not path.exists():
         _move_away(path)  # a log that was left behind would be taken for that of the new file
         path = None
@@ -104,7 +104,8 @@ def salvage(old: sqlite3.Connection, path: Path) -> dict[str, int]:
     return copied
 
 
-def _file(url: str) -> Path | None:
+def file_of(url: str) -> Path | None:
+    """The file of a SQLite catalog, None for any other."""
     try:
         made = make_url(url)
     except ArgumentError:

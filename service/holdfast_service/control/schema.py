@@ -58,6 +58,18 @@ class Table(DeclarativeBase):
     type_annotation_map = {int: BigInteger}  # noqa: RUF012 — SQLAlchemy's own spelling
 
 
+class OwnerRow(Table):
+    """The root whose catalog this is, in the one row that there is: its id, and where it was last served."""
+
+    __tablename__ = "owner"
+
+    only: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    root: Mapped[str] = mapped_column(String(64))
+    path: Mapped[str] = mapped_column(FreeText)
+    node: Mapped[str] = mapped_column(String(64))
+    since: Mapped[str] = mapped_column(_TIME)
+
+
 class RunRow(Table):
     """A run. `attempt` is the newest one declared, the number that fences off older writers (I6)."""
 
@@ -76,6 +88,17 @@ class AttemptRow(Table):
     attempt: Mapped[int]
     world: Mapped[int]
     declared: Mapped[str] = mapped_column(_TIME)
+
+
+class RankRow(Table):
+    """Which checkpointer speaks for a rank in an attempt. Another one under the same launch's name is another start."""
+
+    __tablename__ = "ranks"
+
+    run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    rank: Mapped[int] = mapped_column(primary_key=True)
+    session: Mapped[str] = mapped_column(_ordered(64))
 
 
 class AnswerRow(Table):

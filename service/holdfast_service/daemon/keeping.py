@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import logging
 import os
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from holdfast_formats.errors import CheckpointError
 
 from . import holder
 from .callers import Caller, Callers, prepare_directory
+
+log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0
 
@@ -46,6 +49,35 @@ class MemoryKeeper:
 
     def close(self) -> None:
         """Nothing: what is kept stays kept."""
+
+
+class OfRoot:
+    """A keeper that knows which root what it keeps belongs to: at its place another root may have been served before."""
+
+    def __init__(self, keeper: Keeper, root_id: str) -> None:
+        self._keeper, self._prefix = keeper, f"{root_id}-"
+        self._unmarked: set[str] = set()  # kept by a daemon from before roots had ids
+
+    def keep(self, name: str, fd: int) -> None:
+        self._keeper.keep(self._prefix + name, fd)
+
+    def drop(self, name: str) -> None:
+        self._keeper.drop(name if name in self._unmarked else self._prefix + name)
+
+    def take(self) -> list[tuple[str, int]]:
+        """What was kept of this root. What is another's stays kept."""
+        found = []
+        for name, fd in self._keeper.take():
+            if "-" not in name:
+                self._unmarked.add(name)
+            elif not name.startswith(self._prefix):
+                log.warning("shared memory %s is of another root, and is left alone", name)
+                continue  # open: the keeper may have to hand it to another holder
+            found.append((name.removeprefix(self._prefix), fd))
+        return found
+
+    def close(self) -> None:
+        self._keeper.close()
 
 
 class HolderProcess:

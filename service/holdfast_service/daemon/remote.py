@@ -25,6 +25,7 @@ from holdfast_formats.errors import (
     LimitExceeded,
     NoSuchResource,
     RoundAborted,
+    WrongRoot,
     from_problem,
 )
 
@@ -288,8 +289,11 @@ class RemoteRank:
 class RemoteRanks:
     """All ranks that speak over HTTP, by the ids they chose. Those that fall silent are taken for dead."""
 
-    def __init__(self, parts: tuple[Arena, Saver, Decisions], silence_max_s: float = SILENCE_MAX_S) -> None:
+    def __init__(
+        self, parts: tuple[Arena, Saver, Decisions], silence_max_s: float = SILENCE_MAX_S, root_id: str = ""
+    ) -> None:
         self._arena, self._saver, self._decisions = parts
+        self.root_id = root_id
         self.restores = self._saver.restores
         self.silence_max_s = silence_max_s
         self._lock = threading.Lock()
@@ -317,6 +321,9 @@ class RemoteRanks:
             )
         if not hello.rank < hello.world:
             raise InvalidRequest(f"rank {hello.rank} of a world of {hello.world}")
+        if hello.root_id not in (None, self.root_id):
+            hint = "the daemon at this address is another one than before: start the trainer anew"
+            raise WrongRoot("the daemon serves another root than the one that the trainer means", hint=hint)
         known = self._known(rank_id, hello)
         if known is not None:
             return known
@@ -344,7 +351,7 @@ class RemoteRanks:
         with self._lock:
             known = self._ranks.get(rank_id)
         if known is not None:
-            if known.hello != hello:
+            if known.hello.model_copy(update={"root_id": hello.root_id}) != hello:
                 raise InvalidRequest(f"{rank_id} is another rank's id")
             known.heard = time.monotonic()
         return known

@@ -17,8 +17,10 @@ from holdfast_formats.errors import (
     CheckpointError,
     InvalidRequest,
     LimitExceeded,
+    WrongRoot,
     from_problem,
 )
+from holdfast_formats.whereabouts import RootMark
 
 from .adoption import Adoption
 from .arena import Arena
@@ -43,13 +45,20 @@ REFUSED_WAIT_S = 5.0  # for the first word of somebody who may not speak
 ONLY_US = Callers()
 
 
-class Identity(NamedTuple):
+class Serving(NamedTuple):
     """What the daemon tells of itself."""
 
     node: str
     root: str
+    mark: RootMark
     version: str
     url: str | None
+
+    def check(self, meant: RootMark | None) -> None:
+        """`WrongRoot` where a rank means another root, before anything is done for it."""
+        if meant is not None and not meant.is_of(self.mark):
+            hint = "it was copied, moved or restored: give it a daemon of its own; or name this one with socket= or url="
+            raise WrongRoot(f"the daemon serves {self.root}, which is not the root that the trainer means", hint=hint)
 
 
 class Daemon:
@@ -58,12 +67,12 @@ class Daemon:
     def __init__(
         self,
         path: Path,
-        identity: Identity,
+        serving: Serving,
         parts: tuple[Arena, Saver, Decisions, Adoption, Loader],
         callers: Callers = ONLY_US,
     ) -> None:
         self.path, self.callers = path, callers
-        self.identity = identity
+        self.serving = serving
         self.arena, self.saver, self.decisions, self.adoption, self.loader = parts
         self._lock = threading.Lock()
         self._conversations: set[_Conversation] = set()
@@ -253,6 +262,7 @@ class _Conversation:
         if not request.rank < request.world:
             raise InvalidRequest(f"rank {request.rank} of a world of {request.world}")
         daemon = self._daemon
+        daemon.serving.check(request.root)
         daemon.saver.expect()
         if not request.take_over:
             refuse_second(daemon.saver, daemon.decisions, request.run, request.launch, request.process)
@@ -263,10 +273,11 @@ class _Conversation:
         return wire.Welcome(
             reply_to=request.id,
             attempt=attempt,
-            node=daemon.identity.node,
-            root=daemon.identity.root,
-            version=daemon.identity.version,
-            url=daemon.identity.url,
+            node=daemon.serving.node,
+            root=daemon.serving.root,
+            mark=daemon.serving.mark,
+            version=daemon.serving.version,
+            url=daemon.serving.url,
         )
 
     def _reserve(self, request: wire.Reserve) -> None:

@@ -5,9 +5,26 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import suppress
+from pathlib import Path
+
+from holdfast_formats.errors import StorageFailed
 
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def identity_of(status: os.stat_result) -> tuple[int, int]:
+    """What tells a directory from every other one of this machine, by whatever path it is reached."""
+    return status.st_dev, status.st_ino
+
+
+def check_same(descriptor: int, at: tuple[int, int], root: Path) -> None:
+    """`StorageFailed` where a root was moved and another directory put in its place: that is left alone."""
+    if identity_of(os.fstat(descriptor)) != at:
+        raise StorageFailed(
+            f"{root} is not the directory that it was: it was moved or mounted anew",
+            hint="put it back, or stop the daemon and start it on the directory that you mean",
+        )
 
 
 def open_directory(parent: int, name: str, make: bool) -> int:

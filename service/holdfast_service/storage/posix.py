@@ -19,7 +19,7 @@ from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRe
 
 from . import libc, locking
 from .direct import ALIGNMENT, DIRECT_BYTES_MIN, REFUSED, is_aligned, open_direct
-from .directories import ABSENT, DIRECTORY, open_directory, remove_tree
+from .directories import ABSENT, DIRECTORY, check_same, identity_of, open_directory, remove_tree
 from .pacing import Pace
 from .stamps import stamps
 from .tier import Buffer, check_range, octets, split_leaf, split_path
@@ -46,6 +46,7 @@ class PosixTier:
         self.root, self._pace = root, pace
         self._replacing = threading.Lock()
         make_root(root)
+        self._at = identity_of(os.stat(root))
 
     def create(self, path: str, size: int) -> PosixFile:
         if size < 0:
@@ -193,6 +194,7 @@ class PosixTier:
         """A descriptor of a directory below the root, reached name by name without following a link."""
         descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            check_same(descriptor, self._at, self.root)
             for name in names:
                 below = open_directory(descriptor, name, make)
                 os.close(descriptor)

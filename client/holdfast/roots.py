@@ -1,0 +1,63 @@
+"""What a root's directory says of itself: which root it is, and where its daemon answers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from holdfast_formats import naming
+from holdfast_formats.whereabouts import FILE_BYTES_MAX, DaemonFile, RootFile, RootMark, decode
+
+_OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def mark(root: Path) -> RootMark | None:
+    """Which root the directory is, however it is reached; None where there is no such directory."""
+    try:
+        at = os.stat(root)
+    except OSError:
+        return None
+    file = _read(root / naming.ROOT_FILE, RootFile)
+    return RootMark(id="" if file is None else file.id, device=at.st_dev, inode=at.st_ino)
+
+
+def is_at(directory: Path, meant: RootMark) -> bool:
+    """Whether the directory is the very root that is meant, and not another one at the same path, or a copy."""
+    found = mark(directory)
+    return found is not None and meant.inode is not None and meant.is_of(found)
+
+
+def running_socket(root: Path) -> Path | None:
+    """The socket of the daemon that says it serves `root`, or None. It may be gone: only a connection tells."""
+    file = _read(root / naming.DAEMON_FILE, DaemonFile)
+    if file is None or file.root is None or not is_at(root, file.root):
+        return None
+    return Path(file.socket)
+
+
+def other_daemon(root: Path) -> str | None:
+    """What is to be said of a daemon that stands in `root`, as its own, and serves another directory; None without one."""
+    file = _read(root / naming.DAEMON_FILE, DaemonFile)
+    if file is None or file.root is None or is_at(root, file.root):
+        return None
+    return (
+        f"{root} names a daemon at {file.socket} that serves another directory: it was copied or restored from there. "
+        "That daemon is left alone"
+    )
+
+
+def _read(path: Path, kind: type[_Model]) -> _Model | None:
+    try:
+        descriptor = os.open(path, _OLD_FILE)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        try:
+            return decode(kind, file.read(FILE_BYTES_MAX))
+        except OSError:
+            return None

@@ -1,0 +1,60 @@
+"""Which directory a root is, by whatever path it is reached, and what a daemon leaves there of itself.
+
+A path says nothing: another directory may stand there, in another container or since a root was moved or copied. The
+directory's numbers tell it from every other one of this machine, a copy included; the id in it from every other one that a
+daemon has ever served, since a daemon that finds a copied id replaces it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+FILE_BYTES_MAX = 2**16
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class RootMark(BaseModel):
+    """A root as its id, "" where no daemon has served it, and its directory's numbers, None where the id alone is meant."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(max_length=64)
+    device: int | None = None
+    inode: int | None = None
+
+    def is_of(self, other: RootMark) -> bool:
+        """Whether all that is stated here holds for the other one."""
+        if self.id != other.id:
+            return False
+        return self.inode is None or (self.device, self.inode) == (other.device, other.inode)
+
+
+class RootFile(BaseModel):
+    """What stands in `.holdfast.root`: the root's id, and the inode of the directory that it was given to."""
+
+    id: str = Field(min_length=1, max_length=64)
+    inode: int
+
+
+class DaemonFile(BaseModel):
+    """What stands in `.holdfast.json` while a daemon serves the root, and after one that was killed."""
+
+    pid: int
+    socket: str
+    url: str | None = None
+    root: RootMark | None = None  # None: by a daemon from before roots had ids
+
+
+def encode(content: BaseModel) -> bytes:
+    return content.model_dump_json().encode() + b"\n"
+
+
+def decode(kind: type[_Model], data: bytes) -> _Model | None:
+    """What a file states, None where it is none of ours."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError:
+        return None

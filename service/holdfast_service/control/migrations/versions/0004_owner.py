@@ -1,0 +1,38 @@
+"""Whose catalog it is, and which checkpointer speaks for a rank in an attempt."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0004"
+down_revision = "0002"
+branch_labels = None
+depends_on = None
+
+_NAME = sa.String(128).with_variant(sa.String(128, collation="C"), "postgresql")
+_SESSION = sa.String(64).with_variant(sa.String(64, collation="C"), "postgresql")
+_TIME = sa.String(40).with_variant(sa.String(40, collation="C"), "postgresql")
+
+
+def upgrade() -> None:
+    op.create_table(
+        "owner",
+        sa.Column("only", sa.Integer(), primary_key=True, autoincrement=False),
+        sa.Column("root", sa.String(64), nullable=False),
+        sa.Column("path", sa.Text(), nullable=False),
+        sa.Column("node", sa.String(64), nullable=False),
+        sa.Column("since", _TIME, nullable=False),
+    )
+    op.create_table(
+        "ranks",
+        sa.Column("run", _NAME, sa.ForeignKey("runs.name"), primary_key=True),
+        sa.Column("attempt", sa.BigInteger(), primary_key=True),
+        sa.Column("rank", sa.BigInteger(), primary_key=True),
+        sa.Column("session", _SESSION, nullable=False),
+    )
+
+
+def downgrade() -> None:
+    op.drop_table("ranks")
+    op.drop_table("owner")

@@ -1,0 +1,57 @@
+"""Which root a directory is: the id in it, made when a daemon first has it, and made anew in a copy."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.whereabouts import FILE_BYTES_MAX, RootFile, RootMark, decode, encode
+
+from .posix import PosixTier
+
+log = logging.getLogger(__name__)
+
+
+class Identity(NamedTuple):
+    """A root's mark; `copy_of` is the id that was found in it where it belongs to another directory."""
+
+    mark: RootMark
+    copy_of: str | None = None
+
+
+def settle(tier: PosixTier) -> Identity:
+    """The root's identity, for who holds its lock: the one that it has, or a new one for a new root and for a copy.
+
+    A copied id stands in a directory with another inode than the one it was given to. So a root that came from a backup, or
+    was moved to another file system, is another root from then on; one that was renamed or mounted elsewhere is the same.
+    """
+    at = os.stat(tier.root)
+    found = _read(tier)
+    if found is not None and found.inode == at.st_ino:
+        return Identity(RootMark(id=found.id, device=at.st_dev, inode=at.st_ino))
+    made = RootFile(id=uuid.uuid4().hex, inode=at.st_ino)
+    tier.replace(naming.ROOT_FILE, encode(made))
+    return Identity(RootMark(id=made.id, device=at.st_dev, inode=at.st_ino), found.id if found is not None else None)
+
+
+def known(root: Path) -> str:
+    """The id of a root that is not to be changed, "" where it has none yet or is a copy."""
+    if not root.is_dir():
+        return ""
+    found = _read(PosixTier(root))
+    return found.id if found is not None and found.inode == os.stat(root).st_ino else ""
+
+
+def _read(tier: PosixTier) -> RootFile | None:
+    if tier.size(naming.ROOT_FILE) is None:
+        return None
+    try:
+        return decode(RootFile, tier.read(naming.ROOT_FILE, 0, FILE_BYTES_MAX))
+    except CheckpointError as error:
+        log.error("%s cannot be read, and is made anew: %s", naming.ROOT_FILE, error.detail)
+        return None
