@@ -42,6 +42,8 @@ POLL_S = 10.0
 CHOICE_WAIT_S = 2.0
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 3.0
 LOST_AFTER_S = 120.0  # of trying without any answer
+SILENT_WAIT_S = 60.0  # a dead job falls silent within this, though its last request may still be under way
+BUSY_PAUSE_MAX_S = 5.0
 RESUMES_MAX = 8  # of one upload, for chunks that the daemon found wrong
 CLOSE_TIMEOUT_S = 5.0
 
@@ -320,13 +322,26 @@ def _may_go_on(error: CheckpointError) -> bool:
 
 
 def _join(api: Api, rank_id: str, hello: rest.RankHello) -> rest.RankWelcome:
-    """Say hello. A job that was killed a moment ago counts as alive until it was silent for a while: that is awaited."""
-    try:
-        return api.join(rank_id, hello)
-    except RunBusy as error:
-        left_s = float(error.members.get("retry_after_s") or 0)
-        if left_s <= 0:
-            raise
-        log.warning("%s; trying again in %.0f s", error.detail, left_s)
-        time.sleep(left_s)
-        return api.join(rank_id, hello)
+    """Say hello. A job that was killed a moment ago counts as alive until it was silent for a while: that is awaited.
+
+    What it had sent before it died may count as a word of it later, so this is tried until a time is over in which a job
+    that is dead has surely fallen silent.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            return api.join(rank_id, hello)
+        except RunBusy as error:
+            left_s = float(error.members.get("retry_after_s") or 0)
+            waited_s = time.monotonic() - began
+            if left_s <= 0 or waited_s > SILENT_WAIT_S:
+                raise _still_busy(error, waited_s) from None
+            log.warning("%s; trying again in %.0f s", error.detail, min(left_s, BUSY_PAUSE_MAX_S))
+            time.sleep(min(left_s, BUSY_PAUSE_MAX_S))
+
+
+def _still_busy(error: RunBusy, waited_s: float) -> RunBusy:
+    if waited_s < 1:
+        return error
+    told = f"{error.detail}; its ranks were waited for to fall silent for {waited_s:.0f} s, and were heard of meanwhile"
+    return RunBusy(told, hint=error.hint, **error.members)

@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -31,9 +32,13 @@ MEND_WAIT_S = 10.0  # how long after the loss of a daemon a request waits for th
 MEND_S = 60.0  # how long the next daemon is looked for in the background
 MEND_PAUSE_S = 0.05
 _HINT = "start one with `holdfast serve`, or pass root= to use an embedded one"
+_FORKED = "make a Checkpointer of its own there, if it is to save"
 _SAME_VERSION = "use the same version of holdfast on both sides"
 
 _Reply = TypeVar("_Reply", bound=wire.Reply)
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 class Link:
@@ -69,11 +74,22 @@ class Link:
         self._awaited: set[int] = set()
         self._unsaid: list[wire.Seal] = []  # that no daemon has answered
         self._begin(_connect(path))
+        _links.add(self)
 
     @property
     def alive(self) -> bool:
         """Whether requests have a chance; a link that is being mended counts."""
         return self._lost is None and not self._closing.is_set()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the connection is the parent's. An end of it kept here would keep it open when that dies."""
+        self._condition = threading.Condition()  # another thread, which there is not in here, may have held the old one
+        self._lost = self._broken = DaemonGone("this process was forked from the rank's", hint=_FORKED)
+        self._socket.close()
+        for fd in (*self._fds, self._segment):
+            if fd >= 0:
+                os.close(fd)
+        self._fds, self._segment = [], -1
 
     def next_id(self) -> int:
         return next(self._ids)
@@ -340,3 +356,11 @@ def _connect(path: Path) -> socket.socket:
         connection.close()
         raise DaemonGone(f"no daemon answers at {path}: {error}", hint=_HINT) from error
     return connection
+
+
+def _leave_links_to_parent() -> None:
+    for link in list(_links):
+        link.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_links_to_parent)

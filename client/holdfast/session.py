@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 

@@ -408,8 +408,8 @@ MUTATIONS = (
     Mutation(
         "a second job is let in",
         "service/holdfast_service/daemon/fencing.py",
-        "        if not living or decisions.declared(run, launch) or saver.belongs(run, process):\n",
-        "        if True or decisions.declared(run, launch) or saver.belongs(run, process):\n",
+        "            living = [] if hello.take_over else _others(saver, decisions, hello)\n",
+        "            living: list[Participant] = []\n",
         ("tests/crash/test_second_job.py",),
     ),
     Mutation(

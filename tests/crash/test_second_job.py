@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from holdfast import courier
 from holdfast_formats import rest
 from holdfast_formats.errors import RunBusy
 from holdfast_service.daemon import fencing
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.rounds import Participant
-from tests.daemon.saver_world import RUN, Rank, saver_world
+from tests.daemon.saver_world import Rank, saver_world
 from tests.daemon.test_remote import hello
 from tests.daemons import RunningDaemon, running
 from tests.forked import Forked
 
+HOLDING = Path(__file__).with_name("holding_rank.py")
 SCRIPT = Path(__file__).with_name("second_job.py")
 
 
@@ -133,24 +136,41 @@ class TestDistantRanks:
             ranks.hello("f" * 32, hello(0, 2, "five", process="p"))
 
 
-def test_a_killed_distant_job_is_followed_after_its_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client waits as long as the refusal says, and then asks once more."""
-    from holdfast import courier
+class Answers:
+    """A service that refuses a rank as often as it is told to."""
 
-    waited: list[float] = []
-    asked: list[str] = []
+    def __init__(self, refusals: int) -> None:
+        self.left, self.asked = refusals, 0
 
-    class Answers:
-        def join(self, rank_id: str, hello: rest.RankHello) -> rest.RankWelcome:
-            asked.append(rank_id)
-            if len(asked) == 1:
-                raise RunBusy("busy", retry_after_s=7.0)
-            about = {"node": "n", "root": "", "root_id": "r", "version": "1"}
-            return rest.RankWelcome(attempt=2, silence_max_s=60, chunk_bytes_max=1, **about)
+    def join(self, rank_id: str, hello: rest.RankHello) -> rest.RankWelcome:
+        self.asked += 1
+        if self.left:
+            self.left -= 1
+            raise RunBusy("busy", retry_after_s=7.0)
+        about = {"node": "n", "root": "", "root_id": "r", "version": "1"}
+        return rest.RankWelcome(attempt=2, silence_max_s=60, chunk_bytes_max=1, **about)
 
-    monkeypatch.setattr(courier.time, "sleep", waited.append)
-    welcome = courier._join(Answers(), "a" * 32, hello())  # type: ignore[arg-type]
-    assert (welcome.attempt, waited, len(asked)) == (2, [7.0], 2)
+
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the client has slept, by a clock that goes on only then."""
+    slept: list[float] = []
+    monkeypatch.setattr(courier.time, "sleep", slept.append)
+    monkeypatch.setattr(courier.time, "monotonic", lambda: 1000.0 + sum(slept))
+    return slept
+
+
+def test_a_killed_distant_job_is_followed_after_its_silence(waited: list[float]) -> None:
+    """What the dead job had sent may be heard late: the client asks again until the run is free."""
+    answers = Answers(6)
+    assert courier._join(answers, "a" * 32, hello()).attempt == 2  # type: ignore[arg-type]
+    assert answers.asked == 7 and sum(waited) >= 25
+
+
+def test_a_distant_job_that_lives_is_waited_for_so_long_and_no_longer(waited: list[float]) -> None:
+    """The refusal says how long its ranks were waited for."""
+    with pytest.raises(RunBusy, match=r"waited for to fall silent for 6\d s"):
+        courier._join(Answers(10_000), "a" * 32, hello())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -166,8 +186,54 @@ def test_the_ranks_of_one_launch_may_all_come_at_once(world_size: int, monkeypat
             return present(run)
 
         monkeypatch.setattr(world.saver, "present", others_come_first)
-        fencing.refuse_second(world.saver, world.decisions, RUN, "launch-1", "process")
+        joined = [fencing.let_in(world.saver, world.decisions, hello(0, world_size, "launch-1"), lambda attempt: attempt)]
+        assert joined == [1]
         with pytest.raises(RunBusy):
-            fencing.refuse_second(world.saver, world.decisions, RUN, "launch-2", "another")
+            fencing.let_in(world.saver, world.decisions, hello(0, world_size, "launch-2", process="another"), joined.append)
+        assert joined == [1]
         for rank in there:
             rank.leave()
+
+
+@pytest.mark.parametrize("tries", [20])
+def test_of_two_jobs_that_start_at_once_one_is_let_in(tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither has joined when the other one is looked for: one is refused all the same, every time."""
+    monkeypatch.setattr(fencing, "DYING_S", 0.05)
+    for number in range(tries):
+        with saver_world() as world:
+            ranks = RemoteRanks((world.arena, world.saver, world.decisions))
+            both, refused = threading.Barrier(2), []
+
+            def start(
+                name: str, ranks: RemoteRanks = ranks, both: threading.Barrier = both, refused: list = refused
+            ) -> None:
+                both.wait(60)
+                try:
+                    ranks.hello(name * 32, hello(0, 1, f"launch-{name}", process=name))
+                except RunBusy:
+                    refused.append(name)
+
+            threads = [threading.Thread(target=start, args=(name,)) for name in ("a", "b")]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            ranks.close()
+            assert len(refused) == 1, number
+
+
+@pytest.mark.parametrize("holding", ["waiting", "forked"])
+def test_a_killed_job_counts_as_gone_whatever_still_holds_its_connection(tmp_path: Path, holding: str) -> None:
+    """A rank is killed while the daemon waits for its slot, or leaves a child with its connection: a successor begins."""
+    with running(tmp_path / "root", "--write-bytes-per-second", "1000") as daemon:
+        first = Forked([HOLDING, daemon.socket, holding], {**os.environ}, talks=True)
+        assert first.stdout is not None and first.stdout.readline().strip() == "holding"
+        first.send_signal(signal.SIGKILL)
+        second = Job(str(daemon.socket))
+        try:
+            assert second.heard() == "restored 0"
+        finally:
+            second.end()
+            assert first.stdin is not None
+            first.communicate()
+        daemon.kill()

@@ -304,13 +304,13 @@ def test_a_question_before_the_saves_are_written_is_asked_again(world: SaverWorl
 def test_a_hello_that_overtakes_itself_makes_one_rank(world: SaverWorld, ranks: RemoteRanks) -> None:
     """The same hello twice at once, as after a lost answer: both hear of the same rank, and it lives."""
     both_asked = threading.Barrier(2)
-    declare = world.decisions.hello
+    entering = world.saver.entering
 
-    def together(*of: object) -> int:
+    def together(run: str) -> threading.Lock:
         both_asked.wait(30)
-        return declare(*of)  # type: ignore[arg-type]
+        return entering(run)
 
-    world.decisions.hello = together  # type: ignore[assignment,method-assign]
+    world.saver.entering = together  # type: ignore[method-assign]
     found: list[RemoteRank] = []
     threads = [threading.Thread(target=lambda: found.append(ranks.hello("c" * 32, hello()))) for _ in range(2)]
     for thread in threads:

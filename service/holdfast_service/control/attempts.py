@@ -9,19 +9,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, NoSuchResource, StaleAttempt
-from holdfast_service.storage import Tier
+from holdfast_formats.errors import CatalogUnavailable, Damaged, InvalidRequest, StaleAttempt
+from holdfast_service.storage import Tier, vouched
 
 log = logging.getLogger(__name__)
 
 LAUNCH_LENGTH_MAX = 256
 LAUNCHES_MAX, ANSWERS_MAX = 1000, 64  # of a run; the oldest are forgotten
+SPOKEN_ATTEMPTS_MAX = 4  # of a run, whose speakers are remembered
 FILE_BYTES_MAX = 2**28
+_Speaker = Annotated[str, Field(pattern=r"^[0-9]{1,19}\.[0-9]{1,19}$")]  # attempt.rank
 _Number = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 
 
@@ -29,6 +31,7 @@ class Declared(BaseModel):
     """A run: its newest attempt, the attempts of its launches, and answers by `attempt.turn`; the newest of each last.
 
     `owed` are the steps, by attempt, that older ones had sealed completely when the newest was declared: those are saved.
+    `speakers` say by `attempt.rank` which checkpointer speaks for a rank.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,6 +40,35 @@ class Declared(BaseModel):
     launches: dict[str, _Number] = {}
     answers: dict[str, _Number | None] = {}
     owed: tuple[tuple[_Number, _Number], ...] = ()
+    speakers: dict[_Speaker, str] = {}
+
+    def attempt_of(self, launch: str, member: Member) -> int | None:
+        """The attempt in which this member speaks, or may, since nobody else does for its rank; None where it needs another.
+
+        Where another checkpointer speaks for its rank, the launch's name was used before: this is another start.
+        """
+        known = self.launches.get(launch)
+        if not member.session:
+            return known
+        suffix = f".{member.rank}"
+        mine = [
+            int(key.partition(".")[0])
+            for key, who in self.speakers.items()
+            if who == member.session and key.endswith(suffix)
+        ]
+        if mine:
+            return max(mine)
+        return None if known is not None and f"{known}{suffix}" in self.speakers else known
+
+    def spoken(self, attempt: int, member: Member) -> Declared:
+        """The same, and this member speaks for its rank in an attempt; those of long ago are forgotten."""
+        key = f"{attempt}.{member.rank}"
+        if not member.session or self.speakers.get(key) == member.session:
+            return self
+        kept = {
+            name: who for name, who in self.speakers.items() if int(name.partition(".")[0]) > attempt - SPOKEN_ATTEMPTS_MAX
+        }
+        return self.model_copy(update={"speakers": {**kept, key: member.session}})
 
     def launched(self, launch: str, attempt: int, owed: Collection[tuple[int, int]]) -> Declared:
         launches = dict(list({**self.launches, launch: attempt}.items())[-LAUNCHES_MAX:])
@@ -52,7 +84,18 @@ class Declared(BaseModel):
             launches=dict(sorted({**other.launches, **self.launches}.items(), key=lambda item: item[1])[-LAUNCHES_MAX:]),
             answers={**other.answers, **self.answers},
             owed=self.owed,
+            speakers={**other.speakers, **self.speakers},
         )
+
+
+class Member(NamedTuple):
+    """A rank of a launch, and which checkpointer speaks for it; "" for one that does not say."""
+
+    rank: int = 0
+    session: str = ""
+
+
+UNNAMED = Member()
 
 
 class _File(BaseModel):
@@ -81,10 +124,10 @@ class Attempts:
         with self._lock:
             return self._runs.get(run, Declared()).attempt
 
-    def of(self, run: str, launch: str) -> int | None:
-        """The attempt that a launch has been given, None before it said hello."""
+    def of(self, run: str, launch: str, member: Member = UNNAMED) -> int | None:
+        """The attempt that a launch has been given; None before it said hello, and where this member is of another start."""
         with self._lock:
-            return self._runs.get(run, Declared()).launches.get(launch)
+            return self._runs.get(run, Declared()).attempt_of(launch, member)
 
     def known(self) -> dict[str, Declared]:
         """Every run."""
@@ -96,7 +139,9 @@ class Attempts:
         with self._lock:
             return (step, attempt) in self._runs.get(run, Declared()).owed
 
-    def declare(self, run: str, launch: str, complete: Callable[[], Collection[tuple[int, int]]]) -> tuple[int, bool]:
+    def declare(
+        self, run: str, launch: str, complete: Callable[[], Collection[tuple[int, int]]], member: Member = UNNAMED
+    ) -> tuple[int, bool]:
         """The attempt of this launch, and whether it is new: then it is the next one, which fences off all before it (I6).
 
         `complete` says which steps, of which attempts, are sealed by all ranks and still to be saved.
@@ -106,8 +151,10 @@ class Attempts:
         if not (1 <= len(launch) <= LAUNCH_LENGTH_MAX and launch.isprintable()):
             raise InvalidRequest(f"{launch!r} cannot name a launch", hint=f"1 to {LAUNCH_LENGTH_MAX} printable characters")
         with self._writing:
-            known = self.of(run, launch)
+            known = self.of(run, launch, member)
             if known is not None:
+                with self._lock:  # it is written with the next answer: until then its loss only lets a name be used twice
+                    self._runs = {**self._runs, run: self._runs.get(run, Declared()).spoken(known, member)}
                 return known, False
             if not self.complete:
                 raise CatalogUnavailable(
@@ -116,7 +163,7 @@ class Attempts:
                 )
             before = self._of(run)
             attempt = before.attempt + 1
-            self._store({run: before.launched(launch, attempt, complete())})
+            self._store({run: before.launched(launch, attempt, complete()).spoken(attempt, member)})
             return attempt, True
 
     def refuse_older(self, run: str, attempt: int) -> None:
@@ -176,10 +223,12 @@ class Attempts:
 
     def _read(self) -> dict[str, Declared] | None:
         try:
-            if self._tier.size(naming.ATTEMPTS) is None:
-                return None
-            data = self._tier.read(naming.ATTEMPTS, 0, FILE_BYTES_MAX + 1)
-            return _File.model_validate_json(data).runs
-        except (ValidationError, NoSuchResource) as error:
+            data = vouched.read_whole(self._tier, naming.ATTEMPTS, FILE_BYTES_MAX)
+            return None if data is None else _File.model_validate_json(data).runs
+        except (ValidationError, Damaged) as error:
             log.error("%s cannot be read, and is made anew from the catalog: %s", naming.ATTEMPTS, str(error)[:200])
             return None
+
+
+def _attempt(speaker: str) -> int:
+    return int(speaker.partition(".")[0])

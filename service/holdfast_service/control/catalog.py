@@ -63,11 +63,11 @@ class Catalog:
         with self._write() as session:
             row = _lock_run(session, run)
             known = session.get(AttemptRow, (run, launch))
-            if known is not None:
+            if known is not None and (attempt is None or attempt <= known.attempt):
                 return known.attempt
             made = row.attempt + 1 if attempt is None else attempt
             row.attempt = max(row.attempt, made)
-            session.add(AttemptRow(run=run, launch=launch, attempt=made, world=world, declared=now))
+            session.merge(AttemptRow(run=run, launch=launch, attempt=made, world=world, declared=now))
             return made
 
     def note_attempts(self, known: Mapping[str, Declared]) -> None:

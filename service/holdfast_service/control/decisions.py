@@ -34,7 +34,7 @@ from holdfast_service.storage import Tier
 
 from . import commit, planner, removal, roots, salvage
 from .admission import Admission
-from .attempts import Attempts
+from .attempts import UNNAMED, Attempts, Member
 from .book import Book
 from .catalog import Catalog
 from .checks import Findings
@@ -131,11 +131,11 @@ class Decisions:
             self.events.record("checkpoint-committed", text, found.run, found.step)
         self._started = True
 
-    def hello(self, run: str, launch: str, world: int, keep_last: int | None) -> int:
+    def hello(self, run: str, launch: str, world: int, keep_last: int | None, member: tuple[int, str] = UNNAMED) -> int:
         """The attempt number of this launch; the first rank of a launch declares it."""
         naming.check_run(run)
         self._learn_attempts()
-        attempt, new = self.attempts.declare(run, launch, lambda: self._rounds.complete(run))
+        attempt, new = self.attempts.declare(run, launch, lambda: self._rounds.complete(run), Member(*member))
         if new:
             at = utc_now()
             self.book.tell(
@@ -169,9 +169,9 @@ class Decisions:
                 raise
             self.attempts.merge({})  # nothing was ever saved here
 
-    def declared(self, run: str, launch: str) -> bool:
-        """Whether this launch has an attempt already."""
-        return self.attempts.of(run, launch) is not None
+    def declared(self, run: str, launch: str, member: tuple[int, str] = UNNAMED) -> bool:
+        """Whether this launch has an attempt already, of which this rank, spoken for by this checkpointer, can be."""
+        return self.attempts.of(run, launch, Member(*member)) is not None
 
     def begin(self, run: str, step: int, attempt: int, world: int) -> int:
         """Open the round of this step, or find it open; `StaleAttempt` (I6) or `AlreadyCommitted` if it may not be."""

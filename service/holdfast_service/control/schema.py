@@ -90,17 +90,6 @@ class AttemptRow(Table):
     declared: Mapped[str] = mapped_column(_TIME)
 
 
-class RankRow(Table):
-    """Which checkpointer speaks for a rank in an attempt. Another one under the same launch's name is another start."""
-
-    __tablename__ = "ranks"
-
-    run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)
-    attempt: Mapped[int] = mapped_column(primary_key=True)
-    rank: Mapped[int] = mapped_column(primary_key=True)
-    session: Mapped[str] = mapped_column(_ordered(64))
-
-
 class AnswerRow(Table):
     """The step that every rank of an attempt restores as its `turn`-th; NULL says that there was none."""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
-from holdfast_formats import rest
+from holdfast_formats import rest, wire
 from holdfast_formats.errors import RunBusy
 from holdfast_formats.wire import Outcome
 
@@ -38,8 +39,29 @@ class DistantParticipant(Participant):
         return time.monotonic() - self._heard()
 
 
-def refuse_second(saver: Saver, decisions: Decisions, run: str, launch: str, process: str) -> None:
-    """`RunBusy` for the first rank of a new launch while ranks of another job live.
+class NearParticipant(Participant):
+    """A rank at the socket. It lives as long as its process: a child that it forked may hold the connection open."""
+
+    def __init__(
+        self, hello: wire.Hello, attempt: int, notify: Callable[[Outcome], None], has_ended: Callable[[], bool]
+    ) -> None:
+        super().__init__(hello.run, hello.rank, hello.world, attempt, notify)
+        self.process, self._has_ended = hello.process, has_ended
+
+    def is_gone(self) -> bool:
+        return self._has_ended()
+
+    def silent_s(self) -> float:
+        return float("inf") if self.is_gone() else 0.0
+
+
+_Made = TypeVar("_Made")
+
+
+def let_in(saver: Saver, decisions: Decisions, hello: wire.Hello | rest.RankHello, join: Callable[[int], _Made]) -> _Made:
+    """Declare a rank's attempt and have it `join`; `RunBusy` for the first rank of a new launch while another job's live.
+
+    Looking and joining are one act, of one rank of the run at a time: of two jobs that start at once one finds the other.
 
     A process that makes another checkpointer of its run is the same job, also where it has closed the one before and other
     ranks have not yet. `retry_after_s` says when ranks that were last heard of over HTTP count as gone; it is 0 where a
@@ -47,21 +69,30 @@ def refuse_second(saver: Saver, decisions: Decisions, run: str, launch: str, pro
     """
     limit = time.monotonic() + DYING_S
     while True:
-        living = [other for other in saver.present(run) if other.silent_s() < SILENCE_MAX_S]
-        # Asked after that: ranks of this very launch may have come meanwhile, and were let in before they were seen.
-        if not living or decisions.declared(run, launch) or saver.belongs(run, process):
-            return
+        with saver.entering(hello.run):
+            living = [] if hello.take_over else _others(saver, decisions, hello)
+            if not living:
+                member = hello.rank, hello.session
+                return join(decisions.hello(hello.run, hello.launch, hello.world, hello.keep_last, member))
         if all(other.remote for other in living) or time.monotonic() > limit:
             break
         time.sleep(POLL_S)
     newest = max(living, key=lambda other: other.attempt)
     raise RunBusy(
-        f"{run!r} is being trained already: attempt {newest.attempt}, {len(living)} of {newest.world} ranks here",
+        f"{hello.run!r} is being trained already: attempt {newest.attempt}, {len(living)} of {newest.world} ranks here",
         hint=HINT,
         attempt=newest.attempt,
         ranks=len(living),
-        retry_after_s=round(min(_until_gone(other) for other in living), 1),
+        retry_after_s=round(max(_until_gone(other) for other in living), 1) if all(o.remote for o in living) else 0.0,
     )
+
+
+def _others(saver: Saver, decisions: Decisions, hello: wire.Hello | rest.RankHello) -> list[Participant]:
+    """The living ranks of another job."""
+    living = [other for other in saver.present(hello.run) if other.silent_s() < SILENCE_MAX_S]
+    if not living or decisions.declared(hello.run, hello.launch, (hello.rank, hello.session)):
+        return []
+    return [] if saver.belongs(hello.run, hello.process) else living
 
 
 def _until_gone(other: Participant) -> float:

@@ -10,6 +10,7 @@ import struct
 
 log = logging.getLogger(__name__)
 
+_SO_PEERPIDFD = 77  # Linux 6.5; Python does not name it
 _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 
 
@@ -17,24 +18,41 @@ class Peer:
     """A handle on the process that connected. A conversation may end and its process live on; this tells the two apart."""
 
     def __init__(self, connection: socket.socket) -> None:
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid = _CREDENTIALS.unpack(credentials)[0]
-        try:
-            self._fd = os.pidfd_open(pid) if pid > 0 else -1  # 0: a process that cannot be seen from our namespace
-        except OSError as error:
-            log.debug("no handle on process %d: %s", pid, error)
-            self._fd = -1
+        self._gone = False
+        self._fd = self._handle(connection)
 
     @property
     def gone(self) -> bool:
         """Whether every thread of the process has ended. False where that cannot be told."""
         if self._fd < 0:
-            return False
+            return self._gone
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
         return bool(poll.poll(0))
+
+    def _handle(self, connection: socket.socket) -> int:
+        try:
+            return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)  # also of a process in another namespace
+        except OSError as error:
+            log.debug("the kernel has no handle on a peer for us: %s", error)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid = _CREDENTIALS.unpack(credentials)[0]
+        try:
+            return os.pidfd_open(pid) if pid > 0 else -1  # 0: a process that cannot be seen from our namespace
+        except ProcessLookupError:
+            self._gone = True
+        except OSError as error:
+            log.debug("no handle on process %d: %s", pid, error)
+        return -1
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def hung_up(connection: socket.socket) -> bool:
+    """Whether the other side has closed the connection, though what it said may not have been read yet."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))

@@ -30,7 +30,7 @@ from holdfast_formats.errors import (
 )
 
 from .arena import Arena
-from .fencing import DistantParticipant, refuse_second
+from .fencing import DistantParticipant, let_in
 from .ports import Decisions
 from .rounds import Participant
 from .saver import Saver
@@ -328,9 +328,9 @@ class RemoteRanks:
         if known is not None:
             return known
         self._saver.expect()
-        if not hello.take_over:
-            refuse_second(self._saver, self._decisions, hello.run, hello.launch, hello.process)
-        attempt = self._decisions.hello(hello.run, hello.launch, hello.world, hello.keep_last)
+        return let_in(self._saver, self._decisions, hello, lambda attempt: self._joined(rank_id, hello, attempt))
+
+    def _joined(self, rank_id: str, hello: rest.RankHello, attempt: int) -> RemoteRank:
         made = RemoteRank((self._arena, self._saver), hello, attempt)
         place = (hello.run, attempt, hello.rank)
         with self._lock:

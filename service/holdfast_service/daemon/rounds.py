@@ -31,6 +31,10 @@ class Participant:
         self.run, self.rank, self.world, self.attempt = run, rank, world, attempt
         self.notify = notify
 
+    def is_gone(self) -> bool:
+        """Whether its process has ended for sure, though its connection may not have."""
+        return False
+
     def silent_s(self) -> float:
         """Since when nothing was heard of it, in seconds; 0 for one whose connection the kernel holds."""
         return 0.0

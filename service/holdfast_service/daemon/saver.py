@@ -50,6 +50,7 @@ class Saver:
         self._decisions = decisions
         self._lock = threading.Condition()
         self._attendance = Attendance()
+        self._entering: dict[str, threading.Lock] = {}
         self._came = -ARRIVAL_S  # when the last rank said its first word
         self._open: dict[RoundKey, Round] = {}
         self._given_up = GivenUp()
@@ -85,6 +86,11 @@ class Saver:
         limit = time.monotonic() + GIVE_WAY_MAX_S
         while (self._staging or self._arriving or self.restores.under_way) and time.monotonic() < limit:
             time.sleep(GIVE_WAY_POLL_S)
+
+    def entering(self, run: str) -> threading.Lock:
+        """Held while it is looked whether a rank may join a run, and until it has."""
+        with self._lock:
+            return self._entering.setdefault(run, threading.Lock())
 
     def expect(self) -> None:
         """A rank is about to join."""
@@ -137,7 +143,7 @@ class Saver:
         slot = -1
         try:
             if policy == "wait":
-                slot = segment.lease(step, who.attempt, wait_s)
+                slot = segment.lease(step, who.attempt, wait_s, who.is_gone)
             with self._lock:
                 self._given_up.refuse(key, who.rank)
                 begun = self._open.get(key) or self._pending.get(key)

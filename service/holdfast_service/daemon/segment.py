@@ -25,6 +25,7 @@ from .spill import emptier
 log = logging.getLogger(__name__)
 
 LEASE_DEADLINE_S = 600.0
+GONE_POLL_S = 0.5  # nor does it call when a process ends that waits here
 READ_POLL_S = 0.05  # the kernel does not tell when a reader unlocks a slot
 SPARE_FACTOR_MAX = 2  # a segment is not taken over by who needs less than half of it
 
@@ -101,18 +102,21 @@ class Segment:
             if slot in self._free:
                 arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
 
-    def lease(self, step: int, attempt: int, wait_s: float) -> int:
-        """A free slot, now leased for `step`; waits up to `wait_s` seconds, then `ArenaFull`. Kept ones come last."""
+    def lease(self, step: int, attempt: int, wait_s: float, is_gone: Callable[[], bool] = lambda: False) -> int:
+        """A free slot, now leased for `step`; waits up to `wait_s` seconds, then `ArenaFull`. Kept ones come last.
+
+        Who is gone waits no longer.
+        """
         limit = time.monotonic() + wait_s
         with self._changed:
             while (slot := self._claim(SlotHeader(SlotState.LEASED, step, attempt, 0, 0, 0))) is None:
                 left = limit - time.monotonic()
-                if left <= 0:
+                if left <= 0 or is_gone():
                     raise ArenaFull(
                         f"all {self.geometry.slots} slots hold saves that storage has not taken yet",
                         hint="save less often, or give the arena more slots",
                     )
-                self._changed.wait(min(left, READ_POLL_S) if self._free else left)
+                self._changed.wait(min(left, READ_POLL_S if self._free else GONE_POLL_S))
             when_leased = self._kept.pop(slot, None)
         if when_leased is not None:
             when_leased()

@@ -25,10 +25,10 @@ from holdfast_formats.whereabouts import RootMark
 from .adoption import Adoption
 from .arena import Arena
 from .callers import Caller, Callers, listen
-from .fencing import refuse_second
+from .fencing import NearParticipant, let_in
 from .lent import read_listing
 from .loader import Key, Loader, Wish
-from .peer import Peer
+from .peer import Peer, hung_up
 from .ports import Decisions
 from .rounds import Participant
 from .saver import Saver
@@ -139,6 +139,11 @@ class Daemon:
 
     def _reap_loop(self) -> None:
         while not self._closing.wait(REAP_INTERVAL_S):
+            with self._lock:
+                conversations = list(self._conversations)
+            for conversation in conversations:
+                if conversation.has_lost_its_rank():
+                    conversation.hang_up()
             self.saver.expire()
             self.adoption.expire(time.monotonic())
 
@@ -149,6 +154,7 @@ class _Conversation:
     def __init__(self, daemon: Daemon, connection: socket.socket) -> None:
         self._daemon = daemon
         self._connection = connection
+        self._peer = Peer(connection)
         self._send_lock = threading.Lock()
         self._decoder = wire.FrameDecoder(wire.TO_DAEMON)
         self._who: Participant | None = None
@@ -171,6 +177,10 @@ class _Conversation:
             wire.Measured: self._measured,
             wire.Farewell: self._farewell,
         }
+
+    def has_lost_its_rank(self) -> bool:
+        """Whether the process that connected is gone, also where a child of it holds the connection open."""
+        return self._peer.gone or hung_up(self._connection)
 
     def hang_up(self) -> None:
         try:
@@ -196,6 +206,7 @@ class _Conversation:
             self._daemon.loader.leave(self)
             self._daemon.forget(self)
             self._connection.close()
+            self._peer.close()
             for segment in self._segments:
                 if segment.user is self:
                     self._daemon.arena.drop(segment)
@@ -264,15 +275,15 @@ class _Conversation:
         daemon = self._daemon
         daemon.serving.check(request.root)
         daemon.saver.expect()
-        if not request.take_over:
-            refuse_second(daemon.saver, daemon.decisions, request.run, request.launch, request.process)
-        attempt = daemon.decisions.hello(request.run, request.launch, request.world, request.keep_last)
-        self._who = Participant(request.run, request.rank, request.world, attempt, self._notify)
-        self._who.process = request.process
-        daemon.saver.join(self._who)
+
+        def join(attempt: int) -> Participant:
+            who = self._who = NearParticipant(request, attempt, self._notify, self.has_lost_its_rank)
+            daemon.saver.join(who)
+            return who
+
         return wire.Welcome(
             reply_to=request.id,
-            attempt=attempt,
+            attempt=let_in(daemon.saver, daemon.decisions, request, join).attempt,
             node=daemon.serving.node,
             root=daemon.serving.root,
             mark=daemon.serving.mark,

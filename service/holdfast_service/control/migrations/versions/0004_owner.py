@@ -10,8 +10,6 @@ down_revision = "0002"
 branch_labels = None
 depends_on = None
 
-_NAME = sa.String(128).with_variant(sa.String(128, collation="C"), "postgresql")
-_SESSION = sa.String(64).with_variant(sa.String(64, collation="C"), "postgresql")
 _TIME = sa.String(40).with_variant(sa.String(40, collation="C"), "postgresql")
 
 
@@ -24,15 +22,7 @@ def upgrade() -> None:
         sa.Column("node", sa.String(64), nullable=False),
         sa.Column("since", _TIME, nullable=False),
     )
-    op.create_table(
-        "ranks",
-        sa.Column("run", _NAME, sa.ForeignKey("runs.name"), primary_key=True),
-        sa.Column("attempt", sa.BigInteger(), primary_key=True),
-        sa.Column("rank", sa.BigInteger(), primary_key=True),
-        sa.Column("session", _SESSION, nullable=False),
-    )
 
 
 def downgrade() -> None:
-    op.drop_table("ranks")
     op.drop_table("owner")

@@ -1,0 +1,72 @@
+"""A launch's name that is used again, as a fixed one of torchrun or of a job that was queued anew, is another start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast import Checkpointer
+from holdfast_formats import wire
+from holdfast_formats.errors import RunBusy, StaleAttempt
+from holdfast_service.control.catalog import Catalog, Member
+from holdfast_service.control.database import Database
+from holdfast_service.daemon import fencing
+from tests.daemon.saver_world import saver_world
+from tests.daemons import running
+from tests.databases import database, database_url
+
+__all__ = ["database", "database_url"]
+NOW = "2026-01-01T00:00:00.000Z"
+
+
+@pytest.fixture
+def catalog(database: Database) -> Iterator[Catalog]:
+    return Catalog(database)  # type: ignore[return-value]
+
+
+def test_the_next_start_under_the_same_name_restores_what_was_saved(tmp_path: Path) -> None:
+    """The first one was told that there is nothing to restore; that is no answer for the second one."""
+    with running(tmp_path / "root", listen="127.0.0.1:0") as daemon:
+        for step, where in enumerate(({"socket": daemon.socket}, {"socket": daemon.socket}, {"url": daemon.url})):
+            state = {"model": torch.nn.Linear(2, 2)}
+            with Checkpointer("run", state, launch="fixed", **where) as checkpointer:  # type: ignore[arg-type]
+                assert checkpointer.restore() == step
+                checkpointer.save(step + 1, wait="durable").result()
+
+
+def test_every_rank_of_a_start_has_one_attempt_whoever_comes_first(catalog: Catalog) -> None:
+    """A checkpointer keeps its attempt whenever it asks again; another one for the same rank begins the next."""
+
+    def declared(rank: int, session: str) -> int:
+        return catalog.declare_attempt("run", "fixed", 2, NOW, Member(rank, session))
+
+    assert [declared(0, "a0"), declared(1, "a1"), declared(0, "a0")] == [1, 1, 1]
+    assert [declared(1, "b1"), declared(0, "b0"), declared(1, "b1")] == [2, 2, 2]
+    assert declared(0, "a0") == 1, "the earlier start is fenced off; it does not become part of the later one"
+    with pytest.raises(StaleAttempt):
+        catalog.open_round("run", 1, 1, 2, NOW)
+    assert catalog.declare_attempt("run", "other", 2, NOW, Member(0, "c0")) == 3
+    assert catalog.declare_attempt("run", "fixed", 2, NOW, Member(0, "d0")) == 4
+
+
+def test_the_name_of_a_job_that_lives_is_no_way_past_its_fence() -> None:
+    """A second job under the first one's launch name is refused; one more rank of the first, and its return, are let in."""
+    with saver_world() as world:
+
+        def come(rank: int, session: str, process: str) -> int:
+            about = {"run": "run", "world": 2, "launch": "fixed", "process": process, "session": session}
+            hello = wire.Hello(id=0, rank=rank, **about)
+
+            def join(attempt: int) -> int:
+                world.saver.join(fencing.NearParticipant(hello, attempt, lambda outcome: None, lambda: False))
+                return attempt
+
+            return fencing.let_in(world.saver, world.decisions, hello, join)
+
+        assert [come(0, "a", "p"), come(1, "b", "q"), come(0, "a", "p")] == [1, 1, 1]
+        with pytest.raises(RunBusy):
+            come(0, "c", "another")
+        assert come(0, "d", "p") == 2, "the same process makes another checkpointer of its run"
