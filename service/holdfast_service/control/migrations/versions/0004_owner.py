@@ -1,4 +1,4 @@
-"""Whose catalog it is, and which checkpointer speaks for a rank in an attempt."""
+"""Whose catalog it is."""
 
 from __future__ import annotations
 
