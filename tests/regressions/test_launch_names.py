@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,11 @@ import torch
 from holdfast import Checkpointer
 from holdfast_formats import wire
 from holdfast_formats.errors import RunBusy, StaleAttempt
-from holdfast_service.control.catalog import Catalog, Member
-from holdfast_service.control.database import Database
+from holdfast_service.control.attempts import Attempts, Member
 from holdfast_service.daemon import fencing
+from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import saver_world
 from tests.daemons import running
-from tests.databases import database, database_url
-
-__all__ = ["database", "database_url"]
-NOW = "2026-01-01T00:00:00.000Z"
-
-
-@pytest.fixture
-def catalog(database: Database) -> Iterator[Catalog]:
-    return Catalog(database)  # type: ignore[return-value]
 
 
 def test_the_next_start_under_the_same_name_restores_what_was_saved(tmp_path: Path) -> None:
@@ -37,19 +27,34 @@ def test_the_next_start_under_the_same_name_restores_what_was_saved(tmp_path: Pa
                 checkpointer.save(step + 1, wait="durable").result()
 
 
-def test_every_rank_of_a_start_has_one_attempt_whoever_comes_first(catalog: Catalog) -> None:
+def test_every_rank_of_a_start_has_one_attempt_whoever_comes_first() -> None:
     """A checkpointer keeps its attempt whenever it asks again; another one for the same rank begins the next."""
+    tier = MemoryTier()
+    attempts = Attempts(tier)
+    attempts.merge({})
 
-    def declared(rank: int, session: str) -> int:
-        return catalog.declare_attempt("run", "fixed", 2, NOW, Member(rank, session))
+    def declared(rank: int, session: str, launch: str = "fixed") -> int:
+        return attempts.declare("run", launch, list, Member(rank, session))[0]
 
     assert [declared(0, "a0"), declared(1, "a1"), declared(0, "a0")] == [1, 1, 1]
     assert [declared(1, "b1"), declared(0, "b0"), declared(1, "b1")] == [2, 2, 2]
     assert declared(0, "a0") == 1, "the earlier start is fenced off; it does not become part of the later one"
     with pytest.raises(StaleAttempt):
-        catalog.open_round("run", 1, 1, 2, NOW)
-    assert catalog.declare_attempt("run", "other", 2, NOW, Member(0, "c0")) == 3
-    assert catalog.declare_attempt("run", "fixed", 2, NOW, Member(0, "d0")) == 4
+        attempts.refuse_older("run", 1)
+    assert (declared(0, "c0", "other"), declared(0, "d0")) == (3, 4)
+
+
+def test_the_next_daemon_knows_who_speaks() -> None:
+    """Who has asked what to restore is known to a daemon that is started after it; a third start is not taken for it."""
+    tier = MemoryTier()
+    first = Attempts(tier)
+    first.merge({})
+    for rank in (0, 1):
+        first.declare("run", "fixed", list, Member(rank, f"a{rank}"))
+    first.answer("run", 1, 0, None)
+    again = Attempts(tier)
+    assert again.declare("run", "fixed", list, Member(1, "a1")) == (1, False)
+    assert again.declare("run", "fixed", list, Member(1, "b1")) == (2, True)
 
 
 def test_the_name_of_a_job_that_lives_is_no_way_past_its_fence() -> None:

@@ -18,6 +18,7 @@ from holdfast_formats.errors import WrongRoot
 from holdfast_service.control import ownership
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.database import Database
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.schema import OwnerRow
 from holdfast_service.storage.posix import PosixTier
 from tests.control.checkpoints import a_manifest, put_checkpoint
@@ -74,6 +75,24 @@ def test_the_second_root_is_refused_and_the_first_one_keeps_all(tmp_path: Path, 
     assert listed(postgres_url) == [3, 1]
     refused = tool("rebuild", other, postgres_url)
     assert refused.returncode == 4 and "wrong-root" in refused.stdout and listed(postgres_url) == [3, 1]
+
+
+def test_a_catalog_that_comes_back_as_anothers_is_told_nothing(tmp_path: Path) -> None:
+    """Where a daemon began while its catalog was away, whose it is is asked when it is there, before anything is told."""
+    url = f"sqlite:///{tmp_path / 'shared.sqlite'}"
+    with closing(Catalog.open(url)) as catalog:
+        ownership.adopt(catalog, ownership.Root("first", tmp_path / "first", "node"), NOW)
+        tier = PosixTier(tmp_path / "second")
+        decisions = Decisions(tier, catalog, None)
+        try:
+            me = ownership.Root("second", tmp_path / "second", "node")
+            decisions.claim = lambda: ownership.claim(tier, catalog, me, NOW)
+            decisions.recover()
+            assert decisions.hello("mine", "launch", 1, None) == 1, "training goes on without it"
+            assert decisions.book.said is not None and "belongs to another root" in decisions.book.said
+            assert catalog.known_runs() == {}
+        finally:
+            decisions.close()
 
 
 def test_a_root_that_was_moved_by_copying_is_given_the_catalog_on_purpose(tmp_path: Path) -> None:
