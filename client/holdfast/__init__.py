@@ -21,11 +21,11 @@ from holdfast_formats.errors import CheckpointError
 if TYPE_CHECKING:
     from .api import Api
     from .checkpoint import Checkpoint, open
-    from .checkpointer import Checkpointer, SaveWarning
+    from .checkpointer import Checkpointer
     from .fragments import Fragment
     from .reader import CheckpointReader
     from .restoring import RestoreReport
-    from .tickets import SaveResult, SaveTicket
+    from .tickets import SaveResult, SaveTicket, SaveWarning
 
 __version__ = "0.1.0"
 __all__ = [
@@ -51,7 +51,7 @@ _HOME = {
     "RestoreReport": "restoring",
     "SaveResult": "tickets",
     "SaveTicket": "tickets",
-    "SaveWarning": "checkpointer",
+    "SaveWarning": "tickets",
     "open": "checkpoint",
 }
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
-import threading
 import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, SupportsIndex, get_args
 
 from holdfast_formats import naming, wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, GenerationDropped, InvalidRequest
@@ -20,6 +18,7 @@ from holdfast_formats.table import digests_bytes
 from . import assets as asset_files
 from . import collecting, device, falling_back, settled, staging
 from . import launch as launches
+from .calls import CLOSE, RESTORE, Calls, Later, is_in_hook
 from .claims import Claims
 from .declared import declare
 from .growth import Need
@@ -31,23 +30,17 @@ from .preparation import Preparation
 from .restoring import RestoreReport, Wanted, load
 from .routes import Routes
 from .rulebook import LayoutSource, RulesSource
+from .save_request import Check, SaveRequest, Wait, check_check, check_metrics, check_step
 from .session import Choice, Session, Who
 from .slots import Slots
 from .state import Snapshot, TrainState
-from .tickets import SaveTicket, Tickets
+from .tickets import SaveTicket, SaveWarning, Tickets, settle
 
 log = logging.getLogger(__name__)
 
 SLOTS = 2
 SLOT_WAIT_S = 3600.0
 TABLE_BYTES_A_TENSOR = 256
-
-Wait = Literal["staged", "durable"]
-Check = Literal["sampled", "full"]
-
-
-class SaveWarning(UserWarning):
-    """An earlier save failed in the background, or was dropped; the checkpoints before it are untouched."""
 
 
 class Checkpointer:
@@ -97,8 +90,7 @@ class Checkpointer:
         self._state = TrainState(state, self._launch.rank, self._launch.world, declared)
         self._assets = found if self._launch.rank == 0 else {}
         self._fenced, self._file_bytes_max, self._policy = fenced, file_bytes_max, policy
-        self._check = _check_check(check)
-        self._lock = threading.RLock()
+        self._check = check_check(check)
         self._tickets = Tickets()
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
         self._session = Session(who, place(root, socket, url), self._tickets, slots)
@@ -108,7 +100,8 @@ class Checkpointer:
         self._closed = False
         self._layout = staging.NOTHING  # of the last save: what has not changed since is not looked at again
         self._routes, self._claims = Routes(), Claims(state, self._launch.world)
-        self._hooks = settled.StepHooks(state, self._before_step)
+        self._hooks = settled.StepHooks(state, self._before_step, self._after_step)
+        self._calls = Calls(self._hooks.optimizers)
         self.last_restore: RestoreReport | None = None
 
     def __enter__(self) -> Checkpointer:
@@ -124,7 +117,7 @@ class Checkpointer:
 
     def save(
         self,
-        step: int,
+        step: SupportsIndex,
         *,
         groups: Collection[str] | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -152,54 +145,31 @@ class Checkpointer:
         seconds, is told by the ticket and as a `SaveWarning` by the next save. `wait="durable"` returns when the step is
         committed and raises if it is not.
         """
-        naming.check_step(step)
-        kept = _check_metrics(metrics or {})
         if wait not in (None, "staged", "durable"):
             raise InvalidRequest(f"wait must be 'staged' or 'durable', not {wait!r}")
-        how = _check_check(check or self._check)
-        with self._lock:
-            self._refuse_if_closed()
-            if self._handover is not None:  # a slot that was given back may be leased anew: nothing still writes into it
-                self.fence()
-                self._handover.join()
+        ticket = SaveTicket(self.run, check_step(step), 0)
+        asked = SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, check_check(check or self._check) == "full")
+        handover = self._begin(asked)
+        if handover is not None and wait is not None:
             began = time.monotonic()
-            self._tell_failures()
-            self._state.wholeness.check()
-            self._hooks.renew()
-            snapshot = self._state.snapshot(groups)
-            layout = self._lay_out(snapshot)
-            try:
-                ticket = SaveTicket(self.run, step, self._session.connected(start=True).attempt)
-                part = self._part(ticket, snapshot, layout, kept, wait)
-                handover = Handover(ticket, part._replace(full=how == "full"), self._tickets, self._routes)
-            except DaemonGone as gone:
-                return self._missed(step, gone, wait)
-            except GenerationDropped as dropped:
-                if wait is not None:
-                    raise
-                self._tickets.fail(ticket, dropped)
-                return ticket
-            if wait is None:
-                handover.begin()
-                self._handover = handover
-            else:
-                handover.complete()
-        if wait == "durable" or (wait == "staged" and ticket.dropped):
-            ticket.result()
-        handover.held(time.monotonic() - began, last=wait is not None)
+            handover.complete()
+            if wait == "durable" or ticket.dropped:
+                ticket.result()
+            handover.held(time.monotonic() - began, last=True)
         return ticket
 
     def fence(self) -> None:
         """Return when the last save needs nothing of the live state any more. Optimizer steps call it by themselves."""
-        handover = self._handover
-        if handover is not None:
+        fenced: Handover | None = None
+        while (handover := self._handover) is not fenced and handover is not None:  # a signal handler may begin another one
             began = time.monotonic()
             handover.fence()
             handover.held(time.monotonic() - began, last=True)
+            fenced = handover
 
     def restore(  # noqa: PLR0913 - all named and optional
         self,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         *,
         groups: Collection[str] | None = None,
         ignore: Sequence[str] = (),
@@ -226,21 +196,20 @@ class Checkpointer:
         the old state. Weights restored without their full-precision masters are refused, for the next step would undo it:
         `masters="from-model"` sets the masters from them.
         """
-        began = time.monotonic()
-        with self._lock:
-            self.fence()
-            wanted = tuple(groups) if groups is not None else self._state.groups()
-            needed = tuple(group for group in wanted if not is_ignored(group, ignore))
-            asked = falling_back.Asked(step, needed, step is None and groups is None, healthy, strict)
-            part = Wanted(groups, ignore, strict, prove_first, masters)
-            loading = falling_back.Loading(lambda found: self._load(found, part), self._state.wholeness.take_back)
-            restored = falling_back.restore(self._session, self._launch.world, asked, loading)
-            if restored is not None:
-                self.last_restore = restored._replace(seconds=time.monotonic() - began)
-                for note in restored.notes:
-                    log.info("restore of %s@%s: %s", self.run, restored.step, note)
-            self._prepare_unasked(step, groups)
-            return 0 if restored is None else restored.step
+        asked = None if step is None else check_step(step)
+        part = Wanted(groups, ignore, strict, prove_first, masters)
+        restored = self._calls.run(RESTORE, lambda: self._restore(asked, part, healthy), self._refuse_to_restore)
+        self._prepare_unasked(asked, groups)
+        return restored
+
+    def restore_random(self) -> None:
+        """Install the random streams of the last restore once more.
+
+        Whoever draws from them on the way back into the loop (a data loader that is no part of the state draws a seed when
+        it is iterated, another weights) calls this last, at the place in the loop where the save was made. Raises
+        `InvalidRequest` where no streams were restored.
+        """
+        self._state.random.install_again()
 
     def prepare(self, wait: bool = False) -> None:
         """Get shared memory for the state and touch it, in the background, so that the first save costs what others cost.
@@ -250,36 +219,115 @@ class Checkpointer:
         memory is ready, or cannot be had now.
         """
         self._asked_to_prepare = True
-        with self._lock:
-            snapshot = self._state.snapshot()
-            layout = self._lay_out(snapshot)
-            who = staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world)
-            table = staging.encode_table(who, snapshot, layout, {}, self._file_bytes_max)
-            more = settled.expected_growth(self._state.state)
-        table_bytes = len(table) + digests_bytes(len(layout.copies)) + more.tensors * TABLE_BYTES_A_TENSOR
-        need = Need(layout.data_bytes + more.bytes, table_bytes, layout.leaves)
-        self._preparation = Preparation(lambda: self._reserved(need), device.homes(layout.leaves))
-        if wait:
-            self._preparation.join()
+        preparation = self._calls.run("prepare()", self._prepare, lambda during: None)
+        if wait and preparation is not None:
+            preparation.join()
 
     def close(self, wait: bool = True) -> None:
         """Part from the daemon, which goes on with what is staged. With `wait`, first see every save through.
 
         Raises the error of a save that failed and that nobody was told of; one that was dropped is no failure.
         """
-        with self._lock:
-            self._closed = True
-            if self._preparation is not None:
-                self._preparation.stop()
+
+        def put_off(during: str) -> None:
+            if during != CLOSE:
+                self._calls.later(Later(during, lambda: self.close(wait)))
+
+        self._calls.run(CLOSE, lambda: self._close(wait), put_off)
+
+    def _begin(self, asked: SaveRequest) -> Handover | None:
+        return self._calls.run_between_steps(
+            "save()", lambda: self._save(asked), lambda during: self._put_off(asked, during)
+        )
+
+    def _save(self, asked: SaveRequest) -> Handover | None:
+        """Begin a save; None where it has ended already, which its ticket says."""
+        self._refuse_if_closed()
+        if self._handover is not None:  # a slot that was given back may be leased anew: nothing still writes into it
+            self.fence()
+            self._handover.join()
+        began = time.monotonic()
+        self._tell_failures()
+        self._state.wholeness.check()
+        self._hooks.renew()
+        snapshot = self._snapshot(asked.groups)
+        layout = self._lay_out(snapshot)
+        ticket, wait = asked.ticket, asked.wait
+        try:
+            ticket.attempt = self._session.connected(start=True).attempt
+            handover = self._hand_over(asked, snapshot, layout)
+        except DaemonGone as gone:
+            # None has come for the one that died: the save has failed, training goes on. Where there never was a daemon
+            # it is raised: then something is set up wrongly.
+            if self._session.attempt is None or wait == "durable":
+                raise
+            ticket.attempt = self._session.attempt
+            self._tickets.fail(ticket, gone)
+            return None
+        except GenerationDropped as dropped:
+            if wait is not None:
+                raise
+            self._tickets.fail(ticket, dropped)
+            return None
+        self._handover = handover
+        handover.begin(waited=wait is not None)
+        handover.held(time.monotonic() - began)
+        return handover
+
+    def _put_off(self, asked: SaveRequest, during: str) -> None:
+        """A signal handler saves, and this thread is in the middle of something: the save is made right after that."""
+        self._refuse_if_closed()
+
+        self._calls.later(asked.put_off(during, lambda: self._begin(asked), self._tickets))
+
+    def _restore(self, step: int | None, part: Wanted, healthy: bool) -> int:
+        began = time.monotonic()
+        self.fence()
+        groups = part.groups
+        wanted = tuple(groups) if groups is not None else self._state.groups()
+        needed = tuple(group for group in wanted if not is_ignored(group, part.ignore))
+        asked = falling_back.Asked(step, needed, step is None and groups is None, healthy, part.strict)
+        loading = falling_back.Loading(lambda found: self._load(found, part), self._state.wholeness.take_back)
+        restored = falling_back.restore(self._session, self._launch.world, asked, loading)
+        if restored is not None:
+            self.last_restore = restored._replace(seconds=time.monotonic() - began)
+            for note in restored.notes:
+                log.info("restore of %s@%s: %s", self.run, restored.step, note)
+        return 0 if restored is None else restored.step
+
+    def _refuse_to_restore(self, during: str) -> int:
+        raise InvalidRequest(f"restore() in a signal handler that interrupted {during}", hint="restore when it has returned")
+
+    def _snapshot(self, groups: Collection[str] | None = None) -> Snapshot:
+        """The state, with the random streams of this moment: what the user's objects draw when asked is put back."""
+        with self._state.random.kept():
+            return self._state.snapshot(groups)
+
+    def _prepare(self) -> Preparation:
+        snapshot = self._snapshot()
+        layout = self._lay_out(snapshot)
+        who = staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world)
+        table = staging.encode_table(who, snapshot, layout, {}, self._file_bytes_max)
+        more = settled.expected_growth(self._state.state)
+        table_bytes = len(table) + digests_bytes(len(layout.copies)) + more.tensors * TABLE_BYTES_A_TENSOR
+        need = Need(layout.data_bytes + more.bytes, table_bytes, layout.leaves)
+        self._preparation = Preparation(lambda: self._reserved(need), device.homes(layout.leaves))
+        return self._preparation
+
+    def _close(self, wait: bool) -> None:
+        self._closed = True
+        if self._preparation is not None:
+            self._preparation.stop()
+        if not is_in_hook():  # else they stay, and do nothing
             self._hooks.remove()
-            if self._handover is not None:
-                self.fence()
-                self._handover.join()
-            if wait:
-                for ticket in self._tickets.open():
-                    _settled(ticket)
-            self._session.close(ended=wait)
-            failed = self._tickets.take_failure()
+        if self._handover is not None:
+            self.fence()
+            self._handover.join()
+        if wait:
+            for ticket in self._tickets.open():
+                settle(ticket)
+        self._session.close(ended=wait)
+        failed = self._tickets.take_failure()
         if wait and failed is not None and failed.error is not None:
             raise failed.error
 
@@ -297,12 +345,14 @@ class Checkpointer:
                 log.info("not prepared for saves: %s", error.detail)  # the first save says so, where it matters
 
     def _reserved(self, need: Need) -> Slots:
-        with self._lock:
+        def reserve() -> Slots:
             self._refuse_if_closed()
             self._session.connected(start=True)
             slots = self._session.room_for(need)
             self._routes.lay_ahead(slots, self._layout)
             return slots
+
+        return self._calls.run("prepare()", reserve, lambda during: reserve())  # in a thread that no signal interrupts
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -310,44 +360,31 @@ class Checkpointer:
 
     def _before_step(self, *_: Any) -> None:
         """An optimizer is about to change what the last save may still be copying. At its first step the state stands."""
-        self._state.wholeness.check()
-        self.fence()
-        self._prepare_unasked()
+        if not self._closed:
+            self._state.wholeness.check()
+            self._prepare_unasked()
+            self.fence()
 
-    def _missed(self, step: int, gone: DaemonGone, wait: Wait | None) -> SaveTicket:
-        """The daemon died and none has come for it yet: the save has failed, training goes on.
-
-        Where there never was a daemon it is raised: then something is set up wrongly.
-        """
-        attempt = self._session.attempt
-        if attempt is None or wait == "durable":
-            raise gone
-        ticket = SaveTicket(self.run, step, attempt)
-        self._tickets.fail(ticket, gone)
-        return ticket
+    def _after_step(self, *_: Any) -> None:
+        """The state is whole again: what signal handlers could not save in the middle of the step is saved now."""
+        self._calls.catch_up(stepped=True)
 
     def _lay_out(self, snapshot: Snapshot) -> staging.Layout:
         judge = settled.Judge(self._state.state, self._fenced)
         self._layout = staging.lay_out(snapshot, self._assets, judge, self._layout, self._file_bytes_max)
         return self._layout
 
-    def _part(
-        self,
-        ticket: SaveTicket,
-        snapshot: Snapshot,
-        layout: staging.Layout,
-        metrics: Mapping[str, float],
-        wait: Wait | None,
-    ) -> Sealable:
+    def _hand_over(self, asked: SaveRequest, snapshot: Snapshot, layout: staging.Layout) -> Handover:
+        ticket = asked.ticket
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
-        table = staging.encode_table(who, snapshot, layout, metrics, self._file_bytes_max)
+        table = staging.encode_table(who, snapshot, layout, asked.metrics, self._file_bytes_max)
         says = self._claims.of(layout, ticket)
         need = Need(layout.data_bytes, len(table) + (says.table_bytes if says is not None else 0), layout.leaves)
         slots = self._session.room_for(need, self._handover)
-        policy: wire.Policy = "wait" if wait == "durable" else self._policy
+        policy: wire.Policy = "wait" if asked.wait == "durable" else self._policy
         with self._tickets.beginning(ticket):
             slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy)
-        return Sealable(slot, layout, table, says)
+        return Handover(ticket, Sealable(slot, layout, table, says, asked.full), self._tickets, self._routes)
 
     def _tell_failures(self) -> None:
         failed, dropped = self._tickets.take_failure(), self._tickets.take_drop()
@@ -356,27 +393,3 @@ class Checkpointer:
         if dropped is not None:
             text = f"the save of {self.run}@{dropped.step} was dropped, and others may be, which only the log tells"
             warnings.warn(f"{text}: {dropped.error}", SaveWarning, stacklevel=3)
-
-
-def _settled(ticket: SaveTicket) -> None:
-    """Wait for the end of a save, whatever it is."""
-    try:
-        ticket.result()
-    except CheckpointError as error:
-        how = "was dropped" if ticket.dropped else "failed"
-        log.warning("the save of %s@%s %s: %s", ticket.run, ticket.step, how, error.detail)
-
-
-def _check_check(check: str) -> str:
-    if check not in get_args(Check):
-        raise InvalidRequest(f"check must be one of {', '.join(get_args(Check))}, not {check!r}")
-    return check
-
-
-def _check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    for name, value in metrics.items():
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidRequest(f"metric {name!r} must be a number, not {type(value).__name__}")
-        if not math.isfinite(value):
-            log.warning("metric %s is %s, which JSON cannot say: it is not remembered", name, value)
-    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}

@@ -1,7 +1,7 @@
 """Copies tensors into a slot while training computes, and notices when one of them moved under the copy.
 
 The work is cut into batches that threads take from one end: a background thread, which copies with one core so that the
-training keeps the others, and whoever calls `fence()`, which copies with all of them because nothing else can go on.
+training keeps the others, and at `fence()` as many more as there are cores, because nothing else can go on.
 Autograd's version counters show what torch itself wrote. What it did not count (fused optimizers, writes through `.data` or
 numpy, sparse ones too) shows in a word of every 512 bytes to 32 KiB, read in `save()` at a place that is drawn anew for each
 save, and again as soon as the stretch around it has been copied. With `full`, digests of all bytes are compared.
@@ -10,9 +10,9 @@ save, and again as soon as the stretch around it has been copied. With `full`, d
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from itertools import chain
+from operator import length_hint
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from holdfast_formats import digest
 from holdfast_formats.errors import CheckpointError, TornSnapshot
 
-from . import streaming
+from . import aside, streaming
+from .latch import Latch
 
 BATCH_BYTES = 8 * 2**20  # small enough that two threads end at about the same time
 BATCH_MOVES_MAX = 512
@@ -47,8 +48,8 @@ class Move(NamedTuple):
 class Turn(Protocol):
     """A part of one save's work that one thread does, whichever takes it first."""
 
-    def do(self, helping: bool) -> None:
-        """Do it, in a thread of ours or, `helping`, in the one that waits at the fence."""
+    def do(self) -> None:
+        """Do it, in a thread of ours."""
 
 
 class Track:
@@ -114,14 +115,14 @@ class _Batch:
     def __init__(self, track: Track, seed: int, full: bool) -> None:
         """Notes the state of every tensor now: its version, some words, and with `full` a digest of all its bytes."""
         self._track = track
-        self._versions = [move.source._version for move in track.moves]
+        self._versions = [version(move.source) for move in track.moves]
         self._digests = track.digests(live=True) if full else None
         track.note(seed)
 
-    def do(self, helping: bool) -> None:
+    def do(self) -> None:
         """Copy; `TornSnapshot`, naming tensors, when what was copied is not what was there when the save was called."""
         changed = self._track.copy()
-        versions = [move.source._version for move in self._track.moves]
+        versions = [version(move.source) for move in self._track.moves]
         if versions == self._versions and not any(changed) and self._digests is None:
             return
         copied = self._digests if self._digests is None else self._track.digests(live=False)
@@ -132,6 +133,11 @@ class _Batch:
                 names[move.name] = None
         if names:
             raise torn(list(names))
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often torch has written to it; what was made in inference mode is not counted, and its samples alone tell."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def torn(names: list[str]) -> TornSnapshot:
@@ -153,68 +159,71 @@ class BackgroundCopy:
         when all is decided. The turns in `before` are taken first.
         """
         seed = int.from_bytes(os.urandom(7), "little")  # the user's random streams are not ours to draw from
-        batches = (_Batch(track, seed + (number << 20), full) for number, track in enumerate(tracks))
-        self._batches: list[Turn] = [*before, *batches]
+        batches: list[Turn] = [*before]
+        batches += (_Batch(track, seed + (number << 20), full) for number, track in enumerate(tracks))
+        self._count = len(batches)
+        self._left = iter(batches)  # a thread takes the next one in one step, as it notes what it did: no lock is needed
+        self._done: list[CheckpointError | None] = []
+        self._errors: list[CheckpointError] = []
         self._on_end = on_end
-        self._lock = threading.Condition()
-        self._next = 0
-        self._left = len(self._batches)
-        self._error: CheckpointError | None = None
-        self._thread = threading.Thread(target=self._run, name="holdfast-copier", daemon=True)
+        self._started: dict[str, object] = {}
+        self._copied, self._ended = Latch(), Latch()
+        if not batches:
+            self._copied.set()
 
     def start(self) -> None:
-        self._thread.start()
+        """Begin; once, however often it is called."""
+        aside.start(self._run, "holdfast-copier")
 
     def fence(self) -> None:
-        """Return when nothing of the live state is needed any more, helping with what is left. Never raises for the copy."""
-        for _ in range(self._helpers()):
-            threading.Thread(target=self._drain, args=(False,), name="holdfast-fence", daemon=True).start()
-        self._drain(helping=True)
-        with self._lock:
-            self._lock.wait_for(lambda: self._left == 0)
+        """Return when nothing of the live state is needed any more. Never raises for the copy.
 
-    def join(self) -> None:
-        """Fence, then wait until `on_end` has returned."""
+        Other threads do what is left, with all cores, and this one takes none of it: a signal handler that interrupts it
+        here and fences, too, would wait for a batch that this thread goes on with when the handler has returned.
+        """
+        for _ in range(self._helpers()):
+            aside.start(self._drain, "holdfast-fence")
+        self._copied.wait()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Fence, then wait until `on_end` has returned; whether it has, within `timeout` seconds."""
         self.fence()
-        self._thread.join()
+        return self._ended.wait(timeout)
 
     def _run(self) -> None:
-        self._drain(helping=False)
-        with self._lock:
-            self._lock.wait_for(lambda: self._left == 0)
-        self._on_end(self._error)
+        mine = object()
+        if self._started.setdefault("by", mine) is not mine:
+            return
+        try:
+            self._drain()
+            self._copied.wait()
+            self._on_end(self._errors[0] if self._errors else None)
+        finally:
+            self._ended.set()
 
     def _helpers(self) -> int:
-        """How many threads besides the caller's: as many cores as torch computes with here, and a batch for each of them."""
-        with self._lock:
-            left = len(self._batches) - self._next
-        return max(min(torch.get_num_threads(), HELPERS_MAX + 1, left) - 1, 0)
+        """How many threads: as many cores as torch computes with here, and a batch for each of them."""
+        return min(torch.get_num_threads(), HELPERS_MAX + 1, length_hint(self._left))
 
-    def _drain(self, helping: bool) -> None:
-        while (batch := self._take()) is not None:
-            self._do(batch, helping)
+    def _drain(self) -> None:
+        for batch in self._left:
+            self._do(batch)
 
-    def _take(self) -> Turn | None:
-        with self._lock:
-            if self._next == len(self._batches):
-                return None
-            self._next += 1
-            return self._batches[self._next - 1]
-
-    def _do(self, batch: Turn, helping: bool) -> None:
+    def _do(self, batch: Turn) -> None:
         error: CheckpointError | None = None
         try:
-            if self._error is None:
+            if not self._errors:
                 with torch.no_grad():
-                    batch.do(helping)
+                    batch.do()
         except CheckpointError as torn:
             error = torn
         except Exception as unforeseen:
             error = CheckpointError(f"the background copy failed: {unforeseen!r}")
-        with self._lock:
-            self._error = self._error or error
-            self._left -= 1
-            self._lock.notify_all()
+        if error is not None:
+            self._errors.append(error)
+        self._done.append(error)
+        if len(self._done) == self._count:
+            self._copied.set()
 
 
 def lay_tracks(moves: Sequence[Move]) -> list[Track]:

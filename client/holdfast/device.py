@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats.errors import CheckpointError
 
-from .copier import Move, torn
+from .copier import Move, torn, version
 from .leaves import Leaf
 from .slots import Slots
 from .staging import ALIGNMENT_BYTES
@@ -76,7 +75,7 @@ class Side:
 
     def host_buffer(self, *shape: int) -> torch.Tensor:
         """Bytes on the host that a copy need not wait for; taken once, as page-locking memory may stall a device."""
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=self._is_cuda)
+        return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=self._is_cuda)
 
 
 class Bundle(NamedTuple):
@@ -168,7 +167,7 @@ class Lane:
         _enqueue(self._behind)
 
     def versions(self) -> list[int]:
-        return [move.source._version for move in self._watched]
+        return [version(move.source) for move in self._watched]
 
     def moved(self, before: Sequence[int], now: Sequence[int]) -> set[str]:
         """The names of what torch has written to between two looks at the versions."""
@@ -176,7 +175,7 @@ class Lane:
 
 
 class DeviceCopy:
-    """One save's turn of a lane: `begin()`, then `do()` and `finish()`, in threads of ours or helping, `fence()` any time.
+    """One save's turn of a lane: `begin()`, then `do()` and `finish()` in threads of ours, `fence()` any time.
 
     The caching allocator does not know of the side stream. It need not: the lane holds on to every tensor, so that no memory
     is given to anybody else before `finish()` has seen the end of the copies. What is gathered is freed on the stream on
@@ -186,9 +185,8 @@ class DeviceCopy:
     def __init__(self, lane: Lane) -> None:
         self._lane, self._side = lane, lane.side
         self._ready, self._end = self._side.event(), self._side.event()
-        self._lock = threading.Lock()
         self._before: list[int] = []
-        self._now: list[int] | None = None
+        self._now: dict[str, list[int]] = {}
         self._enqueued = self._finished = self._copied = False
 
     def begin(self, full: bool = False) -> None:
@@ -206,12 +204,11 @@ class DeviceCopy:
             self._note_versions()
             self._copied = True
 
-    def do(self, helping: bool) -> None:
+    def do(self) -> None:
         """Enqueue the rest on the side stream. It may block where the slot is not page-locked."""
         if self._copied:
             return
-        if not helping:
-            self._side.enter_thread()
+        self._side.enter_thread()
         with torch.no_grad(), self._side.selected():
             try:
                 self._side.stream.wait_event(self._ready)
@@ -249,10 +246,8 @@ class DeviceCopy:
 
     def _note_versions(self) -> list[int]:
         """The versions when the fence opened, else when all was copied: whatever comes later may change them."""
-        with self._lock:
-            if self._now is None:
-                self._now = self._lane.versions()
-            return self._now
+        # In one step, without a lock: a signal handler may fence, too, in the thread that it interrupted here.
+        return self._now.get("now") or self._now.setdefault("now", self._lane.versions())
 
 
 def finish(copies: Iterable[DeviceCopy], error: CheckpointError | None) -> CheckpointError | None:

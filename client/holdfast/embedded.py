@@ -47,7 +47,15 @@ def start(root: Path, but: Collection[Path] = ()) -> Path:
         raise DaemonGone(
             "the daemon is not installed here", hint="pip install 'holdfast-checkpoint[service]', or start one elsewhere"
         )
-    root = root.absolute()
+    try:
+        return _start(root.absolute())
+    except OSError as error:
+        raise DaemonGone(
+            f"no daemon can be started on {root}: {error}", hint="give a root that can be written to, or start one elsewhere"
+        ) from error
+
+
+def _start(root: Path) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     at = os.stat(root)  # not its path: what was there before may still be served
     name = hashlib.sha256(f"{at.st_dev}-{at.st_ino}".encode()).hexdigest()[:10]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from holdfast_formats import table
 from holdfast_formats.errors import CheckpointError
 
-from . import device
+from . import aside, device, endings
 from .claims import Statement
 from .copier import BackgroundCopy
 from .routes import Routes, Ways
@@ -45,30 +45,38 @@ class Handover:
         self._stalled_s, self._told = 0.0, False
         self._failed: CheckpointError | None = None
 
-    def complete(self) -> None:
-        """Copy all with this thread and another, seal, return. Raises what went wrong, after the round was given up."""
-        self._waited = True
-        self.begin()
-        self.join()
-        if self._failed is not None:
-            raise self._failed
+    def begin(self, waited: bool = False) -> None:
+        """Copy what may change at any time, and leave the rest to a background thread, which seals when it is done.
 
-    def begin(self) -> None:
-        """Copy what may change at any time, and leave the rest to a background thread, which seals when it is done."""
+        What goes wrong later is told by the ticket; where it is `waited` for, by `complete`.
+        """
+        self._waited = waited
         try:
             ways = self._ways()
             for lane in ways.lanes:
                 self._devices.append(device.DeviceCopy(lane))
                 self._devices[-1].begin(self._part.full)
             ways.copy_at_once()
-            self._copy = BackgroundCopy(ways.tracks, self._end, self._devices, self._part.full)
-            self._copy.start()
+            copy = BackgroundCopy(ways.tracks, self._end, self._devices, self._part.full)
         except BaseException as error:
-            for copy in self._devices:
-                copy.settle()
+            for copying in self._devices:
+                copying.settle()
             self._give_up(error if isinstance(error, CheckpointError) else CheckpointError(f"staging failed: {error!r}"))
             self._tickets.drop(self._ticket)
             raise
+        endings.see_through(self)
+        self._copy = copy
+        try:
+            copy.start()
+        except BaseException:  # a signal handler's, who may not have let it start; what has begun is completed
+            copy.start()
+            raise
+
+    def complete(self) -> None:
+        """Wait until it is sealed. Raises what went wrong, after the round was given up."""
+        self.join()
+        if self._failed is not None:
+            raise self._failed
 
     def fence(self) -> None:
         """Return when the live state may change again: that of a GPU by what its current stream is given from now on."""
@@ -86,10 +94,12 @@ class Handover:
             self._told = True
             self._part.slot.measured(self._stalled_s)
 
-    def join(self) -> None:
-        """Return when the slot is sealed, or the save has failed."""
-        if self._copy is not None:
-            self._copy.join()
+    def join(self, timeout: float | None = None) -> bool:
+        """Return when the slot is sealed, or the save has failed; whether that was within `timeout` seconds."""
+        return self._copy is None or self._copy.join(timeout)
+
+    def __str__(self) -> str:
+        return f"{self._ticket.run}@{self._ticket.step}"
 
     def _ways(self) -> Ways:
         """The way into the slot, in which the assets, which are no live memory, stand already."""
@@ -113,9 +123,12 @@ class Handover:
             self._give_up(failure)
         else:
             self._ticket.mark_staged()
+        finally:
+            endings.forget(self)
 
     def _give_up(self, error: CheckpointError) -> None:
         try:
             self._part.slot.abandon(error)
         except CheckpointError as gone:
-            log.warning("the daemon was not told that step %d is given up: %s", self._ticket.step, gone.detail)
+            text = ("the daemon was not told that step %d is given up: %s", self._ticket.step, gone.detail)
+            aside.start(lambda: log.warning(*text))  # the thread that waits for us may be writing to the log itself

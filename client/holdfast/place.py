@@ -160,3 +160,12 @@ def committed_steps(root: Path, run: str) -> list[int]:
         return []
     steps = (naming.parse_step_directory(entry.name) for entry in directory.iterdir() if (entry / naming.COMMIT).is_file())
     return sorted((step for step in steps if step is not None), reverse=True)
+
+
+def published_steps(root: Path, run: str) -> list[int]:
+    """Those, and the steps that have everything but their COMMIT, newest first: nothing stands here without one (I1), so
+    somebody or something has taken it away, and reading them says so."""
+    directory = root / naming.check_run(run) / naming.CHECKPOINTS
+    entries = directory.iterdir() if directory.is_dir() else ()
+    steps = (naming.parse_step_directory(entry.name) for entry in entries if (entry / naming.MANIFEST).is_file())
+    return sorted({*committed_steps(root, run), *(step for step in steps if step is not None)}, reverse=True)

@@ -10,14 +10,15 @@ the same: each stream is seeded anew from a digest of the saved stream's bytes a
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from holdfast_formats.digest import digest
-from holdfast_formats.errors import CorruptManifest
+from holdfast_formats.errors import CorruptManifest, InvalidRequest
 from holdfast_formats.roles import Heir
 
 from . import json_values
@@ -40,7 +41,7 @@ def capture() -> Streams:
     """Copy the streams as they are now."""
     version, words, gauss = random.getstate()
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
-    tensors = {_PYTHON: torch.tensor(words, dtype=torch.int64), _TORCH: torch.get_rng_state()}
+    tensors = {_PYTHON: _words(words), _TORCH: torch.get_rng_state()}
     if isinstance(numpy_state["state"].get("key"), np.ndarray):
         tensors[_NUMPY] = torch.from_numpy(numpy_state["state"]["key"].copy())
         numpy_state["state"] = {k: int(v) for k, v in numpy_state["state"].items() if k != "key"}
@@ -79,7 +80,7 @@ def mixed(streams: Streams, rank: int) -> Streams:
     for name, seed in seeds.items():
         if name == _PYTHON:
             version, words, gauss = random.Random(seed).getstate()
-            tensors[name] = torch.tensor(words, dtype=torch.int64)
+            tensors[name] = _words(words)
             residual["python"] = {"version": version, "gauss": gauss}
         elif name == _NUMPY:
             seeded: Any = np.random.RandomState(np.random.MT19937(seed)).get_state(legacy=False)
@@ -92,17 +93,59 @@ def mixed(streams: Streams, rank: int) -> Streams:
     return Streams(tensors, residual)
 
 
+class Random:
+    """The streams at the moments that count: that of a save, and that from which a restored training goes on."""
+
+    def __init__(self) -> None:
+        self._saved: Streams | None = None
+        self._restored: Streams | None = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """`now` is the moment at which the block begins, and whatever is drawn in the block is put back."""
+        self._saved = before = capture()
+        try:
+            yield
+        finally:
+            self._saved = None
+            if not _equal(before, capture()):
+                install(before)
+
+    def now(self) -> Streams:
+        return self._saved or capture()
+
+    def go_on_from(self, streams: Streams) -> None:
+        """Continue these; `CorruptManifest` for what no streams can be made of."""
+        try:
+            install(streams)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CorruptManifest(f"the stored random streams are not ones this process can continue: {error}") from error
+        self._restored = streams
+
+    def install_again(self) -> None:
+        if self._restored is None:
+            raise InvalidRequest("no random streams were restored", hint="call restore() first, with the group 'extra'")
+        install(self._restored)
+
+
 class RandomState(NamedTuple):
-    """The streams as a part of the training state of one rank."""
+    """The streams as a part of the training state of one rank.
+
+    `loaders` are restored objects over which the training iterates. Each is asked for its state before the streams are
+    installed: one that makes its iterator for that, as torchdata's StatefulDataLoader does, draws a seed for it, which the
+    training that was interrupted had drawn before.
+    """
 
     rank: int
+    random: Random
+    loaders: Sequence[Any] = ()
 
     @property
     def groups(self) -> frozenset[str]:
         return frozenset({GROUP})
 
     def collect(self, content: Content) -> None:
-        streams = capture()
+        streams = self.random.now()
         for name, tensor in streams.tensors.items():
             content.add(GROUP, f"{_prefix(self.rank)}{name}", tensor)
         content.add_value(GROUP, KEY, json_values.dumps(streams.residual, KEY))
@@ -123,11 +166,11 @@ class RandomState(NamedTuple):
         for name in (name for name in names if name.startswith(_prefix(source))):
             dtype, shape = names[name]
             tensors[name.removeprefix(_prefix(source))] = buffer = torch.empty(
-                local_shape(torch_dtype(dtype, name), tuple(shape)), dtype=torch_dtype(dtype, name)
+                local_shape(torch_dtype(dtype, name), tuple(shape)), dtype=torch_dtype(dtype, name), device="cpu"
             )
             plan.want(GROUP, name, buffer)
         streams = Streams(tensors, json_values.loads(text, KEY))
-        plan.actions.append(lambda: _install_checked(streams if exact else mixed(streams, self.rank)))
+        plan.actions.append(lambda: self._go_on_from(streams if exact else mixed(streams, self.rank)))
         if not exact:
             plan.notes.append(
                 f"rank {self.rank} has no saved random streams: it continues rank {source}'s, mixed with its number"
@@ -135,6 +178,16 @@ class RandomState(NamedTuple):
         elif source != self.rank:
             plan.notes.append(f"rank {self.rank} continues the random streams of rank {source}, which stood at its place")
         return plan
+
+    def _go_on_from(self, streams: Streams) -> None:
+        for loader in self.loaders:
+            loader.state_dict()
+        self.random.go_on_from(streams)
+
+
+def _equal(a: Streams, b: Streams) -> bool:
+    same = a.residual == b.residual and a.tensors.keys() == b.tensors.keys()
+    return same and all(torch.equal(tensor, b.tensors[name]) for name, tensor in a.tensors.items())
 
 
 def _heir(rank: int, known: Heir | None, saved: Sequence[int]) -> Heir:
@@ -144,11 +197,8 @@ def _heir(rank: int, known: Heir | None, saved: Sequence[int]) -> Heir:
     return Heir(rank, True) if rank in saved else Heir(saved[rank % len(saved)], False)
 
 
-def _install_checked(streams: Streams) -> None:
-    try:
-        install(streams)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CorruptManifest(f"the stored random streams are not ones this process can continue: {error}") from error
+def _words(words: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(words, dtype=torch.int64, device="cpu")  # whatever the default device is
 
 
 def _prefix(rank: int) -> str:

@@ -14,11 +14,12 @@ from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, NoSuch
 from holdfast_formats.whereabouts import RootMark
 
 from . import device, growth, launch, roots
+from .aside import Aside
 from .config import take_over
 from .handover import Handover
 from .leaves import Leaf
 from .node import Neighbours
-from .place import Place, committed_steps, connect, open_checkpoint
+from .place import Place, committed_steps, connect, open_checkpoint, published_steps
 from .preparation import Preparation
 from .slots import Slots
 from .tickets import Tickets
@@ -99,14 +100,14 @@ class Session:
         for note in made.notes:
             if note not in self.notices:
                 self.say(note)
-        self._link, self._welcome, self._slots = made.link, made.welcome, None
+        self._link, self._welcome, self._slots = Aside(made.link), made.welcome, None
         return made.welcome
 
     def _greet(self, link: Transport, meant: RootMark | None) -> wire.Welcome:
         if meant is None and self._welcome is not None:  # wherever it answers now, it serves the root that it did before
             meant = RootMark(id=self._welcome.mark.id)
         about = {"pid": os.getpid(), "process": launch.this_process(), "session": self._id, "take_over": take_over()}
-        return link.request(wire.Hello(id=link.next_id(), root=meant, **about, **self._who._asdict()), wire.Welcome)
+        return Aside(link).request(wire.Hello(id=link.next_id(), root=meant, **about, **self._who._asdict()), wire.Welcome)
 
     def _readable(self, welcome: wire.Welcome) -> Path | None:
         """The daemon's root where it can be read from here: the very directory, not just one at the same path."""
@@ -137,7 +138,7 @@ class Session:
         self._slots = None  # the old ones are given back, whether or not there is room for new ones
         room = max(TABLE_HEADROOM * need.table_bytes, TABLE_BYTES_MIN)
         made = self._slots = Slots(self._link, self._slot_count, need.data_bytes, room)
-        if known is not None:
+        if known is not None and (any(change) or need.table_bytes > known.geometry.table_bytes_max):
             self.say(growth.outgrown(change, known.geometry.slot_bytes, made.geometry.slot_bytes))
         if made.notice:
             self.say(made.notice)
@@ -229,7 +230,7 @@ class Session:
 
 
 def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...], below: int | None = None) -> int | None:
-    steps = [found for found in committed_steps(root, run) if below is None or found < below]
+    steps = [found for found in published_steps(root, run) if below is None or found < below]
     if step is not None:
         if step not in steps:
             raise NoSuchCheckpoint(f"{root} has no checkpoint {run}@{step}", hint=f"there are {steps[:10]}")

@@ -69,28 +69,37 @@ def expected_growth(state: Mapping[str, Any]) -> Growth:
 
 
 class StepHooks:
-    """Asks to be called before each step of the optimizers of a state, also of those that come into it later."""
+    """Asks to be called before and after each step of the optimizers of a state, also of those that come into it later.
 
-    def __init__(self, state: Mapping[str, Any], before_step: Callable[..., None]) -> None:
-        self._state, self._before_step = state, before_step
-        self._hooked: dict[int, tuple[torch.optim.Optimizer, RemovableHandle]] = {}
+    `optimizers` are those that were found so far.
+    """
+
+    def __init__(self, state: Mapping[str, Any], before_step: Callable[..., None], after_step: Callable[..., None]) -> None:
+        self._state = state
+        # torch.compile of a step would trace into hooks.
+        self._before_step, self._after_step = map(torch.compiler.disable, (before_step, after_step))
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._handles: list[RemovableHandle] = []
         self.renew()
 
     def renew(self) -> None:
         """Hook the optimizers that are new in the state. Raises `InvalidRequest` for one whose step cannot be waited for."""
         for optimizer in innermost(self._state):
-            if id(optimizer) not in self._hooked:
+            if not any(optimizer is known for known in self.optimizers):
                 try:
-                    handle = optimizer.register_step_pre_hook(self._before_step)
+                    handles = (
+                        optimizer.register_step_pre_hook(self._before_step),
+                        optimizer.register_step_post_hook(self._after_step),
+                    )
                 except AttributeError:
                     raise InvalidRequest(
                         f"the step of a {type(optimizer).__name__} cannot be waited for: it has no hooks",
                         hint="its class must call torch.optim.Optimizer.__init__; or hand over the optimizer inside it",
                     ) from None
-                self._hooked[id(optimizer)] = optimizer, handle
+                self.optimizers.append(optimizer)
+                self._handles += handles
 
     def remove(self) -> None:
         """Call nobody any more."""
-        for _, handle in self._hooked.values():
-            handle.remove()
-        self._hooked = {}
+        while self._handles:
+            self._handles.pop().remove()

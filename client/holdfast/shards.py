@@ -75,7 +75,7 @@ def array(local: LocalTensor, octets: Octets, framework: Framework) -> Any:
     torch, torch_dtypes = import_module("torch"), import_module(".torch_dtypes", __package__)
     dtype = torch_dtypes.torch_dtype(local.dtype, local.name)
     shape = torch_dtypes.local_shape(dtype, local.shape)
-    return torch.from_numpy(octets).view(dtype).view(shape) if octets.size else torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(octets).view(dtype).view(shape) if octets.size else torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def pieces(local: LocalTensor, bytes_max: int) -> Iterator[LocalTensor]:

@@ -190,7 +190,7 @@ def land(leaves: Sequence[Leaf]) -> list[Landing]:
     for leaf in leaves:
         for piece in leaf.pieces:
             raw = _as_integers(piece.tensor, _UNSIGNED)
-            bounce = None if raw.device.type == "cpu" else torch.empty(raw.shape, dtype=raw.dtype)
+            bounce = None if raw.device.type == "cpu" else torch.empty(raw.shape, dtype=raw.dtype, device="cpu")
             array = (raw if bounce is None else bounce).numpy()
             landings.append(Landing(Want(leaf.group, leaf.name, piece.box, array), piece, bounce))
     return landings

@@ -129,6 +129,7 @@ class TrainState:
         self.world = world
         self.declared = declared
         self.wholeness = Wholeness()
+        self.random = rng.Random()
         self._known: dict[Key, Known] = {}  # what earlier snapshots found, so that later ones need not look again
         self._walk: _Walk | None = None
         self._parts()  # refuses at once what can be seen at once
@@ -233,6 +234,10 @@ class TrainState:
         found = settle(restoration(plans, shown.stored, selection, strict), parts.masters, from_model)
         return land(found, shown.held, shown.notes)
 
+    def _streams(self, others: Sequence[Part]) -> RandomState:
+        loaders = [part.target for part in others if isinstance(part, Stateful) and hasattr(part.target, "__iter__")]
+        return RandomState(self.rank, self.random, tuple(loaders))
+
     def _values(self, groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
         found = _by_group(groups, values)
         if self.declared is not None and OPTIM in found:
@@ -258,7 +263,7 @@ class TrainState:
         if (stores_masters and optimizers_now) or any(optimizer.has_masters() for optimizer in optimizers_now):
             groups.add(MASTER)
         ordered = sorted(groups, key=lambda group: (_ORDER.index(group) if group in _ORDER else 0, group))
-        return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, RandomState(self.rank)))
+        return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, self._streams(others)))
 
 
 def _by_group(groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from holdfast_formats.errors import CheckpointError, DeadlineExceeded, GenerationDropped, StateMismatch, from_problem
+from holdfast_formats.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    GenerationDropped,
+    InvalidRequest,
+    StateMismatch,
+    from_problem,
+)
 from holdfast_formats.wire import Outcome
 
+from . import aside, endings
+from .latch import Latch
+
 log = logging.getLogger(__name__)
+
+_END = "end"
+
+
+class SaveWarning(UserWarning):
+    """An earlier save failed in the background, or was dropped; the checkpoints before it are untouched."""
 
 
 class SaveResult(NamedTuple):
@@ -27,9 +44,11 @@ class SaveTicket:
 
     def __init__(self, run: str, step: int, attempt: int) -> None:
         self.run, self.step, self.attempt = run, step, attempt
-        self._staged = threading.Event()
-        self._decided = threading.Event()  # staged, or ended without
-        self._ended = threading.Event()
+        self.awaits = ""  # the call that must end before this save can begin, where a signal handler asked for it in there
+        self._staged = Latch()
+        self._decided = Latch()  # staged, or ended without
+        self._ended = Latch()
+        self._first: dict[str, object] = {}
         self._error: CheckpointError | None = None
 
     @property
@@ -50,7 +69,7 @@ class SaveTicket:
     @property
     def dropped(self) -> bool:
         """Storage was slower than the saves, and the policy let this one go for another."""
-        return isinstance(self._error, GenerationDropped)
+        return isinstance(self.error, GenerationDropped)
 
     @property
     def error(self) -> CheckpointError | None:
@@ -59,14 +78,16 @@ class SaveTicket:
 
     def result(self, timeout: float | None = None) -> SaveResult:
         """Wait until the step is committed; raises what ended it instead, or `DeadlineExceeded` after `timeout` seconds."""
+        self._refuse_to_wait_for_oneself()
         if not self._ended.wait(timeout):
             raise DeadlineExceeded(f"{self.run}@{self.step} was not committed within {timeout} s")
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return SaveResult(self.run, self.step, self.attempt)
 
     def wait_staged(self, timeout: float | None = None) -> bool:
         """Wait until this rank's part is staged, or the save has failed; whether it is staged now."""
+        self._refuse_to_wait_for_oneself()
         self._decided.wait(timeout)
         return self.staged
 
@@ -74,21 +95,35 @@ class SaveTicket:
         self._staged.set()
         self._decided.set()
 
-    def end(self, error: CheckpointError | None) -> None:
+    def end(self, error: CheckpointError | None) -> bool:
+        """Whether this is its end: the first one stands. Of a drop, the daemon's word and a refused seal may both tell."""
+        mine = object()
+        if self._first.setdefault(_END, mine) is not mine:
+            return False
         self._error = error
         self._decided.set()
         self._ended.set()
+        return True
+
+    def _refuse_to_wait_for_oneself(self) -> None:
+        if self.awaits and threading.current_thread() is threading.main_thread():
+            raise InvalidRequest(
+                f"{self.run}@{self.step} is saved when {self.awaits} has returned, which the signal handler interrupted",
+                hint="return from the handler, then wait for the ticket",
+            )
 
 
 class Tickets:
-    """The tickets whose end is awaited, by step; the first failure that nobody was told of, and the first drop."""
+    """The tickets whose end is awaited, by step; the first failure that nobody was told of, and the first drop.
+
+    No lock is held: a signal handler may wait for a ticket while the thread that it interrupted is in here.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._open: dict[int, SaveTicket] = {}
-        self._untold: SaveTicket | None = None
-        self._untold_drop: SaveTicket | None = None
-        self._drops = 0
+        self._untold: dict[str, SaveTicket] = {}
+        self._drops = itertools.count()
+        endings.tell_failures_of(self)
 
     @contextmanager
     def beginning(self, ticket: SaveTicket) -> Iterator[None]:
@@ -97,9 +132,8 @@ class Tickets:
         Its end may come before its beginning has returned: another rank may drop it. `StateMismatch` while an earlier save
         of the step is awaited.
         """
-        with self._lock:
-            if self._open.setdefault(ticket.step, ticket) is not ticket:
-                raise StateMismatch(f"step {ticket.step} is being saved already", hint="wait for its ticket first")
+        if self._open.setdefault(ticket.step, ticket) is not ticket:
+            raise StateMismatch(f"step {ticket.step} is being saved already", hint="wait for its ticket first")
         try:
             yield
         except BaseException:
@@ -107,9 +141,8 @@ class Tickets:
             raise
 
     def drop(self, ticket: SaveTicket) -> None:
-        with self._lock:
-            if self._open.get(ticket.step) is ticket:
-                del self._open[ticket.step]
+        if self._open.get(ticket.step) is ticket:
+            self._open.pop(ticket.step, None)
 
     def fail(self, ticket: SaveTicket, error: CheckpointError) -> None:
         """A save ends before the daemon had it."""
@@ -118,44 +151,43 @@ class Tickets:
 
     def outcome(self, outcome: Outcome) -> None:
         """The daemon's word on a step."""
-        with self._lock:
-            ticket = self._open.pop(outcome.step, None)
+        ticket = self._open.pop(outcome.step, None)
         if ticket is not None:
             self._end(ticket, from_problem(outcome.problem or {}) if outcome.state == "aborted" else None)
 
     def lost(self, error: CheckpointError) -> None:
         """The daemon is gone: what became of the open saves is not known."""
-        with self._lock:
-            tickets = list(self._open.values())
-            self._open.clear()
-        for ticket in tickets:
-            self._end(ticket, error)
+        for ticket in self.open():
+            self.fail(ticket, error)
 
     def take_failure(self) -> SaveTicket | None:
         """The oldest failed save that has not been told of yet; it counts as told from now on."""
-        with self._lock:
-            ticket, self._untold = self._untold, None
-            return ticket
+        return self._untold.pop("failed", None)
 
     def take_drop(self) -> SaveTicket | None:
         """The first save that was dropped, once; those after it are logged alone, as there may be one a step."""
-        with self._lock:
-            ticket, self._untold_drop = self._untold_drop, None
-            return ticket
+        return self._untold.pop("dropped", None)
 
     def open(self) -> list[SaveTicket]:
-        with self._lock:
-            return list(self._open.values())
+        return list(self._open.copy().values())
 
     def _end(self, ticket: SaveTicket, error: CheckpointError | None) -> None:
-        """The first end stands: of a drop, the daemon's word and a refused seal may both tell."""
-        with self._lock:
-            if ticket.done:
-                return
-            ticket.end(error)
-            if isinstance(error, GenerationDropped):
-                self._drops += 1
-                self._untold_drop = ticket if self._drops == 1 else self._untold_drop
-                log.info("the save of %s@%s was dropped: %s", ticket.run, ticket.step, error.detail)
-            elif error is not None:
-                self._untold = self._untold or ticket
+        if not ticket.end(error):
+            return
+        if isinstance(error, GenerationDropped):
+            if next(self._drops) == 0:
+                self._untold["dropped"] = ticket
+            # Aside: the thread that a signal interrupted may be writing to the log, and its handler wait for this one.
+            text = ("the save of %s@%s was dropped: %s", ticket.run, ticket.step, error.detail)
+            aside.start(lambda: log.info(*text))
+        elif error is not None:
+            self._untold.setdefault("failed", ticket)
+
+
+def settle(ticket: SaveTicket) -> None:
+    """Wait for the end of a save, whatever it is."""
+    try:
+        ticket.result()
+    except CheckpointError as error:
+        how = "was dropped" if ticket.dropped else "failed"
+        log.warning("the save of %s@%s %s: %s", ticket.run, ticket.step, how, error.detail)

@@ -89,7 +89,9 @@ def regrow(text: str, path: str, spec: Callable[[str], tuple[str, Shape] | None]
     for name, known in found.items():
         if known is not None:
             dtype = torch_dtype(known[0], name)
-            tensors[name] = live[name] if name in live else torch.empty(local_shape(dtype, known[1]), dtype=dtype)
+            tensors[name] = (
+                live[name] if name in live else torch.empty(local_shape(dtype, known[1]), dtype=dtype, device="cpu")
+            )
 
     def fetch(kind: str, name: str) -> Any:
         value = tensors[name]

@@ -41,7 +41,7 @@ class StagingName(NamedTuple):
 
 def check_run(run: str) -> str:
     """The run name itself, or `InvalidRequest` when it could not be a directory's name everywhere."""
-    if not is_run_name(run):
+    if not isinstance(run, str) or not is_run_name(run):
         raise InvalidRequest(f"run name {run!r} is not allowed", hint=f"use {RUN_CHARACTERS}")
     return run
 

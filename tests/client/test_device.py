@@ -113,7 +113,7 @@ def test_what_does_not_move_is_copied_exactly(kinds: list, restless: bool, seed:
         for _ in range(2):  # a lane is used again and again
             copy = DeviceCopy(laid.lane)
             copy.begin()
-            copy.do(helping=False)
+            copy.do()
             copy.finish()
             assert laid.staged() == contents(tensors)
             laid.slot[:] = b"\xff" * len(laid.slot)
@@ -145,7 +145,7 @@ def test_what_moves_after_the_fence_is_nothing_to_us(change: Callable) -> None:
     laid, before = Laid(*tensors), contents(tensors)
     copy = DeviceCopy(laid.lane)
     copy.begin()
-    copy.do(helping=True)
+    copy.do()
     copy.fence()
     for tensor in tensors:
         change(tensor)
@@ -165,7 +165,7 @@ def test_small_and_restless_tensors_are_taken_at_the_call() -> None:
     for tensor in (*few, buffer):
         tensor.add_(1)
     for copy in copies:
-        copy.do(helping=False)
+        copy.do()
         copy.finish()
     assert [small.staged(), restless.staged()] == before
 
@@ -214,7 +214,7 @@ def test_everybody_waits_for_events_and_nobody_for_the_device(monkeypatch: pytes
     )
     copy = DeviceCopy(laid.lane)
     copy.begin()
-    copy.do(helping=True)
+    copy.do()
     copy.fence()
     copy.finish()
     copy.fence()  # there is nothing to wait for any more
@@ -254,7 +254,7 @@ def test_32_kib_in_a_row_never_change_unseen() -> None:
         copy = DeviceCopy(laid.lane)
         copy.begin()
         table.numpy()[first : first + 2**13] += 1
-        copy.do(helping=False)
+        copy.do()
         with pytest.raises(TornSnapshot):
             copy.finish()
 
@@ -267,7 +267,7 @@ def test_a_full_check_copies_all_before_it_returns() -> None:
     copy = DeviceCopy(laid.lane)
     copy.begin(full=True)
     table.add_(1)
-    copy.do(helping=False)
+    copy.do()
     copy.fence()
     copy.finish()
     assert laid.staged() == before

@@ -386,15 +386,15 @@ MUTATIONS = (
     Mutation(
         "a state overwritten in part is saved",
         "client/holdfast/checkpointer.py",
-        "            self._state.wholeness.check()\n            snapshot",
-        "            snapshot",
+        "        self._state.wholeness.check()\n        snapshot",
+        "        snapshot",
         ("tests/client/test_wholeness.py",),
     ),
     Mutation(
         "a state overwritten in part is trained on",
         "client/holdfast/checkpointer.py",
-        "        self._state.wholeness.check()\n        self.fence()\n",
-        "        self.fence()\n",
+        "            self._state.wholeness.check()\n            self._prepare_unasked()\n",
+        "            self._prepare_unasked()\n",
         ("tests/client/test_wholeness.py",),
     ),
     Mutation(

@@ -1,0 +1,67 @@
+"""What a process sees through before it ends, though nobody closed its checkpointers: saves on their way to the daemon."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from .tickets import Tickets
+
+EXIT_WAIT_S = 60.0  # for one save: a daemon that does not answer any more keeps no process from ending
+
+_unfinished: dict[int, Unfinished] = {}
+_tickets: weakref.WeakSet[Tickets] = weakref.WeakSet()
+
+
+class Unfinished(Protocol):
+    """A save on its way to the daemon. Its text says which."""
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the daemon has it, or it has failed; whether that was within `timeout` seconds."""
+
+
+def see_through(save: Unfinished) -> None:
+    """This process does not end before the save is the daemon's."""
+    _unfinished[id(save)] = save
+
+
+def forget(save: Unfinished) -> None:
+    """It is, or it has failed."""
+    _unfinished.pop(id(save), None)
+
+
+def tell_failures_of(tickets: Tickets) -> None:
+    """What nobody was told of when the process ends, it is told of then."""
+    _tickets.add(tickets)
+
+
+@atexit.register
+def _end() -> None:
+    """Runs while threads go on, after an exception and after sys.exit() too; not after os._exit() or a signal that kills."""
+    said = []
+    for save in list(_unfinished.values()):
+        what = "was completed now" if save.join(EXIT_WAIT_S) else f"was not complete after {EXIT_WAIT_S:.0f} s: it is lost"
+        said.append(f"the process ends without close(): the save of {save}, which was still under way, {what}")
+    for tickets in list(_tickets):
+        while (failed := tickets.take_failure()) is not None:
+            said.append(f"the save of {failed.run}@{failed.step} failed: {failed.error}")
+    for text in said:
+        _warn(text)
+
+
+def _warn(text: str) -> None:
+    from .tickets import SaveWarning
+
+    warnings.warn(text, SaveWarning, stacklevel=2)
+
+
+def _forget_all() -> None:
+    _unfinished.clear()
+    _tickets.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)  # the threads that would see them through stay with the parent

@@ -1,0 +1,154 @@
+"""A signal handler may save at any moment, and a script that ends without close() loses nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast import Checkpointer
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest, TornSnapshot
+from tests.daemons import RunningDaemon, running, wait_until
+
+LIMIT_S = 240
+EVERY = 601  # lines of the client between two moments at which the handler runs
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory):
+    """One daemon for all tests of this file; each uses a run of its own."""
+    with running(tmp_path_factory.mktemp("moments") / "root") as daemon:
+        yield daemon
+
+
+def said(*command: str) -> subprocess.CompletedProcess[str]:
+    """What a Python process of ours says; it may not hang."""
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+
+
+def test_a_signal_handler_may_save_whatever_its_thread_was_doing(daemon: RunningDaemon) -> None:
+    """At lines all over save, fence, prepare and restore, with every `wait=`: saved, or refused by name; never a hang."""
+    done = said("-m", "tests.regressions.preempted", str(daemon.socket), str(random.randrange(1, EVERY)), str(EVERY))
+    assert done.returncode == 0, done.stderr
+    assert "moments" in done.stdout and "internal-error" not in done.stdout, done.stdout
+
+
+class Interrupted(torch.optim.SGD):
+    """Its step runs `handler`, as a signal in the middle of it would, and may fail then."""
+
+    handler = staticmethod(lambda: None)
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        first, *others = [p for group in self.param_groups for p in group["params"]]
+        first.add_(1)
+        self.handler()
+        for other in others:
+            other.add_(1)
+
+
+def interrupted(daemon: RunningDaemon, run: str) -> tuple[Checkpointer, nn.Module, Interrupted]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nn.utils.vector_to_parameters(torch.zeros(12), model.parameters())
+    optimizer = Interrupted(model.parameters(), lr=0.1)
+    return Checkpointer(run, {"model": model, "optim": optimizer}, socket=daemon.socket), model, optimizer
+
+
+def test_no_save_is_taken_in_the_middle_of_a_step(daemon: RunningDaemon) -> None:
+    """Asked for there, it is made right after the step: no checkpoint has half of it. A handler that would wait is told."""
+    checkpointer, model, optimizer = interrupted(daemon, "half")
+    tickets = []
+
+    def handler() -> None:
+        with pytest.raises(InvalidRequest, match=r"optimizer\.step\(\)"):
+            checkpointer.save(1, wait="durable")
+        tickets.append(checkpointer.save(2))
+        with pytest.raises(InvalidRequest, match="return from the handler"):
+            tickets[0].result(1)
+
+    optimizer.handler = handler
+    optimizer.step()
+    tickets[0].result(60)
+    nn.utils.vector_to_parameters(torch.zeros(12), model.parameters())
+    assert checkpointer.restore() == 2
+    assert bool((nn.utils.parameters_to_vector(model.parameters()) == 1).all())
+    checkpointer.close()
+
+
+def test_a_step_that_failed_after_a_handler_saved_in_it_fails_the_save(daemon: RunningDaemon) -> None:
+    """Half a step is not saved later either: the ticket says so, and the next save goes on."""
+    checkpointer, _, optimizer = interrupted(daemon, "failed")
+    tickets = []
+
+    def handler() -> None:
+        tickets.append(checkpointer.save(1))
+        raise SystemExit
+
+    optimizer.handler = handler
+    with pytest.raises(SystemExit):
+        optimizer.step()
+    checkpointer.fence()
+    with pytest.warns(UserWarning, match="failed@1 failed"):
+        for step in (2, 3):
+            checkpointer.save(step, wait="durable")
+    assert isinstance(tickets[0].error, TornSnapshot)
+    checkpointer.close()
+
+
+LAST_WORDS = """
+import faulthandler, os, sys, torch
+from holdfast import Checkpointer
+faulthandler.dump_traceback_later(120, exit=True)
+socket, ending = sys.argv[1:]
+parameters = [torch.full((1_000_000,), 7.0) for _ in range(24)]
+checkpointer = Checkpointer(ending, {"model": {str(i): p for i, p in enumerate(parameters)}}, socket=socket, fenced=True)
+checkpointer.save(1, wait="durable")
+checkpointer.save(2)
+if ending == "exit":
+    sys.exit(0)
+if ending == "raise":
+    raise RuntimeError("as it happens")
+if ending == "daemon-gone":
+    os.kill(int(os.environ["DAEMON"]), 19)
+"""
+
+
+@pytest.mark.parametrize("ending", ["exit", "raise"])
+def test_a_script_that_ends_without_close_keeps_its_last_save(daemon: RunningDaemon, ending: str) -> None:
+    """However it ends, but by os._exit() or SIGKILL: what was saved last is completed, and a warning says so."""
+    done = said("-c", LAST_WORDS, str(daemon.socket), ending)
+    assert done.returncode == (1 if ending == "raise" else 0), done.stderr
+    directory = daemon.root / ending / naming.CHECKPOINTS
+    wait_until(lambda: (directory / "step-00000002" / naming.COMMIT).exists())
+    assert done.stderr.count("ends without close()") <= 1, done.stderr
+
+
+def test_a_failure_that_nobody_was_told_of_is_told_at_the_end(daemon: RunningDaemon) -> None:
+    """A script that ends without close() still hears that a save failed in the background."""
+    text = LAST_WORDS + "parameters[0].data.add_(1)\ncheckpointer._handover.join()\n"
+    done = said("-c", text, str(daemon.socket), "torn")
+    assert "SaveWarning" in done.stderr and "torn@2" in done.stderr, done.stderr
+
+
+def test_a_process_that_ends_does_not_wait_for_ever_for_its_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a daemon that does not answer any more, the process says that the save is lost, and ends."""
+    with running(tmp_path / "root") as daemon:
+        monkeypatch.setenv("DAEMON", str(daemon.process.pid))
+        text = "import holdfast.endings\nholdfast.endings.EXIT_WAIT_S = 2\n" + LAST_WORDS
+        done = said("-c", text, str(daemon.socket), "daemon-gone")
+        os.kill(daemon.process.pid, 18)
+    assert done.returncode == 0 and "it is lost" in done.stderr, done.stderr
