@@ -74,7 +74,9 @@ class StepHooks:
     `optimizers` are those that were found so far.
     """
 
-    def __init__(self, state: Mapping[str, Any], before_step: Callable[..., None], after_step: Callable[..., None]) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], before_step: Callable[..., None], after_step: Callable[..., None] = lambda *_: None
+    ) -> None:
         self._state = state
         # torch.compile of a step would trace into hooks.
         self._before_step, self._after_step = map(torch.compiler.disable, (before_step, after_step))
