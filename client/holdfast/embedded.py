@@ -48,14 +48,14 @@ def start(root: Path, but: Collection[Path] = ()) -> Path:
             "the daemon is not installed here", hint="pip install 'holdfast-checkpoint[service]', or start one elsewhere"
         )
     try:
-        return _start(root.absolute())
+        return _start(root.absolute(), but)
     except OSError as error:
         raise DaemonGone(
             f"no daemon can be started on {root}: {error}", hint="give a root that can be written to, or start one elsewhere"
         ) from error
 
 
-def _start(root: Path) -> Path:
+def _start(root: Path, but: Collection[Path]) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     at = os.stat(root)  # not its path: what was there before may still be served
     name = hashlib.sha256(f"{at.st_dev}-{at.st_ino}".encode()).hexdigest()[:10]
