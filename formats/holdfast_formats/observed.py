@@ -68,11 +68,17 @@ class Attention(BaseModel):
     step: int | None = None
 
 
+# Of a run whose ranks came to a service: some are here; all have said goodbye; or some are gone without.
+Life = Literal["running", "ended", "lost"]
+
+
 class RunSummary(BaseModel):
     """How a run's checkpointing goes. Seconds and bytes; None where too little has happened to say."""
 
     run: str
     attempt: int
+    state: Life | None = Field(default=None, description="what became of its ranks; null where nothing is known of them")
+    state_since: str | None = Field(default=None, description="when it ended or was lost")
     checkpoints: int
     bytes: int
     quota_bytes: int | None

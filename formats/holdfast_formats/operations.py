@@ -17,6 +17,8 @@ EVENTS: dict[str, str] = {
     "daemon-started": "a daemon serves the root",
     "root-copied": "a daemon found that the root is a copy of another one, and gave it an id of its own",
     "attempt-declared": "a launch of training said hello for the first time",
+    "run-ended": "all ranks of a run have said goodbye",
+    "run-lost": "ranks of a run are gone without a goodbye",
     "checkpoint-committed": "a checkpoint is complete, durable and visible",
     "save-aborted": "a save ended without a checkpoint; `detail` has the problem",
     "save-dropped": "the policy let a save go for another one",

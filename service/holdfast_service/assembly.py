@@ -164,7 +164,7 @@ def services(config: Config, control: Control, node: Node, door: Policy, stack: 
         restore_bytes=node.loader.counts.all,
         runner=node.runner,
         replicas=node.copies,
-        connected=lambda: saver.runs,
+        lives=lambda: control.decisions.lives(saver.lives()),
         door=door,
         history=watch(config, control.catalog.database, stack),
         slots=lambda: (node.arena_bytes_max, node.arena.slots),

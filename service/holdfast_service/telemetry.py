@@ -42,6 +42,7 @@ METRICS: dict[str, Metric] = {
     "holdfast_saved_bytes": Metric("counter", "Bytes of the checkpoints that this node committed since its start"),
     "holdfast_last_commit_age_seconds": Metric("gauge", "Age of the newest checkpoint", ("run",)),
     "holdfast_last_verified_age_seconds": Metric("gauge", "Age of the newest verified checkpoint", ("run",)),
+    "holdfast_run_lost": Metric("gauge", "1 where ranks of a run are gone without a goodbye", ("run",)),
     "holdfast_exposed_seconds": Metric(
         "gauge", "Training time that a crash now would lose; 0 where nobody trains", ("run",)
     ),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats.observed import RunSummary
+from holdfast_formats.observed import Life, RunSummary
 from holdfast_service.control import intervals
 from holdfast_service.control.facts import Copies, Facts, Held, Save
 from holdfast_service.control.summary import quantile, summarise
@@ -30,7 +30,7 @@ def saves(count: int = 10, every_s: float = 600.0, steps: int = 100, last: float
 def facts(**changes: object) -> Facts:
     """A run that goes well: ten saves, all verified and healthy, one restart a day ago."""
     held = Held(10, 80_000, 1000, 1000, 1000, newest_bytes=8000, created=CREATED, healthy=True)
-    base = Facts("run", 1, NOW, held, saves(), (NOW - 86_400, NOW - 2 * 86_400), free_bytes=10**9, connected=True)
+    base = Facts("run", 1, NOW, held, saves(), (NOW - 86_400, NOW - 2 * 86_400), free_bytes=10**9, life="running")
     return base._replace(**changes)  # type: ignore[arg-type]
 
 
@@ -69,7 +69,7 @@ def test_exposure_counts_training_alone() -> None:
     ahead = (Save(1300, 1, "sealed", NOW - 10), *saves())
     made = summarise(facts(saves=ahead))
     assert (made.exposed_s, made.exposed_steps) == (45.0, 300)
-    over = facts(connected=False, now=NOW + 10**6)
+    over = facts(life="ended", now=NOW + 10**6)
     assert (summarise(over).exposed_s, summarise(over).exposed_steps, codes(summarise(over))) == (0.0, 0, [])
 
 
@@ -159,14 +159,14 @@ rounds = st.builds(
     declared=st.lists(st.floats(NOW - 10**6, NOW) | st.just(inf), max_size=4),
     created=st.none() | st.sampled_from([CREATED, "not a time", "2040-01-01T00:00:00Z"]),
     newest=st.none() | st.integers(0, 10**6),
-    connected=st.booleans(),
+    life=st.sampled_from(["running", "ended", "lost", None]),
 )
 def test_any_rows_make_a_summary(
-    made: list[Save], declared: list[float], created: str | None, newest: int | None, connected: bool
+    made: list[Save], declared: list[float], created: str | None, newest: int | None, life: Life | None
 ) -> None:
     """Whatever the catalog holds, the figures are None or finite, not negative, and in order."""
     held = Held(1, 100, newest, created=created, newest_bytes=100)
-    found = summarise(Facts("run", 1, NOW, held, tuple(made), tuple(declared), free_bytes=10**6, connected=connected))
+    found = summarise(Facts("run", 1, NOW, held, tuple(made), tuple(declared), free_bytes=10**6, life=life))
     for name, value in found.model_dump().items():
         if isinstance(value, (int, float)):
             assert math.isfinite(value) and value >= 0, name

@@ -22,7 +22,8 @@ from .options import AsJson, Url
 
 RUNS_SHOWN = 40
 ADVICE_SHOWN = 8
-_COLUMNS = ("RUN", "STEP", "COMMIT", "EXPOSED", "STALL p50", "p95", "DURABLE p95", "DISK", "LOST", "EVERY", "BETTER", "")
+_TIMES = ("COMMIT", "EXPOSED", "STALL p50", "p95", "DURABLE p95")
+_COLUMNS = ("RUN", "STATE", "STEP", *_TIMES, "DISK", "LOST", "EVERY", "BETTER", "")
 
 Prefix = Annotated[str, typer.Argument(metavar="[PREFIX]", help="Only runs whose name begins so.")]
 Once = Annotated[bool, typer.Option("--once", help="Print it once and end; so it does where stdout is no terminal.")]
@@ -94,6 +95,7 @@ def render(shown: list[RunSummary]) -> RenderableType:
 def _cells(summary: RunSummary) -> list[str]:
     lost = "-" if summary.goodput_lost is None else f"{summary.goodput_lost:.2%}"
     return [
+        summary.state or "-",
         "-" if summary.newest is None else str(summary.newest),
         human_seconds(summary.last_commit_age_s),
         human_seconds(summary.exposed_s),

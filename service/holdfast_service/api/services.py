@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from holdfast_service.control.book import Book
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import utc_now
 from holdfast_service.control.events import Events
+from holdfast_service.control.facts import Lived
 from holdfast_service.control.history import History
 from holdfast_service.control.job_runner import JobRunner
 from holdfast_service.control.owner import Owner
@@ -60,7 +61,7 @@ class Services:
     restore_bytes: Callable[[], Mapping[str, int]] = dict
     runner: JobRunner | None = None
     replicas: Replicas | None = None
-    connected: Callable[[], Collection[str]] = tuple  # runs of which ranks are connected here
+    lives: Callable[[], Mapping[str, Lived]] = dict  # what is known of the ranks of runs
     door: Policy = field(default_factory=Policy)
     owner: Owner = field(default_factory=lambda: Owner(make_text()))
     book: Book | None = None  # what the catalog is still to be told, of a service that saves

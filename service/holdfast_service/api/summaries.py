@@ -43,7 +43,7 @@ def get_summary(request: Request, run: str) -> RunSummary:
 
 def of(services: Services) -> Summaries:
     """The summaries over these services."""
-    return Summaries(services.tier, services.catalog, services.connected)
+    return Summaries(services.tier, services.catalog, services.lives)
 
 
 def _summaries(request: Request) -> Summaries:

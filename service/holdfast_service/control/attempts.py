@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, Damaged, InvalidRequest, StaleAttempt
+from holdfast_formats.observed import Life
 from holdfast_service.storage import Tier, vouched
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Declared(BaseModel):
 
     `owed` are the steps, by attempt, that older ones had sealed completely when the newest was declared: those are saved.
     `speakers` say by `attempt.rank` which checkpointer speaks for a rank.
+    `life` is what is known of the ranks of the newest one, `since` when they parted, or were lost.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -41,6 +43,8 @@ class Declared(BaseModel):
     answers: dict[str, _Number | None] = {}
     owed: tuple[tuple[_Number, _Number], ...] = ()
     speakers: dict[_Speaker, str] = {}
+    life: Life | None = None
+    since: str | None = None
 
     def attempt_of(self, launch: str, member: Member) -> int | None:
         """The attempt in which this member speaks, or may, since nobody else does for its rank; None where it needs another.
@@ -85,6 +89,8 @@ class Declared(BaseModel):
             answers={**other.answers, **self.answers},
             owed=self.owed,
             speakers={**other.speakers, **self.speakers},
+            life=self.life,
+            since=self.since,
         )
 
 
@@ -183,6 +189,16 @@ class Attempts:
         with self._writing:
             before = self._of(run)
             self._store({run: before.model_copy(update={"attempt": max(before.attempt, attempt)})})
+
+    def became(self, run: str, attempt: int, life: Life, at: str) -> bool:
+        """What is known of a run's ranks from now on, durably; False where it is known, or a newer attempt has begun."""
+        with self._writing:
+            before = self._of(run)
+            if before.attempt != attempt or before.life == life:
+                return False
+            since = None if life == "running" else at
+            self._store({run: before.model_copy(update={"life": life, "since": since})})
+            return True
 
     def asked(self, run: str, attempt: int, turn: int) -> tuple[bool, int | None]:
         """Whether the `turn`-th question of an attempt has been answered, and the answer."""

@@ -21,8 +21,8 @@ CLOCK_S = 60.0
 
 def attention(facts: Facts, summary: RunSummary, training: bool) -> list[Attention]:
     """Everything that needs attention now, errors first."""
-    found = [*_late(facts, summary, training), *_failing(facts.saves), *_held(facts), *_unverified(facts)]
-    found += [*_room(facts), *_copies(facts), *_clock(facts)]
+    found = [*_lost(facts, summary), *_late(facts, summary, training), *_failing(facts.saves), *_held(facts)]
+    found += [*_unverified(facts), *_room(facts), *_copies(facts), *_clock(facts)]
     if training:
         found += _pace(summary)
     return sorted(found, key=lambda item: item.level != "error")
@@ -32,6 +32,19 @@ def weight(summary: RunSummary) -> tuple[int, int]:
     """How much a run needs attention: its errors, then its warnings."""
     errors = sum(item.level == "error" for item in summary.attention)
     return errors, len(summary.attention) - errors
+
+
+def _lost(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
+    if facts.life == "lost":
+        since = "" if facts.since is None else f" since {facts.since}"
+        goes_on = "nothing was committed" if summary.newest is None else f"it goes on from step {summary.newest}"
+        yield Attention(
+            level="error",
+            code="run-lost",
+            text=f"ranks are gone{since} without a goodbye",
+            hint=f"the trainer's log says why; start it again: {goes_on}",
+            step=summary.newest,
+        )
 
 
 def _late(facts: Facts, summary: RunSummary, training: bool) -> Iterator[Attention]:

@@ -26,6 +26,7 @@ from holdfast_formats.errors import (
     StorageFailed,
 )
 from holdfast_formats.manifest import Manifest
+from holdfast_formats.observed import Life
 from holdfast_formats.operations import Level
 from holdfast_formats.plan import Plan
 from holdfast_formats.statistics import Statistics
@@ -40,6 +41,7 @@ from .catalog import Catalog
 from .checks import Findings
 from .choosing import Choices, Question, stands
 from .events import Events
+from .facts import Lived
 from .health import Health
 from .imports import Imports
 from .readers import Readers
@@ -168,6 +170,25 @@ class Decisions:
             if roots.runs(self._tier):
                 raise
             self.attempts.merge({})  # nothing was ever saved here
+
+    def lives(self, here: Mapping[str, tuple[int, Life]]) -> dict[str, Lived]:
+        """What is known of the ranks of all runs, with what is known `here` of those that came to this daemon."""
+        found = {run: (known.attempt, Lived(known.life, known.since)) for run, known in self.attempts.known().items()}
+        for run, (attempt, life) in here.items():
+            if run in found and found[run][0] == attempt and found[run][1].life != life:
+                found[run] = attempt, Lived(life)
+        return {run: lived for run, (_, lived) in found.items()}
+
+    def running(self) -> dict[str, int]:
+        """The attempts whose ranks were here when it was last known."""
+        return {run: known.attempt for run, known in self.attempts.known().items() if known.life == "running"}
+
+    def became(self, run: str, attempt: int, life: Life) -> None:
+        """The ranks of an attempt are here, have parted or are lost; durable, so that the next daemon knows it too."""
+        if self.attempts.became(run, attempt, life, utc_now()) and life != "running":
+            how = "has ended" if life == "ended" else "is lost: ranks are gone without a goodbye"
+            level: Level = "info" if life == "ended" else "error"
+            self._tell(f"run-{life}", f"attempt {attempt} {how}", run, level=level, attempt=attempt)
 
     def declared(self, run: str, launch: str, member: tuple[int, str] = UNNAMED) -> bool:
         """Whether this launch has an attempt already, of which this rank, spoken for by this checkpointer, can be."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from holdfast_formats.observed import Life
+
 NOTHING: Mapping[str, float] = {}
 
 
@@ -45,6 +47,16 @@ class Copies(NamedTuple):
     damaged: int
 
 
+class Lived(NamedTuple):
+    """What is known of a run's ranks, and since when they are gone."""
+
+    life: Life | None = None
+    since: str | None = None
+
+
+UNKNOWN = Lived()
+
+
 class Facts(NamedTuple):
     """One run at one moment. `saves` and `declared` (times of attempts) are the newest ones, newest first."""
 
@@ -58,4 +70,5 @@ class Facts(NamedTuple):
     free_bytes: int = 0
     quota_bytes: int | None = None
     makes_room: bool = False  # its policy lets old checkpoints go
-    connected: bool = False  # ranks of it are connected to this daemon
+    life: Life | None = None  # of its ranks, None where nothing is known of them
+    since: str | None = None  # when it ended or was lost

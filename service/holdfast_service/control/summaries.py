@@ -20,7 +20,7 @@ from holdfast_service.storage import Tier
 
 from .attention import weight
 from .catalog import Catalog
-from .facts import NOTHING, Copies, Facts, Held, Save
+from .facts import NOTHING, UNKNOWN, Copies, Facts, Held, Lived, Save
 from .pages import bad_cursor, bounded, decode_cursor, page
 from .remembered import Remembered
 from .rotation import seconds_of
@@ -52,12 +52,12 @@ class Summaries:
         self,
         tier: Tier,
         catalog: Catalog,
-        connected: Callable[[], Collection[str]] = tuple,
+        lives: Callable[[], Mapping[str, Lived]] = dict,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`connected` names the runs of which ranks are connected to this daemon."""
+        """`lives` says what is known of the ranks of runs."""
         self._tier, self._catalog = tier, catalog
-        self._connected, self._clock = connected, clock
+        self._lives, self._clock = lives, clock
         self._policies: dict[str, _Policy] = {}
         self._ranked = Remembered(self._rank, RANKED_FRESH_S, RANKED_OLD_S)
 
@@ -128,7 +128,7 @@ class Summaries:
             attempts = {run: attempt for run, attempt in rows}
             held, saves = _held(session, runs), _saves(session, runs)
             declared, copies = _declared(session, runs), _copies(session, runs)
-        free, connected, now = self._tier.free_bytes(), set(self._connected()), self._clock()
+        free, lives, now = self._tier.free_bytes(), self._lives(), self._clock()
         known = [run for run in runs if run in attempts]
         policies = self._of_files(known)
         return [
@@ -143,7 +143,8 @@ class Summaries:
                 free_bytes=free,
                 quota_bytes=policies[run].quota_bytes,
                 makes_room=policies[run].makes_room,
-                connected=run in connected,
+                life=lives.get(run, UNKNOWN).life,
+                since=lives.get(run, UNKNOWN).since,
             )
             for run in known
         ]

@@ -17,8 +17,6 @@ from .rotation import seconds_of
 __all__ = ["SAVES", "exposure", "failing", "interval", "quantile", "summarise", "training"]
 
 SAVES = 20  # the newest saves, which the figures are taken from
-ACTIVE_INTERVALS = 3.0  # a run that has begun no save for so many intervals, and has no rank here, does not train
-ACTIVE_MIN_S = 300.0
 
 
 def summarise(facts: Facts) -> RunSummary:
@@ -35,6 +33,8 @@ def summarise(facts: Facts) -> RunSummary:
     summary = RunSummary(
         run=facts.run,
         attempt=facts.attempt,
+        state=facts.life,
+        state_since=facts.since,
         checkpoints=held.checkpoints,
         bytes=held.bytes,
         quota_bytes=facts.quota_bytes,
@@ -60,13 +60,13 @@ def summarise(facts: Facts) -> RunSummary:
         recommended_interval_s=intervals.recommended(cost, failures, quantile(durable, 0.95)),
         failures_mean_s=failures,
     )
-    summary.attention = attention(facts, summary, training(facts, interval_s))
+    summary.attention = attention(facts, summary, training(facts))
     return summary
 
 
 def exposure(facts: Facts) -> tuple[float | None, int | None]:
     """Seconds and steps of training that a crash now would lose; 0 where nobody trains."""
-    if not training(facts, interval(facts.saves)[0]):
+    if not training(facts):
         return 0.0, 0
     return _exposed(facts), _exposed_steps(facts)
 
@@ -82,12 +82,9 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def training(facts: Facts, interval_s: float | None) -> bool:
-    """Whether somebody trains: ranks are connected here, a save is under way, or the last sign of life is not long ago."""
-    if facts.connected or any(save.ended is None for save in facts.saves):
-        return True
-    last = _last_sign(facts)
-    return last is not None and facts.now - last < max(ACTIVE_INTERVALS * (interval_s or 0.0), ACTIVE_MIN_S)
+def training(facts: Facts) -> bool:
+    """Whether somebody trains: its ranks are here. No clock says so, since nobody knows how long a step may take."""
+    return facts.life == "running"
 
 
 def failures_mean(facts: Facts) -> float | None:
@@ -99,7 +96,7 @@ def failures_mean(facts: Facts) -> float | None:
     declared = _times(facts.declared)
     if len(declared) < 2:
         return None
-    last = facts.now if training(facts, None) else _last_sign(facts)
+    last = facts.now if training(facts) else _last_sign(facts)
     whole = (last if last is not None else declared[0]) - declared[-1]
     return whole / (len(declared) - 1) if whole > 0 else None
 

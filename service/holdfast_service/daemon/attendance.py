@@ -1,6 +1,8 @@
-"""Which ranks are connected now, and which processes belong to their job."""
+"""Which ranks are connected now, which processes belong to their job, and who is gone without a goodbye."""
 
 from __future__ import annotations
+
+from holdfast_formats.observed import Life
 
 from .rounds import Participant
 
@@ -18,6 +20,7 @@ class Attendance:
 
     def __init__(self) -> None:
         self._crews: dict[tuple[str, int], _Crew] = {}  # by run and attempt; those of whom somebody is here
+        self._missing: dict[str, tuple[int, set[int]]] = {}  # by run: its newest attempt, and who is gone without a goodbye
 
     @property
     def runs(self) -> set[str]:
@@ -31,14 +34,29 @@ class Attendance:
         crew = self._crews.setdefault((who.run, who.attempt), _Crew())
         crew.present.add(who)
         crew.processes.add(who.process)
+        if who.attempt > self._missing.get(who.run, (-1, set()))[0]:
+            self._missing[who.run] = who.attempt, set()
+        attempt, missing = self._missing[who.run]
+        if who.attempt == attempt:
+            missing.discard(who.rank)
 
     def leave(self, who: Participant) -> set[Participant]:
         """Returns who is left of its attempt."""
         crew = self._crews.get((who.run, who.attempt), _Crew())
         crew.present.discard(who)
+        attempt, missing = self._missing.get(who.run, (-1, set()))
+        if who.attempt == attempt and not who.parted and all(other.rank != who.rank for other in crew.present):
+            missing.add(who.rank)
         if not crew.present:
             self._crews.pop((who.run, who.attempt), None)
         return crew.present
+
+    def lives(self) -> dict[str, tuple[int, Life]]:
+        """The newest attempts of runs whose ranks came here, and whether they are here, have parted, or are lost."""
+        return {
+            run: (attempt, "lost" if missing else "running" if (run, attempt) in self._crews else "ended")
+            for run, (attempt, missing) in self._missing.items()
+        }
 
     def belongs(self, run: str, process: str) -> bool:
         """Whether a process is, or was, a rank of a job that is still here."""

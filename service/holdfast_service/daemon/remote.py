@@ -370,7 +370,7 @@ class RemoteRanks:
 
     def leave(self, rank_id: str) -> None:
         """The rank parts; what it has sealed is saved."""
-        self._part(rank_id, RoundAborted("this rank has parted"))
+        self._part(rank_id, RoundAborted("this rank has parted"), parted=True)
 
     def choose(self, who: Participant, turn: int, question: rest.Question) -> rest.Answer:
         """The step that this rank's attempt restores; `DeadlineExceeded` while what was sealed before is being written."""
@@ -398,7 +398,7 @@ class RemoteRanks:
         for rank in ranks:
             rank.wake()
 
-    def _part(self, rank_id: str, error: CheckpointError) -> None:
+    def _part(self, rank_id: str, error: CheckpointError, parted: bool = False) -> None:
         with self._lock:
             rank = self._ranks.pop(rank_id, None)
             if rank is None:
@@ -406,6 +406,7 @@ class RemoteRanks:
             self._departed[rank_id] = error.problem()
             while len(self._departed) > DEPARTED_MAX:
                 del self._departed[next(iter(self._departed))]
+        rank.who.parted = parted
         rank.depart()
 
     def _reap_loop(self) -> None:

@@ -21,6 +21,7 @@ from holdfast_formats.errors import (
     StaleAttempt,
 )
 from holdfast_formats.manifest import Manifest
+from holdfast_formats.observed import Life
 from holdfast_formats.wire import Outcome, Policy
 from holdfast_service.logs import about
 from holdfast_service.storage import Tier
@@ -110,6 +111,11 @@ class Saver:
         """The runs of which ranks are connected."""
         with self._lock:
             return self._attendance.runs
+
+    def lives(self) -> dict[str, tuple[int, Life]]:
+        """What is known of the ranks that came to this daemon, by run: their newest attempt, and what became of it."""
+        with self._lock:
+            return self._attendance.lives()
 
     def join(self, who: Participant) -> None:
         """A rank has said hello. Incomplete rounds of older attempts of its run end (I6); what all had sealed is saved."""

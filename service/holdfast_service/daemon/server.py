@@ -27,6 +27,7 @@ from .arena import Arena
 from .callers import Caller, Callers, listen
 from .fencing import NearParticipant, let_in
 from .lent import read_listing
+from .lives import Lives
 from .loader import Key, Loader, Wish
 from .peer import Peer, hung_up
 from .ports import Decisions
@@ -74,6 +75,7 @@ class Daemon:
         self.path, self.callers = path, callers
         self.serving = serving
         self.arena, self.saver, self.decisions, self.adoption, self.loader = parts
+        self.lives = Lives(self.saver, self.decisions)
         self._lock = threading.Lock()
         self._conversations: set[_Conversation] = set()
         self._closing = threading.Event()
@@ -98,6 +100,8 @@ class Daemon:
     def close(self) -> None:
         """Stop listening, save what is complete, and part from the ranks."""
         self._closing.set()
+        self._threads[1].join()
+        self.lives.look()  # before we hang up: who is here now may go on with the next daemon
         self._listener.close()
         self.path.unlink(missing_ok=True)
         self.loader.close()
@@ -146,6 +150,7 @@ class Daemon:
                     conversation.hang_up()
             self.saver.expire()
             self.adoption.expire(time.monotonic())
+            self.lives.look()
 
 
 class _Conversation:
@@ -404,4 +409,5 @@ class _Conversation:
         self._daemon.saver.history.stalled(self._known(), request.step, request.stall_s)
 
     def _farewell(self, request: wire.Farewell) -> None:
+        self._known().parted = True
         self._daemon.saver.holds.end(self._known().run)

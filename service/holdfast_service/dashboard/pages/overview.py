@@ -36,7 +36,16 @@ class RunLine(NamedTuple):
     def level(self) -> str:
         """The worst that needs attention, for the mark at the line's beginning."""
         levels = [item.level for item in self.summary.attention] if self.summary else []
-        return "error" if "error" in levels else "warning" if levels else "fine"
+        quiet = "fine" if self.summary is not None and self.summary.state == "running" else "gone"
+        return "error" if "error" in levels else "warning" if levels else quiet
+
+    @property
+    def says(self) -> str:
+        """The same in words, and what became of the run's ranks."""
+        if self.summary is None:
+            return "not known"
+        state = self.summary.state or "not training"
+        return state if self.level in ("fine", "gone") else f"{self.level}, {state}"
 
 
 class Call(NamedTuple):

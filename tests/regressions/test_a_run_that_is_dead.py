@@ -1,0 +1,157 @@
+"""What became of a run follows from goodbyes and lost connections, and from no clock; the next daemon still knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from holdfast import Checkpointer, summaries
+from holdfast.api import Api
+from holdfast.cli import app
+from holdfast_formats.observed import RunSummary
+from holdfast_formats.rest import RankHello
+from holdfast_formats.wire import PROTOCOL
+from holdfast_service.daemon.lives import Lives
+from holdfast_service.daemon.rounds import Participant
+from tests.daemon.saver_world import SaverWorld, saver_world
+from tests.daemons import RunningDaemon, running, wait_until
+from tests.forked import Forked
+
+
+@pytest.fixture
+def world() -> Iterator[SaverWorld]:
+    with saver_world() as made:
+        yield made
+
+
+def serving(root: Path) -> AbstractContextManager[RunningDaemon]:
+    return running(root, "--silence-max", "1", listen="127.0.0.1:0")
+
+
+def of(daemon: RunningDaemon, run: str) -> RunSummary:
+    with Api(daemon.url) as api:
+        return summaries.summary(api, run)
+
+
+def codes(daemon: RunningDaemon, run: str) -> set[str]:
+    return {item.code for item in of(daemon, run).attention}
+
+
+def metric(daemon: RunningDaemon, run: str) -> str:
+    text = httpx.get(f"{daemon.url}/metrics").text
+    return next(line.split()[-1][0] for line in text.splitlines() if line.startswith(f'holdfast_run_lost{{run="{run}"}}'))
+
+
+def trainer(daemon: RunningDaemon, run: str, launch: str, step: int = 1) -> Forked:
+    """A rank that saves a step and then waits; killed or not, it finds the next daemon by itself."""
+    made = Forked(["-m", "tests.crash.lasting_rank", daemon.socket, run, 0, 1, launch, step, 1000], talks=True)
+    assert made.stdout is not None
+    while made.stdout.readline().strip() != f"committed {step}":
+        pass
+    return made
+
+
+def test_a_killed_trainer_is_lost_until_a_new_launch_begins(tmp_path: Path) -> None:
+    """In the API, the metrics, the dashboard's dot and `holdfast top`; a daemon's restart does not forget it."""
+    with serving(tmp_path) as daemon:
+        with trainer(daemon, "killed", "one") as rank:
+            assert of(daemon, "killed").state == "running"
+            assert metric(daemon, "killed") == "0"
+            rank.kill()
+        wait_until(lambda: of(daemon, "killed").state_since is not None)
+    with serving(tmp_path) as daemon:
+        found = of(daemon, "killed")
+        assert (found.state, found.exposed_s) == ("lost", 0.0) and found.state_since is not None
+        assert [item.code for item in found.attention if item.level == "error"] == ["run-lost"]
+        assert metric(daemon, "killed") == "1"
+        assert 'class="dot error"' in httpx.get(daemon.url).text
+        shown = CliRunner().invoke(app, ["top", "--once", "--url", daemon.url]).stdout
+        assert "lost" in shown and "it goes on from step 1" in " ".join(shown.split())
+        with trainer(daemon, "killed", "two", step=2):
+            assert of(daemon, "killed").state == "running"
+            assert "run-lost" not in codes(daemon, "killed")
+
+
+def test_an_orderly_end_is_quiet_at_once(tmp_path: Path) -> None:
+    """Though the trainer has just committed; an exception in the block of a training is no goodbye."""
+    with serving(tmp_path) as daemon:
+        state = {"w": torch.zeros(8)}
+        with Checkpointer("ended", state, socket=daemon.socket, launch="one") as checkpointer:
+            checkpointer.save(1).result(60)
+        wait_until(lambda: of(daemon, "ended").state == "ended")
+        with pytest.raises(ZeroDivisionError), Checkpointer("failed", state, socket=daemon.socket) as failing:
+            failing.save(1).result(60)
+            raise ZeroDivisionError
+        wait_until(lambda: of(daemon, "failed").state == "lost")
+        assert of(daemon, "ended").exposed_s == 0.0 and not codes(daemon, "ended")
+        assert 'class="dot gone" role="img" aria-label="ended"' in httpx.get(daemon.url).text
+    with serving(tmp_path) as daemon:
+        assert of(daemon, "ended").state == "ended" and metric(daemon, "ended") == "0"
+
+
+def test_a_daemons_restart_calls_no_living_trainer_lost(tmp_path: Path) -> None:
+    """Killed or stopped, with the trainer alive: it is running before it has come back, and after."""
+    with serving(tmp_path) as daemon, trainer(daemon, "lives", "one"):
+        daemon.kill()
+        with serving(tmp_path) as second:
+            assert of(second, "lives").state == "running"
+        with serving(tmp_path) as third:
+            assert of(third, "lives").state == "running"
+            wait_until(lambda: httpx.get(f"{third.url}/v1/nodes").json()["items"][0]["ranks"] == 1)
+            assert of(third, "lives").state == "running" and not codes(third, "lives") & {"run-lost", "no-commit"}
+            assert not [event for event in httpx.get(f"{third.url}/v1/events?kind=run-lost").json()["items"]]
+
+
+def test_over_http_a_delete_is_the_goodbye_and_silence_is_none(tmp_path: Path) -> None:
+    """A rank that is not heard of for longer than it may be is lost; one that was deleted has ended."""
+    with serving(tmp_path) as daemon:
+        for number, run in enumerate(("far-ended", "far-lost")):
+            hello = RankHello(protocol=PROTOCOL, run=run, rank=0, world=1, launch="one", process="p")
+            at = f"{daemon.url}/v1/ranks/{number:032x}"
+            httpx.put(at, json=hello.model_dump()).raise_for_status()
+            assert of(daemon, run).state == "running"
+            if run == "far-ended":
+                httpx.delete(at).raise_for_status()
+                assert of(daemon, run).state == "ended"
+        wait_until(lambda: of(daemon, "far-lost").state == "lost")
+        assert of(daemon, "far-ended").state == "ended"
+
+
+def test_who_does_not_come_back_to_the_next_daemon_is_lost(world: SaverWorld) -> None:
+    """And who does is not; each is recorded once, and a newer attempt is not touched by an older one's end."""
+    decisions, saver = world.decisions, world.saver
+    for run in ("back", "away"):
+        decisions.hello(run, "one", 1, None)
+        decisions.became(run, 1, "running")
+    lives = Lives(saver, decisions, return_s=0.0)
+    back = Participant("back", 0, 1, 1, lambda outcome: None)
+    saver.join(back)
+    lives.look()
+    known = decisions.attempts.known()
+    assert (known["back"].life, known["away"].life) == ("running", "lost")
+    decisions.hello("back", "two", 1, None)
+    saver.join(Participant("back", 0, 1, 2, lambda outcome: None))
+    saver.gone(back)
+    lives.look()
+    assert decisions.lives(saver.lives())["back"].life == "running"
+
+
+def test_a_rank_that_is_gone_is_missing_until_it_is_back(world: SaverWorld) -> None:
+    """One rank without a goodbye makes the run lost though others are here; once it is back, nothing is lost."""
+    ranks = [Participant("r", rank, 2, 7, lambda outcome: None) for rank in range(2)]
+    for who in ranks:
+        world.saver.join(who)
+    world.saver.gone(ranks[0])
+    assert world.saver.lives()["r"] == (7, "lost")
+    world.saver.join(again := Participant("r", 0, 2, 7, lambda outcome: None))
+    assert world.saver.lives()["r"] == (7, "running")
+    for who in (again, ranks[1]):
+        who.parted = True
+        world.saver.gone(who)
+    assert world.saver.lives()["r"] == (7, "ended")
