@@ -16,7 +16,7 @@ import torch
 from holdfast import Checkpointer
 from holdfast.roots import mark
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, NoSuchCheckpoint, StorageFailed
+from holdfast_formats.errors import CheckpointError, NotFound, StorageFailed
 from holdfast_service.storage.posix import PosixTier
 from tests.daemons import RunningDaemon, running, wait_until
 
@@ -124,7 +124,7 @@ def test_a_directory_in_the_place_of_a_served_root_is_neither_read_nor_written(p
         shutil.copytree(place / "moved", root)
         before = steps(root)
         try:
-            with pytest.raises((StorageFailed, NoSuchCheckpoint)):
+            with pytest.raises((StorageFailed, NotFound)):
                 checkpointer.restore(step=1, prove_first=True)
             with pytest.raises(CheckpointError):
                 checkpointer.save(2, wait="durable").result()
