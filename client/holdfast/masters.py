@@ -43,7 +43,7 @@ def settle(restoration: Restoration, found: Sequence[Pair], wish: Masters | None
     if wish not in (None, "from-model"):
         raise InvalidRequest(f"masters must be 'from-model' or None, not {wish!r}")
     filled = {piece.tensor.untyped_storage().data_ptr() for leaf in restoration.leaves for piece in leaf.pieces}
-    stale = [pair for pair in found if _in(pair.weight, filled) and not _in(pair.master, filled)]
+    stale = [pair for pair in found if _in(pair.weight, filled) and _stays(pair.master, filled)]
     if not stale:
         return restoration
     names = ", ".join(pair.name for pair in stale[:LISTED_MAX])
@@ -67,6 +67,11 @@ def settle(restoration: Restoration, found: Sequence[Pair], wish: Masters | None
 def _in(value: Storable, filled: set[int]) -> bool:
     local = local_tensor(value)
     return has_memory(local) and local.numel() > 0 and local.untyped_storage().data_ptr() in filled
+
+
+def _stays(value: Storable, filled: set[int]) -> bool:
+    """Whether a copy keeps what it held. One of which this rank has no element is held by other ranks."""
+    return local_tensor(value).numel() > 0 and not _in(value, filled)
 
 
 def _renew(stale: Sequence[Pair]) -> None:

@@ -111,7 +111,12 @@ def service(api: Api, version: str) -> Iterator[Finding]:
         began = time.perf_counter()
         api.health()
         times.append(time.perf_counter() - began)
-    yield Finding("service", "ok", f"{api.url}: version {health.version}, {health.root}")
+    told = (
+        "it tells its version to whoever has a token"
+        if health.version is None
+        else f"version {health.version}, {health.root}"
+    )
+    yield Finding("service", "ok", f"{api.url}: {told}")
     if health.version is not None and health.version.split(".")[:2] != version.split(".")[:2]:
         advice = "use the same minor version on both sides: pip install -U holdfast-checkpoint"
         yield Finding("versions", "warn", f"the service is {health.version}, this is {version}", advice)
