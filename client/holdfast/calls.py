@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import deque
@@ -12,7 +13,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from holdfast_formats.errors import InvalidRequest
+
 _Result = TypeVar("_Result")
+LATER_MAX = 64
 STEP, RESTORE, CLOSE = "optimizer.step()", "restore()", "close()"
 _STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__  # what torch wraps every step in
 
@@ -35,9 +39,19 @@ class Calls:
         self._lock = threading.RLock()
         self._running = ""  # by whoever holds the lock
         self._later: deque[Later] = deque()
+        self._catching_up = False
+        self._pid = os.getpid()
 
     def run(self, name: str, act: Callable[[], _Result], instead: Callable[[str], _Result]) -> _Result:
-        """Do it alone; or `instead`, told in the middle of what, where this thread was interrupted by a signal there."""
+        """Do it alone; or `instead`, told in the middle of what, where this thread was interrupted by a signal there.
+
+        Raises `InvalidRequest` in a child that was forked: connection, threads and locks are its parent's.
+        """
+        if self.forked:
+            raise InvalidRequest(
+                f"{name} in process {os.getpid()}: this checkpointer belongs to process {self._pid}, which forked it",
+                hint="save and restore in the process that made the checkpointer, or make one in the child, of another run",
+            )
         with self._lock:
             if self._running:
                 return instead(self._running)
@@ -50,6 +64,11 @@ class Calls:
                 if self._later:
                     self.catch_up()
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child of the one that the checkpointer belongs to."""
+        return os.getpid() != self._pid
+
     def run_between_steps(self, name: str, act: Callable[[], _Result], instead: Callable[[str], _Result]) -> _Result:
         """The same, and `instead` also in the middle of an optimizer's step, where half of the state is of the next one."""
         return instead(STEP) if is_stepping(self._optimizers) else self.run(name, act, instead)
@@ -61,9 +80,17 @@ class Calls:
         """Do what was left for now. What waits for a step that did not end, because an exception ended it, is given up."""
         if threading.current_thread() is not threading.main_thread() or (not stepped and is_stepping(self._optimizers)):
             return  # signals come in the main thread
-        for _ in range(len(self._later)):
-            work = self._later.popleft()
-            (work.give_up if work.awaits == STEP and not stepped else work.act)()
+        if self._catching_up:
+            return  # what is done there ends calls too; whoever began goes on with the rest
+        self._catching_up = True
+        try:
+            for _ in range(LATER_MAX):  # what is put off once more waits for the next time
+                if not self._later:
+                    break
+                work = self._later.popleft()
+                (work.give_up if work.awaits == STEP and not stepped else work.act)()
+        finally:
+            self._catching_up = False
 
 
 def _no_inference() -> AbstractContextManager[object]:

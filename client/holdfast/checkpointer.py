@@ -229,6 +229,9 @@ class Checkpointer:
         Raises the error of a save that failed and that nobody was told of; one that was dropped is no failure.
         """
 
+        if self._calls.forked:  # it is its parent's to close
+            return
+
         def put_off(during: str) -> None:
             if during != CLOSE:
                 self._calls.later(Later(during, lambda: self.close(wait)))
@@ -360,7 +363,7 @@ class Checkpointer:
 
     def _before_step(self, *_: Any) -> None:
         """An optimizer is about to change what the last save may still be copying. At its first step the state stands."""
-        if not self._closed:
+        if not self._closed and not self._calls.forked:  # a forked child has memory of its own
             self._state.wholeness.check()
             self._prepare_unasked()
             self.fence()

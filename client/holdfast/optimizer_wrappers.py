@@ -68,12 +68,28 @@ def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Sto
             hint="hand over the torch.optim.Optimizer that takes the steps, or what its state_dict() returns as a mapping "
             "that is filled before each save",
         )
+    for optimizer in found.optimizers:
+        _refuse_more(key, optimizer)
     if found.wrappers:
         inner = {id(kept) for optimizer in found.optimizers for kept in optimizer.state.values()}
         memory = {_address(tensor) for tensor in (*known, *_tensors_of(found.optimizers))}
         for wrapper in found.wrappers:
             _refuse_own(key, wrapper, (inner, memory), state)
     return found
+
+
+def _refuse_more(key: str, optimizer: torch.optim.Optimizer) -> None:
+    """`InvalidRequest` for what a class or a hook of its own adds to `state_dict()`: nobody would store it."""
+    plain = type(optimizer).state_dict is torch.optim.Optimizer.state_dict and "state_dict" not in vars(optimizer)
+    if plain and not getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
+        return
+    more = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
+    if more:
+        raise InvalidRequest(
+            f"{key}: state_dict() of the {type(optimizer).__name__} has {', '.join(more)} beside state and param_groups, "
+            "which would not be stored",
+            hint="keep it in an object of its own with state_dict() and load_state_dict(), and give that a key in the state",
+        )
 
 
 def _gather(value: object, optimizers: dict[int, torch.optim.Optimizer], wrappers: dict[int, Any]) -> None:

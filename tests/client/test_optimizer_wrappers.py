@@ -254,3 +254,22 @@ def test_parts_of_tensor_parallelism_need_a_layout() -> None:
     for parameter in unmarked.parameters():
         parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
     TrainState({"model": unmarked}, 0, 2).snapshot()
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count of its own in what `state_dict()` returns."""
+
+    def state_dict(self) -> dict:  # type: ignore[override]
+        return {**super().state_dict(), "steps": 7}
+
+
+@pytest.mark.parametrize("how", ["class", "hook"])
+def test_what_state_dict_has_besides_is_refused(how: str) -> None:
+    """A class or a hook that adds to state_dict() would lose what it adds: it is refused by that name."""
+    model = torch.nn.Linear(2, 2)
+    optimizer: torch.optim.Optimizer = Counting(model.parameters(), 0.1)
+    if how == "hook":
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.register_state_dict_post_hook(lambda _, made: {**made, "steps": 7})
+    with pytest.raises(InvalidRequest, match="steps"):
+        TrainState({"model": model, "optim": optimizer}, 0, 1)

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from holdfast import Checkpointer
 from holdfast_formats import naming
-from holdfast_formats.errors import InvalidRequest, TornSnapshot
+from holdfast_formats.errors import GenerationDropped, InvalidRequest, TornSnapshot
 from tests.daemons import RunningDaemon, running, wait_until
 
 LIMIT_S = 240
@@ -107,6 +108,58 @@ def test_a_step_that_failed_after_a_handler_saved_in_it_fails_the_save(daemon: R
             checkpointer.save(step, wait="durable")
     assert isinstance(tickets[0].error, TornSnapshot)
     checkpointer.close()
+
+
+def test_two_signals_in_one_step_are_two_saves(daemon: RunningDaemon) -> None:
+    """What several handlers have put off is all made after the step; none is lost, and the loop goes on."""
+    checkpointer, _, optimizer = interrupted(daemon, "twice")
+    tickets = []
+
+    def handler() -> None:
+        tickets.extend(checkpointer.save(step) for step in (1, 2, 3))
+
+    optimizer.handler = handler
+    optimizer.step()
+    assert len(tickets) == 3
+    for ticket in tickets:
+        with suppress(GenerationDropped):  # three at once may be more than there are slots for
+            ticket.result(60)
+    tickets[-1].result(60)
+    optimizer.handler = lambda: None
+    optimizer.step()
+    checkpointer.close()
+
+
+FORKED = """
+import faulthandler, os, sys, torch, warnings
+from holdfast import Checkpointer
+from holdfast_formats.errors import InvalidRequest
+faulthandler.dump_traceback_later(60, exit=True)
+warnings.simplefilter("ignore")
+model = torch.nn.Linear(300, 300)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+checkpointer = Checkpointer("forked", {"model": model, "optim": optimizer}, socket=sys.argv[1])
+checkpointer.save(1)
+child = os.fork()
+if not child:
+    try:
+        checkpointer.save(2)
+    except InvalidRequest as error:
+        optimizer.step()
+        checkpointer.close()
+        os._exit(0 if "forked" in str(error) else 3)
+    os._exit(4)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+checkpointer.save(3, wait="durable")
+checkpointer.close()
+sys.exit(status)
+"""
+
+
+def test_a_forked_child_is_refused_and_never_waits(daemon: RunningDaemon) -> None:
+    """A child that was forked in the middle of a save is told whose the checkpointer is; its parent goes on."""
+    done = said("-c", FORKED, str(daemon.socket))
+    assert done.returncode == 0, done.stderr
 
 
 LAST_WORDS = """
