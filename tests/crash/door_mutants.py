@@ -42,8 +42,8 @@ DOORS = (
     Mutation(
         "the runs of a token, in lists",
         "service/holdfast_service/control/database.py",
-        "        with _translated(), Session(self._reading) as session:\n            restrict(session)\n",
-        "        with _translated(), Session(self._reading) as session:\n",
+        "_translated(), Session(self._reading) as session:\n            restrict(session)\n",
+        "_translated(), Session(self._reading) as session:\n",
         (_DOORS,),
     ),
     Mutation(
@@ -53,7 +53,13 @@ DOORS = (
         "",
         (_DOORS,),
     ),
-    Mutation("the Host", f"{_API}/doors.py", "        if not bearer:", "        if False:", (_DOORS,)),
+    Mutation(
+        "the Host",
+        f"{_API}/doors.py",
+        "        if bearer is None:  # a browser",
+        "        if False:  # a browser",
+        (_DOORS,),
+    ),
     Mutation(
         "the Origin",
         f"{_API}/doors.py",
@@ -95,7 +101,7 @@ DOORS = (
     Mutation(
         "the number of connections",
         f"{_API}/connections.py",
-        "        if len(self.connections) > connections_max():\n",
+        "        if len(self.connections) > connections_max() and not self._make_room():\n",
         "        if False:\n",
         ("tests/api/test_connections.py",),
     ),
