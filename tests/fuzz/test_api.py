@@ -58,7 +58,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
 
 @pytest.fixture(scope="module")
 def described(daemon: RunningDaemon) -> Any:
-    return schemathesis.openapi.from_url(f"{daemon.url}/openapi.json")
+    return schemathesis.openapi.from_url(f"{daemon.url}/openapi.json", timeout=120)
 
 
 def is_whole_problem(context: CheckContext, response: Any, case: Any) -> None:
