@@ -76,14 +76,10 @@ Known = Annotated[RemoteRank, Depends(_rank)]
 
 @router.put(_RANK, dependencies=WRITES_STATED_JSON, summary="A rank says hello; repeating it is harmless")
 def put_rank(
-    services: Wired, viewer: Viewer, ranks: Ranks, rank_id: RankId, hello: Annotated[rest.RankHello, Depends(_own)]
+    services: Wired, ranks: Ranks, rank_id: RankId, hello: Annotated[rest.RankHello, Depends(_own)]
 ) -> rest.RankWelcome:
-    """Ranks with the same `launch` share an attempt. A rank that begins anew under another id takes its old one's place.
-
-    `keep_last` of a token that is no admin's is a wish, which removes nothing: `notices` says so.
-    """
-    owner = viewer.scope == "admin"
-    rank = ranks.hello(rank_id, hello, owner)
+    """Ranks with the same `launch` share an attempt. A rank that begins anew under another id takes its old one's place."""
+    rank = ranks.hello(rank_id, hello)
     return rest.RankWelcome(
         attempt=rank.who.attempt,
         node=services.node().name,
@@ -92,7 +88,6 @@ def put_rank(
         version=services.version,
         silence_max_s=ranks.silence_max_s,
         chunk_bytes_max=CHUNK_BYTES_MAX,
-        notices=ranks.notices(hello, owner),
     )
 
 
@@ -125,7 +120,7 @@ def put_upload(rank: Known, number: Number, wanted: rest.UploadRequest) -> rest.
     """Where no slot is free, since storage has not taken the saves before, the policy decides: an older one or this one is
     dropped, the latter with 503 `generation-dropped`; under `wait` it is 429 `arena-full`: try again. Repeating is harmless.
     """
-    return rank.open(number, wanted.step, wanted.policy, wanted.intent)
+    return rank.open(number, wanted.step, wanted.policy)
 
 
 @router.get(_UPLOAD, dependencies=READS_STATED, summary="How far an upload is, and what became of it")

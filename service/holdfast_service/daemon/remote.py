@@ -28,7 +28,6 @@ from holdfast_formats.errors import (
     WrongRoot,
     from_problem,
 )
-from holdfast_formats.lineage import NO_INTENT, Intent
 
 from .arena import Arena
 from .fencing import DistantParticipant, let_in
@@ -57,8 +56,8 @@ class Chunk(NamedTuple):
 
 
 class _Upload:
-    def __init__(self, number: int, step: int, segment: Segment, turn: int) -> None:
-        self.number, self.step, self.segment, self.turn = number, step, segment, turn
+    def __init__(self, number: int, step: int, segment: Segment) -> None:
+        self.number, self.step, self.segment = number, step, segment
         self.slot = -1
         self.received: dict[str, int] = {"data": 0, "table": 0}
         self.sealed = False
@@ -103,7 +102,7 @@ class RemoteRank:
         if outgrown is not None:
             self._arena.drop(outgrown)
 
-    def open(self, number: int, step: int, policy: wire.Policy = "wait", intent: Intent = NO_INTENT) -> rest.Upload:
+    def open(self, number: int, step: int, policy: wire.Policy = "wait") -> rest.Upload:
         """Begin the rank's `number`-th upload, or find it begun. Refuses by name a step that this rank may not save.
 
         Where no slot is free the policy decides; `ArenaFull`, at once, under `wait`.
@@ -116,11 +115,11 @@ class RemoteRank:
                 return self._describe(known)
             if self._segment is None:
                 raise InvalidRequest("reserve a segment before the first upload", reason="not-reserved")
-            upload = _Upload(number, step, self._segment, intent.turn)
+            upload = _Upload(number, step, self._segment)
             with self._lock:
                 self._uploads[number] = upload
             try:
-                upload.slot = self._saver.lease(self.who, self._segment, step, 0.0, policy, intent)
+                upload.slot = self._saver.lease(self.who, self._segment, step, 0.0, policy)
             except CheckpointError:
                 with self._lock:
                     del self._uploads[number]
@@ -191,7 +190,7 @@ class RemoteRank:
             if whole.stall_s is not None:
                 self._saver.history.stalled(self.who, upload.step, whole.stall_s)
             try:
-                self._saver.seal(self.who, upload.slot, upload.step, whole.table_digest, upload.turn)
+                self._saver.seal(self.who, upload.slot, upload.step, whole.table_digest)
             except CheckpointError as error:
                 self._end(upload, "aborted", error)
                 raise
@@ -309,18 +308,12 @@ class RemoteRanks:
         with self._lock:
             return len(self._ranks)
 
-    def notices(self, hello: rest.RankHello, owner: bool) -> tuple[str, ...]:
-        return self._decisions.denied(hello.run, hello.keep_last, owner)
-
     @property
     def closing(self) -> bool:
         return self._closing.is_set()
 
-    def hello(self, rank_id: str, hello: rest.RankHello, owner: bool = False) -> RemoteRank:
-        """The rank of this id, new or known. One that begins anew takes the place of its predecessor.
-
-        `owner` says that what it asks to be kept is no mere wish.
-        """
+    def hello(self, rank_id: str, hello: rest.RankHello) -> RemoteRank:
+        """The rank of this id, new or known. One that begins anew takes the place of its predecessor."""
         if hello.protocol != wire.PROTOCOL:
             raise InvalidRequest(
                 f"the trainer speaks protocol {hello.protocol}, this daemon {wire.PROTOCOL}",
@@ -335,8 +328,7 @@ class RemoteRanks:
         if known is not None:
             return known
         self._saver.expect()
-        meant = hello if owner else hello.model_copy(update={"keep_last": None})
-        return let_in(self._saver, self._decisions, meant, lambda attempt: self._joined(rank_id, hello, attempt))
+        return let_in(self._saver, self._decisions, hello, lambda attempt: self._joined(rank_id, hello, attempt))
 
     def _joined(self, rank_id: str, hello: rest.RankHello, attempt: int) -> RemoteRank:
         made = RemoteRank((self._arena, self._saver), hello, attempt)

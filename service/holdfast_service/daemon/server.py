@@ -166,7 +166,6 @@ class _Conversation:
         self._segments: list[Segment] = []
         self._fds: list[int] = []  # that came, and that no request has taken yet
         self._refused: CheckpointError | None = None
-        self._owner = False  # whether it is the daemon's own user, or root
         self.thread = threading.Thread(target=self._run, name="holdfast-rank", daemon=True)
         self._answers: dict[type[wire.Message], Callable[[Any], wire.Reply | None]] = {
             wire.Hello: self._hello,
@@ -223,9 +222,7 @@ class _Conversation:
     def _meet(self) -> None:
         """Look who it is. Who may not speak is told so in answer to the first request, and then hung up on."""
         try:
-            caller = Caller.of(self._connection)
-            self._owner = caller.uid in (0, os.geteuid())
-            self._daemon.callers.check(caller)
+            self._daemon.callers.check(Caller.of(self._connection))
         except CheckpointError as error:
             self._refused = error
             self._connection.settimeout(REFUSED_WAIT_S)
@@ -289,16 +286,14 @@ class _Conversation:
             daemon.saver.join(who)
             return who
 
-        meant = request if self._owner else request.model_copy(update={"keep_last": None})
         return wire.Welcome(
             reply_to=request.id,
-            attempt=let_in(daemon.saver, daemon.decisions, meant, join).attempt,
+            attempt=let_in(daemon.saver, daemon.decisions, request, join).attempt,
             node=daemon.serving.node,
             root=daemon.serving.root,
             mark=daemon.serving.mark,
             version=daemon.serving.version,
             url=daemon.serving.url,
-            notices=daemon.decisions.denied(request.run, request.keep_last, self._owner),
         )
 
     def _reserve(self, request: wire.Reserve) -> None:
@@ -331,8 +326,7 @@ class _Conversation:
         self._use(segment)
         if unknown:
             daemon.adoption.take_up(segment, who)
-        turns = dict.fromkeys(request.open, 0) | dict(zip(request.open, request.turns, strict=False))
-        daemon.saver.take_over(who, turns)
+        daemon.saver.take_over(who, request.open)
         daemon.adoption.back(who, segment)
         return wire.Done(reply_to=request.id)
 
@@ -353,13 +347,12 @@ class _Conversation:
         who = self._known()
         if not self._segments:
             raise InvalidRequest("reserve a segment before leasing a slot")
-        how = (request.wait_s, request.policy, request.intent)
-        slot = self._daemon.saver.lease(who, self._segments[-1], request.step, *how)
+        slot = self._daemon.saver.lease(who, self._segments[-1], request.step, request.wait_s, request.policy)
         return wire.Granted(reply_to=request.id, slot=slot, deadline_s=LEASE_DEADLINE_S)
 
     def _seal(self, request: wire.Seal) -> wire.Reply:
         try:
-            self._daemon.saver.seal(self._known(), request.slot, request.step, request.table_digest, request.turn)
+            self._daemon.saver.seal(self._known(), request.slot, request.step, request.table_digest)
         except CheckpointError:
             for segment in self._segments:
                 segment.disown(request.slot)
