@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,8 +12,9 @@ import torch
 
 from holdfast_formats.errors import InvalidRequest
 
-from . import trees
-from .fragments import Storable, is_dtensor
+from . import json_values, trees
+from .containers import Keeper, can_take, is_mutable
+from .fragments import Fragment, Storable, is_dtensor
 from .json_values import referred
 from .leaves import RANK_PREFIX, Content, Plan, Selection, Stored
 
@@ -45,14 +47,18 @@ class Stateful(NamedTuple):
         if all(name.startswith(RANK_PREFIX) for name in names):
             return {}
         live = self._tree().tensors
-        return {name: torch.empty_like(value) for name, value in live.items() if is_dtensor(value)}  # type: ignore[arg-type]
+        return {name: _like(value) for name, value in live.items() if is_dtensor(value) or isinstance(value, Fragment)}
 
 
 class Value(NamedTuple):
-    """A nested plain value, perhaps with tensors: restored in place where it can be, else put into the state mapping."""
+    """A nested plain value, perhaps with tensors: restored into the live containers, arrays and tensors, else put into them.
+
+    Every save reads what stands in the state's mapping then.
+    """
 
     key: str
     state: Mapping[str, Any]
+    keeper: Keeper
 
     @property
     def groups(self) -> frozenset[str]:
@@ -62,46 +68,57 @@ class Value(NamedTuple):
         _collect(content, self.key, trees.grow(self.state[self.key], self.key, self.key))
 
     def plan(self, stored: Stored, selection: Selection) -> Plan:
-        """Want the stored document; live tensors at the same places are filled, live dicts, lists and arrays kept."""
-
-        if selection.takes(GROUP, self.key):
-            self._check_installable()
+        """Want the stored document; live tensors at the same places are filled, whatever is mutable there stays itself."""
         live = trees.grow(self.state[self.key], self.key, self.key).tensors
-        plan = _plan(self.key, stored, selection, lambda _: live, self._install)
-        if plan.documents and stored.value(*plan.documents[0]) is not None:
+        plan = _plan(self.key, stored, selection, lambda _: _filled(live), self._install)
+        text = stored.value(GROUP, self.key)
+        if text is not None and selection.takes(GROUP, self.key):
+            self._check_installable(
+                json_values.loads(text, self.key, lambda kind, _: np.empty(0) if kind == "array" else None)
+            )
             offered = {leaf.name for leaf in plan.wanted}
             plan.missing += [
                 f"{GROUP}/{name}" for name in live if name not in offered and f"{GROUP}/{name}" not in plan.missing
             ]
         return plan
 
-    def _check_installable(self) -> None:
-        """Refuse, before anything is touched, a value that nobody could be given back."""
-        if not isinstance(self.state, MutableMapping) and not isinstance(self.state[self.key], dict | list | np.ndarray):
-            raise InvalidRequest(
-                f"{self.key}: a plain {type(self.state[self.key]).__name__} cannot be put into a state that is read-only",
-                hint="hand over the state as a dict, or wrap the value in a dict or list",
-            )
+    def _check_installable(self, value: Any) -> None:
+        """Refuse, before anything is touched, a value that nobody could be given back; of an array the form is compared."""
+        live = self.state[self.key]
+        if isinstance(live, np.ndarray) and isinstance(value, np.ndarray):
+            fits = live.flags.writeable
+        else:
+            fits = is_mutable(live) and can_take(live, value)
+        if not (fits or isinstance(self.state, MutableMapping)):
+            raise self._read_only(value)
+
+    def _read_only(self, value: Any) -> InvalidRequest:
+        return InvalidRequest(
+            f"{self.key}: a plain {type(value).__name__} cannot be put into a state that is read-only",
+            hint="hand over the state as a dict, or wrap the value in a dict or list",
+        )
 
     def _install(self, value: Any) -> None:
         live = self.state[self.key]
-        if type(live) is type(value) is dict:
-            live.clear()
-            live.update(value)
-        elif type(live) is type(value) is list:
-            live[:] = value
-        elif isinstance(live, np.ndarray) and isinstance(value, np.ndarray) and _same_form(live, value):
-            live[...] = value
-        elif isinstance(self.state, MutableMapping):
-            self.state[self.key] = value
+        kept = self.keeper.put(live, value, self.key)
+        if kept is not live:
+            if not isinstance(self.state, MutableMapping):
+                raise self._read_only(value)
+            self.state[self.key] = kept
+
+
+def _filled(live: Mapping[str, Storable]) -> dict[str, Storable]:
+    """Memory to fill by name: the live tensor's own, and another one where it stands in the state more than once."""
+    times = Counter(map(id, live.values()))
+    return {name: value if times[id(value)] == 1 else _like(value) for name, value in live.items()}
+
+
+def _like(value: Storable) -> Storable:
+    return value.with_tensor(torch.empty_like(value.tensor)) if isinstance(value, Fragment) else torch.empty_like(value)
 
 
 def _install(install: Callable[[Any], object], regrown: trees.Regrown) -> None:
     install(regrown.build())
-
-
-def _same_form(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.flags.writeable
 
 
 def _collect(content: Content, key: str, tree: trees.Tree) -> None:

@@ -27,6 +27,7 @@ import torch
 
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded
 
+from .advice import advice
 from .fragments import Fragment
 
 DEPTH_MAX = 64
@@ -93,6 +94,7 @@ class _Writer:
         self.path = path
         self.place = place
         self.above: set[int] = set()
+        self.hashed = 0  # how many keys and members of sets this is in
 
     def encode(self, value: Any, trail: Trail) -> Any:
         kind = type(value)
@@ -126,10 +128,18 @@ class _Writer:
         return [self.encode(value, (*trail, f"[{position}]")) for position, value in enumerate(values)]
 
     def members(self, values: Iterable[Any], trail: Trail) -> list[Any]:
-        return sorted((self.encode(value, (*trail, "{…}")) for value in values), key=_text)
+        return sorted((self.key(value, (*trail, "{…}")) for value in values), key=_text)
+
+    def key(self, value: Any, trail: Trail) -> Any:
+        """A tensor here has no place that is the same at the next start, and is refused."""
+        self.hashed += 1
+        try:
+            return self.encode(value, trail)
+        finally:
+            self.hashed -= 1
 
     def pairs(self, value: Mapping[Any, Any], trail: Trail) -> list[Any]:
-        return [[self.encode(k, (*trail, f"{k!r:.40}")), self.encode(v, (*trail, f"{k!s:.80}"))] for k, v in value.items()]
+        return [[self.key(k, (*trail, f"{k!r:.40}")), self.encode(v, (*trail, f"{k!s:.80}"))] for k, v in value.items()]
 
     def mapping(self, value: dict[Any, Any], trail: Trail) -> Any:
         keys = list(value)
@@ -146,7 +156,7 @@ class _Writer:
         return {"$defaultdict": [None if factory is None else factory.__name__, self.pairs(value, trail)]}
 
     def _beside(self, value: Any, trail: Trail) -> Any:
-        if self.place is None:
+        if self.place is None or self.hashed:
             raise self._refusal(value, trail)
         return {"$array" if isinstance(value, np.ndarray) else "$tensor": self.place(trail, value)}
 
@@ -161,7 +171,7 @@ class _Writer:
         named = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         return InvalidRequest(
             f"{render(self.path, trail)}: a value of type {named} cannot be stored",
-            hint="state holds tensors, numpy arrays and nested plain Python values; nothing is pickled",
+            hint=advice(value, self.path, trail),
             path=render(self.path, trail),
         )
 

@@ -13,13 +13,14 @@ from holdfast_formats.errors import CorruptManifest
 from holdfast_formats.region import Shape
 
 from . import trees
+from .containers import Keeper
 from .fragments import Fragment, global_shape, is_dtensor, local_tensor
 from .leaves import Key, Plan, Selection, Stored
 from .optimizers import GROUP, IMPLEMENTATION, LOCAL, MASTER_GROUP, MESH, PLAIN, OptimizerState, Parameter, placed
 from .torch_dtypes import local_shape, torch_dtype
 
 
-def plan(state: OptimizerState, stored: Stored, selection: Selection) -> Plan:
+def plan(state: OptimizerState, stored: Stored, selection: Selection, keeper: Keeper) -> Plan:
     """Want the live state and what a fresh optimizer lacks of the stored one, to be installed once filled.
 
     Nothing of the optimizer changes before the plan's actions run. A parameter without stored and without live
@@ -32,17 +33,18 @@ def plan(state: OptimizerState, stored: Stored, selection: Selection) -> Plan:
     if text is None or not selection.takes(GROUP, state.key):
         state.want_live(made, selection, set())
         return made
-    return _Resumption(state, stored, selection, made).prepare(text)
+    return _Resumption(state, stored, selection, made, keeper).prepare(text)
 
 
 class _Resumption:
     """The optimizers of one key and a checkpoint's document of them, on the way to a plan."""
 
-    def __init__(self, state: OptimizerState, stored: Stored, selection: Selection, plan: Plan) -> None:
+    def __init__(self, state: OptimizerState, stored: Stored, selection: Selection, plan: Plan, keeper: Keeper) -> None:
         self.state = state
         self.stored = stored
         self.selection = selection
         self.plan = plan
+        self.keeper = keeper
         self.shards = state.shard_keys()
         self.done: set[Key] = set()
         self.created: list[tuple[Parameter, str, torch.Tensor]] = []
@@ -133,11 +135,18 @@ class _Resumption:
             parameter.optimizer.state[parameter.tensor][key] = value
         for name, kept in values.items():
             if name in parameters:
-                tensor, optimizer = parameters[name].tensor, parameters[name].optimizer
-                optimizer.state[tensor].update(tree_map_only(torch.Tensor, partial(_moved, tensor.device), kept))
+                tensor = parameters[name].tensor
+                self._put(
+                    parameters[name].optimizer.state[tensor],
+                    tree_map_only(torch.Tensor, partial(_moved, tensor.device), kept),
+                    name,
+                )
         for group, stored in zip(self.state.groups_of_parameters(), hyper, strict=True):
-            for key, value in stored.items():
-                group[key] = _merged(group.get(key), value)
+            self._put(group, {key: _merged(group.get(key), value) for key, value in stored.items()}, "param_groups")
+
+    def _put(self, live: dict[str, Any], values: Mapping[str, Any], where: str) -> None:
+        for key, value in values.items():
+            live[key] = self.keeper.put(live.get(key), value, f"{self.state.key}/{where}/{key}")
 
 
 def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

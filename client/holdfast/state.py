@@ -28,6 +28,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 
 from . import extras, optimizer_wrappers, optimizers, resumption, rng, sharding_marks
+from .containers import Keeper
 from .declared import Declared, Live
 from .extras import Stateful, Value
 from .fragments import Fragment, Storable, is_dtensor
@@ -83,6 +84,7 @@ class Parts(NamedTuple):
     named: tuple[NamedTensors, ...]
     optimizers: tuple[OptimizerState, ...]
     others: tuple[Asked, ...]
+    keeper: Keeper
 
     @property
     def all(self) -> tuple[Part, ...]:
@@ -102,7 +104,7 @@ class Parts(NamedTuple):
     def plans(self, stored: Stored, selection: Selection) -> list[Plan]:
         """What each entry wants back."""
         named = [part.plan(stored, selection) for part in self.named]
-        resumed = [resumption.plan(part, stored, selection) for part in self.optimizers]
+        resumed = [resumption.plan(part, stored, selection, self.keeper) for part in self.optimizers]
         return [*named, *resumed, *(part.plan(stored, selection) for part in self.others)]
 
 
@@ -225,14 +227,15 @@ class TrainState:
         parts = self._parts(stored)
         selection = Selection(check_groups(groups, parts.groups), tuple(ignore))
         if self.declared is None:
-            return settle(restoration(parts.plans(stored, selection), stored, selection, strict), parts.masters, from_model)
+            found = restoration(parts.plans(stored, selection), stored, selection, strict)
+            return parts.keeper.noting(settle(found, parts.masters, from_model))
         live = _live(parts.named)
         shown = self.declared.inward(stored, selection.groups, live)
         plans = parts.plans(shown.stored, selection)
         for plan in plans:
             plan.wanted = [leaf for leaf in plan.wanted if leaf.key in shown.held or not live.is_empty(leaf)]
         found = settle(restoration(plans, shown.stored, selection, strict), parts.masters, from_model)
-        return land(found, shown.held, shown.notes)
+        return parts.keeper.noting(land(found, shown.held, shown.notes))
 
     def _streams(self, others: Sequence[Part]) -> RandomState:
         loaders = [part.target for part in others if isinstance(part, Stateful) and hasattr(part.target, "__iter__")]
@@ -255,15 +258,16 @@ class TrainState:
             sharding_marks.check(part.path, part.state.tensors, self.world, self.declared is not None)
         optimizers_now = _optimizers(self.state, tensors)
         others: list[Asked] = []
+        keeper = Keeper()
         for key, value in self.state.items():
             if _is_loose(key, value):
-                others.append(Stateful(key, value, self.rank) if _is_stateful(value) else Value(key, self.state))
+                others.append(Stateful(key, value, self.rank) if _is_stateful(value) else Value(key, self.state, keeper))
         groups = {part.group for part in tensors} | {EXTRA} | ({OPTIM} if optimizers_now else set())
         stores_masters = stored is not None and MASTER in stored.specs and bool(stored.specs[MASTER])
         if (stores_masters and optimizers_now) or any(optimizer.has_masters() for optimizer in optimizers_now):
             groups.add(MASTER)
         ordered = sorted(groups, key=lambda group: (_ORDER.index(group) if group in _ORDER else 0, group))
-        return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, self._streams(others)))
+        return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, self._streams(others)), keeper)
 
 
 def _by_group(groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:

@@ -67,7 +67,10 @@ def _from_array(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
     try:
         return torch.from_numpy(np.array(array, order="C", copy=True))
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{path}: a numpy array of {array.dtype} cannot be stored: {error}") from error
+        raise InvalidRequest(
+            f"{path}: a numpy array of {array.dtype} cannot be stored: {error}",
+            hint="write it as an array of numbers in this machine's byte order, text as a list",
+        ) from error
 
 
 class Regrown(NamedTuple):
