@@ -54,9 +54,14 @@ _LINES: tuple[tuple[tuple[type, ...], str], ...] = (
 )
 
 
-def advice(value: object, path: str, trail: tuple[str, ...]) -> str:
-    """The line to write instead of `value`, which stands at `trail` below the state's entry `path`."""
-    at = _expression(f'state["{path}"]', trail)
+def advice(value: object, path: str, trail: tuple[str, ...], inside: bool = False) -> str:
+    """The line to write instead of `value`, which stands at `trail` below the state's entry `path`.
+
+    `inside`: not in the entry itself, but in what an object's `state_dict` gave.
+    """
+    at = _expression("state_dict()" if inside else f'state["{path}"]', trail)
+    if inside and (isinstance(value, nn.Module) or _is_stateful(value)):
+        return f"write {at}.state_dict() in its place, and give that to its load_state_dict() after the restore"
     if trail and (isinstance(value, nn.Module | torch.optim.Optimizer) or _is_stateful(value)):
         own = "_".join((path, *(step.strip("[]") for step in trail)))
         return f'give it an entry of its own: state["{own}"] = {at}, and leave it out of state["{path}"]'

@@ -44,13 +44,13 @@ _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float,
 _SCALAR_KINDS = "biufc"
 
 
-def dumps(value: Any, path: str, place: Place | None = None) -> str:
+def dumps(value: Any, path: str, place: Place | None = None, inside: bool = False) -> str:
     """The canonical JSON text of `value`; equal values have equal texts.
 
     Raises `InvalidRequest` naming the path below `path` of what JSON cannot hold, `LimitExceeded` for what is nested or
-    grown beyond the limits. Without `place`, tensors and arrays are refused too.
+    grown beyond the limits. Without `place`, tensors and arrays are refused too. `inside`: an object gave the value.
     """
-    text = _text(_Writer(path, place).encode(value, ()))
+    text = _text(_Writer(path, place, inside).encode(value, ()))
     if len(text) > TEXT_BYTES_MAX:
         raise LimitExceeded(
             f"{path}: its JSON takes {len(text)} bytes, over {TEXT_BYTES_MAX}",
@@ -90,8 +90,9 @@ def render(path: str, trail: Trail) -> str:
 class _Writer:
     """One walk over a value; the containers on the way down are remembered to find cycles."""
 
-    def __init__(self, path: str, place: Place | None) -> None:
+    def __init__(self, path: str, place: Place | None, inside: bool) -> None:
         self.path = path
+        self.inside = inside
         self.place = place
         self.above: set[int] = set()
         self.hashed = 0  # how many keys and members of sets this is in
@@ -171,7 +172,7 @@ class _Writer:
         named = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         return InvalidRequest(
             f"{render(self.path, trail)}: a value of type {named} cannot be stored",
-            hint=advice(value, self.path, trail),
+            hint=advice(value, self.path, trail, self.inside),
             path=render(self.path, trail),
         )
 

@@ -153,14 +153,8 @@ class Plan:
     actions: list[Callable[[], None]] = field(default_factory=list)
 
     def want(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
-        """Ask for a tensor's bytes; refuses, by name, memory in which elements share their place."""
+        """Ask for a tensor's bytes."""
         leaf, _ = describe(group, name, value, local)
-        for piece in leaf.pieces:
-            if any(n > 1 and stride == 0 for n, stride in zip(piece.tensor.shape, piece.tensor.stride(), strict=True)):
-                raise InvalidRequest(
-                    f"tensor {leaf.path!r} is expanded: several elements share one place in memory, it cannot be restored",
-                    hint="give the state a contiguous tensor, or ignore= this name",
-                )
         self.wanted.append(leaf)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -75,13 +79,43 @@ def local_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_storable(tensor: torch.Tensor, name: str) -> None:
-    """Refuse, by name, a tensor that is not plain strided memory of a dtype that safetensors knows."""
+    """Refuse, by name, what is not plain strided memory, each element its own, of a dtype that safetensors knows."""
     reason = _obstacle(tensor)
     if reason:
         raise InvalidRequest(
             f"tensor {name!r} is {reason} and cannot be stored", hint="convert it, or leave it out of the state"
         )
+    if overlaps(tensor):
+        raise InvalidRequest(
+            f"tensor {name!r} is expanded or overlaps itself: elements share a place in memory, it could not be restored",
+            hint="hand over tensor.contiguous() instead: register_buffer(name, tensor.contiguous()), or ignore= this name",
+        )
     safetensors_name(tensor.dtype, name)
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of strided memory share a place in it: `expand` makes such tensors, and `as_strided`."""
+    return not tensor.is_contiguous() and shares_places(tuple(tensor.shape), tensor.stride())
+
+
+def shares_places(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of an array of this form stand at the same place."""
+    steps = sorted((abs(stride), n) for n, stride in zip(shape, strides, strict=True) if n > 1)
+    if 0 in shape or not steps:
+        return False
+    reach = 0  # of all smaller steps together
+    for stride, n in steps:
+        if stride <= reach:
+            break
+        reach += stride * (n - 1)
+    else:
+        return False
+    if prod(n for _, n in steps) > 1 + sum(stride * (n - 1) for stride, n in steps):
+        return True
+    places = np.zeros(1, np.int64)  # steps that interleave: only the places themselves tell
+    for stride, n in steps:
+        places = np.add.outer(places, np.arange(n, dtype=np.int64) * stride).reshape(-1)
+    return np.unique(places).size < places.size
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # asking torch what they wrap takes longer than all else here

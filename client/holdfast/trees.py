@@ -14,7 +14,7 @@ from holdfast_formats.region import Shape
 from . import json_values
 from .fragments import Fragment, Storable, is_dtensor
 from .json_values import Trail
-from .torch_dtypes import has_memory, local_shape, torch_dtype
+from .torch_dtypes import has_memory, local_shape, overlaps, shares_places, torch_dtype
 
 COPY_BYTES_MAX = 16 * 2**20  # tensors up to here are copied when the tree is taken: a loader's next batch changes them
 
@@ -40,19 +40,13 @@ def grow(value: Any, path: str, prefix: str, own: str | None = None) -> Tree:
         sharded = isinstance(item, Fragment) or is_dtensor(item)
         name = _name(prefix if own is None or sharded else own, trail, tensors)
         if isinstance(item, np.ndarray):
-            item = _from_array(item, json_values.render(path, trail))
-        elif (
-            own is not None
-            and not sharded
-            and has_memory(item)
-            and item.device.type == "cpu"
-            and item.nbytes <= COPY_BYTES_MAX
-        ):
+            item = _from_array(item, json_values.render(path, trail), filled=own is None)
+        elif own is not None and not sharded and has_memory(item) and (_is_short(item) or overlaps(item)):
             item = item.detach().clone()
         tensors[name] = item
         return name
 
-    return Tree(json_values.dumps(value, path, place), tensors)
+    return Tree(json_values.dumps(value, path, place, inside=own is not None), tensors)
 
 
 def _name(prefix: str, trail: Trail, taken: Mapping[str, Any]) -> str:
@@ -63,7 +57,16 @@ def _name(prefix: str, trail: Trail, taken: Mapping[str, Any]) -> str:
     return candidate
 
 
-def _from_array(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
+def _is_short(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.nbytes <= COPY_BYTES_MAX
+
+
+def _from_array(array: np.ndarray[Any, Any], path: str, filled: bool) -> torch.Tensor:
+    if filled and array.flags.writeable and shares_places((*array.shape, array.itemsize), (*array.strides, 1)):
+        raise InvalidRequest(
+            f"{path}: elements of this numpy array share a place in memory, it could not be restored",
+            hint="hand over numpy.array(value) instead",
+        )
     try:
         return torch.from_numpy(np.array(array, order="C", copy=True))
     except (TypeError, ValueError) as error:

@@ -127,6 +127,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "record array": lambda: np.zeros(1, [("a", "i4")]),
     "complex128 array": lambda: np.zeros(1, complex),
     "swapped array": lambda: np.zeros(1, ">f4"),
+    "overlapping array": lambda: np.lib.stride_tricks.as_strided(np.zeros(6), (3, 3), (8, 8)),
     "date of numpy": lambda: np.datetime64("2020-01-01"),
     "tensor in a set": lambda: {torch.ones(1)},
     "tensor as a key": lambda: {(torch.ones(1), 1): 1},
@@ -205,7 +206,8 @@ def test_immutable_values_come_back_in_their_place(kind: str) -> None:
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_json_cannot_hold_is_refused_where_it_stands(kind: str) -> None:
     """No value is saved as something that only looks like it: the first save names the place, and what to write instead."""
-    for place, depth in WAYS:
+    ways = [way for way in WAYS if kind != "overlapping array" or way[0] != "object"]  # an object gets another array
+    for place, depth in ways:
         with pytest.raises(InvalidRequest, match=r"^(tensor 'extra/)?(ranks/00000/)?entry") as refusal:
             save(wrapped(REFUSED[kind](), place, depth))
         where = {"dict": "at", "list": "1", "tuple": "1", "deque": "1", "object": "held"}[place]
