@@ -35,16 +35,22 @@ def test_a_plain_tensor_is_one_whole_box():
         torch.arange(24.0).view(4, 6)[1:3, ::2],
         torch.arange(6.0).view(2, 3).t(),
         torch.tensor(5),
-        torch.ones(3).expand(2, 3),
+        torch.ones(3).expand(1, 3),
         torch.tensor([True, False]),
     ],
-    ids=["strided view", "transposed", "0-d", "expanded", "bool"],
+    ids=["strided view", "transposed", "0-d", "one row", "bool"],
 )
 def test_views_and_scalars_are_taken_as_they_are(tensor):
-    """No copy is made of what is not contiguous, has no dimension, or is expanded."""
+    """No copy is made of what is not contiguous, or has no dimension."""
     [piece] = pieces(tensor, "w").pieces
     assert piece.box.shape == tuple(tensor.shape) == tuple(piece.tensor.shape)
     assert piece.tensor.data_ptr() == tensor.data_ptr() and piece.tensor.stride() == tensor.stride()
+
+
+def test_elements_that_share_a_place_are_refused():
+    """An expanded tensor has no memory of its own for each element: said by name."""
+    with pytest.raises(InvalidRequest, match="'w' is expanded or overlaps itself"):
+        pieces(torch.ones(3).expand(2, 3), "w")
 
 
 def test_an_empty_tensor_has_no_pieces():
