@@ -19,6 +19,7 @@ EVENTS: dict[str, str] = {
     "attempt-declared": "a launch of training said hello for the first time",
     "run-ended": "all ranks of a run have said goodbye",
     "run-lost": "ranks of a run are gone without a goodbye",
+    "run-swept": "nothing was ever saved to a run, its ranks are long gone, and it is listed no more",
     "checkpoint-committed": "a checkpoint is complete, durable and visible",
     "save-aborted": "a save ended without a checkpoint; `detail` has the problem",
     "save-dropped": "the policy let a save go for another one",

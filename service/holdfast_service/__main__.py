@@ -23,7 +23,7 @@ from holdfast_service.config import LISTEN, Config, parse
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.logs import log_what_nobody_catches, start_logging
 from holdfast_service.storage import libc
-from holdfast_service.storage.posix import lock_root
+from holdfast_service.storage.locking import lock_root
 from holdfast_service.watching import notify_ready
 
 if TYPE_CHECKING:

@@ -36,8 +36,10 @@ from holdfast_service.daemon.loader import Loader
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saver import Saver
 from holdfast_service.daemon.scrub import CheckJobs, Scrub
-from holdfast_service.daemon.server import Daemon, Serving
+from holdfast_service.daemon.server import Daemon
+from holdfast_service.daemon.serving import Serving
 from holdfast_service.daemon.spill import Spill
+from holdfast_service.daemon.sweeping import Sweeper
 from holdfast_service.replication import Copies, copying
 from holdfast_service.storage import disk_speed
 from holdfast_service.storage.identity import Identity, settle
@@ -104,7 +106,8 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     checker = Checker(tier, decisions)
     saver = Saver(tier, decisions, config.node, checker)
     saver.history.disk.probe = partial(disk_speed.measure, root, PROBE_BYTES)
-    arena = Arena(budget, keeper, Spill(root) if config.spill == "auto" else None, saver.holds.make_room)
+    spill = Spill(root) if config.spill == "auto" else None
+    arena = Arena(budget, keeper, spill, saver.holds.make_room, config.run_share)
     adoption = Adoption(arena, saver, decisions)
     decisions.recover(adoption.start)
     scrub = _scrub(config, checker, decisions, saver)
@@ -116,6 +119,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     parts = (arena, saver, decisions, adoption, loader)
     daemon = Daemon(config.socket.absolute(), about, parts, Callers.of_group(config.socket_group))
     stack.callback(daemon.close)
+    stack.callback(Sweeper(decisions.empty_runs, (saver, arena)).close)
     remote = RemoteRanks((arena, saver, decisions), config.silence_max, mark.id)
     stack.callback(remote.close)
     checks = CheckJobs(checker, scrub, tier)
@@ -168,6 +172,7 @@ def services(config: Config, control: Control, node: Node, door: Policy, stack: 
         door=door,
         history=watch(config, control.catalog.database, stack),
         slots=lambda: (node.arena_bytes_max, node.arena.slots),
+        held=lambda: node.arena.holders,
     )
 
 

@@ -23,6 +23,7 @@ LISTEN = "127.0.0.1:8420"
 NO_LISTENER = NO_SCRUB = "none"
 REPLICA_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 SCRUB_BYTES_PER_SECOND = 20_000_000
+RUN_SHARE_PERCENT = 96  # of an automatic --arena-bytes-max that is 90 % of the machine; the rest is for who comes next
 SCRUB_EVERY_S = 7 * 86_400.0
 FIRST_INHERITED = 3  # the first descriptor that a service manager passes (sd_listen_fds)
 _DESCRIPTION = "Run the checkpoint daemon of this machine, until it is interrupted."
@@ -44,6 +45,7 @@ class Config(BaseModel):
     keep: int | None = Field(default=None, ge=1)
     catalog: str | None = None
     arena_bytes_max: int | None = Field(default=None, ge=0)
+    run_share: int = Field(default=RUN_SHARE_PERCENT, ge=1, le=100)
     spill: Literal["auto", "never"] = "auto"
     write_bytes_per_second: int | None = Field(default=None, ge=1)
     replica: tuple[tuple[str, Path], ...] = ()
@@ -205,7 +207,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep", metavar="N", help="keep the newest N verified checkpoints of a run (default: all)")
     parser.add_argument("--catalog", metavar="URL", help="SQLAlchemy URL of the catalog (default: SQLite under --root)")
     parser.add_argument(
-        "--arena-bytes-max", metavar="BYTES", help="limit on shared memory (default: 90%% of what machine and cgroup have)"
+        "--arena-bytes-max", metavar="BYTES", help="limit on shared memory (default: 94%% of what machine and cgroup have)"
+    )
+    parser.add_argument(
+        "--run-share",
+        metavar="PERCENT",
+        help=f"how much of it a run may have, of what other runs do not hold (default: {RUN_SHARE_PERCENT})",
     )
     parser.add_argument(
         "--spill", metavar="auto|never", help="stage on the root's disk what memory has no room for (default: auto)"

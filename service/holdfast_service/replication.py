@@ -18,9 +18,8 @@ from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.replicas import RepairBook, ReplicaBook
 from holdfast_service.daemon.repair import Lend, Repairer
 from holdfast_service.daemon.replicas import Replicator, reached
-from holdfast_service.storage import RootLock, Tier
+from holdfast_service.storage import PosixTier, RootLock, Tier, lock_root
 from holdfast_service.storage.pacing import Pace
-from holdfast_service.storage.posix import PosixTier, lock_root
 from holdfast_service.transfers import Transfers
 
 log = logging.getLogger(__name__)

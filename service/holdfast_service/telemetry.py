@@ -57,6 +57,7 @@ METRICS: dict[str, Metric] = {
     "holdfast_replica_damaged": Metric("gauge", "Copies in a tier that are damaged", ("tier",)),
     "holdfast_arena_bytes": Metric("gauge", "Shared memory held for staging"),
     "holdfast_arena_bytes_max": Metric("gauge", "Shared memory that may be held for staging"),
+    "holdfast_run_arena_bytes": Metric("gauge", "Shared memory that a run holds for staging and restores", ("run",)),
     "holdfast_arena_slots": Metric("gauge", "Slots of the arena, by what they are in use for", ("state",)),
     "holdfast_ranks": Metric("gauge", "Ranks connected to this daemon"),
     "holdfast_restore_read_bytes": Metric(

@@ -14,8 +14,8 @@ from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFail
 from holdfast_service import config
 from holdfast_service.control import consistency, ownership, salvage
 from holdfast_service.control.decisions import utc_now
+from holdfast_service.storage import PosixTier, lock_root
 from holdfast_service.storage.identity import known, settle
-from holdfast_service.storage.posix import PosixTier, lock_root
 
 WORK = ("check", "check-thorough", "rebuild", "adopt")
 

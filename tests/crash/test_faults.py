@@ -17,7 +17,7 @@ from holdfast_service.storage import Buffer, FileWriter, MemoryTier, Tier
 from tests.daemon.saver_world import RUN, SaverWorld
 
 ACTS = (
-    *("create", "put", "replace", "sync_directory", "publish", "remove_tree"),
+    *("create", "put", "replace", "sync_directory", "publish", "remove_file", "remove_empty", "remove_tree"),
     *("read", "read_into", "read_stored", "size", "list"),
 )
 KINDS = (*ACTS, "write", "finish")

@@ -186,10 +186,12 @@ def test_the_ranks_of_one_launch_may_all_come_at_once(world_size: int, monkeypat
             return present(run)
 
         monkeypatch.setattr(world.saver, "present", others_come_first)
-        joined = [fencing.let_in(world.saver, world.decisions, hello(0, world_size, "launch-1"), lambda attempt: attempt)]
+        joined = [fencing.let_in((world.saver, world.decisions), hello(0, world_size, "launch-1"), lambda attempt: attempt)]
         assert joined == [1]
         with pytest.raises(RunBusy):
-            fencing.let_in(world.saver, world.decisions, hello(0, world_size, "launch-2", process="another"), joined.append)
+            fencing.let_in(
+                (world.saver, world.decisions), hello(0, world_size, "launch-2", process="another"), joined.append
+            )
         assert joined == [1]
         for rank in there:
             rank.leave()

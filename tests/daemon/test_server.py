@@ -78,7 +78,7 @@ def test_memory_over_the_budget_is_refused_with_the_numbers(daemon: RunningDaemo
     greedy = link(daemon)
     hello(greedy)
     with pytest.raises(
-        LimitExceeded, match=r"one slot, 2\d{6} for 2; 0 are taken, and 1000000 are left of --arena-bytes-max, 1000000 bytes"
+        LimitExceeded, match=r"one slot, 2\d{6} for 2; 0 are taken, and 960000 are left of --arena-bytes-max, 1000000 bytes"
     ):
         Slots(greedy, 2, 10**6, 0)
     for _ in range(5):

@@ -14,7 +14,7 @@ from holdfast import embedded
 from holdfast.roots import running_socket
 from holdfast_formats import naming
 from holdfast_formats.whereabouts import DaemonFile, decode
-from holdfast_service.storage.posix import lock_root
+from holdfast_service.storage.locking import lock_root
 from tests.daemons import wait_until
 
 

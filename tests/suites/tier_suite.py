@@ -351,6 +351,14 @@ class TierSuite:
         tier.remove_tree("nothing/at/all")
         assert tier.list("a") == ["bc"]
 
+    def test_remove_empty(self, tier: Tier, raw: Raw) -> None:
+        """An empty directory goes, nothing is fine; a directory that holds something, and a file, stay."""
+        raw.write("a/b/file", b"x")
+        assert not tier.remove_empty("a") and not tier.remove_empty("a/b") and not tier.remove_empty("a/b/file")
+        tier.remove_file("a/b/file")
+        assert tier.remove_empty("a/b") and tier.list("a") == []
+        assert tier.remove_empty("a") and tier.remove_empty("a") and tier.remove_empty("nothing/at/all")
+
     def test_free_bytes(self, tier: Tier) -> None:
         """There is room in an empty tier."""
         assert tier.free_bytes() > 0
@@ -373,6 +381,7 @@ class TierSuite:
             lambda: tier.list(path),
             lambda: tier.remove_file(path),
             lambda: tier.remove_tree(path),
+            lambda: tier.remove_empty(path),
         ]
         for call in calls:
             with pytest.raises(InvalidRequest):

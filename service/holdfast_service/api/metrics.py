@@ -14,8 +14,8 @@ from holdfast_service.control.catalog import ENDED
 from holdfast_service.control.gauges import Gauges
 from holdfast_service.control.rotation import WHY_REMOVED
 from holdfast_service.control.summaries import Summaries
-from holdfast_service.control.visible import sees_all
-from holdfast_service.telemetry import METRICS, PHASES, Histogram
+from holdfast_service.control.visible import sees_all, visible
+from holdfast_service.telemetry import METRICS, PHASES, RUNS_MAX, Histogram
 
 from .observing import Requests
 from .services import Services
@@ -56,10 +56,15 @@ class Collected(Collector):
 
     def _of_own_runs(self) -> Samples:
         try:
-            return {name: list(found) for name, found in self._gauges.by_run().items()}
+            known: Samples = {name: list(found) for name, found in self._gauges.by_run().items()}
         except CatalogUnavailable as away:
             log.info("there are no metrics of runs: %s", away.detail)
-            return {}
+            known = {}
+        return {**known, **self._held()}
+
+    def _held(self) -> Samples:
+        held = [((run,), size) for run, size in self._services.held().items() if visible(run)]
+        return {"holdfast_run_arena_bytes": list(held[:RUNS_MAX])}
 
     def _samples(self) -> Samples:
         node, book = self._services.node(), self._services.book
@@ -81,6 +86,7 @@ class Collected(Collector):
             "holdfast_storage_free_bytes": [((), self._services.tier.free_bytes())],
             "holdfast_events": [((kind,), self._services.events.counts[kind]) for kind in EVENTS],
             **self._arena(),
+            **self._held(),
             **self._http(),
         }
 

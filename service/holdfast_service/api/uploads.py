@@ -22,7 +22,8 @@ from holdfast_formats.errors import (
     NoSuchResource,
     from_problem,
 )
-from holdfast_service.daemon.remote import Chunk, RemoteRank, RemoteRanks
+from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
+from holdfast_service.daemon.upload import Chunk
 
 from . import problems
 from .needs import READS_STATED, WRITES_CHUNKS, WRITES_STATED, WRITES_STATED_JSON
@@ -76,10 +77,10 @@ Known = Annotated[RemoteRank, Depends(_rank)]
 
 @router.put(_RANK, dependencies=WRITES_STATED_JSON, summary="A rank says hello; repeating it is harmless")
 def put_rank(
-    services: Wired, ranks: Ranks, rank_id: RankId, hello: Annotated[rest.RankHello, Depends(_own)]
+    services: Wired, ranks: Ranks, rank_id: RankId, hello: Annotated[rest.RankHello, Depends(_own)], viewer: Viewer
 ) -> rest.RankWelcome:
     """Ranks with the same `launch` share an attempt. A rank that begins anew under another id takes its old one's place."""
-    rank = ranks.hello(rank_id, hello)
+    rank = ranks.hello(rank_id, hello, viewer.tenant)
     return rest.RankWelcome(
         attempt=rank.who.attempt,
         node=services.node().name,

@@ -226,13 +226,19 @@ class Attempts:
                 self._store(changed)
             self.complete = True
 
+    def forget(self, run: str) -> None:
+        """Nothing is known of this run any more, durably: of one that holds no checkpoint, and that nobody trains."""
+        with self._writing:
+            if run in self.known():
+                self._store({}, without=run)
+
     def _of(self, run: str) -> Declared:
         with self._lock:
             return self._runs.get(run, Declared())
 
-    def _store(self, changed: Mapping[str, Declared]) -> None:
+    def _store(self, changed: Mapping[str, Declared], without: str | None = None) -> None:
         """Write the file, then know it. The lock of the file is held."""
-        runs = {**self.known(), **changed}
+        runs = {run: made for run, made in {**self.known(), **changed}.items() if run != without}
         self._tier.replace(naming.ATTEMPTS, _File(runs=runs).model_dump_json().encode() + b"\n")
         with self._lock:
             self._runs = runs

@@ -40,6 +40,7 @@ from .book import Book
 from .catalog import Catalog
 from .checks import Findings
 from .choosing import Choices, Question, stands
+from .empty_runs import EmptyRuns
 from .events import Events
 from .facts import Lived
 from .health import Health
@@ -80,6 +81,7 @@ class Decisions:
         self.rotation = Rotation(tier, catalog, (self._files, self.readers))
         self.rotation.events = self.events
         self.findings = Findings((catalog, self.events, self.book), utc_now, self.rotation.due)
+        self.empty_runs = EmptyRuns((tier, catalog, self.attempts, self._files, self.events))
         self._admission = Admission(tier, catalog, (self._files, self.rotation, self.book.ask))
         known = (self._health, self.findings, self.readers)
         self._choices = Choices((tier, catalog, self.attempts), self.book, known, self._tell)
@@ -159,6 +161,10 @@ class Decisions:
             log.error("%s", error)
         self._known_steps(run)
         return attempt
+
+    def admit_run(self, run: str, tenant: str) -> None:
+        """`LimitExceeded` for a new run of somebody who has made too many to which nothing was saved."""
+        self.empty_runs.admit(run, tenant)
 
     def _learn_attempts(self) -> None:
         """In a root that has no file of them yet, or has lost it, the catalog knows which attempts were declared."""

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from itertools import count
 
 from holdfast_formats import naming
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, NoSuchCheckpoint, NoSuchResource
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, CorruptManifest, NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.manifest import Manifest
 from holdfast_service.storage import Tier
+
+from .run_files import read_run_file
 
 # Also what begins like them is known: SQLite keeps files beside its own.
 _OF_THE_ROOT = (naming.LOCK, naming.DAEMON_FILE, naming.ROOT_FILE, naming.CATALOG)
@@ -54,6 +56,34 @@ def foreign_files(tier: Tier, made: Manifest) -> list[str]:
     """Names inside a checkpoint's directory that its manifest does not know: somebody else's, so it is not removed."""
     known = {naming.COMMIT, naming.MANIFEST, *(file.name for file in made.files)}
     return [name for name in tier.list(naming.checkpoint_path(made.run, made.step)) if name not in known]
+
+
+def is_bare(tier: Tier, run: str) -> bool:
+    """Whether a run's directory, if there is one, holds nothing but a plain run file in which nobody has set anything."""
+    names = set(tier.list(naming.check_run(run)))
+    rooms = [f"{run}/{name}" for name in names - {naming.RUN_FILE}]
+    if not names <= _OF_A_RUN or any(tier.list(room) or not tier.stamps(room, ()) for room in rooms):
+        return False  # what is no directory has no stamp
+    try:
+        file = read_run_file(tier, run)
+    except CorruptManifest:
+        return False
+    return file.policy is None and not file.pins and not file.labels
+
+
+def remove_bare_run(tier: Tier, run: str) -> bool:
+    """Remove a bare run's directory; False where it is none, or is none any more. Nobody changes its run file meanwhile.
+
+    Directories go only when they are empty, so what comes into them at this moment stays.
+    """
+    if not is_bare(tier, run):
+        return False
+    names = tier.list(run)
+    if not all(tier.remove_empty(f"{run}/{name}") for name in names if name != naming.RUN_FILE):
+        return False
+    if naming.RUN_FILE in names:
+        tier.remove_file(f"{run}/{naming.RUN_FILE}")
+    return tier.remove_empty(run)
 
 
 def sweep(tier: Tier) -> list[str]:

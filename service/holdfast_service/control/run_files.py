@@ -81,14 +81,14 @@ class RunFiles:
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
-        self._lock = threading.Lock()
+        self.changing = threading.Lock()  # held while a file is read and replaced, or removed with its run
 
     def read(self, run: str) -> RunFile:
         return read_run_file(self._tier, run)
 
     def change(self, run: str, act: Callable[[RunFile], RunFile]) -> RunFile:
         """Replace the run's file by what `act` makes of it; a change that changes nothing writes nothing."""
-        with self._lock:
+        with self.changing:
             before = self.read(run)
             after = act(before)
             if after != before:

@@ -60,6 +60,11 @@ class Principal(NamedTuple):
     def sees_all(self) -> bool:
         return self.runs == ALL
 
+    @property
+    def tenant(self) -> str:
+        """Whose share of what all runs hold it counts for, besides its run's: "" for an admin of all runs."""
+        return "" if self.sees_all and self.scope == "admin" else f"tokens for the runs {self.runs!r}"
+
     def require(self, scope: Scope) -> None:
         """`Forbidden` when it may not so much."""
         if _SCOPES.index(scope) > _SCOPES.index(self.scope):

@@ -58,6 +58,10 @@ class Attendance:
             for run, (attempt, missing) in self._missing.items()
         }
 
+    def forget(self, run: str) -> None:
+        """Nobody of this run is here, and nobody asks what became of its ranks."""
+        self._missing.pop(run, None)
+
     def belongs(self, run: str, process: str) -> bool:
         """Whether a process is, or was, a rank of a job that is still here."""
         return any(process in crew.processes for (name, _), crew in self._crews.items() if name == run)

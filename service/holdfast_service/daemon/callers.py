@@ -38,6 +38,11 @@ class Caller(NamedTuple):
             others = b""
         return cls(pid, uid, frozenset({gid, *struct.unpack(f"{len(others) // 4}I", others)}))
 
+    @property
+    def tenant(self) -> str:
+        """Whose share of what runs hold it counts for, besides its run's: "" for root and the daemon's own user."""
+        return "" if self.uid in (0, os.geteuid()) else f"user {self.uid}"
+
 
 class Callers(NamedTuple):
     """Whom a socket lets in: this user, root, and the members of a group if one is given."""

@@ -58,8 +58,12 @@ class NearParticipant(Participant):
 _Made = TypeVar("_Made")
 
 
-def let_in(saver: Saver, decisions: Decisions, hello: wire.Hello | rest.RankHello, join: Callable[[int], _Made]) -> _Made:
+def let_in(
+    parts: tuple[Saver, Decisions], hello: wire.Hello | rest.RankHello, join: Callable[[int], _Made], tenant: str = ""
+) -> _Made:
     """Declare a rank's attempt and have it `join`; `RunBusy` for the first rank of a new launch while another job's live.
+
+    `LimitExceeded` for a new run of a `tenant` that has made too many already, and saved nothing to them.
 
     Looking and joining are one act, of one rank of the run at a time: of two jobs that start at once one finds the other.
 
@@ -67,12 +71,13 @@ def let_in(saver: Saver, decisions: Decisions, hello: wire.Hello | rest.RankHell
     ranks have not yet. `retry_after_s` says when ranks that were last heard of over HTTP count as gone; it is 0 where a
     living process holds a connection.
     """
-    limit = time.monotonic() + DYING_S
+    (saver, decisions), limit = parts, time.monotonic() + DYING_S
     while True:
         with saver.entering(hello.run):
             living = [] if hello.take_over else _others(saver, decisions, hello)
             if not living:
                 member = hello.rank, hello.session
+                decisions.admit_run(hello.run, tenant)
                 return join(decisions.hello(hello.run, hello.launch, hello.world, hello.keep_last, member))
         if all(other.remote for other in living) or time.monotonic() > limit:
             break

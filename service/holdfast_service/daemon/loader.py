@@ -197,7 +197,7 @@ class _Load:
         whole = decide(asked, _BOUNDLESS, least)
         if not len(whole.listing.rows):
             return whole
-        self._loan = self._loader.arena.lend(whole.memory_bytes)
+        self._loan = self._loader.arena.lend(whole.memory_bytes, self.key.run)
         return whole if self._loan.bytes == whole.memory_bytes else decide(asked, self._loan.bytes, least)
 
     def _fill(self, shared: Shared, waits: bool) -> wire.Loaded:

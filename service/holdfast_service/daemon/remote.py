@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,57 +35,31 @@ from .ports import Decisions
 from .rounds import Participant
 from .saver import Saver
 from .segment import Segment
+from .shares import Holder, left
+from .upload import Chunk, Part, Upload
 
 log = logging.getLogger(__name__)
 
 SILENCE_MAX_S = 60.0
-RANKS_MAX = 1024
+RANKS_MAX = 1072  # all but a few of them may be one run's, see `shares`
 ENDED_UPLOADS_MAX = 256  # of a rank: their ends can still be asked for
 DEPARTED_MAX = 1024  # ranks that were taken for dead and would be told so
 REAP_INTERVAL_S = 1.0
-
-Part = Literal["data", "table"]
-
-
-class Chunk(NamedTuple):
-    """Bytes of one part of an upload, and the digest that their sender says they have."""
-
-    offset: int
-    data: bytes | bytearray | memoryview
-    digest: str
-
-
-class _Upload:
-    def __init__(self, number: int, step: int, segment: Segment) -> None:
-        self.number, self.step, self.segment = number, step, segment
-        self.slot = -1
-        self.received: dict[str, int] = {"data": 0, "table": 0}
-        self.sealed = False
-        self.outcome: wire.Outcome | None = None
-
-    def span(self, part: Part) -> memoryview:
-        """Where in the slot this part stands."""
-        geometry = self.segment.geometry
-        if part == "data":
-            start, length = geometry.data_offset(self.slot), geometry.data_bytes
-        else:
-            start, length = geometry.table_offset(self.slot), geometry.table_bytes_max
-        return self.segment.memory[start : start + length]
 
 
 class RemoteRank:
     """One rank that speaks over HTTP: its segment and its uploads. What ends them comes from the saver, by any thread."""
 
-    def __init__(self, parts: tuple[Arena, Saver], hello: rest.RankHello, attempt: int) -> None:
+    def __init__(self, parts: tuple[Arena, Saver], hello: rest.RankHello, attempt: int, tenant: str = "") -> None:
         self._arena, self._saver = parts
-        self.hello = hello
+        self.hello, self.holder = hello, Holder(hello.run, tenant)
         self.who = DistantParticipant(hello, attempt, self._notify, lambda: self.heard)
         self.heard = time.monotonic()
         self._turn = threading.Lock()  # one request of this rank at a time; never taken by the saver
         self._lock = threading.Lock()  # guards what `_notify` touches; held for moments only
         self._segment: Segment | None = None
         self._asked: Geometry | None = None  # it may have fewer slots than that
-        self._uploads: dict[int, _Upload] = {}
+        self._uploads: dict[int, Upload] = {}
         self._ended: list[int] = []  # numbers of ended uploads, in order
         self._forgotten = 0  # how many of them are not kept any more
         self._listeners: set[Callable[[], None]] = set()
@@ -97,7 +71,8 @@ class RemoteRank:
             if self._segment is not None and self._asked == made:
                 return
             # The superblock names no owner: the rank keeps its bytes until they are committed and brings them again.
-            segment = self._arena.reserve(made, f"{self.who.run}-rank{self.who.rank}-remote")
+            label = f"{self.who.run}-rank{self.who.rank}-remote"
+            segment = self._arena.reserve(made, label, holder=self.holder)
             outgrown, self._segment, self._asked = self._segment, segment, made
         if outgrown is not None:
             self._arena.drop(outgrown)
@@ -115,7 +90,7 @@ class RemoteRank:
                 return self._describe(known)
             if self._segment is None:
                 raise InvalidRequest("reserve a segment before the first upload", reason="not-reserved")
-            upload = _Upload(number, step, self._segment)
+            upload = Upload(number, step, self._segment)
             with self._lock:
                 self._uploads[number] = upload
             try:
@@ -246,7 +221,7 @@ class RemoteRank:
             error = from_problem(outcome.problem or {}) if outcome.state == "aborted" else None
             self._end(found, outcome.state, error)
 
-    def _end(self, upload: _Upload, state: Literal["committed", "aborted"], error: CheckpointError | None) -> None:
+    def _end(self, upload: Upload, state: Literal["committed", "aborted"], error: CheckpointError | None) -> None:
         problem = error.problem() if error is not None else None
         with self._lock:
             if upload.outcome is not None:
@@ -258,14 +233,14 @@ class RemoteRank:
                 self._forgotten += 1
         self.wake()
 
-    def _find(self, number: int) -> _Upload:
+    def _find(self, number: int) -> Upload:
         with self._lock:
             upload = self._uploads.get(number)
         if upload is None or (upload.slot < 0 and upload.outcome is None):
             raise InvalidRequest(f"there is no upload {number}", hint="open it first", reason="not-open")
         return upload
 
-    def _going_on(self, number: int) -> _Upload:
+    def _going_on(self, number: int) -> Upload:
         upload = self._find(number)
         if upload.outcome is not None and upload.outcome.problem is not None:
             raise from_problem(upload.outcome.problem)
@@ -273,7 +248,7 @@ class RemoteRank:
             raise InvalidRequest(f"upload {number} is committed already")
         return upload
 
-    def _describe(self, upload: _Upload) -> rest.Upload:
+    def _describe(self, upload: Upload) -> rest.Upload:
         outcome = upload.outcome
         return rest.Upload(
             number=upload.number,
@@ -312,8 +287,11 @@ class RemoteRanks:
     def closing(self) -> bool:
         return self._closing.is_set()
 
-    def hello(self, rank_id: str, hello: rest.RankHello) -> RemoteRank:
-        """The rank of this id, new or known. One that begins anew takes the place of its predecessor."""
+    def hello(self, rank_id: str, hello: rest.RankHello, tenant: str = "") -> RemoteRank:
+        """The rank of this id, new or known. One that begins anew takes the place of its predecessor.
+
+        `tenant` stands for who may open some runs only (`shares`).
+        """
         if hello.protocol != wire.PROTOCOL:
             raise InvalidRequest(
                 f"the trainer speaks protocol {hello.protocol}, this daemon {wire.PROTOCOL}",
@@ -328,14 +306,17 @@ class RemoteRanks:
         if known is not None:
             return known
         self._saver.expect()
-        return let_in(self._saver, self._decisions, hello, lambda attempt: self._joined(rank_id, hello, attempt))
 
-    def _joined(self, rank_id: str, hello: rest.RankHello, attempt: int) -> RemoteRank:
-        made = RemoteRank((self._arena, self._saver), hello, attempt)
-        place = (hello.run, attempt, hello.rank)
+        def join(attempt: int) -> RemoteRank:
+            return self._joined(rank_id, RemoteRank((self._arena, self._saver), hello, attempt, tenant))
+
+        return let_in((self._saver, self._decisions), hello, join, tenant)
+
+    def _joined(self, rank_id: str, made: RemoteRank) -> RemoteRank:
+        hello = made.hello
+        place = (hello.run, made.who.attempt, hello.rank)
         with self._lock:
-            if self._closing.is_set() or len(self._ranks) >= RANKS_MAX:
-                raise LimitExceeded(f"{len(self._ranks)} ranks speak over HTTP already")
+            self._refuse_too_many(made.holder)
             if rank_id in self._departed:
                 raise from_problem(self._departed[rank_id])
             if rank_id in self._ranks:  # the same hello, sent again, was faster
@@ -346,6 +327,13 @@ class RemoteRanks:
             self._part(replaced, RoundAborted(f"rank {hello.rank} has begun anew"))
         self._saver.join(made.who)
         return made
+
+    def _refuse_too_many(self, who: Holder) -> None:
+        held = [(rank.holder, 1) for rank in self._ranks.values()]
+        share = left(self._arena.run_share, RANKS_MAX, held, who)
+        if self._closing.is_set() or len(held) >= RANKS_MAX or not share.left:
+            hint = "let some end first, or have ranks on the daemon's machine use its socket"
+            raise LimitExceeded(f"{len(held)} ranks speak over HTTP already, of {RANKS_MAX}, {share.name}", hint=hint)
 
     def _known(self, rank_id: str, hello: rest.RankHello) -> RemoteRank | None:
         with self._lock:

@@ -125,6 +125,14 @@ class Saver:
             for current in [r for k, r in self._open.items() if k.run == who.run and k.attempt < who.attempt]:
                 self._abort(current, StaleAttempt(f"attempt {who.attempt} of {who.run} has begun"))
 
+    def vacate(self, run: str) -> bool:
+        """Forget whose ranks were here; False where some are, or something is being saved."""
+        with self._lock:
+            if run in self._attendance.runs or any(key.run == run for key in (*self._open, *self._pending)):
+                return False
+            self._attendance.forget(run)
+            return True
+
     def present(self, run: str) -> list[Participant]:
         """The ranks of a run that are connected now, of whatever attempt."""
         with self._lock:

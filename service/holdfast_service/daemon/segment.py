@@ -20,6 +20,7 @@ from holdfast_formats.table import SlotTable
 from holdfast_service.storage import scratch
 
 from .peer import Peer
+from .shares import Holder
 from .spill import emptier
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Segment:
 
     def __init__(self, fd: int, geometry: Geometry, owner: Owner | None, name: str, spilled: bool = False) -> None:
         self.fd, self.geometry, self.owner, self.name = fd, geometry, owner, name
+        self.holder = Holder(owner.run if owner is not None else "")  # for whose share it counts
         self.spilled, self.notice = spilled, ""
         self._empty: Callable[[int], None] = emptier(fd, geometry) if spilled else lambda slot: None
         self.user: object = None  # the conversation that uses it now

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from holdfast_formats import arena as formats
 from holdfast_formats import wire
@@ -17,10 +17,8 @@ from holdfast_formats.errors import (
     CheckpointError,
     InvalidRequest,
     LimitExceeded,
-    WrongRoot,
     from_problem,
 )
-from holdfast_formats.whereabouts import RootMark
 
 from .adoption import Adoption
 from .arena import Arena
@@ -34,6 +32,8 @@ from .ports import Decisions
 from .rounds import Participant
 from .saver import Saver
 from .segment import LEASE_DEADLINE_S, Segment
+from .serving import Serving
+from .shares import Holder
 
 log = logging.getLogger(__name__)
 
@@ -44,22 +44,6 @@ ACCEPT_RETRY_S = 0.5
 FDS_MAX = 16
 REFUSED_WAIT_S = 5.0  # for the first word of somebody who may not speak
 ONLY_US = Callers()
-
-
-class Serving(NamedTuple):
-    """What the daemon tells of itself."""
-
-    node: str
-    root: str
-    mark: RootMark
-    version: str
-    url: str | None
-
-    def check(self, meant: RootMark | None) -> None:
-        """`WrongRoot` where a rank means another root, before anything is done for it."""
-        if meant is not None and not meant.is_of(self.mark):
-            hint = "it was copied, moved or restored: give it a daemon of its own; or name this one with socket= or url="
-            raise WrongRoot(f"the daemon serves {self.root}, which is not the root that the trainer means", hint=hint)
 
 
 class Daemon:
@@ -163,6 +147,7 @@ class _Conversation:
         self._send_lock = threading.Lock()
         self._decoder = wire.FrameDecoder(wire.TO_DAEMON)
         self._who: Participant | None = None
+        self._tenant = ""
         self._segments: list[Segment] = []
         self._fds: list[int] = []  # that came, and that no request has taken yet
         self._refused: CheckpointError | None = None
@@ -222,7 +207,9 @@ class _Conversation:
     def _meet(self) -> None:
         """Look who it is. Who may not speak is told so in answer to the first request, and then hung up on."""
         try:
-            self._daemon.callers.check(Caller.of(self._connection))
+            caller = Caller.of(self._connection)
+            self._daemon.callers.check(caller)
+            self._tenant = caller.tenant
         except CheckpointError as error:
             self._refused = error
             self._connection.settimeout(REFUSED_WAIT_S)
@@ -288,7 +275,7 @@ class _Conversation:
 
         return wire.Welcome(
             reply_to=request.id,
-            attempt=let_in(daemon.saver, daemon.decisions, request, join).attempt,
+            attempt=let_in((daemon.saver, daemon.decisions), request, join, self._tenant).attempt,
             node=daemon.serving.node,
             root=daemon.serving.root,
             mark=daemon.serving.mark,
@@ -301,7 +288,8 @@ class _Conversation:
         asked = formats.geometry(request.slots, request.data_bytes, request.table_bytes)
         self._part_with_segments()  # first, so that there is room where memory has none for both
         arena, holds = self._daemon.arena, self._daemon.saver.holds
-        segment = arena.take_over(asked, who.owner) or arena.reserve(asked, f"{who.run}-rank{who.rank}", who.owner)
+        label, holder = f"{who.run}-rank{who.rank}", Holder(who.run, self._tenant)
+        segment = arena.take_over(asked, who.owner) or arena.reserve(asked, label, who.owner, holder)
         self._use(segment)
         holds.succeeded(who.owner)
         reply = wire.Segment(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast_formats.arena import Geometry
-from holdfast_formats.errors import CheckpointError, LimitExceeded
+from holdfast_formats.errors import CheckpointError, LimitExceeded, NoSpace
 from holdfast_service.storage import scratch
 
 from .budget import Room
@@ -35,9 +35,18 @@ class Spill:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def make(self, asked: Geometry, room: Room) -> Spilled:
-        """One slot on the disk; `NoSpace` or `StorageFailed`, with the numbers, where the disk cannot have it either."""
+    def free_bytes(self) -> int:
+        """What the disk has room for, as this user may fill it."""
+        return scratch.free_bytes(self._root)
+
+    def make(self, asked: Geometry, room: Room, disk: Room) -> Spilled:
+        """One slot on the disk; `NoSpace` or `StorageFailed`, with the numbers, where the disk cannot have it either.
+
+        `disk` is how much of the disk may be had by who asks.
+        """
         one = asked._replace(slots=1)
+        if disk.bytes < one.segment_bytes <= self.free_bytes():
+            raise NoSpace(f"it takes {one.segment_bytes} bytes there, and {disk.bytes} are left ({disk.name})")
         fd = scratch.open_scratch(self._root, one.segment_bytes, one.data_bytes)
         try:
             speed = scratch.write_speed(fd, one.segment_bytes)
@@ -70,7 +79,7 @@ def refusal(label: str, asked: Geometry, taken: int, room: Room, why: str) -> Li
     return LimitExceeded(
         f"{label} needs {one.segment_bytes} bytes of shared memory for one slot, {asked.segment_bytes} for {asked.slots}; "
         f"{taken} are taken, and {room.bytes} are left of {room.name}{why}",
-        hint="free memory, start the daemon with a larger --arena-bytes-max, or save a smaller state",
+        hint="free memory, start the daemon with a larger --arena-bytes-max or --run-share, or save a smaller state",
         needed=one.segment_bytes,
         taken=taken,
         left=room.bytes,

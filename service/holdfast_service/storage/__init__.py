@@ -1,8 +1,8 @@
 """Where bytes rest: the Tier seam, the POSIX tier, and the tier in memory that tests use."""
 
-from .locking import RootLock
+from .locking import RootLock, lock_root
 from .memory import MemoryTier
-from .posix import PosixTier, lock_root
+from .posix import PosixTier
 from .snapshot import HubSnapshot
 from .tier import Buffer, FileWriter, Readable, Tier
 

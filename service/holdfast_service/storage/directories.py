@@ -39,6 +39,17 @@ def open_directory(parent: int, name: str, make: bool) -> int:
     return os.open(name, DIRECTORY, dir_fd=parent)
 
 
+def remove_empty(parent: int, name: str) -> bool:
+    """Remove a directory in which there is nothing; False where there is something, or where it is no directory."""
+    try:
+        os.rmdir(name, dir_fd=parent)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        return False
+    return True
+
+
 def remove_tree(parent: int, name: str) -> None:
     """Remove what is at `name`; of a symbolic link only the link."""
     try:

@@ -7,7 +7,11 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from holdfast_formats import naming
 from holdfast_formats.errors import RootBusy
+
+from .posix import FILE_MODE, make_root
+from .translation import translated
 
 
 class RootLock:
@@ -23,9 +27,15 @@ class RootLock:
             os.close(descriptor)
 
 
-def lock(root: Path, path: Path, mode: int) -> RootLock:
-    """Lock `root` by the file at `path`, which is made if it is not there."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+def lock_root(root: Path) -> RootLock:
+    """Lock `root`, which is made if it is not there; `RootBusy` names the process that holds it."""
+    make_root(root)
+    with translated("lock", str(root)):
+        return _lock(root, root / naming.LOCK)
+
+
+def _lock(root: Path, path: Path) -> RootLock:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
     try:
         return take(root, descriptor)
     except BaseException:

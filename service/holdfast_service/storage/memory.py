@@ -119,6 +119,15 @@ class MemoryTier:
         with self._lock:
             self._files.pop(tuple(split_path(path)), None)
 
+    def remove_empty(self, path: str) -> bool:
+        parent, leaf = split_leaf(path)
+        top = (*parent, leaf)
+        with self._lock:
+            if top in self._files or self.list(path):
+                return False
+            self._directories.discard(top)
+        return True
+
     def remove_tree(self, path: str) -> None:
         parent, leaf = split_leaf(path)
         top = (*parent, leaf)

@@ -11,25 +11,24 @@ import os
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRequest, NoSuchResource, StorageFailed
 
-from . import libc, locking
+from . import libc
 from .direct import ALIGNMENT, DIRECT_BYTES_MIN, REFUSED, is_aligned, open_direct
-from .directories import ABSENT, DIRECTORY, check_same, identity_of, open_directory, remove_tree
+from .directories import ABSENT, DIRECTORY, check_same, identity_of, open_directory, remove_empty, remove_tree
 from .pacing import Pace
 from .stamps import stamps
-from .tier import Buffer, check_range, octets, split_leaf, split_path
+from .tier import Buffer, check_position, check_range, octets, split_leaf, split_path
 from .translation import translated
 from .writeback import Writeback, drop_from_cache
 
 BUFFERS_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one pwritev
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hold up its reader
-_FILE_MODE = 0o666  # less the umask
+FILE_MODE = 0o666  # less the umask
 
 _fsync = os.fsync
 _pwritev = os.pwritev
@@ -53,7 +52,7 @@ class PosixTier:
             raise InvalidRequest(f"{path}: a file of {size} bytes is not possible")
         parent, leaf = split_leaf(path)
         with translated("create", path), self._directory(parent, make=True) as directory:
-            descriptor = os.open(leaf, _NEW_FILE, _FILE_MODE, dir_fd=directory)
+            descriptor = os.open(leaf, _NEW_FILE, FILE_MODE, dir_fd=directory)
             try:
                 _make_room(descriptor, size)
                 direct = open_direct(leaf, os.O_WRONLY, directory) if size >= DIRECT_BYTES_MIN else None
@@ -119,19 +118,19 @@ class PosixTier:
         self.sync_directory("/".join(here_parent))
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        _check_position(path, offset, length or 0)
+        check_position(path, offset, length or 0)
         with translated("read", path), self._file(path) as (descriptor, size):
             there = max(size - offset, 0)
             data = bytearray(there if length is None else min(length, there))
             return bytes(data[: _read_all(descriptor, offset, memoryview(data))])
 
     def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
-        _check_position(path, offset, 0)
+        check_position(path, offset, 0)
         with translated("read", path), self._file(path) as (descriptor, _):
             return _read_all(descriptor, offset, octets(buffer))
 
     def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
-        _check_position(path, offset, 0)
+        check_position(path, offset, 0)
         view = octets(buffer)
         if is_aligned(offset, [view]):
             with translated("read", path), self._file(path, direct=True) as (descriptor, _):
@@ -153,31 +152,23 @@ class PosixTier:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def list(self, path: str) -> list[str]:
-        names = split_path(path)
-        with translated("list", path):
-            try:
-                with self._directory(names) as directory:
-                    return sorted(os.listdir(directory))
-            except OSError as error:
-                if error.errno in ABSENT:
-                    return []
-                raise
+        with self._there(path) as directory:
+            return [] if directory is None else sorted(os.listdir(directory))
 
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
-        directories = split_path(path)
-        with translated("list", path):
-            try:
-                with self._directory(directories) as directory:
-                    return stamps(directory, names)
-            except OSError as error:
-                if error.errno in ABSENT:
-                    return {}
-                raise
+        with self._there(path) as directory:
+            return {} if directory is None else stamps(directory, names)
 
     def remove_file(self, path: str) -> None:
         parent, leaf = split_leaf(path)
         with translated("remove", path), self._directory(parent) as directory:
             os.unlink(leaf, dir_fd=directory)
+
+    def remove_empty(self, path: str) -> bool:
+        parent, leaf = split_leaf(path)
+        with translated("remove", path), suppress(FileNotFoundError), self._directory(parent) as directory:
+            return remove_empty(directory, leaf)
+        return True
 
     def remove_tree(self, path: str) -> None:
         parent, leaf = split_leaf(path)
@@ -202,6 +193,19 @@ class PosixTier:
             yield descriptor
         finally:
             os.close(descriptor)
+
+    @contextmanager
+    def _there(self, path: str) -> Iterator[int | None]:
+        """A descriptor of a directory to look into, None where there is none."""
+        names = split_path(path)
+        with translated("list", path), ExitStack() as stack:
+            try:
+                directory = stack.enter_context(self._directory(names))
+            except OSError as error:
+                if error.errno not in ABSENT:
+                    raise
+                directory = None
+            yield directory
 
     @contextmanager
     def _file(self, path: str, direct: bool = False) -> Iterator[tuple[int, int]]:
@@ -315,13 +319,6 @@ def make_root(root: Path) -> None:
                 os.close(descriptor)
 
 
-def lock_root(root: Path) -> locking.RootLock:
-    """Lock `root`, which is made if it is not there; `RootBusy` names the process that holds it."""
-    make_root(root)
-    with translated("lock", str(root)):
-        return locking.lock(root, root / naming.LOCK, _FILE_MODE)
-
-
 def set_aside(path: Path, target: Path) -> None:
     """Give a damaged file of ours another name. Whether that survives a power cut is no matter: it would be found again."""
     with translated("rename", str(path)):
@@ -329,7 +326,7 @@ def set_aside(path: Path, target: Path) -> None:
 
 
 def _put(directory: int, leaf: str, data: bytes) -> None:
-    descriptor = os.open(leaf, _NEW_FILE, _FILE_MODE, dir_fd=directory)
+    descriptor = os.open(leaf, _NEW_FILE, FILE_MODE, dir_fd=directory)
     try:
         _write_all(descriptor, 0, [memoryview(data)])
         _fsync(descriptor)
@@ -403,8 +400,3 @@ def _rename_to_free_name(here: int, source: str, there: int, target: str) -> Non
         if target in os.listdir(there):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
         os.rename(source, target, src_dir_fd=here, dst_dir_fd=there)
-
-
-def _check_position(path: str, offset: int, length: int) -> None:
-    if offset < 0 or length < 0:
-        raise InvalidRequest(f"{path}: {length} bytes at {offset} cannot be read")

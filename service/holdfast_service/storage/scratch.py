@@ -30,8 +30,7 @@ def open_scratch(root: Path, size: int, beside: int) -> int:
     with translated("make scratch in", str(root)):
         if libc.file_system(root) in _IN_MEMORY:
             raise StorageFailed(f"{root} is itself in memory", hint="spilling helps only where the root is on a disk")
-        status = os.statvfs(root)
-        free = status.f_bavail * status.f_frsize
+        free = _free(root)
         if free < size + beside:
             raise NoSpace(
                 f"{root} has {free} bytes free; staging needs {size} there, and the checkpoint {beside} beside it",
@@ -44,6 +43,12 @@ def open_scratch(root: Path, size: int, beside: int) -> int:
             os.close(descriptor)
             raise
     return descriptor
+
+
+def free_bytes(root: Path) -> int:
+    """What may still be reserved below `root`."""
+    with translated("stat", str(root)):
+        return _free(root)
 
 
 def is_scratch(descriptor: int) -> bool:
@@ -74,6 +79,11 @@ def empty(descriptor: int, offset: int, length: int) -> None:
     """
     with suppress(OSError):
         libc.zero_range(descriptor, offset, length)
+
+
+def _free(root: Path) -> int:
+    status = os.statvfs(root)
+    return status.f_bavail * status.f_frsize
 
 
 def nameless(root: Path) -> int:

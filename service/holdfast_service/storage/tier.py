@@ -87,6 +87,12 @@ class Tier(Readable, Protocol):
     def remove_file(self, path: str) -> None:
         """Remove one file."""
 
+    def remove_empty(self, path: str) -> bool:
+        """Remove a directory in which there is nothing; False where there is something in it, or it is no directory.
+
+        Nothing there is fine.
+        """
+
     def remove_tree(self, path: str) -> None:
         """Remove whatever is at `path` and below it; nothing there is fine. Of a symbolic link only the link goes."""
 
@@ -131,3 +137,9 @@ def check_range(path: str, offset: int, length: int, size: int) -> None:
     """Refuse bytes outside the room that a file was made with."""
     if offset < 0 or offset + length > size:
         raise InvalidRequest(f"{path}: {length} bytes at {offset} do not fit the file of {size} bytes")
+
+
+def check_position(path: str, offset: int, length: int) -> None:
+    """Refuse bytes before a file's beginning."""
+    if offset < 0 or length < 0:
+        raise InvalidRequest(f"{path}: {length} bytes at {offset} cannot be read")

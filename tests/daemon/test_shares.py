@@ -1,0 +1,107 @@
+"""What a run may hold of what all share: nearly everything alone, and never so much that nobody else gets anything."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from holdfast_formats import arena
+from holdfast_formats.arena import Owner
+from holdfast_formats.errors import LimitExceeded
+from holdfast_service.config import RUN_SHARE_PERCENT
+from holdfast_service.daemon.arena import Arena
+from holdfast_service.daemon.budget import Bound, Budget
+from holdfast_service.daemon.segment import Segment
+from holdfast_service.daemon.shares import Holder, left
+from holdfast_service.daemon.spill import Spill
+
+ONE = arena.geometry(1, 2**20, 4096)
+TOTAL = 100 * ONE.segment_bytes
+
+
+def node(total: int = TOTAL, spill: Spill | None = None, share: int = RUN_SHARE_PERCENT) -> Arena:
+    return Arena(Budget(total, lambda: [Bound("machine", 2**40, 2**40)]), spill=spill, run_share=share)
+
+
+def reserve(made: Arena, run: str, rank: int = 0, tenant: str = "") -> Segment:
+    return made.reserve(ONE, f"{run}-rank{rank}", Owner(run, rank, 200, 1), Holder(run, tenant))
+
+
+def fill(made: Arena, run: str, tenant: str = "") -> int:
+    """How many ranks of a run get memory before one is refused."""
+    for rank in range(200):
+        try:
+            reserve(made, run, rank, tenant)
+        except LimitExceeded:
+            return rank
+    raise AssertionError("nothing bounds it")
+
+
+def test_the_rule() -> None:
+    """So many percent of what others do not hold, for a run and for all runs of a tenant; 100 is no bound but the total."""
+    a, b, c = Holder("a", "team"), Holder("b", "team"), Holder("c")
+    assert left(96, 100, [], a).left == 96
+    assert left(96, 100, [(a, 96)], c).left == 3, "of the 4 that are left"
+    assert left(96, 100, [(a, 96)], a).left == 0
+    assert left(96, 100, [(a, 50)], b).left == 46, "a second name of the same team is no way around it"
+    assert left(96, 100, [(a, 50)], Holder("b", "others")).left == 48
+    assert left(96, 100, [(a, 50)], Holder("b")).left == 48
+    assert left(100, 100, [(a, 60)], b).left == 40
+    assert left(50, 100, [(a, 90)], a).left == 0, "what was there before the setting stays, and nothing comes to it"
+
+
+def test_what_a_run_alone_may_have_is_what_it_always_could() -> None:
+    """Of an automatic budget the share of a run alone is at least the 90 % of the machine that the whole arena once was."""
+    budget = Budget(None, lambda: [Bound("machine", 10**12, 10**12)])
+    assert budget.bytes_max * RUN_SHARE_PERCENT // 100 >= 9 * 10**11
+
+
+def test_one_run_does_not_take_it_all(caplog: pytest.LogCaptureFixture) -> None:
+    """Its refusal names the share and what it holds, with no other run's name; the daemon's log names all; others go on."""
+    made = node()
+    assert fill(made, "greedy") == 96
+    with pytest.raises(LimitExceeded, match=r"the run 'greedy' may hold 96 % of what others do not: .* --run-share"):
+        try:
+            reserve(made, "greedy", 99)
+        except LimitExceeded as error:
+            raise LimitExceeded(f"{error.detail} {error.hint}") from error
+    reserve(made, "later")
+    reserve(made, "latest", tenant="team")
+    with caplog.at_level(logging.WARNING), pytest.raises(LimitExceeded) as refused:
+        for rank in range(1, 9):
+            reserve(made, "later", rank)
+    assert "greedy" not in refused.value.detail and f"greedy {96 * ONE.segment_bytes}" in caplog.text
+    assert made.holders == {"greedy": 96 * ONE.segment_bytes, "later": 2 * ONE.segment_bytes, "latest": ONE.segment_bytes}
+
+
+def test_many_names_are_no_way_around_it() -> None:
+    """All runs of one tenant together hold no more than one of them could; somebody else still gets memory."""
+    made = node()
+    assert fill(made, "team-a", "team") == 96
+    assert [fill(made, f"team-{name}", "team") for name in "bc"] == [0, 0]
+    reserve(made, "other", tenant="another team")
+
+
+def test_several_ranks_restores_count_too() -> None:
+    """Memory lent for a restore is of the run's share, and no more is lent than that."""
+    made = node()
+    for rank in range(90):
+        reserve(made, "r", rank)
+    loan = made.lend(TOTAL, "r")
+    assert loan.bytes == 6 * ONE.segment_bytes and made.holders["r"] == 96 * ONE.segment_bytes
+    reserve(made, "other")
+    made.take_back(loan)
+    assert made.lend(ONE.segment_bytes, "r").bytes == ONE.segment_bytes
+
+
+def test_the_disk_is_shared_as_well(tmp_path: Path) -> None:
+    """Segments that are staged on disk leave room there: a run gets its share of what is free, by the same rule."""
+    made = node(4096, Spill(tmp_path), share=1)
+    huge = arena.geometry(1, Spill(tmp_path).free_bytes() // 50, 4096)
+    with pytest.raises(LimitExceeded, match=r"the disk's .* may hold 1 % of what others do not"):
+        made.reserve(huge, "r", Owner("r", 0, 1, 1))
+    segment = made.reserve(ONE, "r", Owner("r", 0, 1, 1))
+    assert segment.spilled and made.has("r") and not made.has("other")
+    made.drop(segment)
