@@ -371,8 +371,12 @@ LASTING = {
 
 @pytest.mark.parametrize("what", LASTING)
 @pytest.mark.parametrize("how", ["revoked", "expired"])
-def test_what_lasts_ends_with_its_token(closed: Guarded, what: str, how: str) -> None:
-    """A request that is being answered ends when its token does: refused where no answer has begun, cut behind that."""
+def test_what_lasts_ends_with_its_token(closed: Guarded, what: str, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A request that is being answered ends when its token does: refused where no answer has begun, cut behind that. The
+    log has a line of it, and no traceback: nothing has failed.
+    """
+    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "uvicorn.error")
     services = closed.running.services
     token = closed.token("admin", **({"expires_s": 1} if how == "expired" else {}))
     assert services.runner is not None
@@ -400,6 +404,8 @@ def test_what_lasts_ends_with_its_token(closed: Guarded, what: str, how: str) ->
     if "stream" not in what:
         assert b" 401 " in answer.partition(b"\r\n")[0], answer
     assert not answer.endswith(b"0\r\n\r\n")  # the end of a body that is whole
+    assert [record.levelname for record in caplog.records if "ends with its token" in record.getMessage()] == ["INFO"]
+    assert not [record.getMessage() for record in caplog.records if record.exc_info]
 
 
 def test_refusals_are_told_and_counted(closed: Guarded, caplog: pytest.LogCaptureFixture) -> None:

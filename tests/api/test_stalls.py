@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast_service.api import stalls
-from holdfast_service.api.delivery import TransferAborted
+from holdfast_service.api.problems import TransferAborted
 from holdfast_service.api.stalls import StallLimit
 
 

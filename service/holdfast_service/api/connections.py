@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 
 from .heads import HEAD_BYTES_MAX
-from .problems import MEDIA_TYPE
+from .problems import MEDIA_TYPE, TransferAborted
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,19 @@ HEAD_WAIT_MAX_S = 20.0
 _REASONS = {400: "Bad Request", 503: "Service Unavailable"}
 
 
+class _Unexpected(logging.Filter):
+    """Lets through what uvicorn says of errors, but of connections that were cut on purpose: whoever did has said why."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], TransferAborted))
+
+
+_UNEXPECTED = _Unexpected()
+
+
 def server(app: Any, log_level: str = "warning") -> uvicorn.Server:
     """A server of this application, at whatever sockets it is given."""
+    logging.getLogger("uvicorn.error").addFilter(_UNEXPECTED)
     return uvicorn.Server(
         uvicorn.Config(
             app,

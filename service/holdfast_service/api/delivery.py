@@ -43,10 +43,6 @@ class Delivery(NamedTuple):
     vary: tuple[str, ...] = ()
 
 
-class TransferAborted(Exception):
-    """Damage was found after the first bytes had left: all that is left to do is to cut the connection."""
-
-
 def fetch_posix(directory: Path) -> Fetch:
     """Read from a directory without blocking the event loop; `StorageFailed` and `CorruptManifest` by file name."""
 
@@ -217,7 +213,7 @@ async def _rest(first: bytes, body: AsyncGenerator[bytes, None]) -> AsyncGenerat
             log.error("transfer cut: %s", error)
             if isinstance(error, Damaged):
                 met(error)
-            raise TransferAborted(error.detail) from error
+            raise problems.TransferAborted(error.detail) from error
 
 
 async def _packed(body: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:

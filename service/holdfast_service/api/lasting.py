@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast_formats.errors import CheckpointError, Unauthenticated
 
-from .delivery import TransferAborted
+from .problems import TransferAborted
 
 log = logging.getLogger(__name__)
 

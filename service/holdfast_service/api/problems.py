@@ -44,6 +44,13 @@ _DESCRIBED: dict[str, Any] = {
 RESPONSES: dict[int | str, dict[str, Any]] = {"default": _DESCRIBED, 422: _DESCRIBED}
 
 
+class TransferAborted(Exception):
+    """An answer cannot go on after its first bytes have left: all that is left to do is to cut the connection.
+
+    Whoever raises it has logged why; the server says nothing more of it.
+    """
+
+
 def problem_response(error: CheckpointError, status: int = 0, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The response that carries this error, by its own status unless HTTP has a more exact one."""
     body = error.problem()
@@ -100,6 +107,7 @@ def _methods(request: Request) -> list[str]:
 
 async def _unknown(request: Request, error: Exception) -> JSONResponse:
     reference = uuid.uuid4().hex
-    log.error("%s %s failed, reference %s", request.method, request.url.path, reference, exc_info=error)
+    if not isinstance(error, TransferAborted):
+        log.error("%s %s failed, reference %s", request.method, request.url.path, reference, exc_info=error)
     hint = "the service's log has this reference beside the cause"
     return problem_response(CheckpointError(f"internal error, reference {reference}", hint=hint, reference=reference))

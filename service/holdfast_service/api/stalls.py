@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .delivery import TransferAborted
+from .problems import TransferAborted
+
+log = logging.getLogger(__name__)
 
 STALL_MAX_S = 120.0
 
@@ -21,6 +25,8 @@ class StallLimit:
             with anyio.move_on_after(STALL_MAX_S) as limit:
                 await send(message)
             if limit.cancelled_caught:
-                raise TransferAborted(f"{scope['path']}: the client took nothing for {STALL_MAX_S:.0f} s")
+                why = f"{scope['path']}: the client took nothing for {STALL_MAX_S:.0f} s"
+                log.info("transfer cut: %s", why)
+                raise TransferAborted(why)
 
         await self._app(scope, receive, send_in_time)
