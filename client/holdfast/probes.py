@@ -114,7 +114,7 @@ def service(api: Api, version: str) -> Iterator[Finding]:
     told = (
         "it tells its version to whoever has a token"
         if health.version is None
-        else f"version {health.version}, {health.root}"
+        else f"version {health.version}{f', {health.root}' if health.root else ''}"
     )
     yield Finding("service", "ok", f"{api.url}: {told}")
     if health.version is not None and health.version.split(".")[:2] != version.split(".")[:2]:

@@ -207,13 +207,13 @@ class Round(BaseModel):
 
 class Node(BaseModel):
     name: str
-    pid: int
+    pid: int | None = Field(default=None, description="for tokens of all runs")
     version: str
-    root: str
+    root: str | None = Field(default=None, description="for tokens of all runs")
     socket: str | None
     started: str
-    arena_bytes: int
-    ranks: int
+    arena_bytes: int = Field(description="held for staging; for tokens of some runs, by these")
+    ranks: int = Field(description="connected; for tokens of some runs, of these")
     busy: bool = Field(default=False, description="saves are under way, or checkpoints are still to be read back")
     socket_id: str | None = Field(
         default=None, description="inode and change time of the socket: a socket of that path without them is another's"
@@ -226,7 +226,7 @@ class Node(BaseModel):
 class Health(BaseModel):
     status: str
     version: str | None = Field(default=None, description="for those who may read")
-    root: str | None = Field(default=None, description="for those who may read")
+    root: str | None = Field(default=None, description="for tokens of all runs")
 
 
 class RankHello(BaseModel):

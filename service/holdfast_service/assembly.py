@@ -173,6 +173,7 @@ def services(config: Config, control: Control, node: Node, door: Policy, stack: 
         history=watch(config, control.catalog.database, stack),
         slots=lambda: (node.arena_bytes_max, node.arena.slots),
         held=lambda: node.arena.holders,
+        ranks=lambda: {run: len(saver.present(run)) for run in saver.runs},
     )
 
 

@@ -5,6 +5,7 @@ readers would take for different things: nothing is done, told or removed that t
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -129,6 +130,10 @@ def principals(full: bool, route: Route | None = None) -> list[tuple[str, str] |
     return every if full else [None, ("read", OURS), ("write", OURS), ("admin", OURS)]
 
 
+# Who trains finds by these that the daemon is on its machine: its socket, and the directory of its root.
+PLACES = {("PUT", "/v1/ranks/{rank_id}"), ("GET", "/v1/nodes"), ("GET", "/nodes")}
+
+
 def try_all(target: Target, full: bool) -> int:
     """Every route as it should be asked, by everybody, about both runs; how many requests that was."""
     count = 0
@@ -144,6 +149,8 @@ def try_all(target: Target, full: bool) -> int:
                 check_answer(route, answer, let_in(route, key, run), (route, key, run))
                 if key is not None and key[1] == OURS and route.about == "seen":
                     assert FOREIGN.encode() not in answer.body, (route, key, answer)
+                if (key is None or key[1] == OURS) and route.key not in PLACES:
+                    assert str(target.root.parent).encode() not in answer.body, (route, key, answer)
                 count += 1
     return count
 
@@ -188,6 +195,22 @@ def try_headers_twice(target: Target, full: bool) -> int:
 def test_who_may_do_what(target: Target) -> None:
     """Every route with every scope, about the token's own runs and about others."""
     assert try_all(target, full=False) > 380
+
+
+def test_where_things_are(target: Target) -> None:
+    """A token of some runs hears that the service answers, of its own ranks, and nothing of the machine: no root, no
+    process; of the socket only one that may save, by which it finds shared memory.
+    """
+    for scope in SCOPES:
+        mine, all_of_it = (json.loads(target.ask((scope, runs), "GET", "/v1/nodes").body) for runs in (OURS, EVERYTHING))
+        (node,), (whole,) = mine["items"], all_of_it["items"]
+        assert (node["pid"], node["root"]) == (None, None) and whole["pid"] and whole["root"] == str(target.root)
+        assert (node["socket"] is None) is (scope == "read") and whole["socket"]
+        assert node["name"] == whole["name"] and (node["ranks"], whole["ranks"]) == (1, 2)
+        assert node["arena_bytes"] <= whole["arena_bytes"]
+        for path in ("/healthz", "/readyz"):
+            mine, all_of_it = (json.loads(target.ask((scope, runs), "GET", path).body) for runs in (OURS, EVERYTHING))
+            assert (mine["root"], all_of_it["root"]) == (None, str(target.root)) and mine["version"]
 
 
 def test_bodies_that_are_called_something_else(target: Target) -> None:

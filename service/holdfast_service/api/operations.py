@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -38,13 +38,28 @@ def list_rounds(  # noqa: PLR0913 — one a filter
 
 
 @router.get("/v1/nodes", dependencies=READS, summary="Daemons that write here")
-def list_nodes(services: Wired) -> rest.Page[rest.Node]:
-    return rest.Page(items=[services.node()])
+def list_nodes(services: Wired, viewer: Viewer) -> rest.Page[rest.Node]:
+    """Where things are on its machine is for tokens of all runs; the socket also for those that may save."""
+    node = services.node()
+    return rest.Page(items=[node if viewer.sees_all else _of_own_runs(node, services, viewer)])
+
+
+def _of_own_runs(node: rest.Node, services: Services, viewer: Principal) -> rest.Node:
+    told: dict[str, Any] = {
+        "pid": None,
+        "root": None,
+        "arena_bytes": sum(size for run, size in services.held().items() if viewer.sees(run)),
+        "ranks": sum(count for run, count in services.ranks().items() if viewer.sees(run)),
+        "catalog": "the catalog is away; saves go on" if node.catalog else None,
+    }
+    if not viewer.may("write"):
+        told |= {"socket": None, "socket_id": None}
+    return node.model_copy(update=told)
 
 
 @router.get("/healthz", dependencies=OPEN, summary="The process answers; `degraded` while the catalog is away")
 async def get_health(services: Wired, viewer: Viewer) -> rest.Health:
-    """Version and root are for those who may read. Nothing is waited for, not even a thread."""
+    """The version is for those who may read, the root for tokens of all runs. Nothing is waited for, not even a thread."""
     away = services.book is not None and services.book.trouble is not None
     return _health("degraded" if away else "ok", services, viewer)
 
@@ -55,10 +70,10 @@ def get_readiness(services: Wired, viewer: Viewer) -> rest.Health:
         services.catalog.round_counts()
         services.tier.free_bytes()
     except CheckpointError as error:
-        if viewer.known:
+        if viewer.known and viewer.sees_all:
             raise
         raise StorageFailed(
-            "catalog or storage does not answer", hint="the log says which; so does this, to a token"
+            "catalog or storage does not answer", hint="the log says which; so does this, to a token for all runs"
         ) from error
     return _health("ready", services, viewer)
 
@@ -66,7 +81,8 @@ def get_readiness(services: Wired, viewer: Viewer) -> rest.Health:
 def _health(status: str, services: Services, viewer: Principal) -> rest.Health:
     if not viewer.known:
         return rest.Health(status=status)
-    return rest.Health(status=status, version=services.version, root=services.root)
+    root = services.root if viewer.sees_all else None
+    return rest.Health(status=status, version=services.version, root=root)
 
 
 @router.get(

@@ -67,6 +67,7 @@ class Services:
     book: Book | None = None  # what the catalog is still to be told, of a service that saves
     history: History | None = None  # what saves took, of a service that watches them
     slots: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})  # most bytes of the arena, its slots by use
+    ranks: Callable[[], Mapping[str, int]] = dict  # how many are connected, by run
     held: Callable[[], Mapping[str, int]] = dict  # bytes of the arena, by run
 
     @cached_property

@@ -65,9 +65,13 @@ class Principal(NamedTuple):
         """Whose share of what all runs hold it counts for, besides its run's: "" for an admin of all runs."""
         return "" if self.sees_all and self.scope == "admin" else f"tokens for the runs {self.runs!r}"
 
+    def may(self, scope: Scope) -> bool:
+        """Whether it may so much."""
+        return _SCOPES.index(scope) <= _SCOPES.index(self.scope)
+
     def require(self, scope: Scope) -> None:
         """`Forbidden` when it may not so much."""
-        if _SCOPES.index(scope) > _SCOPES.index(self.scope):
+        if not self.may(scope):
             hint = f"use a token with the scope {scope!r}"
             raise Forbidden(f"{self.name} has the scope {self.scope!r}, this needs {scope!r}", hint=hint, needed=scope)
 

@@ -87,7 +87,7 @@ async def show_restoring(
     except CheckpointError as error:
         refused = error
     files = await shown(api.page(rest.Node, "/v1/nodes"))
-    root = files.value.items[0].root if files.value and files.value.items else "."
+    root = (files.value.items[0].root if files.value and files.value.items else None) or "."
     return page(
         request,
         "restore.html",
