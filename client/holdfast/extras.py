@@ -108,9 +108,12 @@ class Value(NamedTuple):
 
 
 def _filled(live: Mapping[str, Storable]) -> dict[str, Storable]:
-    """Memory to fill by name: the live tensor's own, and another one where it stands in the state more than once."""
+    """Memory to fill by name: the live tensor's own; other memory where it stands in the state more than once, or where its
+    name is one that several keys share (1 and "1"): which of them has which depends on their order."""
     times = Counter(map(id, live.values()))
-    return {name: value if times[id(value)] == 1 else _like(value) for name, value in live.items()}
+    bases = {name: base for name in live if (base := name.rpartition("~")[0]) in live}
+    shared = {*bases, *bases.values()}
+    return {name: _like(value) if times[id(value)] > 1 or name in shared else value for name, value in live.items()}
 
 
 def _like(value: Storable) -> Storable:

@@ -311,7 +311,8 @@ def _is_tensors(value: object) -> bool:
 
 
 def _is_stateful(value: object) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
+    return not isinstance(value, type) and all(map(callable, methods))
 
 
 def _is_loose(key: str, value: object) -> bool:

@@ -86,7 +86,7 @@ class Watch:
                 self.see(mapping)
             module = inner
         for prefix, part in module.named_modules(remove_duplicate=False):
-            if part._state_dict_hooks or any(_is_special(part, method) for method in _PLAIN_METHODS):
+            if not _is_plain(part):
                 self.possible = False
                 return
             self._modules.see(part)
@@ -129,6 +129,16 @@ class Watch:
             else:
                 memory.append(value)
         self._forms = _Forms(memory)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module's `state_dict` is what its containers hold; TorchScript's are no dicts that could be compared."""
+    held = vars(module)
+    return (
+        all(isinstance(held.get(container), dict) for container in _CONTAINERS)
+        and not module._state_dict_hooks
+        and not any(_is_special(module, method) for method in _PLAIN_METHODS)
+    )
 
 
 def _is_special(module: nn.Module, method: str) -> bool:

@@ -68,6 +68,12 @@ def assign(held: Any) -> None:
     held[...] = 9
 
 
+def cyclic() -> Any:
+    held: list[Any] = [1]
+    held.append({"again": held})
+    return held
+
+
 MUTABLE: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
     "array": (lambda n: np.arange(3.0) + n, assign),
     "array of integers": (lambda n: np.full((2, 2), n, np.uint16), assign),
@@ -133,6 +139,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "tensor as a key": lambda: {(torch.ones(1), 1): 1},
     "slots": Slotted,
     "bound method": lambda: Slotted().method,
+    "class with a state_dict": lambda: Holder,
+    "cycle": cyclic,
     "lambda with a default": lambda: defaultdict(lambda: 1),
 }
 PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -277,6 +285,14 @@ def test_one_object_at_two_places_takes_one_value():
         same = like(row, 4)
         assert not restore(save({"rows": {"a": same, "b": [same]}}), shared).notes
         assert shared["rows"]["a"] is shared["rows"]["b"][0] is row and plain(row) == plain(same)
+
+
+def test_keys_that_share_a_name_keep_their_tensors():
+    """1 and "1" are two keys with one name for a file: each tensor gets its own value, whatever the order of the keys."""
+    one, two = torch.zeros(2), torch.zeros(2)
+    state = {"d": {"1": one, 1: two, "n": 0}}
+    restore(save({"d": {1: torch.full((2,), 5.0), "1": torch.full((2,), 7.0), "n": 1}}), state)
+    assert one.tolist() == [7, 7] and two.tolist() == [5, 5] and state["d"]["1"] is one and state["d"][1] is two
 
 
 def like(row: Any, n: int) -> Any:
