@@ -32,7 +32,7 @@ class Keeper:
 
     def noting(self, restoration: Restoration) -> Restoration:
         """The restoration, whose notes will have this keeper's."""
-        self.notes = restoration.notes
+        self.notes = restoration.late
         return restoration
 
     def put(self, live: Any, value: Any, path: str) -> Any:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
+
+import torch
 
 from holdfast_formats.errors import StateMismatch
 
@@ -14,7 +17,8 @@ LISTED_MAX = 20  # names in an error's text; its members have them all
 
 class Restoration(NamedTuple):
     """Where the bytes of a checkpoint go. Fill the pieces of every leaf with the stored tensor of the leaf's name, whole
-    or part, then call `apply`. `missing` and `unexpected` are names `group/name`; `notes` say what was decided on the way.
+    or part, then call `apply`. `missing` and `unexpected` are names `group/name`; `notes` say what was decided on the way,
+    and, once it was applied, `late` too.
     """
 
     leaves: tuple[Leaf, ...]
@@ -22,11 +26,13 @@ class Restoration(NamedTuple):
     unexpected: list[str]
     notes: list[str]
     actions: tuple[Callable[[], None], ...]
+    late: list[str]
 
     def apply(self) -> None:
         """Install what is not tensor memory: new optimizer state, schedulers, loaders, plain values, random streams last."""
         for action in self.actions:
             action()
+        self.notes.extend(self.late)
 
 
 class _Comparison:
@@ -38,6 +44,9 @@ class _Comparison:
         self.mismatched: list[str] = []
         self.notes: list[str] = []
         self.claimed: set[Key] = set()
+        self.late: list[str] = []
+        self.checks: list[Callable[[], None]] = []
+        self._places: dict[tuple[object, ...], Leaf] = {}
 
     def take(self, plan: Plan) -> None:
         self.missing += plan.missing
@@ -66,7 +75,18 @@ class _Comparison:
             self.mismatched.append(f"{leaf.path}: stored {dtype} {list(shape)}, live {leaf.dtype} {list(leaf.shape)}")
             return
         memory = tuple((piece.box, piece.tensor.data_ptr()) for piece in leaf.pieces)
-        self.leaves.setdefault((leaf.group, found, memory), leaf._replace(name=found))
+        if (leaf.group, found, memory) not in self.leaves:
+            self.leaves[leaf.group, found, memory] = self._apart(leaf._replace(name=found))
+
+    def _apart(self, leaf: Leaf) -> Leaf:
+        """The leaf; in memory of its own where another stored tensor goes into the same, compared when both are there."""
+        place = tuple((p.tensor.data_ptr(), p.tensor.dtype, p.tensor.shape, p.tensor.stride()) for p in leaf.pieces)
+        first = self._places.setdefault(place, leaf) if place else leaf
+        if first is leaf:
+            return leaf
+        apart = leaf._replace(pieces=tuple(piece._replace(tensor=torch.empty_like(piece.tensor)) for piece in leaf.pieces))
+        self.checks.append(partial(_compare, first, apart, self.late))
+        return apart
 
     def _take_aliases(self, group: str, aliases: dict[str, str]) -> None:
         for alias, canonical in aliases.items():
@@ -106,8 +126,17 @@ def restoration(plans: Sequence[Plan], stored: Stored, selection: Selection, str
     idle = sorted(group for group in {*stored.specs, *stored.values} - selection.groups if stored.specs.get(group))
     if idle:
         comparison.notes.append(f"groups of the checkpoint that are not restored: {', '.join(idle)}")
-    actions = tuple(action for plan in plans for action in plan.actions)
-    return Restoration(tuple(comparison.leaves.values()), comparison.missing, unexpected, comparison.notes, actions)
+    actions = (*comparison.checks, *(action for plan in plans for action in plan.actions))
+    leaves = tuple(comparison.leaves.values())
+    return Restoration(leaves, comparison.missing, unexpected, comparison.notes, actions, comparison.late)
+
+
+def _compare(first: Leaf, other: Leaf, notes: list[str]) -> None:
+    """Note that two stored tensors, which are one here, differ."""
+    for one, two in zip(first.pieces, other.pieces, strict=True):
+        if not torch.equal(*(piece.tensor.contiguous().view(-1).view(torch.uint8) for piece in (one, two))):
+            notes.append(f"{other.path} and {first.path} are one tensor here and were saved as two: {first.path} is in both")
+            return
 
 
 def _refuse(comparison: _Comparison, unexpected: list[str], strict: bool) -> None:
