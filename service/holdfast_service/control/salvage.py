@@ -29,7 +29,8 @@ from .schema import JsonText, RunRow, Table
 
 log = logging.getLogger(__name__)
 
-_BESIDE = ("-wal", "-shm", "")  # the log first: a log without its database would be taken for that of a new one
+_LOG, _INDEX = "-wal", "-shm"  # beside the file: what it does not hold yet, and an index of that, which is made anew
+_PARTS = (_LOG, "")  # the log first: a log without its database would be taken for that of a new one
 _NUMBERS_MAX = 2**53  # a larger attempt or step was never given out
 # What must not be believed of a damaged file: that bytes were proven (I10), and what spares reading them again.
 _NOT_BELIEVED = {"checkpoints": {"verified": 0, "check": None, "stamp": None}}
@@ -64,7 +65,9 @@ def open_catalog(url: str) -> Opened:
     """
     path = file_of(url)
     if path is not None and not path.exists():
-        _move_away(path)  # a log that was left behind would be taken for that of the new file
+        aside = _move_away(path)  # a log that was left behind would be taken for that of the new file
+        if aside.with_name(aside.name + _LOG).exists():
+            log.warning("%s is gone; its log was left, and is kept as %s%s", path.name, aside.name, _LOG)
         path = None
     if path is None:
         return Opened(Catalog.open(url))
@@ -80,6 +83,7 @@ def open_catalog(url: str) -> Opened:
     with closing(sqlite3.connect(aside)) as old:
         old.text_factory = lambda encoded: encoded.decode(errors="replace")
         made.salvaged = salvage(old, path)
+    set_aside(aside.with_name(aside.name + _INDEX), None)
     log.info("read from the damaged catalog: %s", made.salvaged or "nothing")
     return made
 
@@ -126,12 +130,18 @@ def _quick_check(path: Path, catalog: Catalog) -> None:
 
 
 def _move_away(path: Path) -> Path:
-    aside = next(made for n in count(1) if not (made := path.with_name(f"{path.name}.damaged-{n}")).exists())
-    for suffix in _BESIDE:
+    """Give a file and its log, or what is left of the two, another name, beside which no other's log stands."""
+    aside = next(made for n in count(1) if not _has_parts(made := path.with_name(f"{path.name}.damaged-{n}")))
+    set_aside(path.with_name(path.name + _INDEX), None)
+    for suffix in _PARTS:
         source = path.with_name(path.name + suffix)
         if source.exists():
             set_aside(source, aside.with_name(aside.name + suffix))
     return aside
+
+
+def _has_parts(path: Path) -> bool:
+    return any(path.with_name(path.name + suffix).exists() for suffix in (*_PARTS, _INDEX))
 
 
 def _readable(old: sqlite3.Connection, table: SqlTable) -> list[dict[str, Any]]:

@@ -319,10 +319,13 @@ def make_root(root: Path) -> None:
                 os.close(descriptor)
 
 
-def set_aside(path: Path, target: Path) -> None:
-    """Give a damaged file of ours another name. Whether that survives a power cut is no matter: it would be found again."""
+def set_aside(path: Path, target: Path | None) -> None:
+    """Give a file of ours that is of no use another name, or none. A power cut may undo that: it would be found again."""
     with translated("rename", str(path)):
-        os.rename(path, target)
+        if target is None:
+            path.unlink(missing_ok=True)
+        else:
+            os.rename(path, target)
 
 
 def _put(directory: int, leaf: str, data: bytes) -> None:
