@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from .manifest import Manifest
+from .observed import Life
 from .wire import Policy
 
 Item = TypeVar("Item")
@@ -26,6 +27,7 @@ class Run(BaseModel):
     checkpoints: int
     newest: int | None = Field(description="step of the newest checkpoint that is not known to be damaged")
     bytes: int
+    state: Life | None = Field(default=None, description="what became of its ranks; null where nothing is known of them")
 
 
 CheckpointState = Literal["committed", "verified", "unhealthy", "damaged"]

@@ -58,7 +58,7 @@ def trainer(daemon: RunningDaemon, run: str, launch: str, step: int = 1) -> Fork
 
 
 def test_a_killed_trainer_is_lost_until_a_new_launch_begins(tmp_path: Path) -> None:
-    """In the API, the metrics, the dashboard's dot and `holdfast top`; a daemon's restart does not forget it."""
+    """In the API, the metrics, the dashboard's dot, `holdfast top` and `holdfast ls`; a restart does not forget it."""
     with serving(tmp_path) as daemon:
         with trainer(daemon, "killed", "one") as rank:
             assert of(daemon, "killed").state == "running"
@@ -72,6 +72,8 @@ def test_a_killed_trainer_is_lost_until_a_new_launch_begins(tmp_path: Path) -> N
         assert metric(daemon, "killed") == "1"
         assert 'class="dot error"' in httpx.get(daemon.url).text
         shown = CliRunner().invoke(app, ["top", "--once", "--url", daemon.url]).stdout
+        listed = CliRunner().invoke(app, ["ls", "--url", daemon.url]).stdout.splitlines()
+        assert [line.split()[-1] for line in listed] == ["STATE", "lost"]
         assert "lost" in shown and "it goes on from step 1" in " ".join(shown.split())
         with trainer(daemon, "killed", "two", step=2):
             assert of(daemon, "killed").state == "running"

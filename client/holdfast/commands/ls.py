@@ -54,10 +54,11 @@ def _list_runs(library: Library, as_json: bool) -> None:
     if as_json:
         console.print_json([run.model_dump() for run in runs])
         return
-    table = console.table("RUN", "NEWEST", "CHECKPOINTS", "BYTES", right=("NEWEST", "CHECKPOINTS", "BYTES"))
+    right = ("NEWEST", "CHECKPOINTS", "BYTES")
+    table = console.table("RUN", *right, "STATE", right=right)
     for run in runs:
         newest = "-" if run.newest is None else str(run.newest)
-        table.add_row(run.name, newest, str(run.checkpoints), console.human_bytes(run.bytes))
+        table.add_row(run.name, newest, str(run.checkpoints), console.human_bytes(run.bytes), run.state or "-")
     console.out().print(table if runs else f"No runs in {library.label}.", markup=False)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 
 from holdfast_formats import rest
+from holdfast_service.control.facts import UNKNOWN, Lived
 from holdfast_service.control.listing import Within
 
 from . import contents, problems, selecting
@@ -22,12 +24,17 @@ State = Annotated[rest.CheckpointState | None, Query(description="only those in 
 
 @router.get("/runs", dependencies=READS, summary="Runs, by name")
 def list_runs(services: Wired, cursor: Cursor = None, limit: Limit = 100, prefix: Prefix = "") -> rest.Page[rest.Run]:
-    return services.catalog.runs(cursor, limit, prefix)
+    page, lives = services.catalog.runs(cursor, limit, prefix), services.lives()
+    return page.model_copy(update={"items": [_alive(run, lives) for run in page.items]})
 
 
 @router.get("/runs/{run}", dependencies=READS_RUN, summary="One run")
 def get_run(services: Wired, run: str) -> rest.Run:
-    return services.catalog.run(run)
+    return _alive(services.catalog.run(run), services.lives())
+
+
+def _alive(run: rest.Run, lives: Mapping[str, Lived]) -> rest.Run:
+    return run.model_copy(update={"state": lives.get(run.name, UNKNOWN).life})
 
 
 @router.get("/runs/{run}/checkpoints", dependencies=READS_RUN, summary="A run's committed checkpoints, newest step first")
