@@ -108,7 +108,7 @@ DOORS = (
     Mutation(
         "who is at the socket",
         "service/holdfast_service/daemon/server.py",
-        "            self._daemon.callers.check(Caller.of(self._connection))\n",
+        "            self._daemon.callers.check(caller)\n",
         "            pass\n",
         (_CALLERS,),
     ),

@@ -288,10 +288,7 @@ class RemoteRanks:
         return self._closing.is_set()
 
     def hello(self, rank_id: str, hello: rest.RankHello, tenant: str = "") -> RemoteRank:
-        """The rank of this id, new or known. One that begins anew takes the place of its predecessor.
-
-        `tenant` stands for who may open some runs only (`shares`).
-        """
+        """The rank of this id, new or known. One that begins anew takes its predecessor's place. `tenant`: see `shares`."""
         if hello.protocol != wire.PROTOCOL:
             raise InvalidRequest(
                 f"the trainer speaks protocol {hello.protocol}, this daemon {wire.PROTOCOL}",

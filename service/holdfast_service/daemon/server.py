@@ -56,8 +56,7 @@ class Daemon:
         parts: tuple[Arena, Saver, Decisions, Adoption, Loader],
         callers: Callers = ONLY_US,
     ) -> None:
-        self.path, self.callers = path, callers
-        self.serving = serving
+        self.path, self.serving, self.callers = path, serving, callers
         self.arena, self.saver, self.decisions, self.adoption, self.loader = parts
         self.lives = Lives(self.saver, self.decisions)
         self._lock = threading.Lock()

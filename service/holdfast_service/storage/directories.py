@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast_formats.errors import StorageFailed
@@ -25,6 +26,16 @@ def check_same(descriptor: int, at: tuple[int, int], root: Path) -> None:
             f"{root} is not the directory that it was: it was moved or mounted anew",
             hint="put it back, or stop the daemon and start it on the directory that you mean",
         )
+
+
+@contextmanager
+def absent() -> Iterator[None]:
+    """Nothing at the place that is asked for is no error."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise
 
 
 def open_directory(parent: int, name: str, make: bool) -> int:

@@ -18,7 +18,7 @@ from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRe
 
 from . import libc
 from .direct import ALIGNMENT, DIRECT_BYTES_MIN, REFUSED, is_aligned, open_direct
-from .directories import ABSENT, DIRECTORY, check_same, identity_of, open_directory, remove_empty, remove_tree
+from .directories import DIRECTORY, absent, check_same, identity_of, open_directory, remove_empty, remove_tree
 from .pacing import Pace
 from .stamps import stamps
 from .tier import Buffer, check_position, check_range, octets, split_leaf, split_path
@@ -141,15 +141,10 @@ class PosixTier:
 
     def size(self, path: str) -> int | None:
         parent, leaf = split_leaf(path)
-        with translated("stat", path):
-            try:
-                with self._directory(parent) as directory:
-                    status = os.stat(leaf, dir_fd=directory, follow_symlinks=False)
-            except OSError as error:
-                if error.errno in ABSENT:
-                    return None
-                raise
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
+        with translated("stat", path), absent(), self._directory(parent) as directory:
+            status = os.stat(leaf, dir_fd=directory, follow_symlinks=False)
+            return status.st_size if stat.S_ISREG(status.st_mode) else None
+        return None
 
     def list(self, path: str) -> list[str]:
         with self._there(path) as directory:
@@ -199,12 +194,9 @@ class PosixTier:
         """A descriptor of a directory to look into, None where there is none."""
         names = split_path(path)
         with translated("list", path), ExitStack() as stack:
-            try:
+            directory = None
+            with absent():
                 directory = stack.enter_context(self._directory(names))
-            except OSError as error:
-                if error.errno not in ABSENT:
-                    raise
-                directory = None
             yield directory
 
     @contextmanager
