@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from holdfast_formats.errors import InvalidRequest
 
@@ -76,7 +75,7 @@ class Value(NamedTuple):
             self._check_installable(
                 json_values.loads(text, self.key, lambda kind, _: np.empty(0) if kind == "array" else None)
             )
-            offered = {leaf.name for leaf in plan.wanted}
+            offered = {leaf.name for leaf in plan.wanted} | {name for name in live if not selection.takes(GROUP, name)}
             plan.missing += [
                 f"{GROUP}/{name}" for name in live if name not in offered and f"{GROUP}/{name}" not in plan.missing
             ]
@@ -117,7 +116,7 @@ def _filled(live: Mapping[str, Storable]) -> dict[str, Storable]:
 
 
 def _like(value: Storable) -> Storable:
-    return value.with_tensor(torch.empty_like(value.tensor)) if isinstance(value, Fragment) else torch.empty_like(value)
+    return value.with_tensor(value.tensor.detach().clone()) if isinstance(value, Fragment) else value.detach().clone()
 
 
 def _install(install: Callable[[Any], object], regrown: trees.Regrown) -> None:
@@ -149,7 +148,10 @@ def _plan(
     regrown = trees.regrow(text, key, partial(stored.spec, GROUP), held)
     plan.missing += [f"{GROUP}/{name}" for name in regrown.unknown]
     for name, tensor in regrown.tensors.items():
-        plan.want(GROUP, name, tensor)
+        if name in held and not selection.takes(GROUP, name):
+            plan.claimed.add((GROUP, name))  # ignored: the value is put together with what is live there
+        else:
+            plan.want(GROUP, name, tensor)
     if not regrown.unknown:
         plan.actions.append(partial(_install, install, regrown))
     return plan

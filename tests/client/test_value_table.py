@@ -295,6 +295,19 @@ def test_keys_that_share_a_name_keep_their_tensors():
     assert one.tolist() == [7, 7] and two.tolist() == [5, 5] and state["d"]["1"] is one and state["d"][1] is two
 
 
+def test_a_tensor_within_a_value_can_be_ignored():
+    """By its own name: it keeps what it held, and all around it comes back."""
+    both = torch.zeros(2)
+    state = {"r": {"x": torch.zeros(2), "a": np.zeros(2), "s": [both, both], "n": 0}}
+    ones = torch.ones(2)
+    saved = save({"r": {"x": torch.ones(2), "a": np.ones(2), "s": [ones, ones], "n": 1}})
+    restore(saved, state, ignore=["extra/r/x", "extra/r/a", "extra/r/s/*"])
+    assert plain(state["r"]["x"]) == plain(torch.zeros(2)) and plain(state["r"]["a"]) == plain(np.zeros(2))
+    assert state["r"]["s"][0] is both and both.tolist() == [0, 0] and state["r"]["n"] == 1
+    restore(saved, state)
+    assert both.tolist() == [1, 1] and state["r"]["x"].tolist() == [1, 1] and state["r"]["a"].tolist() == [1, 1]
+
+
 def like(row: Any, n: int) -> Any:
     return torch.full((2,), float(n)) if isinstance(row, torch.Tensor) else type_of(row, n)
 
