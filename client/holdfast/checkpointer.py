@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Any, SupportsIndex, get_args
 
 from holdfast_formats import naming, wire
-from holdfast_formats.errors import CheckpointError, DaemonGone, GenerationDropped, InvalidRequest
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, DaemonGone, GenerationDropped, InvalidRequest
+from holdfast_formats.lineage import Existing
 from holdfast_formats.packing import FILE_BYTES_MAX
 from holdfast_formats.table import digests_bytes
 
@@ -25,6 +26,7 @@ from .growth import Need
 from .handover import Handover, Sealable
 from .leaves import is_ignored
 from .masters import Masters
+from .origin import Origin
 from .place import open_checkpoint, place
 from .preparation import Preparation
 from .restoring import RestoreReport, Wanted, load
@@ -91,7 +93,7 @@ class Checkpointer:
         self._assets = found if self._launch.rank == 0 else {}
         self._fenced, self._file_bytes_max, self._policy = fenced, file_bytes_max, policy
         self._check = check_check(check)
-        self._tickets = Tickets()
+        self._tickets, self._origin = Tickets(), Origin()
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
         self._session = Session(who, place(root, socket, url), self._tickets, slots)
         self._handover: Handover | None = None
@@ -123,6 +125,7 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         wait: Wait | None = None,
         check: Check | None = None,
+        existing: Existing = "refuse",
     ) -> SaveTicket:
         """Take the state as it is now and return at once; copying, writing and committing go on in the background.
 
@@ -140,15 +143,26 @@ class Checkpointer:
 
         Every rank calls it with the same step and groups (default: all). `metrics` are remembered with the checkpoint.
         Raises `InvalidRequest` or `StateMismatch`, before anything is staged, for state that cannot be stored;
-        `StateOverwritten` after a restore that failed half-way; `AlreadyCommitted` for a step that exists; `StaleAttempt`
+        `StateOverwritten` after a restore that failed half-way; `AlreadyCommitted` for a step that exists, unless training
+        had left it behind by restoring an older one, or it is unhealthy: those are replaced, at one stroke. `existing` says
+        what else to do: "same" takes a step of this line of training for saved, "replace" replaces any. `StaleAttempt`
         when a newer launch of the run has begun. What fails later, or because the daemon died and none comes for it within
         seconds, is told by the ticket and as a `SaveWarning` by the next save. `wait="durable"` returns when the step is
         committed and raises if it is not.
         """
         if wait not in (None, "staged", "durable"):
             raise InvalidRequest(f"wait must be 'staged' or 'durable', not {wait!r}")
+        if existing not in get_args(Existing):
+            raise InvalidRequest(f"existing must be one of {', '.join(get_args(Existing))}, not {existing!r}")
         ticket = SaveTicket(self.run, check_step(step), 0)
-        asked = SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, check_check(check or self._check) == "full")
+        if existing == "same":
+            under_way = self._tickets.awaited(ticket.step, self._state.groups() if groups is None else groups)
+            if under_way is not None:
+                if wait == "durable":
+                    under_way.result()
+                return under_way
+        how = check_check(check or self._check) == "full"
+        asked = SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing)
         handover = self._begin(asked)
         if handover is not None and wait is not None:
             began = time.monotonic()
@@ -257,8 +271,13 @@ class Checkpointer:
         layout = self._lay_out(snapshot)
         ticket, wait = asked.ticket, asked.wait
         try:
-            ticket.attempt = self._session.connected(start=True).attempt
+            ticket.attempt, ticket.groups = self._session.connected(start=True).attempt, snapshot.groups
             handover = self._hand_over(asked, snapshot, layout)
+        except AlreadyCommitted as committed:
+            if asked.existing != "same" or not committed.members.get("same"):
+                raise
+            ticket.saved_before()
+            return None
         except DaemonGone as gone:
             # None has come for the one that died: the save has failed, training goes on. Where there never was a daemon
             # it is raised: then something is set up wrongly.
@@ -293,6 +312,7 @@ class Checkpointer:
         loading = falling_back.Loading(lambda found: self._load(found, part), self._state.wholeness.take_back)
         restored = falling_back.restore(self._session, self._launch.world, asked, loading)
         if restored is not None:
+            self._origin.restored(restored.step, wanted, self._state.groups())
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
             for note in restored.notes:
                 log.info("restore of %s@%s: %s", self.run, restored.step, note)
@@ -380,13 +400,14 @@ class Checkpointer:
     def _hand_over(self, asked: SaveRequest, snapshot: Snapshot, layout: staging.Layout) -> Handover:
         ticket = asked.ticket
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
-        table = staging.encode_table(who, snapshot, layout, asked.metrics, self._file_bytes_max)
+        intent = self._origin.intent(asked.existing, snapshot.groups)
+        table = staging.encode_table(who, snapshot, layout, asked.metrics, self._file_bytes_max, intent)
         says = self._claims.of(layout, ticket)
         need = Need(layout.data_bytes, len(table) + (says.table_bytes if says is not None else 0), layout.leaves)
         slots = self._session.room_for(need, self._handover)
         policy: wire.Policy = "wait" if asked.wait == "durable" else self._policy
         with self._tickets.beginning(ticket):
-            slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy)
+            slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy, intent)
         return Handover(ticket, Sealable(slot, layout, table, says, asked.full), self._tickets, self._routes)
 
     def _tell_failures(self) -> None:

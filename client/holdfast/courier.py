@@ -103,21 +103,20 @@ class Courier:
         """Ask whether the step may be saved; raises what refuses it. A link that is slow to answer stops no save."""
         self.saves.add(save)
         try:
-            self.ask(save.number, save.step, policy)
+            self.ask(save.number, save.wanted.model_copy(update={"policy": policy}))
         except CheckpointError:
             self.saves.forget(save)
             raise
 
-    def ask(self, number: int, step: int, policy: wire.Policy) -> bool:
+    def ask(self, number: int, wanted: rest.UploadRequest) -> bool:
         """Begin an upload at the daemon, where the policy decides if no slot is free; whether it could be asked by now."""
-        wanted = rest.UploadRequest(step=step, policy=policy)
         try:
             self._api.open_upload(self._rank_id, number, wanted, OPEN_TIMEOUT_S)
         except CheckpointError as error:
             # A daemon that was started anew may not know us quite yet.
             if not (isinstance(error, (*_PASSING, NoSuchResource)) or _may_go_on(error)):
                 raise
-            log.info("the daemon does not take step %d yet: %s", step, error.detail)
+            log.info("the daemon does not take step %d yet: %s", wanted.step, error.detail)
             return False
         return True
 
@@ -299,7 +298,8 @@ class Courier:
                     patience.wait(self._closing)
             except AlreadyCommitted:
                 # The daemon before this one may have committed it, and died before it told us.
-                if self._api.checkpoint(self._hello.run, save.step).attempt != self.welcome.attempt:
+                found = self._api.checkpoint(self._hello.run, save.step)
+                if (found.attempt, found.turn) != (self.welcome.attempt, save.wanted.turn):
                     raise
                 self._tell(save, None)
             except CheckpointError as error:

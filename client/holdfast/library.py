@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from holdfast_formats import naming, rest
+from holdfast_formats import lineage, naming, rest
 from holdfast_formats.errors import (
     CheckpointError,
     DaemonGone,
@@ -22,6 +22,7 @@ from . import retention
 from .api import Api
 from .config import DEFAULT_ROOT, default_url, given_url
 from .filters import NO_FILTER, Filter
+from .place import living_steps
 from .reader import CheckpointReader
 from .sources import DirectorySource, HttpSource, Source
 
@@ -103,16 +104,19 @@ class DirectoryLibrary:
             except CheckpointError as error:
                 unreadable.append(error)
                 continue
-            if wanted.lets_through(made):
-                found.append(made)
-        return Listing(found, unreadable)
+            found.append(made)
+        left = lineage.abandoned(found)
+        placed = [made.model_copy(update={"abandoned": made.step in left}) for made in found]
+        return Listing([made for made in placed if wanted.lets_through(made)], unreadable)
 
     def source(self, run: str, step: int | None) -> Source:
         steps = self._steps(run)
         if not steps or (step is not None and step not in steps):
             wanted = run if step is None else f"{run}@{step}"
             raise NoSuchCheckpoint(f"{self.root} has no checkpoint {wanted}", hint="`holdfast ls` lists what there is")
-        return DirectorySource(self.root / naming.checkpoint_path(run, steps[0] if step is None else step))
+        if step is None:
+            step = next(iter(living_steps(self.root, run)), steps[0])
+        return DirectorySource(self.root / naming.checkpoint_path(run, step))
 
     def judged(self, target: Target) -> int:
         hint = "name one with --url, or name the step"
@@ -128,7 +132,7 @@ class DirectoryLibrary:
             attempt=max((checkpoint.attempt for checkpoint in held), default=0),
             keep_last=None,
             checkpoints=len(held),
-            newest=held[0].step if held else None,
+            newest=next((checkpoint.step for checkpoint in held if not checkpoint.abandoned), None),
             bytes=sum(checkpoint.bytes for checkpoint in held),
         )
 

@@ -71,7 +71,7 @@ class Link:
         self._hello: wire.Hello | None = None
         self._attempt: int | None = None
         self._segment = -1
-        self._awaited: set[int] = set()
+        self._awaited: dict[int, int] = {}  # step -> the turn of its save
         self._unsaid: list[wire.Seal] = []  # that no daemon has answered
         self._begin(_connect(path))
         _links.add(self)
@@ -223,9 +223,9 @@ class Link:
             self._hello = message.model_copy(update={"root": RootMark(id=reply.mark.id)})
             self._attempt = reply.attempt
         elif isinstance(message, wire.Lease) and isinstance(reply, wire.Granted):
-            self._awaited.add(message.step)
+            self._awaited[message.step] = message.intent.turn
         elif isinstance(message, wire.Abandon) or (isinstance(message, wire.Seal) and isinstance(reply, wire.Failed)):
-            self._awaited.discard(message.step)
+            self._awaited.pop(message.step, None)
 
     def _receive_loop(self, connection: socket.socket) -> None:
         decoder = wire.FrameDecoder(wire.TO_RANK)
@@ -302,8 +302,8 @@ class Link:
             raise CheckpointError(f"the daemon at {self.path} takes this launch for attempt {welcome.attempt}")
         if self._segment >= 0:
             with self._condition:
-                awaited = tuple(sorted(self._awaited))
-            attach = wire.Attach(id=self.next_id(), open=awaited)
+                awaited = dict(sorted(self._awaited.items()))
+            attach = wire.Attach(id=self.next_id(), open=tuple(awaited), turns=tuple(awaited.values()))
             _expected(attach, self._ask(attach, limit, (self._segment,)), wire.Done)
         while True:
             with self._condition:
@@ -324,7 +324,7 @@ class Link:
     def _take(self, message: Any) -> None:
         if isinstance(message, wire.Outcome):
             with self._condition:
-                self._awaited.discard(message.step)
+                self._awaited.pop(message.step, None)
             self._on_outcome(message)
             return
         with self._condition:

@@ -65,8 +65,8 @@ class OwnSegment:
 class OwnSave:
     """One save in a slot of ours, until its end is known (`told`) and nobody fills the slot any more (not `staging`)."""
 
-    def __init__(self, number: int, step: int, segment: OwnSegment, slot: int) -> None:
-        self.number, self.step, self.segment, self.slot = number, step, segment, slot
+    def __init__(self, number: int, wanted: rest.UploadRequest, segment: OwnSegment, slot: int) -> None:
+        self.number, self.wanted, self.segment, self.slot = number, wanted, segment, slot
         self.staging = True
         self.begun = False  # its upload, which nothing here takes back any more
         self.delivered = False  # a daemon has all of it
@@ -74,6 +74,10 @@ class OwnSave:
         self.problem: dict[str, Any] | None = None
         self.whole: rest.SealRequest | None = None
         self.stall_s: float | None = None
+
+    @property
+    def step(self) -> int:
+        return self.wanted.step
 
     def seal(self, table_digest: str) -> None:
         """The slot is complete: what it holds stands in its header from now on."""

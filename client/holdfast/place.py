@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest, NoSuchCheckpoint, WrongRoot
+from holdfast_formats import lineage, naming
+from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, InvalidRequest, NoSuchCheckpoint, WrongRoot
 from holdfast_formats.whereabouts import RootMark
 from holdfast_formats.wire import Outcome, Welcome
 
@@ -16,7 +17,7 @@ from . import embedded, roots
 from .api import Api
 from .config import DEFAULT_ROOT, default_socket
 from .link import Link
-from .reader import CheckpointReader
+from .reader import CheckpointReader, read_placement
 from .remote import RemoteLink
 from .sources import DirectorySource, HttpSource
 from .transport import Transport
@@ -151,6 +152,16 @@ def open_checkpoint(root: Path | None, url: str | None, run: str, step: int) -> 
             hint="mount the daemon's root at the same path here, or start it with --listen",
         )
     return CheckpointReader.open(HttpSource(Api(url), run, step))
+
+
+def living_steps(root: Path, run: str, among: Sequence[int] | None = None) -> list[int]:
+    """The steps of `committed_steps`, or `among` others, that training has not left behind by going on from an older one."""
+    steps, known = committed_steps(root, run) if among is None else among, []
+    for step in steps:
+        with suppress(Damaged), closing(DirectorySource(root / naming.checkpoint_path(run, step))) as source:
+            known.append(read_placement(source))  # what is wrong with it, loading it says
+    left = lineage.abandoned(known)
+    return [step for step in steps if step not in left]
 
 
 def committed_steps(root: Path, run: str) -> list[int]:

@@ -112,18 +112,7 @@ class CheckpointReader:
 
     @classmethod
     def _open(cls, source: Source, complete: bool) -> CheckpointReader:
-        try:
-            commit_bytes = _read_bounded(source, naming.COMMIT, manifests.COMMIT_BYTES_MAX)
-        except NoSuchResource as error:
-            raise NotCommitted(
-                f"{source.label} has no {naming.COMMIT}, so it is not a checkpoint",
-                hint="`holdfast ls` lists the committed checkpoints",
-                file=naming.COMMIT,
-            ) from error
-        try:
-            manifest_bytes = _read_bounded(source, naming.MANIFEST, manifests.MANIFEST_BYTES_MAX)
-        except NoSuchResource as error:
-            raise CorruptManifest(f"{source.label} has no {naming.MANIFEST}", file=naming.MANIFEST) from error
+        manifest_bytes, commit_bytes = _read_vouching(source)
         reader = cls(source, manifests.decode(manifest_bytes, commit_bytes), manifest_bytes, commit_bytes)
         if complete:
             for file in reader.manifest.files:
@@ -332,6 +321,28 @@ def _cut(run: Run, holds: Callable[[Piece], bool]) -> Iterator[tuple[Run, bool]]
         octets = run.octets[low:high] if run.octets is not None else None
         yield run._replace(first=first, stop=stop, octets=octets), held
         first = stop
+
+
+def read_placement(source: Source) -> manifests.Placement:
+    """The place of a checkpoint among others of its run; raises what opening a reader raises."""
+    return manifests.placement(*_read_vouching(source))
+
+
+def _read_vouching(source: Source) -> tuple[bytes, bytes]:
+    """The manifest and COMMIT, which comes first (I5)."""
+    try:
+        commit_bytes = _read_bounded(source, naming.COMMIT, manifests.COMMIT_BYTES_MAX)
+    except NoSuchResource as error:
+        raise NotCommitted(
+            f"{source.label} has no {naming.COMMIT}, so it is not a checkpoint",
+            hint="`holdfast ls` lists the committed checkpoints",
+            file=naming.COMMIT,
+        ) from error
+    try:
+        manifest_bytes = _read_bounded(source, naming.MANIFEST, manifests.MANIFEST_BYTES_MAX)
+    except NoSuchResource as error:
+        raise CorruptManifest(f"{source.label} has no {naming.MANIFEST}", file=naming.MANIFEST) from error
+    return manifest_bytes, commit_bytes
 
 
 def _read_bounded(source: Source, name: str, bytes_max: int) -> bytes:

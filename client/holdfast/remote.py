@@ -118,6 +118,7 @@ class RemoteLink:
             root="",  # a directory of that name here would be another one
             mark=RootMark(id=welcome.root_id),
             version=welcome.version,
+            notices=welcome.notices,
             url=self.url,  # the address that this rank uses, which need not be the one the daemon knows of itself
         )
 
@@ -144,7 +145,7 @@ class RemoteLink:
             raise InvalidRequest("reserve a segment before leasing a slot")
         number = next(self._numbers)
         slot = _make_room(courier, segment, number, message)
-        save = OwnSave(number, message.step, segment, slot)
+        save = OwnSave(number, _wanted(message, "wait"), segment, slot)
         try:
             courier.begin(save, message.policy)
         except CheckpointError:
@@ -185,6 +186,11 @@ class RemoteLink:
         return self._courier
 
 
+def _wanted(message: wire.Lease, policy: wire.Policy) -> rest.UploadRequest:
+    about = {"restored": message.intent.restored, "turn": message.intent.turn, "existing": message.intent.existing}
+    return rest.UploadRequest(step=message.step, policy=policy, groups=message.intent.groups, **about)
+
+
 def _make_room(courier: Courier, segment: OwnSegment, number: int, wanted: wire.Lease) -> int:
     """An own slot. Where none is free the policy decides: here of what is not being uploaded, else at the daemon."""
     attempt, policy = courier.welcome.attempt, wanted.policy
@@ -196,7 +202,7 @@ def _make_room(courier: Courier, segment: OwnSegment, number: int, wanted: wire.
     if policy == "newest-wins" and courier.take_back(wanted.step, policy):
         return segment.lease(wanted.step, attempt, 0.0)
     error = GenerationDropped.of(wanted.step, None, policy)
-    if not courier.ask(number, wanted.step, policy):
+    if not courier.ask(number, _wanted(wanted, policy)):
         raise error
     try:  # what the daemon let go of, or had committed, we are about to hear of
         return segment.lease(wanted.step, attempt, OPEN_TIMEOUT_S)

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, SupportsIndex, get_args
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateOverwritten, TornSnapshot
+from holdfast_formats.lineage import Existing
 
 from .calls import CLOSE, RESTORE, Later
 from .tickets import SaveTicket, Tickets
@@ -28,6 +29,7 @@ class SaveRequest(NamedTuple):
     metrics: Mapping[str, float]
     wait: Wait | None
     full: bool  # compare all that was copied
+    existing: Existing = "refuse"
 
     def put_off(self, during: str, save: Callable[[], object], tickets: Tickets) -> Later:
         """To be saved when the call has ended that a signal handler interrupted, which the ticket says; refused by name

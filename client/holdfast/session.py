@@ -19,7 +19,7 @@ from .config import take_over
 from .handover import Handover
 from .leaves import Leaf
 from .node import Neighbours
-from .place import Place, committed_steps, connect, open_checkpoint, published_steps
+from .place import Place, connect, living_steps, open_checkpoint, published_steps
 from .preparation import Preparation
 from .slots import Slots
 from .tickets import Tickets
@@ -97,7 +97,7 @@ class Session:
         if self._link is not None:
             self._link.close()
         made = connect(self._place, start, (self._tickets.outcome, self._tickets.lost), self._greet)
-        for note in made.notes:
+        for note in (*made.notes, *made.welcome.notices):
             if note not in self.notices:
                 self.say(note)
         self._link, self._welcome, self._slots = Aside(made.link), made.welcome, None
@@ -204,7 +204,7 @@ class Session:
         """The newest step in the directory but the one that is damaged, where no daemon knows better."""
         if error is None or choice.turn is not None or choice.root is None:
             return None
-        return next((step for step in committed_steps(choice.root, self._who.run) if step != choice.step), None)
+        return next((step for step in living_steps(choice.root, self._who.run) if step != choice.step), None)
 
     def held(self, step: int) -> list[HeldSlot]:
         """The slots from which a step was committed, where the daemon still holds them; the caller closes them."""
@@ -230,13 +230,15 @@ class Session:
 
 
 def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...], below: int | None = None) -> int | None:
-    steps = [found for found in published_steps(root, run) if below is None or found < below]
     if step is not None:
+        steps = published_steps(root, run)
         if step not in steps:
             raise NoSuchCheckpoint(f"{root} has no checkpoint {run}@{step}", hint=f"there are {steps[:10]}")
         return step
     offers: dict[int, Sequence[str]] = {}
-    for candidate in steps:
+    for candidate in (
+        found for found in living_steps(root, run, published_steps(root, run)) if below is None or found < below
+    ):
         try:
             with open_checkpoint(root, None, run, candidate) as reader:
                 if set(groups) <= set(reader.manifest.groups):

@@ -10,6 +10,7 @@ from holdfast_formats import arena, wire
 from holdfast_formats.arena import SlotHeader, SlotState
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError, DaemonGone, LimitExceeded
+from holdfast_formats.lineage import NO_INTENT, Intent
 
 from .mapping import Mapping
 from .transport import Transport
@@ -20,9 +21,9 @@ LEASE_MARGIN_S = 30.0  # how much longer than the daemon itself we wait for its 
 class Slot:
     """A leased slot: `data` is shared memory to fill; `seal` or `abandon` ends the lease."""
 
-    def __init__(self, slots: Slots, index: int, step: int, attempt: int) -> None:
+    def __init__(self, slots: Slots, index: int, step: int, attempt: int, turn: int) -> None:
         self.slots, self.index = slots, index
-        self._step, self._attempt = step, attempt
+        self._step, self._attempt, self._turn = step, attempt, turn
         self.data = slots.data(index)
 
     def seal(self, table: bytes, data_bytes: int) -> None:
@@ -36,7 +37,8 @@ class Slot:
         header = SlotHeader(SlotState.LEASED, self._step, self._attempt, data_bytes, len(table), 0)
         arena.seal(memory, geometry, self.index, header, proof)
         link = self.slots.link
-        link.request(wire.Seal(id=link.next_id(), slot=self.index, step=self._step, table_digest=proof), wire.Sealed)
+        about = {"slot": self.index, "step": self._step, "turn": self._turn}
+        link.request(wire.Seal(id=link.next_id(), table_digest=proof, **about), wire.Sealed)
 
     def measured(self, stall_s: float) -> None:
         """Tell the daemon, in passing, how long training stood still for this save."""
@@ -86,8 +88,10 @@ class Slots:
     def fits(self, data_bytes: int, table_bytes: int) -> bool:
         return data_bytes <= self.geometry.data_bytes and table_bytes <= self.geometry.table_bytes_max
 
-    def lease(self, step: int, attempt: int, wait_s: float, policy: wire.Policy = "wait") -> Slot:
+    def lease(
+        self, step: int, attempt: int, wait_s: float, policy: wire.Policy = "wait", intent: Intent = NO_INTENT
+    ) -> Slot:
         """A slot for this rank's part of `step`; where none is free the policy decides, see `wire.Lease`."""
-        message = wire.Lease(id=self.link.next_id(), step=step, wait_s=wait_s, policy=policy)
+        message = wire.Lease(id=self.link.next_id(), step=step, wait_s=wait_s, policy=policy, intent=intent)
         granted = self.link.request(message, wire.Granted, wait_s + LEASE_MARGIN_S)
-        return Slot(self, granted.slot, step, attempt)
+        return Slot(self, granted.slot, step, attempt, intent.turn)

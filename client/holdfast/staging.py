@@ -12,6 +12,7 @@ from holdfast_formats import table
 from holdfast_formats.arena import PAGE_BYTES
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.holdings import span_of
+from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.packing import FILE_BYTES_MAX, pack
 from holdfast_formats.table import Blob, SlotTable
 from holdfast_formats.tensors import Fragment as StagedFragment
@@ -140,7 +141,12 @@ def common(before: Sequence[Leaf], now: Sequence[Leaf]) -> int:
 
 
 def encode_table(
-    who: SaveIdentity, snapshot: Snapshot, layout: Layout, metrics: Mapping[str, float], file_bytes_max: int
+    who: SaveIdentity,
+    snapshot: Snapshot,
+    layout: Layout,
+    metrics: Mapping[str, float],
+    file_bytes_max: int,
+    intent: Intent = NO_INTENT,
 ) -> bytes:
     """The slot's table: everything the daemon needs to save this rank's part without this rank."""
     return table.encode(
@@ -154,6 +160,9 @@ def encode_table(
             metrics=dict(metrics),
             mesh=snapshot.mesh,
             file_bytes_max=file_bytes_max,
+            restored=intent.restored,
+            turn=intent.turn,
+            existing=intent.existing,
         ),
         layout.encoded,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -44,6 +44,7 @@ class SaveTicket:
 
     def __init__(self, run: str, step: int, attempt: int) -> None:
         self.run, self.step, self.attempt = run, step, attempt
+        self.groups: tuple[str, ...] = ()  # once it has begun
         self.awaits = ""  # the call that must end before this save can begin, where a signal handler asked for it in there
         self._staged = Latch()
         self._decided = Latch()  # staged, or ended without
@@ -95,6 +96,11 @@ class SaveTicket:
         self._staged.set()
         self._decided.set()
 
+    def saved_before(self) -> None:
+        """The step is a checkpoint already, which is as good."""
+        self.mark_staged()
+        self.end(None)
+
     def end(self, error: CheckpointError | None) -> bool:
         """Whether this is its end: the first one stands. Of a drop, the daemon's word and a refused seal may both tell."""
         mine = object()
@@ -139,6 +145,11 @@ class Tickets:
         except BaseException:
             self.drop(ticket)
             raise
+
+    def awaited(self, step: int, groups: Collection[str]) -> SaveTicket | None:
+        """The ticket of a save of this step, and at least these groups, whose end is not known."""
+        found = self._open.get(step)
+        return found if found is not None and set(groups) <= set(found.groups) else None
 
     def drop(self, ticket: SaveTicket) -> None:
         if self._open.get(ticket.step) is ticket:

@@ -88,7 +88,7 @@ class Sender:
         """Open the upload of a sealed slot or find it open, send what is not there yet, and seal it."""
         began = time.monotonic()
         assert save.whole is not None, "only what is sealed is brought"
-        reached = self._api.open_upload(self._rank_id, save.number, rest.UploadRequest(step=save.step))
+        reached = self._api.open_upload(self._rank_id, save.number, save.wanted)
         if reached.state != "open":
             return reached
         data, table = save.contents()

@@ -11,8 +11,10 @@ from operator import itemgetter
 import msgspec
 
 from . import dtypes, naming
+from . import lineage as lineages
 from .digest import check_digest, check_digests
 from .errors import CheckpointError, CorruptManifest, InvalidRequest, LimitExceeded, NotCommitted
+from .lineage import Lineage, Rewind
 from .tensors import TensorSpec
 
 FORMAT = 1
@@ -55,8 +57,11 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
         return dtypes.nbytes(self.dtype, prod(self.shape))
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """Everything that proves a checkpoint and slices it. `tensors` and `aliases` are keyed by group, then by name."""
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything that proves a checkpoint and slices it. `tensors` and `aliases` are keyed by group, then by name.
+
+    `restored`, `turn` and `rewinds` are its lineage; what was written before there was any has none.
+    """
 
     format: int
     run: str
@@ -69,6 +74,9 @@ class Manifest(msgspec.Struct, frozen=True):
     files: tuple[FileEntry, ...]
     tensors: dict[str, dict[str, TensorEntry]]
     aliases: dict[str, dict[str, str]]
+    restored: int | None = None
+    turn: int = 0
+    rewinds: tuple[Rewind, ...] = ()
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -86,6 +94,20 @@ class _Listed(msgspec.Struct, frozen=True):
     """A manifest, of which no more than the files is decoded."""
 
     files: tuple[FileEntry, ...]
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """What a manifest says of its place among other checkpoints."""
+
+    step: int
+    attempt: int
+    tensors: dict[str, msgspec.Raw]
+    turn: int = 0
+    rewinds: tuple[Rewind, ...] = ()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(self.tensors)
 
 
 class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,6 +155,15 @@ def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
     validate(manifest)
     _check_counts(commit, commit_bytes, manifest.files)
     return manifest
+
+
+def placement(manifest_bytes: bytes, commit_bytes: bytes) -> Placement:
+    """A checkpoint's place alone, after COMMIT vouched for the manifest; nothing else of it is looked at."""
+    check_bytes(manifest_bytes, commit_bytes)
+    try:
+        return msgspec.json.decode(manifest_bytes, type=Placement)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
 
 
 def check_bytes(manifest_bytes: bytes, commit_bytes: bytes) -> None:
@@ -204,6 +235,7 @@ def _validate(manifest: Manifest) -> None:
     check_metrics(manifest.metrics)
     if manifest.attempt < 0 or manifest.world < 1:
         raise _broken(f"attempt {manifest.attempt} of a world of {manifest.world}")
+    lineages.check(Lineage(manifest.restored, manifest.turn, manifest.rewinds))
     files = _checked_files(manifest.files)
     inside: dict[str, list[_Placed]] = {file.name: [] for file in manifest.files if file.header_bytes}
     for group, tensors in manifest.tensors.items():

@@ -23,6 +23,7 @@ CATALOG = "catalog.sqlite"
 
 STEP_MAX = 10**15 - 1
 ATTEMPT_MAX = 10**9 - 1
+REPLACED_ATTEMPT = ATTEMPT_MAX - 1  # in the name of what stood where another checkpoint of its step is being put
 NO_ATTEMPT = ATTEMPT_MAX  # in the name of what stages a copy or a repair: no launch reaches it, and a sweep knows it
 RUN_CHARACTERS = f"1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, and not with {CATALOG}"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -125,6 +126,11 @@ def checkpoint_path(run: str, step: int) -> str:
 def staging_path(run: str, step: int, attempt: int) -> str:
     """Where an attempt's files for a step are written before they are published, relative to the root."""
     return f"{check_run(run)}/{STAGING}/{staging_directory(step, attempt)}"
+
+
+def replaced_path(run: str, step: int) -> str:
+    """Where a checkpoint stands while another one of its step is put in its place, where that takes two renames."""
+    return staging_path(run, step, REPLACED_ATTEMPT)
 
 
 def socket_id(inode: int, changed_ns: int) -> str:

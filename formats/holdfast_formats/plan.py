@@ -8,6 +8,7 @@ import msgspec
 
 from . import naming
 from .errors import CorruptManifest
+from .lineage import Intent
 from .manifest import Extent, FileEntry
 from .packing import FilePlan, extent_bytes
 from .region import Box
@@ -56,6 +57,7 @@ class Plan(NamedTuple):
     metrics: dict[str, float]
     mesh: dict[str, int]
     state: bytes  # state.json
+    intent: Intent = Intent()
 
     @property
     def bytes(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
+from .lineage import Existing, Intent, Rewind
 from .manifest import Manifest
 from .observed import Life
 from .wire import Policy
@@ -30,10 +31,10 @@ class Run(BaseModel):
     state: Life | None = Field(default=None, description="what became of its ranks; null where nothing is known of them")
 
 
-CheckpointState = Literal["committed", "verified", "unhealthy", "damaged"]
+CheckpointState = Literal["committed", "verified", "unhealthy", "abandoned", "damaged"]
 MARKS = {"pinned", "labels"}  # members of a checkpoint that the run's file states
 # Members of a checkpoint that no manifest states.
-KNOWN_SINCE = {"verified", "checked", "check", "damage", "nonfinite", "healthy", "same_as"} | MARKS
+KNOWN_SINCE = {"verified", "checked", "check", "damage", "nonfinite", "healthy", "same_as", "abandoned"} | MARKS
 
 
 class Checkpoint(BaseModel):
@@ -56,6 +57,15 @@ class Checkpoint(BaseModel):
     nonfinite: int | None = Field(default=None, description="NaN and infinite elements; None when nobody counted")
     healthy: bool | None = Field(default=None, description="no new non-finite values since the checkpoint before")
     same_as: int | None = Field(default=None, description="the step before, where this one is bit-identical to it")
+    restored: int | None = Field(
+        default=None, description="the step that its launch had restored last; None for none that is known"
+    )
+    turn: int = Field(default=0, description="how many restores its launch had gone on from by then")
+    rewinds: list[Rewind] = Field(
+        default_factory=list,
+        description="on the way to it: each [attempt, turn, step] in which training went on from an older step",
+    )
+    abandoned: bool = Field(default=False, description="training went on from an older step, and left it behind")
     pinned: bool = Field(default=False, description="nothing removes it; by the run's file")
     labels: list[str] = Field(default_factory=list, description="those of the run's file, by name")
 
@@ -64,6 +74,8 @@ class Checkpoint(BaseModel):
         """The worst that is known of it."""
         if self.damage is not None:
             return "damaged"
+        if self.abandoned:
+            return "abandoned"
         if self.healthy is False:
             return "unhealthy"
         return "verified" if self.verified else "committed"
@@ -94,6 +106,9 @@ def describe(manifest: Manifest, verified: bool = False) -> Checkpoint:
         bytes=manifest.bytes,
         metrics=dict(manifest.metrics),
         verified=verified,
+        restored=manifest.restored,
+        turn=manifest.turn,
+        rewinds=list(manifest.rewinds),
     )
 
 
@@ -256,6 +271,7 @@ class RankWelcome(BaseModel):
     version: str
     silence_max_s: float = Field(description="a rank that is not heard of for this long is taken for dead")
     chunk_bytes_max: int = Field(description="most bytes of one chunk, before compression")
+    notices: tuple[str, ...] = Field(default=(), description="what was asked for and is not so, such as keep_last")
 
 
 class Room(BaseModel):
@@ -269,6 +285,14 @@ class Room(BaseModel):
 class UploadRequest(BaseModel):
     step: int = Field(ge=0)
     policy: Policy = Field(default="wait", description="what gives way where no slot is free; `wait`: ask again")
+    restored: int | None = Field(default=None, ge=0, description="the step that this launch has restored and goes on from")
+    turn: int = Field(default=0, ge=0, description="how many restores this launch has gone on from")
+    existing: Existing = Field(default="refuse", description="what becomes of a save whose step is a checkpoint already")
+    groups: tuple[str, ...] = Field(default=(), description="what the save is of")
+
+    @property
+    def intent(self) -> Intent:
+        return Intent(self.restored, self.turn, self.existing, self.groups)
 
 
 class Upload(BaseModel):

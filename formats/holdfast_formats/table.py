@@ -13,6 +13,7 @@ import msgspec
 from . import claims, naming
 from .arena import Owner
 from .errors import InvalidRequest, LimitExceeded
+from .lineage import Existing, Intent
 from .manifest import check_metrics
 from .tensors import Fragment
 
@@ -49,11 +50,19 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     mesh: dict[str, int] = {}
     file_bytes_max: int = 0
     digests: bytes = b""
+    restored: int | None = None
+    turn: int = 0
+    existing: Existing = "refuse"
 
     @property
     def owner(self) -> Owner:
         """Whose part it is."""
         return Owner(self.run, self.rank, self.world, self.attempt)
+
+    @property
+    def intent(self) -> Intent:
+        """Where the state comes from, and what it may take the place of."""
+        return Intent(self.restored, self.turn, self.existing, self.groups)
 
 
 class _Encoded(SlotTable, frozen=True):

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from .errors import InvalidRequest, LimitExceeded
+from .lineage import Intent
 from .whereabouts import RootMark
 
 PROTOCOL = 4
@@ -61,6 +62,7 @@ class Welcome(Reply):
     mark: RootMark
     version: str
     url: str | None = None
+    notices: tuple[str, ...] = ()
 
 
 class Reserve(Request):
@@ -84,26 +86,29 @@ class Segment(Reply):
 
 
 class Attach(Request):
-    """Go on with a segment that another daemon made; its memfd comes along. `open` are the steps whose end is awaited.
+    """Go on with a segment that another daemon made; its memfd comes along. `open` are the steps whose end is awaited, and
+    `turns` those of their intents, in the same order.
 
     An outcome is told for each of them. What was leased to this rank for any other step is given back.
     """
 
     type: Literal["attach"] = "attach"
     open: tuple[int, ...] = ()
+    turns: tuple[int, ...] = ()
 
 
 class Lease(Request):
     """Ask for a slot for `step`. Where none is free, `policy` decides; only under `wait` does `wait_s` count.
 
     `newest-wins`: an older save that is not being written yet is dropped for it, or else this one. `oldest-durable`: this
-    one is. `wait`: one is awaited, for at most `wait_s` seconds.
+    one is. `wait`: one is awaited, for at most `wait_s` seconds. `intent` is that of all ranks.
     """
 
     type: Literal["lease"] = "lease"
     step: int = Field(ge=0)
     wait_s: float = Field(default=0.0, ge=0.0, le=86_400.0)
     policy: Policy = "wait"
+    intent: Intent = Intent()
 
 
 class Granted(Reply):
@@ -119,6 +124,7 @@ class Seal(Request):
     slot: int = Field(ge=0)
     step: int = Field(ge=0)
     table_digest: str
+    turn: int = Field(default=0, ge=0)
 
 
 class Sealed(Reply):

@@ -97,7 +97,7 @@ class Transfers:
         staging = naming.staging_path(run, step, naming.NO_ATTEMPT)
         ours = importing.is_checkpoint(source)
         pair = read_pair(source, "") if ours else None
-        goal = Goal(run, step, imports.attempt(run, step, pair.made.attempt if pair else None), staging)
+        goal = Goal(run, step, imports.attempt(run, step, pair.made.attempt if pair else None), staging, imports.way(run))
         plan = importing.counted(pair.made) if pair else importing.plan_import(source, goal)
         imports.admit(plan._replace(run=run, step=step))
         self._tier.remove_tree(staging)
@@ -123,7 +123,7 @@ class Transfers:
     def _verified(self, made: Manifest) -> dict[str, Any]:
         with self._decisions.reading(made.run, made.step):
             verify(self._tier, naming.checkpoint_path(made.run, made.step))
-        self._decisions.findings.sound(made.run, made.step)
+        self._decisions.findings.sound(made.run, made.step, made=made)
         tensors = sum(len(named) for named in made.tensors.values())
         return {"run": made.run, "step": made.step, "tensors": tensors, "files": len(made.files), "bytes": made.bytes}
 

@@ -71,7 +71,13 @@ def test_of_all_checkpoints(catalog: Catalog, gauges: Gauges) -> None:
             session.execute(insert(ReplicaRow).values(run="run", step=step, tier="far", state=state, bytes=1, since=BEGAN))
         times = {"created": BEGAN, "cancel": False, "done_bytes": 0, "total_bytes": 0}
         session.add(JobRow(node="n", kind="verify", key="k", state="queued", request={}, tries=0, **times))
-    assert read(gauges, "holdfast_checkpoints") == {"committed": 1, "verified": 2, "unhealthy": 1, "damaged": 1}
+    assert read(gauges, "holdfast_checkpoints") == {
+        "committed": 1,
+        "verified": 2,
+        "unhealthy": 1,
+        "abandoned": 0,
+        "damaged": 1,
+    }
     assert read(gauges, "holdfast_scrub_lag_seconds") == {"": 599.0}
     assert read(gauges, "holdfast_replica_missing") == {"far": 4}
     assert read(gauges, "holdfast_replica_damaged") == {"far": 1}
@@ -80,5 +86,11 @@ def test_of_all_checkpoints(catalog: Catalog, gauges: Gauges) -> None:
 
 def test_empty_catalog(gauges: Gauges) -> None:
     """Nothing is no error, and no made-up zero where an age would stand."""
-    assert read(gauges, "holdfast_checkpoints") == {"committed": 0, "verified": 0, "unhealthy": 0, "damaged": 0}
+    assert read(gauges, "holdfast_checkpoints") == {
+        "committed": 0,
+        "verified": 0,
+        "unhealthy": 0,
+        "abandoned": 0,
+        "damaged": 0,
+    }
     assert gauges.now()["holdfast_scrub_lag_seconds"] == ()

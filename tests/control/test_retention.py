@@ -8,24 +8,27 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast_formats.lineage import ROOT
 from holdfast_formats.retention import Best, RetentionPolicy
 from holdfast_service.control.retention import Candidate, Decision, decide, foresee, span
 
 NOW = 1_000_000.0
 HOLDS = ("it is pinned", "it has the label best", "it is being read")
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.integers(-3, 3).map(float), max_size=2)
-HISTORIES = st.lists(
-    st.builds(
-        Candidate,
-        st.integers(0, 40),
-        st.floats(NOW - 50, NOW + 5),
-        st.booleans(),
-        METRICS,
-        st.lists(st.sampled_from(HOLDS), max_size=1).map(tuple),
-    ),
-    max_size=14,
-    unique_by=lambda c: c.step,
+FULL, MODEL, EMA = frozenset({"model", "optim"}), frozenset({"model"}), frozenset({"model", "ema"})
+CANDIDATES = st.builds(
+    Candidate,
+    st.integers(0, 40),
+    st.floats(NOW - 50, NOW + 5),
+    st.booleans(),
+    METRICS,
+    st.lists(st.sampled_from(HOLDS), max_size=1).map(tuple),
+    healthy=st.none(),
+    groups=st.sampled_from([FULL, FULL, MODEL, EMA]),
+    line=st.just(ROOT),
+    abandoned=st.just(False),
 )
+HISTORIES = st.lists(CANDIDATES, max_size=14, unique_by=lambda c: c.step)
 SMALL = st.none() | st.integers(1, 12)
 BEST = st.builds(
     Best,
@@ -61,8 +64,13 @@ def removed(candidates: Iterable[Candidate], policy: RetentionPolicy, now: float
     return {d.step for d in decide(list(candidates), policy, now) if not d.keep}
 
 
-def newest_verified(candidates: Iterable[Candidate]) -> int:
-    return max((c.step for c in candidates if c.verified), default=-1)
+def newest_verified(candidates: Iterable[Candidate], groups: frozenset[str] = frozenset()) -> int:
+    """Of those with at least these groups."""
+    return max((c.step for c in candidates if c.verified and groups <= c.groups), default=-1)
+
+
+def at(history: Iterable[Candidate], step: int) -> Candidate:
+    return next(c for c in history if c.step == step)
 
 
 def test_every_decision_says_why() -> None:
@@ -167,8 +175,10 @@ def test_room_is_foreseen_among_what_is_superseded() -> None:
 def test_the_newest_verified_stays_and_everything_newer(
     history: list[Candidate], policy: RetentionPolicy, now: float
 ) -> None:
-    """I10: whatever goes is older than a verified checkpoint that stays; nothing goes where none is verified."""
-    assert all(step < newest_verified(history) for step in removed(history, policy, now))
+    """I10: whatever goes is older than a verified checkpoint of at least its groups, which stays."""
+    gone = removed(history, policy, now)
+    assert all(step < newest_verified(history, at(history, step).groups) for step in gone)
+    assert all(newest_verified(history, groups) not in gone for groups in (FULL, MODEL, EMA))
 
 
 @given(HISTORIES, POLICIES, st.floats(NOW - 100, NOW + 100))
@@ -208,7 +218,7 @@ def test_what_is_not_verified_goes_only_where_it_would_go_verified(
     for c in (c for c in history if not c.verified):
         others = [other for other in history if other.step != c.step]
         sound = removed([*others, c._replace(verified=True)], policy)
-        assert (c.step in gone) == (c.step in sound and c.step < newest_verified(history))
+        assert (c.step in gone) == (c.step in sound and c.step < newest_verified(history, c.groups))
         assert removed(others, policy) == gone - {c.step}
 
 
@@ -226,11 +236,11 @@ def test_what_is_foreseen_is_superseded_and_goes_anyway(
     history: list[Candidate], policy: RetentionPolicy, metrics: dict[str, float]
 ) -> None:
     """Making room removes nothing that stays once the new checkpoint is verified, and leaves the newest verified one."""
-    incoming = Candidate(41, NOW, True, metrics)
+    incoming = Candidate(41, NOW, True, metrics, groups=FULL)
     early = foresee(history, incoming, policy, NOW)
     assert early == sorted(early)
     assert set(early) <= removed([*history, incoming], policy)
-    assert all(step < newest_verified(history) for step in early)
+    assert all(step < newest_verified(history, at(history, step).groups) for step in early)
 
 
 HEALTH = st.lists(st.sampled_from([True, False, None]), min_size=14, max_size=14)
@@ -242,13 +252,60 @@ def test_the_newest_healthy_one_stays(
 ) -> None:
     """Whatever the policy says, the newest verified one that is not unhealthy stays, also to make room for another save."""
     judged = [c._replace(healthy=h) for c, h in zip(history, health, strict=False)]
-    healthy = max((c.step for c in judged if c.verified and c.healthy is not False), default=None)
     gone = removed(judged, policy, now)
-    assert healthy not in gone
-    for incoming in (Candidate(99, now), Candidate(99, now, healthy=False)):
-        assert healthy not in foresee(judged, incoming, policy, now)
-    if healthy is not None and healthy != newest_verified(judged):
+    for groups in (FULL, MODEL, EMA):
+        sound = [c.step for c in judged if c.verified and c.healthy is not False and groups <= c.groups]
+        assert max(sound, default=None) not in gone
+        for incoming in (Candidate(99, now, groups=groups), Candidate(99, now, healthy=False, groups=groups)):
+            assert max(sound, default=None) not in foresee(judged, incoming, policy, now)
+    healthy = max((c.step for c in judged if c.verified and c.healthy is not False), default=None)
+    if healthy is not None and healthy != newest_verified(judged, at(judged, healthy).groups):
         reasons = next(d.reasons for d in decide(judged, policy, now) if d.step == healthy)
         assert "it is the newest healthy checkpoint" in reasons
     unlabelled = [c._replace(healthy=None) for c in judged]
     assert gone <= removed(unlabelled, policy, now)
+
+
+def test_only_what_has_the_same_groups_supersedes() -> None:
+    """Newer saves of the model alone take no full checkpoint's place; a full one takes everybody's."""
+    history = [Candidate(100, 0, groups=FULL), *(Candidate(step, 0, groups=MODEL) for step in (110, 120, 130))]
+    assert kept(history, last=2) == [100, 120, 130]
+    assert kept([*history, Candidate(140, 0, groups=FULL)], last=2) == [100, 130, 140]
+    assert kept([*history, Candidate(140, 0, groups=FULL)], last=1) == [140]
+    assert kept([*history, Candidate(140, 0, groups=EMA)], last=1) == [100, 140]
+    assert kept([Candidate(0, 0, groups=MODEL), *history], steps_apart=1000) == [0, 100, 130]
+    assert foresee(history, Candidate(150, NOW, groups=MODEL), RetentionPolicy(last=1), NOW) == [110, 120]
+    loss = [c._replace(metrics={"loss": 200.0 - c.step}) for c in history]
+    assert kept(loss, best=(Best(metric="loss", count=1),)) == [100, 130]
+
+
+def test_what_is_abandoned_goes_once_the_new_line_is_verified() -> None:
+    """It counts for nothing, and no rule but its age, a mark or a reader keeps it behind a verified step of the new line."""
+    old = [Candidate(100, NOW - 50, groups=FULL), *(Candidate(s, NOW - 5, groups=FULL, abandoned=True) for s in (150, 200))]
+    new = Candidate(110, NOW, False, groups=FULL, line=(2, 1))
+    for unfit in (new, new._replace(verified=True, groups=MODEL), new._replace(verified=True, healthy=False)):
+        assert kept([*old, unfit], last=1) == [100, 110, 150, 200]
+    verified = new._replace(verified=True)
+    assert kept([*old, verified], last=1) == [110]
+    assert kept([*old, verified], last=2) == [100, 110]
+    assert kept([*old, verified]) == [100, 110, 150, 200]
+    assert kept([*old, verified], last=1, within_seconds=10) == [110, 150, 200]
+    assert kept([*old, verified], every_steps=100) == [100, 110]
+    assert kept([*old, verified], last=1, steps=(150,)) == [110, 150]
+    assert kept([*old[:2], old[2]._replace(holds=("it is pinned",)), verified], last=1) == [110, 200]
+    assert foresee([*old, verified], Candidate(120, NOW, groups=FULL), RetentionPolicy(last=2), NOW) == [100, 150, 200]
+    bad = [*old[:2], old[2]._replace(healthy=False), verified._replace(healthy=False)]
+    assert kept(bad, last=1) == [100, 110, 150]
+
+
+@given(HISTORIES, st.integers(0, 40), POLICIES)
+def test_abandoned_ones_change_nothing_for_the_living(history: list[Candidate], fork: int, policy: RetentionPolicy) -> None:
+    """What becomes of the living line does not depend on what was left behind, nor does that go while nothing follows it."""
+    left = [c._replace(abandoned=c.step > fork) for c in history]
+    new = [c._replace(step=c.step + 50, line=(2, 1)) for c in history if c.step > fork]
+    living = [c for c in left if not c.abandoned] + new
+    gone = removed([*left, *new], policy)
+    assert gone - {c.step for c in left if c.abandoned} == removed(living, policy)
+    for c in (c for c in left if c.step in gone and c.abandoned):
+        assert any(c.groups <= n.groups and n.verified for n in new)
+    assert not removed(left, policy) & {c.step for c in left if c.abandoned}

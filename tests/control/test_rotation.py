@@ -257,7 +257,7 @@ def test_room_is_made_one_at_a_time_among_the_superseded(world: World) -> None:
     """The oldest that the policy will let go goes first; the newest verified one and what is held never."""
     world.put(1, 2, 3)
     world.keep(last=3)
-    incoming = Candidate(4, 0.0)
+    incoming = Candidate(4, 0.0, groups=frozenset({"model"}))
     with world.readers.reading(RUN, 1, "a test"):
         assert world.rotation.make_room(RUN, incoming) is None
     assert world.rotation.make_room(RUN, incoming) == 1

@@ -104,7 +104,7 @@ class Rotating(RuleBasedStateMachine):
     @rule()
     def make_room(self) -> None:
         newest, held = self.newest, self.pinned | self.read
-        step = self.rotation.make_room(RUN, Candidate(self.next + 1, 0.0))
+        step = self.rotation.make_room(RUN, Candidate(self.next + 1, 0.0, groups=frozenset({"model"})))
         assert step is None or (step < newest and step not in held and step not in self.there)
 
     @precondition(lambda self: self.there)

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 BLOCK_BYTES = 512
+RECORDED = frozenset(
+    {"fsync", "mkdir", "open", "rename", "renameat2", "exchange", "unlink", "rmdir", "fallocate", "ftruncate", "pwritev"}
+)
 
 
 class Made(NamedTuple):
@@ -33,6 +36,17 @@ class Renamed(NamedTuple):
     target: int
     new: str
     node: int
+
+
+class Exchanged(NamedTuple):
+    """Two names changed places, at one stroke; `node` had the name `old`, and `other` the name `new`."""
+
+    source: int
+    old: str
+    target: int
+    new: str
+    node: int
+    other: int
 
 
 class Removed(NamedTuple):
@@ -64,7 +78,7 @@ class Told(NamedTuple):
     step: int
 
 
-Operation = Made | Renamed | Removed | Sized | Written | Synced | Told
+Operation = Made | Renamed | Exchanged | Removed | Sized | Written | Synced | Told
 Tree = dict[str, bytes | None]  # path -> a file's bytes, None for a directory
 
 
@@ -82,7 +96,7 @@ class Recorder:
             self.operations.append(Told(what, step))
 
     def __call__(self, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        if name in ("fsync", "mkdir", "open", "rename", "renameat2", "unlink", "rmdir", "fallocate", "ftruncate", "pwritev"):
+        if name in RECORDED:
             with self._lock:  # so that the order in the log is the order in the kernel
                 return getattr(self, f"_{name}")(call, *arguments, **options)
         assert name not in ("pwrite",), "storage writes by a call that is not recorded"
@@ -105,6 +119,12 @@ class Recorder:
         node = self._nodes[os.stat(old, dir_fd=here).st_ino]
         call(here, old, there, new)
         self.operations.append(Renamed(self._node(here), old, self._node(there), new, node))
+
+    def _exchange(self, call: Any, here: int, old: str, there: int, new: str) -> None:
+        node = self._nodes[os.stat(old, dir_fd=here).st_ino]
+        other = self._nodes[os.stat(new, dir_fd=there).st_ino]
+        call(here, old, there, new)
+        self.operations.append(Exchanged(self._node(here), old, self._node(there), new, node, other))
 
     def _rename(self, call: Any, old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
         node = self._nodes[os.stat(old, dir_fd=src_dir_fd).st_ino]
@@ -191,7 +211,7 @@ def _touched(op: Operation) -> set[int]:
         return {op.node}
     if isinstance(op, Made | Removed):
         return {op.directory}
-    return {op.source, op.target} if isinstance(op, Renamed) else set()
+    return {op.source, op.target} if isinstance(op, Renamed | Exchanged) else set()
 
 
 def _tree(survived: Sequence[Operation]) -> Tree:
@@ -210,6 +230,9 @@ def _tree(survived: Sequence[Operation]) -> Tree:
             if here.get(op.old, (None,))[0] == op.node:
                 del here[op.old]
             entries.setdefault(op.target, {})[op.new] = (op.node, kinds.get(op.node, op.node in entries))
+        elif isinstance(op, Exchanged):
+            entries.setdefault(op.source, {})[op.old] = (op.other, True)
+            entries.setdefault(op.target, {})[op.new] = (op.node, True)
         elif isinstance(op, Written):
             data = contents.setdefault(op.node, bytearray())
             data.extend(bytes(max(op.offset + len(op.data) - len(data), 0)))

@@ -91,7 +91,7 @@ class Node:
         found, unknown = self.arena.attach(segment.fd, owner)
         if unknown:
             self.adoption.take_up(found, who)
-        self.saver.take_over(who, awaited)
+        self.saver.take_over(who, dict.fromkeys(awaited, 0))
         self.adoption.back(who, found)
         self._attached.append((who, found))
         return who

@@ -141,6 +141,6 @@ def test_a_rank_that_is_back_hears_that_its_step_was_dropped(busy: tuple[SaverWo
     first.lease(3, "newest-wins")
     del second.outcomes[2]
     world = second.world
-    world.saver.take_over(second.who, [2, 77])
+    world.saver.take_over(second.who, {2: 0, 77: 0})
     assert second.wait(2).problem["code"] == "generation-dropped"
     assert second.wait(77).problem["code"] == RoundAborted.code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,8 @@ def test_a_newer_attempt_that_comes_while_a_round_is_opened_ends_it(monkeypatch:
     begin = Decisions.begin
     comes: list[Callable[[], object]] = []
 
-    def overtaken(decisions: Decisions, run: str, step: int, attempt: int, size: int) -> int:
-        found = begin(decisions, run, step, attempt, size)
+    def overtaken(decisions: Decisions, run: str, step: int, attempt: int, size: int, *intent: Any) -> int:
+        found = begin(decisions, run, step, attempt, size, *intent)
         while comes:
             comes.pop()()
         return found

@@ -17,7 +17,8 @@ from .options import AsJson, Root, Url
 
 Label = Annotated[str | None, typer.Option("--label", metavar="LABEL", help="Only checkpoints with this label.")]
 State = Annotated[
-    str | None, typer.Option("--state", metavar="STATE", help="Only those committed, verified, unhealthy or damaged.")
+    str | None,
+    typer.Option("--state", metavar="STATE", help="Only those committed, verified, unhealthy, abandoned or damaged."),
 ]
 Since = Annotated[
     str | None, typer.Option("--since", metavar="TIME", help="Only those made since then: 2030-01-31, or 12h, 3d ago.")

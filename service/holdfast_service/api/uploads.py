@@ -23,6 +23,7 @@ from holdfast_formats.errors import (
     from_problem,
 )
 from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
+from holdfast_service.daemon.shares import Asker
 from holdfast_service.daemon.upload import Chunk
 
 from . import problems
@@ -79,8 +80,11 @@ Known = Annotated[RemoteRank, Depends(_rank)]
 def put_rank(
     services: Wired, ranks: Ranks, rank_id: RankId, hello: Annotated[rest.RankHello, Depends(_own)], viewer: Viewer
 ) -> rest.RankWelcome:
-    """Ranks with the same `launch` share an attempt. A rank that begins anew under another id takes its old one's place."""
-    rank = ranks.hello(rank_id, hello, viewer.tenant)
+    """Ranks with the same `launch` share an attempt. A rank that begins anew under another id takes its old one's place.
+
+    `keep_last` of a token that is no admin's is a wish, which removes nothing: `notices` says so.
+    """
+    rank = ranks.hello(rank_id, hello, Asker(viewer.tenant, viewer.scope == "admin"))
     return rest.RankWelcome(
         attempt=rank.who.attempt,
         node=services.node().name,
@@ -89,6 +93,7 @@ def put_rank(
         version=services.version,
         silence_max_s=ranks.silence_max_s,
         chunk_bytes_max=CHUNK_BYTES_MAX,
+        notices=ranks.notices(hello, owner),
     )
 
 
@@ -121,7 +126,7 @@ def put_upload(rank: Known, number: Number, wanted: rest.UploadRequest) -> rest.
     """Where no slot is free, since storage has not taken the saves before, the policy decides: an older one or this one is
     dropped, the latter with 503 `generation-dropped`; under `wait` it is 429 `arena-full`: try again. Repeating is harmless.
     """
-    return rank.open(number, wanted.step, wanted.policy)
+    return rank.open(number, wanted.step, wanted.policy, wanted.intent)
 
 
 @router.get(_UPLOAD, dependencies=READS_STATED, summary="How far an upload is, and what became of it")

@@ -72,7 +72,7 @@ class Admission:
         if shortage is None:
             return
         self._apply_policies(plan.run)
-        incoming = Candidate(plan.step, self._clock(), True, plan.metrics)
+        incoming = Candidate(plan.step, self._clock(), True, plan.metrics, groups=frozenset(plan.groups))
         while (shortage := self._shortage(plan)) is not None:
             try:
                 made = self._rotation.make_room(plan.run, incoming)

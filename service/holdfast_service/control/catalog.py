@@ -19,7 +19,7 @@ from holdfast_formats.errors import (
     NoSuchResource,
 )
 
-from . import listing, statistics
+from . import lines, listing, statistics
 from .attempts import Declared
 from .database import Database
 from .listing import ENDED, EVERYTHING, GOING_ON, ROUND_STATES, Within
@@ -152,6 +152,11 @@ class Catalog:
         with self._read() as session:
             return session.scalar(select(RoundRow.id).where(*same, RoundRow.state == "sealed")) is not None
 
+    def lines(self, run: str) -> list[lines.Line]:
+        """What is listed of a run, as far as its place among others goes."""
+        with self._read() as session:
+            return lines.of(session, run)
+
     def update_round(self, round_id: int, *, sealed: int) -> None:
         """Note how many ranks have sealed; a round that has ended stays as it ended."""
         with self._write(hasty=True) as session:
@@ -190,7 +195,9 @@ class Catalog:
     def settle_committed_rounds(self, now: str) -> list[rest.Round]:
         """End the rounds going on whose checkpoint is listed: it was published, and the daemon ended before it said so."""
         same = (CheckpointRow.step == RoundRow.step, CheckpointRow.attempt == RoundRow.attempt)
-        published = select(CheckpointRow.run).where(CheckpointRow.run == RoundRow.run, *same).exists()
+        # One of before this round is what it was to be put in the place of.
+        since = CheckpointRow.created >= RoundRow.opened
+        published = select(CheckpointRow.run).where(CheckpointRow.run == RoundRow.run, *same, since).exists()
         wanted = select(RoundRow).where(RoundRow.state.in_(GOING_ON), published).order_by(RoundRow.id)
         with self._write() as session:
             rows = session.scalars(wanted.with_for_update()).all()
@@ -214,7 +221,11 @@ class Catalog:
             row = _lock_run(session, checkpoint.run)
             # So that a catalog made anew from directories never gives an attempt number out twice.
             row.attempt = max(row.attempt, checkpoint.attempt)
+            known = session.get(CheckpointRow, (checkpoint.run, checkpoint.step))
+            if known is not None and (known.created, known.attempt) != (made.created, made.attempt):
+                statistics.forget_tensors(session, made.run, made.step)  # of another checkpoint of this step
             session.merge(made)
+            lines.settle(session, checkpoint.run)
 
     def relist(
         self,
@@ -240,6 +251,7 @@ class Catalog:
             session.add_all(_row(checkpoint, stamp) for checkpoint, stamp in new)
             for step, stamp in stamps.items():
                 session.execute(update(CheckpointRow).where(*_at(run, step)).values(stamp=stamp))
+            lines.settle(session, run)
 
     def mark_verified(self, run: str, step: int) -> None:
         """Note that a checkpoint was read back and found sound; one that has been removed meanwhile stays removed."""
@@ -252,6 +264,7 @@ class Catalog:
         """List a checkpoint no more; does nothing for one that is not listed. What is known of its replicas stays."""
         with self._write(hasty=True) as session:
             _forget(session, run, step)
+            lines.settle(session, run)
 
     def runs(self, cursor: str | None, limit: int, prefix: str = "") -> rest.Page[rest.Run]:
         """A page of all runs, or of those whose names begin with `prefix`, by name."""
@@ -292,9 +305,9 @@ class Catalog:
             return listing.checkpoint(row)
 
     def newest(self, run: str, groups: Collection[str] = ()) -> int | None:
-        """The newest step that has all these groups and is not known to be damaged; None when there is none."""
+        """The newest step that has all these groups and is neither damaged, as far as is known, nor abandoned; or None."""
         columns = select(CheckpointRow.step, CheckpointRow.groups)
-        wanted = (CheckpointRow.run == run, CheckpointRow.damage.is_(None))
+        wanted = (CheckpointRow.run == run, CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
         with self._read() as session:
             rows = session.execute(columns.where(*wanted).order_by(CheckpointRow.step.desc()))
             return next((step for step, held in rows if set(groups) <= set(held)), None)

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from sqlalchemy import func, or_, select
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, from_problem
+from holdfast_formats.manifest import Manifest
 
 from .book import Book
 from .catalog import Catalog
@@ -24,6 +25,7 @@ FROZEN = (
     "it is bit-identical to step {before}: the training did not step in between, its learning rate is 0, "
     "or what is saved is not what is trained"
 )
+_MEANT = (CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
 
 
 class Place(NamedTuple):
@@ -41,16 +43,27 @@ class Findings:
         self._database, self._now, self._settled = catalog.database, now, settled
         self._seen: dict[Place, dict[str, Any]] = {}  # damage that was found here, as the catalog may not know it yet
 
-    def sound(self, run: str, step: int, check: Mapping[str, Any] | None = None, same_as: int | None = None) -> None:
+    def sound(
+        self,
+        run: str,
+        step: int,
+        check: Mapping[str, Any] | None = None,
+        same_as: int | None = None,
+        made: Manifest | None = None,
+    ) -> None:
         """A checkpoint was read back, whole, and every byte is right; only now may older ones go (I10).
 
-        Does nothing for one that has been removed meanwhile.
+        Does nothing for one that has been removed meanwhile. `made` is what was read: where another one stands in its place
+        by now, nobody has read that.
         """
-        self.made(run, step)
         with self._database.write() as session:
             row = session.get(CheckpointRow, (run, step), with_for_update=True)
             if row is None:
                 return
+            if made is not None and (row.attempt, row.turn, row.created) != (made.attempt, made.turn, made.created):
+                log.info("%s@%s was replaced while it was read back", run, step)
+                return
+            self.made(run, step)
             news = not row.verified
             frozen = same_as is not None and row.same_as != same_as
             row.verified, row.damage, row.checked = True, None, self._now()
@@ -144,8 +157,8 @@ class Findings:
             return session.scalar(select(func.min(CheckpointRow.checked)))
 
     def newest(self, run: str) -> int | None:
-        """The newest checkpoint that is not known to be damaged."""
-        wanted = (CheckpointRow.run == run, CheckpointRow.damage.is_(None))
+        """The newest checkpoint that is not known to be damaged, nor abandoned."""
+        wanted = (CheckpointRow.run == run, *_MEANT)
         try:
             with self._database.read() as session:
                 return session.scalar(select(func.max(CheckpointRow.step)).where(*wanted))
@@ -153,16 +166,16 @@ class Findings:
             return None
 
     def before(self, run: str, step: int) -> int | None:
-        """The checkpoint before this one that is not known to be damaged."""
-        wanted = (CheckpointRow.run == run, CheckpointRow.step < step, CheckpointRow.damage.is_(None))
+        """The checkpoint before this one that is not known to be damaged, nor abandoned."""
+        wanted = (CheckpointRow.run == run, CheckpointRow.step < step, *_MEANT)
         with self._database.read() as session:
             return session.scalar(select(func.max(CheckpointRow.step)).where(*wanted))
 
     def passed_over(self, run: str, step: int | None) -> list[str]:
         """What to say where this step was chosen as the newest: which newer ones are damaged, and how; newest first."""
-        wanted = select(CheckpointRow.step, CheckpointRow.damage).where(
-            CheckpointRow.run == run, CheckpointRow.step > (-1 if step is None else step), CheckpointRow.damage.is_not(None)
-        )
+        newer = CheckpointRow.step > (-1 if step is None else step)
+        damaged = (CheckpointRow.damage.is_not(None), CheckpointRow.abandoned.is_(False))
+        wanted = select(CheckpointRow.step, CheckpointRow.damage).where(CheckpointRow.run == run, newer, *damaged)
         instead = "there is no sound one" if step is None else f"step {step} is restored instead"
         try:
             with self._database.read() as session:

@@ -45,13 +45,13 @@ class Choices:
         self,
         root: tuple[Tier, Catalog, Attempts],
         book: Book,
-        known: tuple[Health, Findings, Readers],
+        known: tuple[Health, Findings, Readers, Callable[[str], set[int]]],
         tell: Callable[..., None],
     ) -> None:
-        """`tell` records an event, by and by."""
+        """`tell` records an event, by and by; the last of `known` says which steps of a run training has left behind."""
         self._tier, self._catalog, self._attempts = root
         self._book, self._tell = book, tell
-        self._health, self._findings, self._readers = known
+        self._health, self._findings, self._readers, self._left = known
         self._choosing = threading.Lock()
         self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
 
@@ -122,7 +122,8 @@ class Choices:
             return step
         damage: Damaged | None = None
         offers: dict[int, Collection[str]] = {}
-        for found in reversed(steps):
+        left = self._left(run)
+        for found in reversed([there for there in steps if there not in left]):
             seen = self._findings.seen(run, found)
             try:
                 if seen is None:

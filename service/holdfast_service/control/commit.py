@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from holdfast_formats import index, manifest, naming
 from holdfast_formats.digest import digest
-from holdfast_formats.errors import StateMismatch, StorageFailed
+from holdfast_formats.errors import CheckpointError, StateMismatch, StorageFailed
+from holdfast_formats.lineage import Lineage
 from holdfast_formats.manifest import FileEntry, Manifest, TensorEntry
 from holdfast_formats.plan import Plan, Receipt, decode_receipt
 from holdfast_service.storage import Tier
 
 
-def publish(tier: Tier, plan: Plan, created: str, staging: str = "") -> Manifest:
+class About(NamedTuple):
+    """Where the checkpoint comes from; and whether it is put in the place of another one of its step."""
+
+    lineage: Lineage = Lineage()
+    over: bool = False
+
+
+ABOUT = About()
+
+
+def publish(tier: Tier, plan: Plan, created: str, staging: str = "", about: About = ABOUT) -> Manifest:
     """Publish the staged files of `plan`, from where its attempt stages unless told otherwise.
 
     When this returns, the checkpoint is visible and survives a power cut.
@@ -25,9 +37,9 @@ def publish(tier: Tier, plan: Plan, created: str, staging: str = "") -> Manifest
     receipts = _read_receipts(tier, staging)
     small = [_put(tier, staging, naming.index_file_name(group), encode_index(plan, group)) for group in plan.groups]
     small.append(_put(tier, staging, naming.STATE, plan.state))
-    made = compose(plan, receipts, small, created)
+    made = compose(plan, receipts, small, created, about.lineage)
     encoded = manifest.encode(made)
-    _make_visible(tier, staging, made, (encoded, manifest.encode_commit(made, encoded)))
+    _make_visible(tier, staging, made, (encoded, manifest.encode_commit(made, encoded)), about.over)
     return made
 
 
@@ -47,7 +59,7 @@ def publish_export(tier: Tier, staging: str, target: str) -> None:
     tier.publish(staging, target)
 
 
-def _make_visible(tier: Tier, staging: str, made: Manifest, vouching: tuple[bytes, bytes]) -> None:
+def _make_visible(tier: Tier, staging: str, made: Manifest, vouching: tuple[bytes, bytes], over: bool = False) -> None:
     """From the manifest on, the order of I3."""
     encoded, commit_bytes = vouching
     target = naming.checkpoint_path(made.run, made.step)
@@ -56,9 +68,13 @@ def _make_visible(tier: Tier, staging: str, made: Manifest, vouching: tuple[byte
     tier.put(f"{staging}/{naming.COMMIT}", commit_bytes)
     tier.sync_directory(staging)
     try:
-        tier.publish(staging, target)
+        if over:
+            _replace(tier, staging, target, naming.replaced_path(made.run, made.step))
+        else:
+            tier.publish(staging, target)
     except StorageFailed as error:
-        if tier.size(f"{target}/{naming.COMMIT}") is None:
+        seen = error.members.get("outcome") == "unknown" if over else tier.size(f"{target}/{naming.COMMIT}") is not None
+        if not seen:
             raise
         raise StorageFailed(
             f"outcome unknown: {target} is visible, but its parent directory could not be made durable: {error.detail}",
@@ -67,7 +83,50 @@ def _make_visible(tier: Tier, staging: str, made: Manifest, vouching: tuple[byte
         ) from error
 
 
-def compose(plan: Plan, receipts: Sequence[Receipt], small: Sequence[FileEntry], created: str) -> Manifest:
+def _replace(tier: Tier, staging: str, target: str, aside: str) -> None:
+    """Put what is staged in the place of another checkpoint, which then stands in staging/: a cut leaves one or the other.
+
+    A file system that cannot exchange names takes two renames. `put_back` mends what a crash leaves between them.
+    """
+    if tier.exchange(staging, target):
+        return
+    tier.remove_tree(aside)  # of an earlier time: `target` stands
+    tier.publish(target, aside)
+    try:
+        tier.publish(staging, target)
+    except CheckpointError as error:
+        if error.members.get("outcome") != "unknown":
+            tier.publish(aside, target)
+        raise
+
+
+def put_back(tier: Tier) -> list[str]:
+    """At start, before staging/ is swept: give back its place to what was being replaced when all ended between two renames.
+
+    What a replacement left there goes only once the names under checkpoints/ are durable: until then it may be what a power
+    cut brings back. Returns what was put back.
+    """
+    back = []
+    for run in filter(naming.is_run_name, tier.list("")):
+        staged = f"{run}/{naming.STAGING}"
+        whole = [name for name in tier.list(staged) if tier.size(f"{staged}/{name}/{naming.COMMIT}") is not None]
+        for name in whole:
+            found = naming.parse_staging_directory(name)
+            if found is None or found.attempt != naming.REPLACED_ATTEMPT:
+                continue
+            target = naming.checkpoint_path(run, found.step)
+            if not tier.list(target):
+                tier.publish(f"{staged}/{name}", target)
+                back.append(target)
+        if whole and tier.list(f"{run}/{naming.CHECKPOINTS}"):
+            tier.sync_directory(f"{run}/{naming.CHECKPOINTS}")
+            tier.sync_directory(staged)
+    return back
+
+
+def compose(
+    plan: Plan, receipts: Sequence[Receipt], small: Sequence[FileEntry], created: str, lineage: Lineage = ABOUT.lineage
+) -> Manifest:
     """The manifest of a plan from what the nodes made durable; `StateMismatch` when the receipts do not cover it."""
     written = {entry.name: entry for receipt in receipts for entry in receipt.files}
     tensors: dict[str, dict[str, TensorEntry]] = {group: {} for group in plan.groups}
@@ -102,6 +161,9 @@ def compose(plan: Plan, receipts: Sequence[Receipt], small: Sequence[FileEntry],
         files=(*sorted(written.values(), key=lambda e: e.name), *small),
         tensors=tensors,
         aliases=plan.aliases,
+        restored=lineage.restored,
+        turn=lineage.turn,
+        rewinds=lineage.rewinds,
     )
 
 

@@ -6,25 +6,16 @@ Nothing that a save waits for waits for the catalog: attempts, rounds and direct
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from typing import Any, Literal
 
 from holdfast_formats import naming, rest
-from holdfast_formats.errors import (
-    AlreadyCommitted,
-    CatalogUnavailable,
-    CheckpointError,
-    Damaged,
-    GenerationDropped,
-    NoSuchCheckpoint,
-    NotFound,
-    StorageFailed,
-)
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, GenerationDropped, StorageFailed
+from holdfast_formats.lineage import NO_INTENT, Intent
+from holdfast_formats.lineage import Key as Launch
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.observed import Life
 from holdfast_formats.operations import Level
@@ -33,7 +24,7 @@ from holdfast_formats.statistics import Statistics
 from holdfast_formats.table import SlotTable
 from holdfast_service.storage import Tier
 
-from . import commit, planner, removal, roots, salvage
+from . import commit, planner, removal, replicas, roots, salvage
 from .admission import Admission
 from .attempts import UNNAMED, Attempts, Member
 from .book import Book
@@ -50,13 +41,13 @@ from .replicas import RepairBook, ReplicaBook
 from .rotation import Rotation
 from .rounds import Rounds
 from .run_files import RunFiles
+from .standing import Standing
 from .statistics import StatisticsStore
 
 log = logging.getLogger(__name__)
 
 ASK_S = 10.0
-LOOK_S = 2.0  # how long the catalog is asked about a step that stands there already
-COMMITTED_MAX = 1000
+LOOK_S = 2.0  # how long the catalog is asked which rounds were sealed
 
 
 def utc_now() -> str:
@@ -83,13 +74,11 @@ class Decisions:
         self.findings = Findings((catalog, self.events, self.book), utc_now, self.rotation.due)
         self.empty_runs = EmptyRuns((tier, catalog, self.attempts, self._files, self.events))
         self._admission = Admission(tier, catalog, (self._files, self.rotation, self.book.ask))
-        known = (self._health, self.findings, self.readers)
+        self.standing = Standing(tier, catalog, self.book, self.findings)
+        known = (self._health, self.findings, self.readers, self.standing.left)
         self._choices = Choices((tier, catalog, self.attempts), self.book, known, self._tell)
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self._started = False  # what an earlier daemon left in the catalog was put right
-        self._steps: dict[str, set[int]] = {}  # what has stood in the directories of the runs that are saved
-        self._made: OrderedDict[tuple[str, int], int] = OrderedDict()  # the attempts of checkpoints
-        self._lock = threading.Lock()
 
     def close(self) -> None:
         """Remove what is due, tell the catalog what it is to know, stop."""
@@ -102,6 +91,8 @@ class Decisions:
         Between the two, `adopt` takes up the rounds whose bytes an earlier daemon left in memory. Where the catalog is away
         that waits until it is back, and nothing else does.
         """
+        for path in commit.put_back(self._tier):
+            log.warning("put back %s, which was being replaced", path)
         for path in removal.sweep(self._tier):
             log.info("swept %s", path)
         self._started = False
@@ -136,7 +127,11 @@ class Decisions:
         self._started = True
 
     def hello(self, run: str, launch: str, world: int, keep_last: int | None, member: tuple[int, str] = UNNAMED) -> int:
-        """The attempt number of this launch; the first rank of a launch declares it."""
+        """The attempt number of this launch; the first rank of a launch declares it.
+
+        `keep_last` is the run's policy while nobody has set one. One that is new to the run lets nothing go that was
+        committed before this launch.
+        """
         naming.check_run(run)
         self._learn_attempts()
         attempt, new = self.attempts.declare(run, launch, lambda: self._rounds.complete(run), Member(*member))
@@ -151,7 +146,9 @@ class Decisions:
         try:
             before = self._files.read(run)
             wanted = keep_last if keep_last is not None else before.keep_last or self._keep_last
-            file = self._files.change(run, lambda file: file.model_copy(update={"keep_last": wanted}))
+            since = before.keep_last_since if keep_last in (None, before.keep_last) else attempt
+            now = {"keep_last": wanted, "keep_last_since": since}
+            file = self._files.change(run, lambda file: file.model_copy(update=now))
             if file.policy is not None and keep_last not in (None, file.policy.last):
                 log.info("%s: keep_last=%s of the trainer gives way to the run's policy", run, keep_last)
             if new or file != before:
@@ -159,12 +156,27 @@ class Decisions:
                 self.book.tell("how much is kept", lambda: self._catalog.set_keep_last(run, last))
         except Damaged as error:  # training goes on; nothing of the run is removed until its file is mended
             log.error("%s", error)
-        self._known_steps(run)
+        self.standing.learn(run)
         return attempt
 
     def admit_run(self, run: str, tenant: str) -> None:
         """`LimitExceeded` for a new run of somebody who has made too many to which nothing was saved."""
         self.empty_runs.admit(run, tenant)
+
+    def denied(self, run: str, keep_last: int | None, owner: bool) -> tuple[str, ...]:
+        """What to tell a rank whose `keep_last` is a wish that nobody has granted."""
+        if owner or keep_last is None:
+            return ()
+        try:
+            held = self._files.read(run).in_force.last
+        except Damaged:
+            held = None
+        if held == keep_last:
+            return ()
+        holds = "keeps all checkpoints" if held is None else f"keeps the last {held}"
+        return (
+            f"keep_last={keep_last} is a wish: the run {holds}, until an admin grants it (holdfast keep {run} --last N)",
+        )
 
     def _learn_attempts(self) -> None:
         """In a root that has no file of them yet, or has lost it, the catalog knows which attempts were declared."""
@@ -200,24 +212,25 @@ class Decisions:
         """Whether this launch has an attempt already, of which this rank, spoken for by this checkpointer, can be."""
         return self.attempts.of(run, launch, Member(*member)) is not None
 
-    def begin(self, run: str, step: int, attempt: int, world: int) -> int:
+    def begin(self, run: str, step: int, attempt: int, world: int, intent: Intent = NO_INTENT) -> int:
         """Open the round of this step, or find it open; `StaleAttempt` (I6) or `AlreadyCommitted` if it may not be."""
         naming.check_run(run)
         naming.check_step(step)
         self.attempts.refuse_older(run, attempt)
-        self._refuse_committed(run, step)
+        self.standing.place(run, step, attempt, intent)
         return self._rounds.open(run, step, attempt, world)
 
-    def resume(self, run: str, step: int, attempt: int, world: int) -> int:
-        """Go on with the round of an earlier daemon, or open it; refuses as `begin` does.
+    def resume(self, run: str, step: int, attempt: int, world: int, intent: Intent | None = None) -> int:
+        """Go on with the round of an earlier daemon, or open it; refuses as `begin` does, where the `intent` is known.
 
         A round that all ranks had sealed goes on though a newer attempt waits for its end (I6).
         """
         naming.check_step(step)
         self.attempts.saw(run, attempt)
         if attempt == self.attempts.newest(run) or not self._was_complete(run, step, attempt):
-            return self.begin(run, step, attempt, world)
-        self._refuse_committed(run, step)
+            self.attempts.refuse_older(run, attempt)
+        if intent is not None:
+            self.standing.place(run, step, attempt, intent)
         return self._rounds.open(run, step, attempt, world)
 
     def _was_complete(self, run: str, step: int, attempt: int) -> bool:
@@ -229,48 +242,9 @@ class Decisions:
             log.info("whether %s@%s was complete is not known: %s", run, step, away.detail)
             return False
 
-    def _refuse_committed(self, run: str, step: int) -> None:
-        """`AlreadyCommitted` where the step stands in the directory, and no damage is known of it."""
-        if step not in self._known_steps(run) or not stands(self._tier, run, step):
-            return
-        damage: object = self.findings.seen(run, step)
-        try:
-            damage = self.book.ask(lambda: self._catalog.checkpoint(run, step).damage, LOOK_S)
-        except (CatalogUnavailable, NotFound) as error:
-            log.info("what is known of %s@%s cannot be asked: %s", run, step, error.detail)
-        if damage is None:
-            raise AlreadyCommitted(f"{run}@{step} is committed already", hint="remove it first to save it anew")
-
-    def _known_steps(self, run: str) -> set[int]:
-        with self._lock:
-            known = self._steps.get(run)
-        if known is None:
-            found = set(roots.committed(self._tier, run))
-            with self._lock:
-                known = self._steps.setdefault(run, found)
-        return known
-
-    def committed(self, run: str, step: int) -> int | None:
-        """The attempt that committed this step; None when it is no checkpoint."""
-        if not stands(self._tier, run, step):
-            return None
-        with self._lock:
-            known = self._made.get((run, step))
-        if known is None:
-            try:
-                known = roots.load_manifest(self._tier, run, step).attempt
-            except (Damaged, NoSuchCheckpoint):
-                return None
-            self._note_made(run, step, known)
-        return known
-
-    def _note_made(self, run: str, step: int, attempt: int) -> None:
-        self._known_steps(run).add(step)
-        with self._lock:
-            self._made[run, step] = attempt
-            self._made.move_to_end((run, step))
-            while len(self._made) > COMMITTED_MAX:
-                self._made.popitem(last=False)
+    def committed(self, run: str, step: int) -> Launch | None:
+        """The attempt that committed this step, and its turn; None when it is no checkpoint."""
+        return self.standing.launch(run, step)
 
     def sealed(self, round_id: int, ranks: int) -> None:
         self._rounds.seal(round_id, ranks)
@@ -288,28 +262,56 @@ class Decisions:
         The directory is the truth: a failure to record it does not undo it, the next look at the directories repairs that.
         """
         began = time.monotonic()
-        if self._tier.list(naming.checkpoint_path(plan.run, plan.step)):
-            self.rotation.make_way(plan.run, plan.step)
         try:
-            made = commit.publish(self._tier, plan, utc_now())
+            made = self._publish(plan)
         except StorageFailed as error:
             if error.members.get("outcome") == "unknown":
                 self.book.tell("what stands in the directories", lambda: roots.reconcile(self._tier, self._catalog))
             raise
         known = {**(measured or {}), "commit_s": time.monotonic() - began, "bytes": float(made.bytes)}
-        self._note_made(made.run, made.step, made.attempt)
+        self.standing.made(made)
         self.findings.made(made.run, made.step)
         self.book.tell(f"of the checkpoint {made.run}@{made.step}", lambda: self._list(made))
         self._rounds.end(round_id, "committed", measured=known)
+        self._clear(naming.staging_path(made.run, made.step, made.attempt))  # what stood there before, if anything did
+        self._clear(naming.replaced_path(made.run, made.step))
         self._tell(
             "checkpoint-committed", f"step {made.step} is committed", made.run, made.step, bytes=made.bytes, measured=known
         )
         self.parted(made.run, made.attempt)  # what all ranks have saved anew, all of them have restored
         return made
 
+    def _publish(self, plan: Plan) -> Manifest:
+        """Publish, in the place of what stands there if that may be replaced: as of now, not of when the round began."""
+        lineage, over = self.standing.place(plan.run, plan.step, plan.attempt, plan.intent)
+        about = commit.About(lineage, over)
+        if not over:
+            return commit.publish(self._tier, plan, utc_now(), about=about)
+        self.parted(plan.run, plan.attempt)  # all ranks have sealed since: what they restored they read no more
+        try:
+            with self.rotation.replacing(plan.run, plan.step):
+                return commit.publish(self._tier, plan, utc_now(), about=about)
+        finally:
+            self.book.tell(f"what stands at {plan.run}@{plan.step}", lambda: self._replaced(plan.run, plan.step))
+
+    def _replaced(self, run: str, step: int) -> None:
+        """The catalog is told which one stands there now: until then nobody judges it by what is known of the other."""
+        made = rest.describe(roots.load_manifest(self._tier, run, step))
+        if rest.as_committed(self._catalog.checkpoint(run, step)) != made:
+            self._catalog.record_checkpoint(made, roots.stamp(self._tier, run, step))
+            replicas.removed(self._catalog.database, run, step)
+        self.rotation.listed(run, step)
+
     def _list(self, made: Manifest) -> None:
         if stands(self._tier, made.run, made.step):  # else it was removed while the catalog was away
             self._catalog.record_checkpoint(rest.describe(made), roots.stamp(self._tier, made.run, made.step))
+
+    def _clear(self, path: str) -> None:
+        """Remove a tree in staging/; what cannot be removed now, the next sweep removes."""
+        try:
+            self._tier.remove_tree(path)
+        except CheckpointError as failure:
+            log.warning("%s stays until the next start: %s", path, failure.detail)
 
     def abort(
         self,
@@ -325,11 +327,8 @@ class Decisions:
             kind = "save-dropped" if state == "dropped" else "save-aborted"
             level: Level = "info" if state == "dropped" else "warning"
             self._tell(kind, f"step {ended[1]} was not saved: {error.detail}", *ended, level, problem=error.problem())
-        if staging is not None:
-            try:
-                self._tier.remove_tree(staging)
-            except CheckpointError as failure:
-                log.warning("%s stays until the next start: %s", staging, failure.detail)
+        if staging is not None and error.members.get("outcome") != "unknown":  # else it may be what a power cut brings back
+            self._clear(staging)
 
     def measured(self, round_id: int, measured: Mapping[str, float]) -> None:
         """Note what was found out of a save since it ended."""
@@ -355,7 +354,7 @@ class Decisions:
 
     def imports(self) -> Imports:
         """How checkpoints from elsewhere are brought in."""
-        return Imports(self._tier, self._catalog, self.events, self.admit)
+        return Imports(self._tier, self._catalog, self.events, self.admit, self.standing.way)
 
     def repair_book(self) -> RepairBook:
         """Where repairs are recorded."""

@@ -24,7 +24,7 @@ Samples = Sequence[tuple[tuple[str, ...], float]]
 
 ROUNDS_SEEN = 20_000  # runs whose newest save is further behind have no gauges of their own
 OVERALL_FRESH_S, OVERALL_OLD_S = 60.0, 300.0
-CHECKPOINT_STATES = ("committed", "verified", "unhealthy", "damaged")
+CHECKPOINT_STATES = ("committed", "verified", "unhealthy", "abandoned", "damaged")
 JOB_STATES: tuple[JobState, ...] = ("queued", "running", "done", "failed", "cancelled")
 
 
@@ -85,6 +85,7 @@ class Gauges:
         row, copy = CheckpointRow, ReplicaRow
         state = case(
             (row.damage.is_not(None), "damaged"),
+            (row.abandoned.is_(True), "abandoned"),
             (row.healthy.is_(False), "unhealthy"),
             (row.verified, "verified"),
             else_="committed",

@@ -59,6 +59,8 @@ class Health:
 
     def take(self, made: Manifest, found: Statistics) -> None:
         """Record the statistics of a checkpoint and whether it is healthy; an event names what makes it unhealthy."""
+        if not self._store.lists(made):
+            return
         summary = sum_up(made, found)
         baseline = self._store.baseline(made.run, made.step)
         compared = None if baseline is None else baseline.step

@@ -6,21 +6,27 @@ from collections.abc import Callable
 
 from holdfast_formats import naming, rest
 from holdfast_formats.errors import AlreadyCommitted
+from holdfast_formats.lineage import Lineage, Way
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.plan import Plan
 from holdfast_service.storage import Tier
 
 from . import commit
 from .catalog import Catalog
+from .commit import About
 from .events import Events
 
 
 class Imports:
-    """Brings checkpoints from elsewhere into one root. `admit` says whether a plan fits, as for a save."""
+    """Brings checkpoints from elsewhere into one root. `admit` says whether a plan fits, as for a save; `way` the rewinds to
+    the line of a run that lives: what is brought in from elsewhere is on it, whatever it came by there.
+    """
 
-    def __init__(self, tier: Tier, catalog: Catalog, events: Events, admit: Callable[[Plan], None]) -> None:
+    def __init__(
+        self, tier: Tier, catalog: Catalog, events: Events, admit: Callable[[Plan], None], way: Callable[[str], Way]
+    ) -> None:
         self._tier, self._catalog, self._events = tier, catalog, events
-        self.admit = admit
+        self.admit, self.way = admit, way
 
     def attempt(self, run: str, step: int, wanted: int | None = None) -> int:
         """The attempt that an import counts as; `AlreadyCommitted` for a step that is a checkpoint.
@@ -36,7 +42,9 @@ class Imports:
     def publish(self, staging: str, vouching: Plan | tuple[bytes, bytes]) -> Manifest:
         """Publish what is staged: packed anew by a plan, or a copy that manifest and COMMIT vouch for."""
         if isinstance(vouching, Plan):
-            made = commit.publish(self._tier, vouching, self._events.now(), staging)
+            made = commit.publish(
+                self._tier, vouching, self._events.now(), staging, About(Lineage(rewinds=self.way(vouching.run)))
+            )
         else:
             made = commit.publish_copy(self._tier, staging, *vouching)
         self._catalog.record_checkpoint(rest.describe(made))

@@ -23,13 +23,15 @@ ENDED = ("committed", "aborted", "dropped")
 ROUND_STATES = (*GOING_ON, *ENDED)
 
 _SOUND = CheckpointRow.damage.is_(None)
+_LIVING = CheckpointRow.abandoned.is_(False)
 _NOT_UNHEALTHY = or_(CheckpointRow.healthy.is_(None), CheckpointRow.healthy.is_(True))
 # What `rest.Checkpoint.state` says, in SQL; a test compares the two.
 _STATES: dict[str, ColumnElement[bool]] = {
     "damaged": CheckpointRow.damage.is_not(None),
-    "unhealthy": and_(CheckpointRow.healthy.is_(False), _SOUND),
-    "verified": and_(CheckpointRow.verified.is_(True), _NOT_UNHEALTHY, _SOUND),
-    "committed": and_(CheckpointRow.verified.is_(False), _NOT_UNHEALTHY, _SOUND),
+    "abandoned": and_(CheckpointRow.abandoned.is_(True), _SOUND),
+    "unhealthy": and_(CheckpointRow.healthy.is_(False), _SOUND, _LIVING),
+    "verified": and_(CheckpointRow.verified.is_(True), _NOT_UNHEALTHY, _SOUND, _LIVING),
+    "committed": and_(CheckpointRow.verified.is_(False), _NOT_UNHEALTHY, _SOUND, _LIVING),
 }
 
 
@@ -72,10 +74,13 @@ def summed(session: Session, rows: Sequence[RunRow]) -> list[rest.Run]:
     found: dict[str, tuple[int, int | None, int]] = {
         run: (count, newest, int(size)) for run, count, newest, size in session.execute(totals)
     }
-    # An index answers what is above, and another one knows the few that are damaged: only their runs are looked at again.
-    damaged = session.execute(select(CheckpointRow.run, CheckpointRow.step).where(within, CheckpointRow.damage.is_not(None)))
-    for run in {run for run, step in damaged if found[run][1] == step}:
-        sound = select(func.max(CheckpointRow.step)).where(CheckpointRow.run == run, _SOUND)
+    # An index answers what is above, and others know the few that are not meant: only their runs are looked at again.
+    passed = (CheckpointRow.damage.is_not(None), CheckpointRow.abandoned.is_(True))
+    known = [
+        row for why in passed for row in session.execute(select(CheckpointRow.run, CheckpointRow.step).where(within, why))
+    ]
+    for run in {run for run, step in known if found[run][1] == step}:
+        sound = select(func.max(CheckpointRow.step)).where(CheckpointRow.run == run, _SOUND, _LIVING)
         found[run] = (found[run][0], session.scalar(sound), found[run][2])
     made = []
     for row in rows:

@@ -61,6 +61,7 @@ def plan(tables: Sequence[SlotTable]) -> Plan:
         assets=_collect_assets(ordered),
         metrics=metrics,
         mesh=next((t.mesh for t in ordered if t.mesh), {}),
+        intent=first.intent,
         state=values.merge(first.step, metrics, first.groups, {t.rank: t.values for t in ordered}),
     )
 
@@ -122,6 +123,12 @@ def _check_world(tables: Sequence[SlotTable]) -> None:
     for table in tables:
         if (table.run, table.step, table.attempt, table.world) != (first.run, first.step, first.attempt, first.world):
             raise StateMismatch(f"rank {table.rank} saves {table.run}@{table.step}, rank 0 saves {first.run}@{first.step}")
+        if table.intent[:3] != first.intent[:3]:
+            raise StateMismatch(
+                f"rank {table.rank} goes on from step {table.restored}, with existing={table.existing!r}; rank 0 from step "
+                f"{first.restored}, with {first.existing!r}",
+                hint="every rank must restore and save alike",
+            )
         if set(table.groups) != set(first.groups):
             raise StateMismatch(
                 f"rank {table.rank} saves the groups {sorted(table.groups)}, rank 0 {sorted(first.groups)}",

@@ -38,6 +38,7 @@ class ReplicaBook:
 
     def opened(self, name: str, tier: Tier) -> None:
         """A tier can be reached: sweep what earlier copies left, and make the catalog say what stands there."""
+        commit.put_back(tier)
         for path in removal.sweep(tier):
             log.info("swept %s of replica %s", path, name)
         there = {(run, step) for run in roots.runs(tier) for step in roots.committed(tier, run)}

@@ -3,15 +3,21 @@
 What is kept is the union of what the rules keep. Only verified checkpoints are counted. The newest verified one stays, and
 everything newer (I10); so does the newest verified one that is not known to be unhealthy. One that is not verified takes
 nobody's place, and stays wherever it would stay if it were verified.
+
+All of that holds for each set of groups: only a checkpoint with at least the same groups takes another one's place, so a
+full one stays however many of the model alone are newer. What is abandoned, because training went on from an older step,
+takes nobody's place either; it goes when the line that left it behind has something verified.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
+from holdfast_formats.lineage import ROOT, Key
 from holdfast_formats.retention import Best, RetentionPolicy
 
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -26,6 +32,9 @@ class Candidate(NamedTuple):
     metrics: Mapping[str, float] = {}
     holds: tuple[str, ...] = ()
     healthy: bool | None = None  # None: nobody looked, and nothing speaks against it
+    groups: frozenset[str] = frozenset()
+    line: Key = ROOT  # of training; one that is greater was begun later
+    abandoned: bool = False
 
 
 class Judged(Protocol):
@@ -37,6 +46,17 @@ class Judged(Protocol):
     def verified(self) -> bool: ...
     @property
     def healthy(self) -> bool | None: ...
+    @property
+    def groups(self) -> Collection[str]: ...
+    @property
+    def abandoned(self) -> bool: ...
+
+
+class Newest(NamedTuple):
+    """The newest steps with at least certain groups: that is verified, and not unhealthy besides; -1 where there is none."""
+
+    verified: int
+    healthy: int
 
 
 class Decision(NamedTuple):
@@ -53,72 +73,134 @@ class Answer(NamedTuple):
 
 
 Rule = Callable[[Candidate], Answer]
+_Make = Callable[[Sequence[Candidate]], Rule]
+_NO_RULE = "no rule limits what is kept"
 
 
 def decide(candidates: Sequence[Candidate], policy: RetentionPolicy, now: float) -> list[Decision]:
     """What becomes of every checkpoint, newest step first; their order does not matter, and their steps differ."""
-    return _decide(candidates, policy, now, newest_healthy(candidates))
+    return _decide(candidates, policy, now, candidates)
 
 
 def foresee(candidates: Sequence[Candidate], incoming: Candidate, policy: RetentionPolicy, now: float) -> list[int]:
     """The steps that `decide` would let go once `incoming` is verified, and that are superseded already; oldest first.
 
-    For a save that does not fit otherwise: each of them is older than a checkpoint that is verified now (I10).
+    For a save that does not fit otherwise: each of them is older than a checkpoint that is verified now (I10), or abandoned.
     """
-    newest = max((c.step for c in candidates if c.verified), default=-1)
     others = [c for c in candidates if c.step != incoming.step]
     # How healthy it will be nobody knows: until then, no other one takes the place of the newest healthy.
-    decisions = _decide([*others, incoming], policy, now, newest_healthy(others))
-    return sorted(d.step for d in decisions if not d.keep and d.step < newest)
+    decisions = _decide([*others, incoming], policy, now, others)
+    by_step = {c.step: c for c in candidates}
+    gone = [by_step[d.step] for d in decisions if not d.keep and d.step in by_step]
+    return sorted(c.step for c in gone if c.abandoned or c.step < newest(candidates, c.groups).verified)
 
 
-def _decide(candidates: Sequence[Candidate], policy: RetentionPolicy, now: float, healthy: int) -> list[Decision]:
-    """`healthy` is the step of the newest healthy checkpoint, -1 where there is none."""
-    verified = sorted((c for c in candidates if c.verified), key=_step)
-    newest = verified[-1].step if verified else -1
-    rules = list(_rules(policy, verified, now))
-    return [_decide_one(c, (newest, healthy), policy.steps, rules) for c in sorted(candidates, key=_step, reverse=True)]
+def newest(among: Iterable[Judged], groups: Collection[str]) -> Newest:
+    """Which checkpoints nothing takes the place of, of those with at least these groups that are not abandoned."""
+    wanted = frozenset(groups)
+    sound = [c for c in among if c.verified and not c.abandoned and wanted <= frozenset(c.groups)]
+    healthy = max((c.step for c in sound if c.healthy is not False), default=-1)
+    return Newest(max((c.step for c in sound), default=-1), healthy)
 
 
-def newest_healthy(candidates: Iterable[Judged]) -> int:
-    """The newest step that is verified and not known to be unhealthy; -1 where there is none."""
-    return max((c.step for c in candidates if c.verified and c.healthy is not False), default=-1)
+def _decide(
+    candidates: Sequence[Candidate], policy: RetentionPolicy, now: float, healthy: Sequence[Candidate]
+) -> list[Decision]:
+    """The newest healthy checkpoint is looked for among `healthy`."""
+    held = {c.groups for c in candidates}
+    marks = {groups: Newest(newest(candidates, groups).verified, newest(healthy, groups).healthy) for groups in held}
+    verified = sorted((c for c in candidates if c.verified and not c.abandoned), key=_step)
+    kept = {c.step for c in verified if c.step in marks[c.groups]}
+    rules = [_Judge(make, verified, kept, held) for make in _rules(policy, now)]
+    age = _age(policy, now)
+    decisions = []
+    for c in sorted(candidates, key=_step, reverse=True):
+        named = ("the policy names its step",) if c.step in policy.steps else ()
+        if c.abandoned:
+            decisions.append(_decide_abandoned(c, named, verified, (policy.limits, age)))
+        else:
+            decisions.append(_decide_one(c, named, marks[c.groups], rules))
+    return decisions
 
 
-def _decide_one(c: Candidate, marks: tuple[int, int], named: Sequence[int], rules: Sequence[Rule]) -> Decision:
-    newest, healthy = marks
+def _decide_one(c: Candidate, named: Sequence[str], mark: Newest, rules: Sequence[_Judge]) -> Decision:
     kept = list(c.holds)
-    if c.step == newest:
+    if c.step == mark.verified:
         kept.append("it is the newest verified checkpoint")
-    elif c.step > newest:
+    elif c.step > mark.verified:
         kept.append("no newer checkpoint is verified")
-    if c.step == healthy != newest:
+    if c.step == mark.healthy != mark.verified:
         kept.append("it is the newest healthy checkpoint")
-    elif healthy < c.step < newest and c.healthy is not False:  # not verified, or it would be the newest
+    elif mark.healthy < c.step < mark.verified and c.healthy is not False:  # not verified, or it would be the newest
         kept.append("no newer checkpoint is known to be healthy")
-    if c.step in named:
-        kept.append("the policy names its step")
+    kept += named
     if not rules:
-        kept.append("no rule limits what is kept")
+        kept.append(_NO_RULE)
     answers = [rule(c) for rule in rules]
     kept += [answer.why for answer in answers if answer.keeps]
     return Decision(c.step, True, tuple(kept)) if kept else Decision(c.step, False, tuple(a.why for a in answers))
 
 
-def _rules(policy: RetentionPolicy, verified: Sequence[Candidate], now: float) -> Iterator[Rule]:
-    """The rules that the policy has, each ready to judge any checkpoint; `verified` ascends by step."""
-    if policy.last is not None:
-        yield _last(policy.last, verified)
-    if policy.every_steps is not None:
-        yield _multiples(policy.every_steps)
-    if policy.steps_apart is not None:
-        yield _apart(policy.steps_apart, verified, lambda c: float(c.step), lambda steps: f"{steps:.0f} steps")
-    if policy.every_seconds is not None:
-        yield _apart(policy.every_seconds, verified, lambda c: c.created, span)
-    if policy.within_seconds is not None:
-        yield _within(policy.within_seconds, now)
+def _decide_abandoned(
+    c: Candidate, named: Sequence[str], verified: Sequence[Candidate], limits: tuple[bool, Rule | None]
+) -> Decision:
+    """Of the rules the one about age alone speaks for it: the others are for what training goes on from."""
+    limited, age = limits
+    kept = [*c.holds, *named]
+    follows = [v.step for v in verified if v.line > c.line and c.groups <= v.groups]
+    healthy = [v.step for v in verified if v.line > c.line and c.groups <= v.groups and v.healthy is not False]
+    after = follows if c.healthy is False else healthy
+    if not after:
+        kept.append("it is abandoned, and nothing of the line that left it behind is verified yet")
+    if not limited:
+        kept.append(_NO_RULE)
+    if age is not None and (answer := age(c)).keeps:
+        kept.append(answer.why)
+    if kept:
+        return Decision(c.step, True, tuple(kept))
+    return Decision(
+        c.step, False, (f"it is abandoned: training went on from an older step, and step {after[-1]} is verified",)
+    )
+
+
+class _Judge:
+    """One rule for checkpoints of all groups. Each is compared with what may take its place: others of just its groups, and
+    those of more groups that stay by this rule or in any case.
+    """
+
+    def __init__(
+        self, make: _Make, verified: Sequence[Candidate], kept: Collection[int], held: Iterable[frozenset[str]]
+    ) -> None:
+        """`verified` ascends by step; `kept` are the steps among them that stay in any case."""
+        stays = set(kept)
+        self._rules: dict[frozenset[str], Rule] = {}
+        for groups in sorted(held, key=lambda g: (-len(g), sorted(g))):
+            rule = make([v for v in verified if v.groups == groups or (v.groups > groups and v.step in stays)])
+            stays.update(v.step for v in verified if v.groups == groups and rule(v).keeps)
+            self._rules[groups] = rule
+
+    def __call__(self, c: Candidate) -> Answer:
+        return self._rules[c.groups](c)
+
+
+def _rules(policy: RetentionPolicy, now: float) -> Iterator[_Make]:
+    """The rules that the policy has, each to be made ready by the checkpoints it compares with, ascending by step."""
+    if (last := policy.last) is not None:
+        yield lambda verified: _last(last, verified)
+    if (interval := policy.every_steps) is not None:
+        yield lambda verified: _multiples(interval)
+    if (steps := policy.steps_apart) is not None:
+        yield lambda verified: _apart(steps, verified, lambda c: float(c.step), lambda far: f"{far:.0f} steps")
+    if (seconds := policy.every_seconds) is not None:
+        yield lambda verified: _apart(seconds, verified, lambda c: c.created, span)
+    if (age := _age(policy, now)) is not None:
+        yield lambda verified: age
     for best in policy.best:
-        yield _best(best, verified)
+        yield partial(_best, best)
+
+
+def _age(policy: RetentionPolicy, now: float) -> Rule | None:
+    return None if policy.within_seconds is None else _within(policy.within_seconds, now)
 
 
 def _last(count: int, verified: Sequence[Candidate]) -> Rule:

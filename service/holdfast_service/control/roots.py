@@ -34,14 +34,14 @@ def runs(tier: Tier) -> list[str]:
 def committed(tier: Tier, run: str) -> list[int]:
     """The steps of a run's directories that hold a COMMIT, ascending; whether it is a sound one is not asked here."""
     return [
-        step for step in _steps(tier, run) if tier.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None
+        step for step in steps(tier, run) if tier.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None
     ]
 
 
 def agrees(tier: Tier, catalog: Catalog, run: str) -> bool:
     """Whether the catalog lists every step of a run that has a COMMIT, and none whose directory is gone."""
     listed = {checkpoint.step for checkpoint in all_checkpoints(catalog, run)}
-    return set(committed(tier, run)) <= listed <= set(_steps(tier, run))
+    return set(committed(tier, run)) <= listed <= set(steps(tier, run))
 
 
 def load_manifest(tier: Tier, run: str, step: int) -> Manifest:
@@ -98,7 +98,7 @@ def unlisted(tier: Tier, catalog: Catalog) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     for run in runs(tier):
         listed = {checkpoint.step for checkpoint in all_checkpoints(catalog, run)}
-        found += [(run, step) for step in _steps(tier, run) if step not in listed]
+        found += [(run, step) for step in steps(tier, run) if step not in listed]
     return found
 
 
@@ -126,10 +126,10 @@ class Look(NamedTuple):
 def look(tier: Tier, run: str, listed: Mapping[int, str | None], thorough: bool = False) -> Look:
     """Compare the run's directories with the stamps of what is `listed`; nothing stands unread if this is `thorough`."""
     now = tier.stamps(f"{run}/{naming.CHECKPOINTS}", _STAMPED)
-    steps = _steps(tier, run)
-    stamps = {step: now[name] for step in steps if (name := naming.step_directory(step)) in now}
+    there = steps(tier, run)
+    stamps = {step: now[name] for step in there if (name := naming.step_directory(step)) in now}
     stands = {step for step in stamps if not thorough and listed.get(step) == stamps[step]}
-    return Look(stands, [step for step in steps if step not in stands], stamps)
+    return Look(stands, [step for step in there if step not in stands], stamps)
 
 
 def _relist(tier: Tier, catalog: Catalog, run: str, thorough: bool) -> list[Problem]:
@@ -201,9 +201,10 @@ def was_unreadable(known: rest.Checkpoint) -> bool:
     return known.damage is not None and known.damage.get("file") in (naming.COMMIT, naming.MANIFEST)
 
 
-def _steps(tier: Tier, run: str) -> list[int]:
-    steps = (naming.parse_step_directory(name) for name in tier.list(f"{naming.check_run(run)}/{naming.CHECKPOINTS}"))
-    return sorted(step for step in steps if step is not None)
+def steps(tier: Tier, run: str) -> list[int]:
+    """The steps that have a directory, ascending, whatever is in it."""
+    found = (naming.parse_step_directory(name) for name in tier.list(f"{naming.check_run(run)}/{naming.CHECKPOINTS}"))
+    return sorted(step for step in found if step is not None)
 
 
 def all_checkpoints(catalog: Catalog, run: str) -> list[rest.Checkpoint]:

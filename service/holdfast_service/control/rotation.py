@@ -10,8 +10,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -24,9 +24,9 @@ from holdfast_formats.errors import (
     NewestHealthy,
     NewestVerified,
     NoSuchCheckpoint,
-    NotFound,
     Pinned,
 )
+from holdfast_formats.lineage import line
 from holdfast_formats.retention import Preview, RetentionPolicy, Verdict
 from holdfast_service.storage import Tier
 
@@ -40,7 +40,8 @@ from .run_files import RunFile, RunFiles
 log = logging.getLogger(__name__)
 
 NAMES_SHOWN_MAX = 5
-WHY_REMOVED = ("retention", "request", "space", "damaged")
+WHY_REMOVED = ("retention", "request", "space", "damaged", "replaced")
+READERS_WAIT_S, READERS_POLL_S = 60.0, 0.05  # for who reads what another checkpoint is put in the place of
 
 
 class Rotation:
@@ -58,6 +59,9 @@ class Rotation:
         self._busy = self._closed = False
         self._thread: threading.Thread | None = None
         self.removed: Counter[str] = Counter()  # by why
+        # What another checkpoint was put in the place of: the catalog still speaks of the one before. By run and step.
+        self._fresh: Counter[tuple[str, int]] = Counter()
+        self._freshness = threading.Lock()
         self.events: Events | None = None  # who keeps what happened, if anybody does
         self.readers.freed = self.look_again
 
@@ -186,26 +190,40 @@ class Rotation:
                 self._free(trashed)
         return found
 
-    def make_way(self, run: str, step: int) -> None:
-        """A damaged checkpoint gives its place to one that was trained and saved anew; does nothing where there is none.
+    @contextmanager
+    def replacing(self, run: str, step: int) -> Iterator[None]:
+        """Another checkpoint of this step, saved anew, is put in the place of this one within the block, at one stroke.
 
-        `Pinned`, or `InUse`, when it may not go.
+        Raises `Pinned`, or `InUse`, when it may not go.
         """
-        trashed: dict[int, str] = {}
-        with self._turn:
-            with self._deciding, suppress(NotFound):
-                found = self._catalog.checkpoint(run, step)
-                if found.damage is not None:
-                    self._refuse(found, newest=True, healthy=True)
-                    trashed = self._discard(
-                        run, {step: ["the same step is saved anew, and this one was damaged"]}, "damaged"
-                    )
-            self._free(trashed)
-        if trashed:
-            log.warning("removed %s@%s, which was damaged: the same step is saved anew", run, step)
+        limit = time.monotonic() + READERS_WAIT_S
+        while self.readers.held(run).get(step) and time.monotonic() < limit:
+            time.sleep(READERS_POLL_S)
+        with self._deciding:
+            self._refuse_held(run, step)
+            with self.readers.removing(run, step) as free:
+                if not free:
+                    raise InUse(f"{run}@{step} is being read", hint="save it again when the reader is done")
+                with self._freshness:
+                    self._fresh[run, step] += 1
+                yield
+        self.removed["replaced"] += 1
+
+    def listed(self, run: str, step: int) -> None:
+        """The catalog knows of the checkpoint that was put in the place of another one; from now on it may be judged."""
+        with self._freshness:
+            self._fresh -= Counter({(run, step): 1})
 
     def _refuse(self, found: rest.Checkpoint, newest: bool, healthy: bool) -> None:
-        run, step = found.run, found.step
+        with self._freshness:
+            fresh = (found.run, found.step) in self._fresh
+        if fresh:
+            raise InUse(f"{found.run}@{found.step} is saved anew at this moment", hint="try again in a moment")
+        self._refuse_the_newest(found, newest, healthy)
+        self._refuse_held(found.run, found.step)
+
+    def _refuse_held(self, run: str, step: int) -> None:
+        """What nothing removes, nor replaces, as long as it is so."""
         file = self._files.read(run)
         if step in file.pins:
             raise Pinned(f"{run}@{step} is pinned", hint=f"holdfast unpin {run}@{step} removes the pin")
@@ -214,7 +232,6 @@ class Rotation:
                 f"{run}@{step} has the label {', '.join(labels)}",
                 hint=f"holdfast label {run}@{step} {labels[0]} --remove takes it away",
             )
-        self._refuse_the_newest(found, newest, healthy)
         if left_s := self.readers.held(run).get(step):
             raise InUse(f"{run}@{step} is being read", hint="try again when the reader is done", seconds=round(left_s, 1))
         if names := self._foreign(run, step):
@@ -222,18 +239,26 @@ class Rotation:
 
     def _refuse_the_newest(self, found: rest.Checkpoint, newest: bool, healthy: bool) -> None:
         """What no policy removes is removed by name alone."""
-        listed, which = self._listed(found.run), f"{found.run}@{found.step} is the newest checkpoint of its run that is"
-        if found.step == max((c.step for c in listed if c.verified), default=-1):
+        which = (
+            f"{found.run}@{found.step} is the newest checkpoint of its run with the groups {', '.join(found.groups)} that is"
+        )
+        newest_verified, newest_healthy = retention.newest(self._listed(found.run), found.groups)
+        if found.abandoned:
+            return
+        if found.step == newest_verified:
             if not newest:
                 hint = "removing it has to be forced by name: --force newest-verified"
                 raise NewestVerified(f"{which} known to be sound", hint=hint)
-        elif found.step == retention.newest_healthy(listed) and not healthy:
+        elif found.step == newest_healthy and not healthy:
             hint = "what is newer has new NaN or infinities; removing it has to be forced by name: --force newest-healthy"
             raise NewestHealthy(f"{which} verified and healthy", hint=hint)
 
     def _looked_at(self, run: str) -> tuple[RunFile, list[Candidate]]:
         file, read = self._files.read(run), self.readers.held(run)
-        return file, [_candidate(c, file, c.step in read) for c in self._listed(run)]
+        with self._freshness:  # before the catalog is asked
+            fresh = {step: _FRESH for of, step in self._fresh if of == run}
+        busy = dict.fromkeys(read, _READ) | fresh
+        return file, [_candidate(c, file, busy.get(c.step)) for c in self._listed(run)]
 
     def _listed(self, run: str) -> list[rest.Checkpoint]:
         return roots.all_checkpoints(self._catalog, run)
@@ -315,13 +340,17 @@ class Rotation:
 
 
 _READ = "it is being read"
+_FRESH = "it is saved anew at this moment"
 
 
-def _candidate(c: rest.Checkpoint, file: RunFile, read: bool) -> Candidate:
+def _candidate(c: rest.Checkpoint, file: RunFile, busy: str | None) -> Candidate:
     pin = ["it is pinned"] if c.step in file.pins else []
     labels = [f"it has the label {label}" for label in file.labels_of(c.step)]
-    holds = (*pin, *labels, *([_READ] if read else []))
-    return Candidate(c.step, seconds_of(c.created), c.verified, c.metrics, holds, c.healthy)
+    before = file.policy is None and file.keep_last is not None and c.attempt < file.keep_last_since
+    kept = [f"it is of an attempt before the one that asked for keep_last={file.keep_last}"] if before else []
+    holds = (*pin, *labels, *kept, *([busy] if busy else []))
+    judged = (c.step, seconds_of(c.created), c.verified, c.metrics, holds, c.healthy)
+    return Candidate(*judged, frozenset(c.groups), line(c.rewinds), c.abandoned)
 
 
 def seconds_of(created: str) -> float:

@@ -20,12 +20,15 @@ ANY_TAG = "*"  # If-Match: whatever is there now
 
 
 class RunFile(BaseModel):
-    """What run.json says. `keep_last` is what the trainer asked for, and counts while nobody has set a policy."""
+    """What run.json says. `keep_last` is what the trainer asked for, and counts while nobody has set a policy; of what was
+    committed by attempts before `keep_last_since`, which asked for it first, it lets nothing go.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal[1] = 1
     keep_last: Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)] | None = None
+    keep_last_since: Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)] = 0
     pins: tuple[Step, ...] = ()
     labels: dict[str, tuple[Step, ...]] = {}
     policy: RetentionPolicy | None = None

@@ -14,6 +14,7 @@ from sqlalchemy import (
     LargeBinary,
     String,
     Text,
+    false,
     text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -28,6 +29,7 @@ def _ordered(length: int) -> String:
 _NAME, _TIME = _ordered(128), _ordered(40)
 # SQLite numbers rows by itself only where the key's type is spelt INTEGER.
 _COUNTED = BigInteger().with_variant(Integer, "sqlite")
+REWOUND = "rewinds <> '[]'"
 _JOB_GOES_ON = text("state IN ('queued', 'running')")
 
 
@@ -134,6 +136,7 @@ class CheckpointRow(Table):
     """A checkpoint. What stands from `verified` on was found out since its commit, and only the catalog knows it.
 
     `stamp` is what storage said of COMMIT and manifest when the row was made: while it says the same, the row stands.
+    `abandoned` follows from the lineages of all checkpoints of the run, and is made anew with each that comes or goes.
     """
 
     __tablename__ = "checkpoints"
@@ -142,6 +145,8 @@ class CheckpointRow(Table):
         _where("checkpoints_damaged", "damage IS NOT NULL", "damage IS NOT NULL"),
         _where("checkpoints_unhealthy", "healthy IS 0", "healthy IS false"),
         _where("checkpoints_unverified", "verified IS 0", "verified IS false"),
+        _where("checkpoints_abandoned", "abandoned IS 1", "abandoned IS true"),
+        _where("checkpoints_rewound", REWOUND, REWOUND),
     )
 
     run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)
@@ -162,6 +167,10 @@ class CheckpointRow(Table):
     healthy: Mapped[bool | None] = mapped_column(Boolean)
     same_as: Mapped[int | None]
     stamp: Mapped[str | None] = mapped_column(String(128))
+    restored: Mapped[int | None]
+    turn: Mapped[int] = mapped_column(default=0, server_default=text("0"))
+    rewinds: Mapped[list[Any]] = mapped_column(JsonText, default=list, server_default=text("'[]'"))
+    abandoned: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
 
 
 class StatisticsRow(Table):

@@ -15,16 +15,19 @@ Mode = Literal["min", "max"]
 
 
 def newest_before(database: Database, run: str, step: int) -> int | None:
-    """The newest checkpoint of an earlier step that is not known to be damaged."""
+    """The newest checkpoint of an earlier step that is not known to be damaged, nor abandoned."""
     wanted = select(CheckpointRow.step).where(
-        CheckpointRow.run == run, CheckpointRow.step < step, CheckpointRow.damage.is_(None)
+        CheckpointRow.run == run,
+        CheckpointRow.step < step,
+        CheckpointRow.damage.is_(None),
+        CheckpointRow.abandoned.is_(False),
     )
     with database.read() as session:
         return session.scalar(wanted.order_by(CheckpointRow.step.desc()).limit(1))
 
 
 def newest_healthy(database: Database, run: str, groups: Collection[str] = ()) -> int | None:
-    """The newest checkpoint with all these groups that is verified, sound, and not known to be unhealthy."""
+    """The newest checkpoint with all these groups that is verified, sound, not known to be unhealthy, and not abandoned."""
     columns = select(CheckpointRow.step, CheckpointRow.groups).where(*_good(run))
     with database.read() as session:
         rows = session.execute(columns.order_by(CheckpointRow.step.desc()))
@@ -43,4 +46,5 @@ def best(database: Database, run: str, metric: str, mode: Mode) -> int | None:
 def _good(run: str) -> tuple[ColumnElement[bool], ...]:
     """Statistics are there before a checkpoint counts as verified; where nobody made any, nothing speaks against it."""
     healthy = or_(CheckpointRow.healthy.is_(None), CheckpointRow.healthy.is_(True))
-    return CheckpointRow.run == run, CheckpointRow.verified.is_(True), CheckpointRow.damage.is_(None), healthy
+    sound = (CheckpointRow.verified.is_(True), CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
+    return CheckpointRow.run == run, *sound, healthy

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from holdfast_formats import statistics
 from holdfast_formats.errors import InvalidRequest, NoSuchResource
+from holdfast_formats.manifest import Manifest
 from holdfast_formats.observed import LayerHealth, Layers
 from holdfast_formats.packing import natural_key
 from holdfast_formats.statistics import Statistics
@@ -23,6 +24,7 @@ from .schema import CheckpointRow, StatisticsRow
 HISTORY_STEPS = 200  # of a run: summaries that may outlive their checkpoints
 LAST_MAX = HISTORY_STEPS
 
+_COMPARED = (CheckpointRow.healthy.is_(True), CheckpointRow.abandoned.is_(False))
 NonFinite = dict[str, dict[str, list[int]]]  # group -> tensor -> [NaN, infinite]
 
 
@@ -51,6 +53,14 @@ class StatisticsStore:
             data = statistics.encode(found)
             session.merge(StatisticsRow(run=run, step=step, tensors=len(found), data=data, layers=summary))
 
+    def lists(self, made: Manifest) -> bool:
+        """Whether it is this checkpoint that is listed, and it was neither removed nor replaced."""
+        row = CheckpointRow
+        columns = select(row.attempt, row.turn, row.created).where(row.run == made.run, row.step == made.step)
+        with self._read() as session:
+            found = session.execute(columns).first()
+        return found is not None and tuple(found) == (made.attempt, made.turn, made.created)
+
     def has(self, run: str, step: int) -> bool:
         """Whether a checkpoint that is there has statistics."""
         at = (CheckpointRow.run == run, CheckpointRow.step == step, CheckpointRow.healthy.is_not(None))
@@ -74,7 +84,7 @@ class StatisticsStore:
         joined = select(StatisticsRow.step, StatisticsRow.layers).join(
             CheckpointRow, (CheckpointRow.run == StatisticsRow.run) & (CheckpointRow.step == StatisticsRow.step)
         )
-        wanted = joined.where(StatisticsRow.run == run, StatisticsRow.step < step, CheckpointRow.healthy.is_(True))
+        wanted = joined.where(StatisticsRow.run == run, StatisticsRow.step < step, *_COMPARED)
         with self._read() as session:
             row = session.execute(wanted.order_by(StatisticsRow.step.desc()).limit(1)).first()
         return None if row is None else Baseline(row.step, row.layers.get("nonfinite", {}))
@@ -94,9 +104,14 @@ class StatisticsStore:
         return Layers(run=run, group=group, steps=steps, layers=shown)
 
 
+def forget_tensors(session: Session, run: str, step: int) -> None:
+    """What is known of the tensors of this step is not of those that stand there now."""
+    session.execute(update(StatisticsRow).where(StatisticsRow.run == run, StatisticsRow.step == step).values(data=b""))
+
+
 def forget(session: Session, run: str, step: int) -> None:
     """The checkpoint is gone, and what was known of its tensors; the summary stays for a while."""
-    session.execute(update(StatisticsRow).where(StatisticsRow.run == run, StatisticsRow.step == step).values(data=b""))
+    forget_tensors(session, run, step)
     steps = select(StatisticsRow.step).where(StatisticsRow.run == run).order_by(StatisticsRow.step.desc())
     oldest = session.scalar(steps.offset(HISTORY_STEPS - 1).limit(1))
     there = select(CheckpointRow.step).where(CheckpointRow.run == run)

@@ -177,15 +177,15 @@ def _run_of(key: str, order: Order) -> str:
 
 def _held(session: Session, runs: Collection[str]) -> dict[str, Held]:
     """What stands of each run, in one pass over its checkpoints, and its newest one."""
-    row = CheckpointRow
+    row, living = CheckpointRow, CheckpointRow.abandoned.is_(False)
     totals = (
         select(
             row.run,
             func.count().label("checkpoints"),
             func.sum(row.bytes).label("bytes"),
-            func.max(row.step).label("newest"),
-            func.max(case((row.verified, row.step))).label("newest_verified"),
-            func.max(case((row.healthy.is_not(False) & row.damage.is_(None), row.step))).label("newest_healthy"),
+            func.max(case((living, row.step))).label("newest"),
+            func.max(case((row.verified & living, row.step))).label("newest_verified"),
+            func.max(case((row.healthy.is_not(False) & row.damage.is_(None) & living, row.step))).label("newest_healthy"),
             func.count(case((row.damage.is_not(None), row.step))).label("damaged"),
             func.max(case((row.damage.is_not(None), row.step))).label("newest_damaged"),
         )

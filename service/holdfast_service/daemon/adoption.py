@@ -69,7 +69,8 @@ class Adoption:
             try:
                 if header.attempt != who.attempt or (header.state is SlotState.SEALED and sealed is None):
                     raise CheckpointError(f"slot {slot} is not whole")
-                round_id = self._decisions.resume(who.run, header.step, who.attempt, who.world)
+                intent = None if sealed is None else sealed.table.intent
+                round_id = self._decisions.resume(who.run, header.step, who.attempt, who.world, intent)
             except CheckpointError as error:
                 log.info("%s@%s of rank %d is not adopted: %s", who.run, header.step, who.rank, error.detail)
                 segment.release(slot)

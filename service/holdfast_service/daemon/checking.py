@@ -103,7 +103,7 @@ class Checker:
             "layouts": list(tried.layouts),
             "repaired": repaired,
         }
-        self._decisions.findings.sound(run, step, check, same_as)
+        self._decisions.findings.sound(run, step, check, same_as, made)
         return check
 
     def suspect(self, run: str, step: int, error: Damaged) -> Damaged | None:

@@ -45,9 +45,9 @@ class _Hold:
 
 
 class Holds:
-    """The held commit of each run. Safe for threads. `committed` says which attempt's checkpoint a step is, if it is one."""
+    """The held commit of each run. Safe for threads. `committed` is by whose attempt and turn a step is a checkpoint."""
 
-    def __init__(self, committed: Callable[[str, int], int | None]) -> None:
+    def __init__(self, committed: Callable[[str, int], tuple[int, int] | None]) -> None:
         self._committed = committed
         self._lock = threading.Lock()
         self._held: dict[str, _Hold] = {}
@@ -79,7 +79,7 @@ class Holds:
                 if owner is not None and step is not None:
                     found.setdefault((owner.run, step, owner.attempt, owner.world), {})[owner.rank] = _Part(segment, slot)
         for (run, step, attempt, world), parts in sorted(found.items(), key=lambda item: item[0], reverse=True):
-            if run not in self._held and len(parts) == world and self._committed(run, step) == attempt:
+            if run not in self._held and len(parts) == world and (self._committed(run, step) or (None,))[0] == attempt:
                 self._hold(_Hold(run, step, attempt, parts))
 
     def lend(self, run: str, step: int) -> tuple[tuple[HeldPart, ...], tuple[int, ...]]:
@@ -130,7 +130,7 @@ class Holds:
                 continue
             if hold.alone_since is None:
                 hold.alone_since = now
-            if now - hold.alone_since > HELD_S or self._committed(hold.run, hold.step) != hold.attempt:
+            if now - hold.alone_since > HELD_S or (self._committed(hold.run, hold.step) or (None,))[0] != hold.attempt:
                 self._end(hold)
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from holdfast_formats import manifest as manifests
 from holdfast_formats import naming, safetensors, values
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
+from holdfast_formats.lineage import Way
 from holdfast_formats.manifest import Extent, FileEntry, Manifest
 from holdfast_formats.packing import FilePlan, pack, tensor_extent_bytes
 from holdfast_formats.plan import Plan, PlannedAsset, PlannedFile, PlannedTensor, Receipt, encode_receipt
@@ -44,12 +45,13 @@ _HINT = "is it the directory of a Hugging Face model, with plain files?"
 
 
 class Goal(NamedTuple):
-    """What the imported checkpoint is to be: its run, step and attempt, and where it is staged."""
+    """What the imported checkpoint is to be: its run, step and attempt, where it is staged, and the rewinds to it."""
 
     run: str
     step: int
     attempt: int
     staging: str
+    rewinds: Way = ()
 
 
 class _Place(NamedTuple):
@@ -153,6 +155,8 @@ def _renamed(made: Manifest, state: bytes, goal: Goal) -> tuple[Manifest, bytes]
     changed = FileEntry(naming.STATE, len(state), 0, digest(state))
     files = tuple(changed if file.name == naming.STATE else file for file in made.files)
     renamed = msgspec.structs.replace(made, run=goal.run, step=goal.step, attempt=goal.attempt, files=files)
+    if made.run != goal.run:  # it has come by the rewinds of another run, which lead nowhere here
+        renamed = msgspec.structs.replace(renamed, restored=None, turn=0, rewinds=goal.rewinds)
     return renamed, state
 
 

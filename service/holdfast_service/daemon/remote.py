@@ -28,6 +28,7 @@ from holdfast_formats.errors import (
     WrongRoot,
     from_problem,
 )
+from holdfast_formats.lineage import NO_INTENT, Intent
 
 from .arena import Arena
 from .fencing import DistantParticipant, let_in
@@ -35,7 +36,7 @@ from .ports import Decisions
 from .rounds import Participant
 from .saver import Saver
 from .segment import Segment
-from .shares import Holder, left
+from .shares import ADMIN, Asker, Holder, left
 from .upload import Chunk, Part, Upload
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class RemoteRank:
         if outgrown is not None:
             self._arena.drop(outgrown)
 
-    def open(self, number: int, step: int, policy: wire.Policy = "wait") -> rest.Upload:
+    def open(self, number: int, step: int, policy: wire.Policy = "wait", intent: Intent = NO_INTENT) -> rest.Upload:
         """Begin the rank's `number`-th upload, or find it begun. Refuses by name a step that this rank may not save.
 
         Where no slot is free the policy decides; `ArenaFull`, at once, under `wait`.
@@ -90,11 +91,11 @@ class RemoteRank:
                 return self._describe(known)
             if self._segment is None:
                 raise InvalidRequest("reserve a segment before the first upload", reason="not-reserved")
-            upload = Upload(number, step, self._segment)
+            upload = Upload(number, step, self._segment, intent.turn)
             with self._lock:
                 self._uploads[number] = upload
             try:
-                upload.slot = self._saver.lease(self.who, self._segment, step, 0.0, policy)
+                upload.slot = self._saver.lease(self.who, self._segment, step, 0.0, policy, intent)
             except CheckpointError:
                 with self._lock:
                     del self._uploads[number]
@@ -165,7 +166,7 @@ class RemoteRank:
             if whole.stall_s is not None:
                 self._saver.history.stalled(self.who, upload.step, whole.stall_s)
             try:
-                self._saver.seal(self.who, upload.slot, upload.step, whole.table_digest)
+                self._saver.seal(self.who, upload.slot, upload.step, whole.table_digest, upload.turn)
             except CheckpointError as error:
                 self._end(upload, "aborted", error)
                 raise
@@ -283,12 +284,15 @@ class RemoteRanks:
         with self._lock:
             return len(self._ranks)
 
+    def notices(self, hello: rest.RankHello, owner: bool) -> tuple[str, ...]:
+        return self._decisions.denied(hello.run, hello.keep_last, owner)
+
     @property
     def closing(self) -> bool:
         return self._closing.is_set()
 
-    def hello(self, rank_id: str, hello: rest.RankHello, tenant: str = "") -> RemoteRank:
-        """The rank of this id, new or known. One that begins anew takes its predecessor's place. `tenant`: see `shares`."""
+    def hello(self, rank_id: str, hello: rest.RankHello, asker: Asker = ADMIN) -> RemoteRank:
+        """The rank of this id, new or known. One that begins anew takes its predecessor's place. `asker`: see `shares`."""
         if hello.protocol != wire.PROTOCOL:
             raise InvalidRequest(
                 f"the trainer speaks protocol {hello.protocol}, this daemon {wire.PROTOCOL}",
@@ -303,11 +307,12 @@ class RemoteRanks:
         if known is not None:
             return known
         self._saver.expect()
+        meant = hello if asker.owner else hello.model_copy(update={"keep_last": None})
 
         def join(attempt: int) -> RemoteRank:
-            return self._joined(rank_id, RemoteRank((self._arena, self._saver), hello, attempt, tenant))
+            return self._joined(rank_id, RemoteRank((self._arena, self._saver), hello, attempt, asker.tenant))
 
-        return let_in((self._saver, self._decisions), hello, join, tenant)
+        return let_in((self._saver, self._decisions), meant, join, asker.tenant)
 
     def _joined(self, rank_id: str, made: RemoteRank) -> RemoteRank:
         hello = made.hello

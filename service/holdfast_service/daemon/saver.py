@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from holdfast_formats import naming
@@ -20,6 +20,7 @@ from holdfast_formats.errors import (
     RoundAborted,
     StaleAttempt,
 )
+from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.observed import Life
 from holdfast_formats.wire import Outcome, Policy
@@ -143,7 +144,15 @@ class Saver:
         with self._lock:
             return self._attendance.belongs(run, process)
 
-    def lease(self, who: Participant, segment: Segment, step: int, wait_s: float, policy: Policy = "wait") -> int:
+    def lease(
+        self,
+        who: Participant,
+        segment: Segment,
+        step: int,
+        wait_s: float,
+        policy: Policy = "wait",
+        intent: Intent = NO_INTENT,
+    ) -> int:
         """A slot of `segment` for this rank's part of `step`. Refuses by name a step that may not be saved by this rank.
 
         Where no slot is free, the policy decides for all ranks of the world: an older round ends for this one, or this one
@@ -153,7 +162,7 @@ class Saver:
         self.restores.moved_on(who)
         with self._lock:
             self._given_up.refuse(key, who.rank)
-        round_id = self._decisions.begin(*key, who.world)
+        round_id = self._decisions.begin(*key, who.world, intent)
         slot = -1
         try:
             if policy == "wait":
@@ -162,7 +171,7 @@ class Saver:
                 self._given_up.refuse(key, who.rank)
                 begun = self._open.get(key) or self._pending.get(key)
                 if begun is None:
-                    round_id = self._decisions.begin(*key, who.world)  # it may have ended, or been fenced off, since
+                    round_id = self._decisions.begin(*key, who.world, intent)  # it may have ended, or been fenced off, since
                     self.history.begun(key)
                 current = begun or Round(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S)
                 current.refuse(who)
@@ -180,7 +189,7 @@ class Saver:
             raise
         return slot
 
-    def seal(self, who: Participant, slot: int, step: int, table_digest: str) -> None:
+    def seal(self, who: Participant, slot: int, step: int, table_digest: str, turn: int = 0) -> None:
         """Take over a slot that its rank declares complete; the last one of the world sets the round going."""
         key = RoundKey(who.run, step, who.attempt)
         with self._lock:
@@ -190,7 +199,7 @@ class Saver:
             lease = current.leases.get(who.rank) if current else None
             if current is None or lease is None or lease.slot != slot:
                 self._given_up.refuse(key, who.rank)
-                if current is None and self._decisions.committed(who.run, step) == who.attempt:
+                if current is None and self._decisions.committed(who.run, step) == (who.attempt, turn):
                     return
                 raise self._given_up.why(key, f"rank {who.rank} holds no lease on slot {slot} for step {step}")
             try:
@@ -217,8 +226,11 @@ class Saver:
             count = self._take(current, who.rank, sealed)
         self._decisions.sealed(round_id, count)
 
-    def take_over(self, who: Participant, awaited: Collection[int]) -> None:
-        """A rank is back on a new connection: it is told of the steps it awaits; its leases for others are free again."""
+    def take_over(self, who: Participant, awaited: Mapping[int, int]) -> None:
+        """A rank is back on a new connection: it is told of the steps it awaits, which come with the turns of their saves.
+
+        Its leases for others are free again.
+        """
         unknown = set(awaited)
         with self._lock:
             for current in [*self._open.values(), *self._pending.values()]:
@@ -237,12 +249,12 @@ class Saver:
                 current.participants[who.rank] = who
                 unknown.discard(step)
         for step in sorted(unknown):
-            attempt = self._decisions.committed(who.run, step)
+            committed = self._decisions.committed(who.run, step) == (who.attempt, awaited[step])
             key = RoundKey(who.run, step, who.attempt)
             lost = self._given_up.why(
                 key, f"step {step} was not sealed by rank {who.rank} when the daemon ended, or was given up"
             )
-            who.notify(_outcome(key, None if attempt == who.attempt else lost))
+            who.notify(_outcome(key, None if committed else lost))
 
     def give_up(self, who: Participant, step: int, error: CheckpointError) -> None:
         """A rank cannot complete its part: the round ends, for every rank."""

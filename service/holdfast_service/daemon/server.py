@@ -33,7 +33,7 @@ from .rounds import Participant
 from .saver import Saver
 from .segment import LEASE_DEADLINE_S, Segment
 from .serving import Serving
-from .shares import Holder
+from .shares import NOBODY, Asker, Holder
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class _Conversation:
         self._send_lock = threading.Lock()
         self._decoder = wire.FrameDecoder(wire.TO_DAEMON)
         self._who: Participant | None = None
-        self._tenant = ""
+        self._asker = NOBODY
         self._segments: list[Segment] = []
         self._fds: list[int] = []  # that came, and that no request has taken yet
         self._refused: CheckpointError | None = None
@@ -208,7 +208,7 @@ class _Conversation:
         try:
             caller = Caller.of(self._connection)
             self._daemon.callers.check(caller)
-            self._tenant = caller.tenant
+            self._asker = Asker(caller.tenant, not caller.tenant)
         except CheckpointError as error:
             self._refused = error
             self._connection.settimeout(REFUSED_WAIT_S)
@@ -272,14 +272,16 @@ class _Conversation:
             daemon.saver.join(who)
             return who
 
+        meant = request if self._asker.owner else request.model_copy(update={"keep_last": None})
         return wire.Welcome(
             reply_to=request.id,
-            attempt=let_in((daemon.saver, daemon.decisions), request, join, self._tenant).attempt,
+            attempt=let_in((daemon.saver, daemon.decisions), meant, join, self._asker.tenant).attempt,
             node=daemon.serving.node,
             root=daemon.serving.root,
             mark=daemon.serving.mark,
             version=daemon.serving.version,
             url=daemon.serving.url,
+            notices=daemon.decisions.denied(request.run, request.keep_last, self._asker.owner),
         )
 
     def _reserve(self, request: wire.Reserve) -> None:
@@ -287,7 +289,7 @@ class _Conversation:
         asked = formats.geometry(request.slots, request.data_bytes, request.table_bytes)
         self._part_with_segments()  # first, so that there is room where memory has none for both
         arena, holds = self._daemon.arena, self._daemon.saver.holds
-        label, holder = f"{who.run}-rank{who.rank}", Holder(who.run, self._tenant)
+        label, holder = f"{who.run}-rank{who.rank}", Holder(who.run, self._asker.tenant)
         segment = arena.take_over(asked, who.owner) or arena.reserve(asked, label, who.owner, holder)
         self._use(segment)
         holds.succeeded(who.owner)
@@ -313,7 +315,8 @@ class _Conversation:
         self._use(segment)
         if unknown:
             daemon.adoption.take_up(segment, who)
-        daemon.saver.take_over(who, request.open)
+        turns = dict.fromkeys(request.open, 0) | dict(zip(request.open, request.turns, strict=False))
+        daemon.saver.take_over(who, turns)
         daemon.adoption.back(who, segment)
         return wire.Done(reply_to=request.id)
 
@@ -334,12 +337,13 @@ class _Conversation:
         who = self._known()
         if not self._segments:
             raise InvalidRequest("reserve a segment before leasing a slot")
-        slot = self._daemon.saver.lease(who, self._segments[-1], request.step, request.wait_s, request.policy)
+        how = (request.wait_s, request.policy, request.intent)
+        slot = self._daemon.saver.lease(who, self._segments[-1], request.step, *how)
         return wire.Granted(reply_to=request.id, slot=slot, deadline_s=LEASE_DEADLINE_S)
 
     def _seal(self, request: wire.Seal) -> wire.Reply:
         try:
-            self._daemon.saver.seal(self._known(), request.slot, request.step, request.table_digest)
+            self._daemon.saver.seal(self._known(), request.slot, request.step, request.table_digest, request.turn)
         except CheckpointError:
             for segment in self._segments:
                 segment.disown(request.slot)

@@ -18,6 +18,17 @@ class Holder(NamedTuple):
     tenant: str = ""
 
 
+class Asker(NamedTuple):
+    """Who says hello: whose share it counts for, and whether what it asks to be kept is the owner's word or a mere wish."""
+
+    tenant: str
+    owner: bool
+
+
+ADMIN = Asker("", True)
+NOBODY = Asker("", False)
+
+
 class Share(NamedTuple):
     """How much more somebody may have, and what says so: the run's bound, or its tenant's."""
 

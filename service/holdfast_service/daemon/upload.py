@@ -22,8 +22,8 @@ class Chunk(NamedTuple):
 class Upload:
     """One slot that a rank brings: how far it is, and how it ended."""
 
-    def __init__(self, number: int, step: int, segment: Segment) -> None:
-        self.number, self.step, self.segment = number, step, segment
+    def __init__(self, number: int, step: int, segment: Segment, turn: int) -> None:
+        self.number, self.step, self.segment, self.turn = number, step, segment, turn
         self.slot = -1
         self.received: dict[str, int] = {"data": 0, "table": 0}
         self.sealed = False

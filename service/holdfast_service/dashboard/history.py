@@ -11,7 +11,18 @@ from holdfast_formats.observed import SaveTimes
 from .words import stamp
 
 # What may have become of a save, in the order of the timeline's lanes from the top.
-OUTCOMES = ("pinned", "verified", "committed", "unhealthy", "damaged", "removed", "dropped", "aborted", "under way")
+OUTCOMES = (
+    "pinned",
+    "verified",
+    "committed",
+    "unhealthy",
+    "abandoned",
+    "damaged",
+    "removed",
+    "dropped",
+    "aborted",
+    "under way",
+)
 _PHASES = ("stage_s", "queue_s", "write_s", "commit_s")
 
 

@@ -7,7 +7,7 @@ import errno
 import os
 from pathlib import Path
 
-_RENAME_NOREPLACE = 1
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # of sync_file_range
 _ZERO_RANGE_KEEP_SIZE = 0x10 | 0x01  # of fallocate
 _STATFS_BYTES_MAX = 256  # more than struct statfs has anywhere
@@ -20,6 +20,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def renameat2(source_parent: int, source: str, target_parent: int, target: str) -> None:
     """Rename, and fail with EEXIST when the target is there."""
     _call("renameat2", source_parent, os.fsencode(source), target_parent, os.fsencode(target), _RENAME_NOREPLACE)
+
+
+def exchange(source_parent: int, source: str, target_parent: int, target: str) -> None:
+    """Give two names each other's files, at one stroke."""
+    _call("renameat2", source_parent, os.fsencode(source), target_parent, os.fsencode(target), _RENAME_EXCHANGE)
 
 
 def fallocate(descriptor: int, size: int) -> None:

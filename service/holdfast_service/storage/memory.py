@@ -67,6 +67,18 @@ class MemoryTier:
             self._directories = {_moved(path, old, new) for path in self._directories}
         self.acts += [("rename", target), ("directory", "/".join(there)), ("directory", "/".join(here))]
 
+    def exchange(self, source: str, target: str) -> bool:
+        old, new, aside = tuple(split_path(source)), tuple(split_path(target)), ("",)
+        with self._lock:
+            for path in (old, new):
+                if path not in self._directories:
+                    raise NoSuchResource(f"there is no directory {'/'.join(path)}", path="/".join(path))
+            for here, there in ((old, aside), (new, old), (aside, new)):
+                self._files = {_moved(path, here, there): data for path, data in self._files.items()}
+                self._directories = {_moved(path, here, there) for path in self._directories}
+        self.acts += [("exchange", target), ("directory", "/".join(new[:-1])), ("directory", "/".join(old[:-1]))]
+        return True
+
     def supplant(self, source: str, target: str) -> None:
         (_, _), (there, leaf) = split_leaf(source), split_leaf(target)
         with self._lock:

@@ -1,7 +1,7 @@
 """A directory of a file system as a tier. The only module that renames and fsyncs.
 
-The system calls on which durability hangs stand as `_fsync`, `_pwritev`, `_preadv` and `_rename` at the top, so that a test
-can make any one of them fail. Large files are written and proven past the page cache where the file system can do that.
+The system calls on which durability hangs stand as `_fsync`, `_pwritev`, `_preadv`, `_rename` and `_exchange` at the top,
+so that a test can make any one of them fail. Large files are written and proven past the page cache where that is possible.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ BUFFERS_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one pwritev
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hold up its reader
 FILE_MODE = 0o666  # less the umask
+_NO_SUCH_RENAME = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 _fsync = os.fsync
 _pwritev = os.pwritev
 _preadv = os.preadv
 _rename = libc.renameat2
+_exchange = libc.exchange
 _reserve = libc.fallocate
 
 
@@ -98,6 +100,27 @@ class PosixTier:
                 if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                     raise AlreadyCommitted(f"{target} exists already", path=target) from error
                 raise
+        self._sync_renamed(source_parent, target_parent, target)
+
+    def exchange(self, source: str, target: str) -> bool:
+        (source_parent, source_leaf), (target_parent, target_leaf) = split_leaf(source), split_leaf(target)
+        with (
+            translated("exchange", target),
+            self._directory(source_parent) as here,
+            self._directory(target_parent) as there,
+        ):
+            for leaf, parent in ((source_leaf, here), (target_leaf, there)):
+                os.close(os.open(leaf, DIRECTORY, dir_fd=parent))
+            try:
+                _exchange(here, source_leaf, there, target_leaf)
+            except OSError as error:
+                if error.errno in _NO_SUCH_RENAME:
+                    return False
+                raise
+        self._sync_renamed(source_parent, target_parent, target)
+        return True
+
+    def _sync_renamed(self, source_parent: Sequence[str], target_parent: Sequence[str], target: str) -> None:
         try:
             self.sync_directory("/".join(target_parent))
             self.sync_directory("/".join(source_parent))
@@ -389,7 +412,7 @@ def _rename_to_free_name(here: int, source: str, there: int, target: str) -> Non
     try:
         _rename(here, source, there, target)
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        if error.errno not in _NO_SUCH_RENAME:
             raise
         # A kernel or file system without the exclusive rename; the root's lock keeps other processes out meanwhile.
         if target in os.listdir(there):

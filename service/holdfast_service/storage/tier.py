@@ -74,6 +74,12 @@ class Tier(Readable, Protocol):
         A failure after the rename carries the member `outcome="unknown"` (I9).
         """
 
+    def exchange(self, source: str, target: str) -> bool:
+        """Give two directories each other's names, atomically; durable when this returns. False where that is not possible.
+
+        A failure after the exchange carries the member `outcome="unknown"` (I9).
+        """
+
     def supplant(self, source: str, target: str) -> None:
         """Put a durable file in the place of another one, or of nothing, atomically; durable there when this returns.
 

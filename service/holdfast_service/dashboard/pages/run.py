@@ -21,7 +21,7 @@ router = page_router()
 CHECKPOINTS_SHOWN = 25
 SAVES_DRAWN = LIMIT_MAX
 VERDICTS_UP_TO = 2000  # checkpoints; the reasons of more than these come on the policy's own page
-STATES = ("committed", "verified", "unhealthy", "damaged")
+STATES = ("committed", "verified", "unhealthy", "abandoned", "damaged")
 Text = Annotated[str, Query(max_length=200)]
 
 

@@ -11,7 +11,7 @@
   let zoomed = null; // [from, to] in seconds, null for everything
 
   const COLOURS = {
-    pinned: "--pinned", verified: "--fine", committed: "--committed", unhealthy: "--warning", damaged: "--error",
+    pinned: "--pinned", verified: "--fine", committed: "--committed", unhealthy: "--warning", abandoned: "--gone", damaged: "--error",
     removed: "--gone", dropped: "--dropped", aborted: "--error", "under way": "--accent",
   };
   // light-dark() is only resolved where it is used as a colour, so a hidden element is asked.

@@ -1,0 +1,114 @@
+"""Lineage: which checkpoints the training that goes on has come by, and which it has left behind. Pure; FORMAT.md § 3.
+
+A launch that has restored a step, and saves, goes on from there. Where something newer stands then that it has not saved
+itself, its saves begin a line of their own: a *rewind*, known by attempt and turn, from that step. Every checkpoint lists
+the rewinds on the way to it. The line that was begun last is the living one; what is not on the way to it is abandoned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import Literal, NamedTuple, Protocol
+
+from .errors import InvalidRequest
+
+Existing = Literal["refuse", "replace", "same"]
+Key = tuple[int, int]  # of a line: the attempt that began it, and its turn
+ROOT: Key = (0, 0)  # the line that begins with nothing
+NOTHING = -1  # the step of a rewind to nothing at all
+
+
+class Rewind(NamedTuple):
+    """The launch of this attempt went on, at its `turn`-th restore, from this step, though there were newer ones."""
+
+    attempt: int
+    turn: int
+    step: int
+
+
+Way = tuple[Rewind, ...]  # oldest first
+
+
+class Lineage(NamedTuple):
+    """Where a checkpoint comes from: what its launch had restored last, as its `turn`-th restore, and all rewinds."""
+
+    restored: int | None = None  # None: nothing, or not by Holdfast
+    turn: int = 0
+    rewinds: Way = ()
+
+
+class Intent(NamedTuple):
+    """What a rank says of a save beforehand: where its state comes from, and what to do where the step stands already."""
+
+    restored: int | None = None
+    turn: int = 0
+    existing: Existing = "refuse"
+    groups: tuple[str, ...] = ()
+
+
+NO_INTENT = Intent()
+
+
+class Placed(Protocol):
+    """A checkpoint, as far as its place among others goes."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def turn(self) -> int: ...
+    @property
+    def rewinds(self) -> Sequence[Rewind]: ...
+
+
+def line(rewinds: Sequence[Rewind]) -> Key:
+    """The line that these rewinds lead to."""
+    return rewinds[-1][:2] if rewinds else ROOT
+
+
+def way(there: Iterable[Placed]) -> Way:
+    """The rewinds to the living line: the one that was begun last."""
+    return max((tuple(c.rewinds) for c in there), key=line, default=())
+
+
+def is_on(way: Way, found: Placed) -> bool:
+    """Whether the way leads past this checkpoint, or to it."""
+    key, ahead = line(found.rewinds), (*way, None)
+    lines = (ROOT, *(rewind[:2] for rewind in way))
+    ends = {at: inf if nxt is None else nxt.step for at, nxt in zip(lines, ahead, strict=True)}
+    return found.step <= ends.get(key, NOTHING - 1)
+
+
+def abandoned(there: Sequence[Placed]) -> set[int]:
+    """The steps that training left behind when it went on from an older one."""
+    living = way(there)
+    return {c.step for c in there if not is_on(living, c)} if living else set()
+
+
+def others(there: Sequence[Placed], launch: Key, after: int) -> list[int]:
+    """The living steps behind `after` that this launch, an attempt and its turn, has not saved itself."""
+    living = way(there)
+    return sorted(c.step for c in there if c.step > after and (c.attempt, c.turn) != launch and is_on(living, c))
+
+
+def went_on(there: Sequence[Placed], launch: Key, restored: int | None) -> Way:
+    """The rewinds to what this launch saves, which has `restored` a step and goes on from it."""
+    living = way(there)
+    if restored is None:
+        return living
+    source = next((c for c in there if c.step == restored), None)
+    if (source is None or is_on(living, source)) and not others(there, launch, restored):
+        return living
+    before = tuple(source.rewinds) if source is not None else tuple(r for r in living if r.step < restored)
+    return (*before, Rewind(*launch, restored))
+
+
+def check(found: Lineage) -> None:
+    """Raise `InvalidRequest` for a lineage that cannot be."""
+    keys = [ROOT, *(rewind[:2] for rewind in found.rewinds)]
+    if keys != sorted(set(keys)) or any(rewind.step < NOTHING for rewind in found.rewinds):
+        raise InvalidRequest(f"no training comes by the rewinds {[list(rewind) for rewind in found.rewinds]}")
+    if found.turn < 0 or (found.restored is not None and found.restored < 0):
+        raise InvalidRequest(f"turn {found.turn} has not restored step {found.restored}")

@@ -1,0 +1,76 @@
+"""`keep_last` of a trainer is the owner's to turn into removals: from a `write` token it is a wish, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from holdfast.tokens import RootTokens
+from holdfast_formats import wire
+from holdfast_formats.operations import TokenRequest
+from holdfast_formats.retention import RetentionPolicy
+from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.storage import PosixTier
+from tests.checkpoints import build_root
+from tests.daemons import running
+
+
+@pytest.fixture
+def decisions(tmp_path: Path) -> Iterator[Decisions]:
+    build_root(tmp_path, {"tiny": (5, 10, 15)})
+    catalog = Catalog.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    made = Decisions(PosixTier(tmp_path), catalog, None)
+    made.recover()
+    for step in (5, 10, 15):
+        catalog.mark_verified("tiny", step)
+    yield made
+    made.close()
+    catalog.close()
+
+
+def there(decisions: Decisions) -> list[int]:
+    return sorted(verdict.step for verdict in decisions.rotation.preview("tiny").verdicts if verdict.keep)
+
+
+def test_a_stranger_s_wish_is_not_in_force(decisions: Decisions) -> None:
+    """It changes nothing, is answered by a notice, and is granted by a policy alone."""
+    decisions.hello("tiny", "launch", 1, None)
+    assert there(decisions) == [5, 10, 15] and decisions.rotation.file("tiny").keep_last is None
+    (notice,) = decisions.denied("tiny", 1, owner=False)
+    assert "keep_last=1 is a wish" in notice and decisions.denied("tiny", 1, owner=True) == ()
+    decisions.rotation.set_policy("tiny", RetentionPolicy(last=1), "*")
+    assert decisions.denied("tiny", 1, owner=False) == ()
+
+
+def test_a_new_wish_does_not_reach_back(decisions: Decisions) -> None:
+    """The owner's counts for what is committed from that launch on, at every later launch; a policy reaches everything."""
+    attempt = decisions.hello("tiny", "launch", 1, 1)
+    assert there(decisions) == [5, 10, 15]
+    catalog = decisions.rotation._catalog
+    for step in (20, 25):
+        made = catalog.checkpoint("tiny", 15).model_copy(update={"step": step, "attempt": attempt})
+        catalog.record_checkpoint(made)
+    assert there(decisions) == [5, 10, 15, 25]
+    decisions.hello("tiny", "later", 1, 1)
+    assert there(decisions) == [5, 10, 15, 25]
+    decisions.rotation.set_policy("tiny", RetentionPolicy(last=1), "*")
+    assert decisions.rotation.settle() and there(decisions) == [25]
+
+
+def test_a_write_token_is_told_that_it_only_wishes(tmp_path: Path) -> None:
+    """Over HTTP the scope decides: `write` gets a notice and nothing of the run changes, `admin` sets what is kept."""
+    root = tmp_path / "root"
+    tokens = {s: RootTokens(root).create(TokenRequest(name=s, scope=s)).token for s in ("write", "admin")}  # type: ignore[arg-type]
+    hello = {"protocol": wire.PROTOCOL, "run": "r", "rank": 0, "world": 1, "launch": "x", "process": "p", "keep_last": 1}
+    with running(root, listen="127.0.0.1:0", closed=True) as daemon:
+        for number, (scope, kept) in enumerate((("write", None), ("admin", 1))):
+            headers = {"Authorization": f"Bearer {tokens[scope]}"}
+            path = f"{daemon.url}/v1/ranks/{number:032x}"
+            welcome = httpx.put(path, json=hello, headers=headers, trust_env=False, timeout=30).json()
+            assert len(welcome["notices"]) == (kept is None)
+            found = httpx.get(f"{daemon.url}/v1/runs/r", headers=headers, trust_env=False, timeout=30).json()
+            assert found["keep_last"] == kept

@@ -1,0 +1,190 @@
+"""Going back to an older step begins a new line: what it saves is kept and restored, what it left behind is set aside."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast import Api, Checkpointer, retention
+from holdfast.library import DirectoryLibrary
+from holdfast.place import living_steps
+from holdfast_formats.errors import AlreadyCommitted, Pinned
+from holdfast_formats.naming import CATALOG
+from tests.daemons import RunningDaemon, running, wait_until
+
+_runs = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+    with running(tmp_path_factory.mktemp("rewinds") / "root", listen="127.0.0.1:0") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def run() -> str:
+    return f"run-{next(_runs)}"
+
+
+class Training:
+    """A launch whose weights say which step they are of, and on which line."""
+
+    def __init__(self, daemon: RunningDaemon, run: str, **options: Any) -> None:
+        self.model = nn.Linear(4, 4)
+        self.checkpointer = Checkpointer(run, {"model": self.model}, socket=daemon.socket, **options)
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.checkpointer.close()
+
+    @property
+    def value(self) -> float:
+        return float(self.model.weight.detach().flatten()[0])
+
+    def save(self, step: int, value: float, **options: Any) -> None:
+        with torch.no_grad():
+            self.model.weight.fill_(value)
+        self.checkpointer.save(step, wait="durable", **options)
+
+
+def listed(daemon: RunningDaemon, run: str) -> dict[int, str]:
+    """Steps and states, once everything has been read back."""
+
+    def known() -> dict[int, str]:
+        with Api(daemon.url) as api:
+            return {c.step: c.state for c in api.checkpoints(run)}
+
+    wait_until(lambda: "committed" not in known().values())
+    return known()
+
+
+def train(daemon: RunningDaemon, run: str, *steps: int, **options: Any) -> None:
+    with Training(daemon, run, **options) as training:
+        for step in steps:
+            training.save(step, float(step))
+    listed(daemon, run)
+
+
+def test_the_new_line_is_kept_and_restored(daemon: RunningDaemon, run: str) -> None:
+    """After restore(50) of 50, 150, 200 the saves 60, 70, 80 count, 150 is saved anew, and plain restores take them."""
+    train(daemon, run, 50, 150, 200)
+    with Training(daemon, run) as training:
+        assert training.checkpointer.restore(step=50) == 50
+        for step in (60, 70, 80):
+            training.save(step, step + 0.5)
+        assert listed(daemon, run) == dict.fromkeys((50, 60, 70, 80), "verified") | dict.fromkeys((150, 200), "abandoned")
+    with Training(daemon, run) as training:
+        assert training.checkpointer.restore() == 80 and training.value == 80.5
+        training.save(150, 150.5)
+        assert listed(daemon, run)[150] == "verified"
+    with Training(daemon, run) as training:
+        assert training.checkpointer.restore() == 150 and training.value == 150.5
+    assert DirectoryLibrary(daemon.root).runs()[0].name and living_steps(daemon.root, run)[0] == 150
+
+
+def test_retention_counts_the_new_line_alone(daemon: RunningDaemon, run: str) -> None:
+    """With keep_last=2 the new line is not removed for the sake of the one that was left behind; that goes."""
+    train(daemon, run, 50, 150, keep_last=2)
+    with Training(daemon, run, keep_last=2) as training:
+        training.checkpointer.restore(step=50)
+        training.save(60, 60.5)
+        wait_until(lambda: set(listed(daemon, run)) == {50, 60})
+        training.save(70, 70.5)
+        wait_until(lambda: set(listed(daemon, run)) == {60, 70})
+
+
+def test_looking_at_an_old_step_leaves_all_as_it_is(daemon: RunningDaemon, run: str) -> None:
+    """A launch that restores an old step and saves nothing sets nothing aside."""
+    train(daemon, run, 50, 150)
+    with Training(daemon, run) as training:
+        assert training.checkpointer.restore(step=50) == 50
+    assert set(listed(daemon, run).values()) == {"verified"}
+    with Training(daemon, run) as training:
+        assert training.checkpointer.restore() == 150
+        training.save(160, 160.0)
+    assert set(listed(daemon, run).values()) == {"verified"}
+
+
+def test_healthy_restores_in_a_loop(daemon: RunningDaemon, run: str) -> None:
+    """One launch goes back from NaN twice, saves the same steps again, and a plain restore takes what came of it last."""
+    with Training(daemon, run) as training:
+        training.save(100, 1.0)
+        for retry in range(2):
+            training.save(150, math.nan)
+            training.save(200, math.nan)
+            wait_until(lambda: [listed(daemon, run)[step] for step in (150, 200)] == ["unhealthy"] * 2)
+            assert training.checkpointer.restore(healthy=True) == 100 and training.value == 1.0, retry
+        training.save(150, 1.5)
+        assert listed(daemon, run) == {100: "verified", 150: "verified", 200: "abandoned"}
+        assert training.checkpointer.restore() == 150 and training.value == 1.5
+        training.save(200, 2.0)
+    with Training(daemon, run) as training:
+        assert training.checkpointer.restore() == 200 and training.value == 2.0
+
+
+def test_what_to_do_with_a_step_that_exists(daemon: RunningDaemon, run: str) -> None:
+    """By default it is refused; "same" takes what this line saved for saved, "replace" puts the new one there."""
+    train(daemon, run, 10, 20)
+    with Training(daemon, run) as training:
+        training.checkpointer.restore()
+        with pytest.raises(AlreadyCommitted):
+            training.save(20, 21.0)
+        training.save(20, 21.0, existing="same")
+        assert training.checkpointer.restore() == 20 and training.value == 20.0
+        training.save(20, 22.0, existing="replace")
+        assert training.checkpointer.restore() == 20 and training.value == 22.0
+
+
+def test_a_launch_that_restored_nothing_does_not_go_back(daemon: RunningDaemon, run: str) -> None:
+    """It is refused by name where it would save behind what is there, and may begin the run anew if it says so."""
+    train(daemon, run, 10, 20)
+    with Training(daemon, run) as training:
+        with pytest.raises(AlreadyCommitted, match="restored nothing"):
+            training.save(5, 5.5)
+        training.save(5, 5.5, existing="replace")
+        training.save(6, 6.5)
+    assert listed(daemon, run) == {5: "verified", 6: "verified", 10: "abandoned", 20: "abandoned"}
+
+
+def test_pins_on_what_was_left_behind_hold(daemon: RunningDaemon, run: str) -> None:
+    """A pinned step is neither removed nor replaced by the new line."""
+    train(daemon, run, 50, 150, 200, keep_last=1)
+    with Training(daemon, run) as training, Api(daemon.url) as api:
+        retention.pin(api, run, 200)
+        training.save(210, 210.0)
+        training.checkpointer.restore(step=200)
+        with pytest.raises(AlreadyCommitted):
+            training.save(200, 0.0)
+    with Api(daemon.url) as api:
+        retention.pin(api, run, 210)
+    with pytest.raises(Pinned), Training(daemon, run) as training:
+        training.checkpointer.restore(step=200)
+        training.save(210, 0.0)
+    assert {200, 210} <= set(listed(daemon, run))
+
+
+def test_lines_survive_the_loss_of_the_catalog(tmp_path: Path) -> None:
+    """The directories alone tell which line lives: after the catalog is gone, and with no daemon at all."""
+    root = tmp_path / "root"
+    with running(root, listen="127.0.0.1:0") as daemon:
+        train(daemon, "r", 50, 150)
+        with Training(daemon, "r") as training:
+            training.checkpointer.restore(step=50)
+            training.save(60, 60.5)
+    states = {c.step: c.abandoned for c in DirectoryLibrary(root).checkpoints("r").checkpoints}
+    assert states == {50: False, 60: False, 150: True} and living_steps(root, "r") == [60, 50]
+    for path in root.glob(f"{CATALOG}*"):
+        path.unlink()
+    with running(root, listen="127.0.0.1:0") as daemon:
+        assert listed(daemon, "r") == {50: "verified", 60: "verified", 150: "abandoned"}
+        with Training(daemon, "r") as training:
+            assert training.checkpointer.restore() == 60 and training.value == 60.5
