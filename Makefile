@@ -11,6 +11,7 @@ ROOT ?= holdfast-data
 BENCH ?=
 TESTERS ?= 2
 FUZZ_S ?= 300
+ATTACK_S ?= 3600
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -38,8 +39,8 @@ crash: $(READY) ## kill and fault injection, the long lanes included
 fuzz: $(READY) ## look for inputs that no reader and no route handles, for FUZZ_S seconds each
 	$(BIN)/python -m pytest -m "" -s --fuzz-s $(FUZZ_S) tests/fuzz
 
-attack: $(READY) ## every route attacked by everybody who may not, and by foreign pages in a real Chromium
-	$(BIN)/python -m pytest -m "attack" -s tests/attack
+attack: $(READY) ## every route attacked by everybody who may not, and random deaths for ATTACK_S seconds
+	$(BIN)/python -m pytest -m "attack" -s --attack-s $(ATTACK_S) tests/attack
 
 e2e: $(READY) ## the demo and other long runs, as tests
 	$(BIN)/python -m pytest -m e2e

@@ -25,4 +25,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--soak-s", metavar="SECONDS", type=float, help="end the soak after this long, however many saves it did"
     )
+    parser.addoption("--attack-s", metavar="SECONDS", type=float, help="how long attacks by chance go on (make attack)")
     parser.addoption("--fuzz-s", metavar="SECONDS", type=float, help="look for inputs that no reader handles for this long")

@@ -349,22 +349,44 @@ def test_a_world_of_which_one_rank_never_saves(daemon: RunningDaemon, run: str, 
 def test_every_rank_of_a_launch_restores_the_same_step(
     daemon: RunningDaemon, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer to the first restore stands for the attempt, though another commit lands between the ranks' questions."""
+    """The answer to the first restore stands for the turn, though there is something newer when the next rank asks."""
     with Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    first = Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, launch="a")
-    monkeypatch.setenv("RANK", "1")
-    second = Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, launch="a")
+        checkpointer.save(2, wait="durable")
+    first, second = two_ranks(daemon, run, monkeypatch)
     assert first.restore(step=1) == 1
-    first.save(2)
-    second.save(2, wait="durable")
     assert second.restore() == 1
+    first.save(3)
+    second.save(3, wait="durable")
     with ThreadPoolExecutor(2) as threads:  # each goes on when both have read it
-        assert list(threads.map(lambda rank: rank.restore(), (first, second))) == [2, 2]
+        assert list(threads.map(lambda rank: rank.restore(), (first, second))) == [3, 3]
     first.close()
     second.close()
+
+
+def test_ranks_that_come_from_different_steps_save_nothing_together(
+    daemon: RunningDaemon, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one rank has restored and the other has not, what they save is one checkpoint of two trainings: refused."""
+    with Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+    first, second = two_ranks(daemon, run, monkeypatch)
+    assert first.restore() == 1
+    first.save(2)
+    with pytest.raises(StateMismatch, match="goes on from"):
+        second.save(2, wait="durable")
+    first.close(wait=False)
+    second.close(wait=False)
+
+
+def two_ranks(daemon: RunningDaemon, run: str, monkeypatch: pytest.MonkeyPatch) -> list[Checkpointer]:
+    """Both ranks of a launch, in this process."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        found.append(Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, launch="a"))
+    return found
 
 
 def test_ranks_without_anything_in_common_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,13 +51,14 @@ def test_what_became_of_each_save() -> None:
         checkpoint(3, healthy=False),
         checkpoint(4, damage={"code": "corrupt-extent"}),
         checkpoint(5),
+        checkpoint(6, abandoned=True),
     ]
-    rounds = [a_round(step, "committed") for step in range(1, 7)]
-    rounds += [a_round(7, "dropped", code="generation-dropped"), a_round(8, "aborted"), a_round(9, "sealed", ended=None)]
+    rounds = [a_round(step, "committed") for step in range(1, 8)]
+    rounds += [a_round(8, "dropped", code="generation-dropped"), a_round(9, "aborted"), a_round(10, "sealed", ended=None)]
     found = history.saves(checkpoints, rounds, {5})
     outcomes = {save["step"]: save["outcome"] for save in found}
-    expected = ["verified", "committed", "unhealthy", "damaged", "pinned", "removed", "dropped", "aborted", "under way"]
-    assert [outcomes[step] for step in range(1, 10)] == expected
+    standing = ["verified", "committed", "unhealthy", "damaged", "pinned", "abandoned"]
+    assert [outcomes[step] for step in range(1, 11)] == [*standing, "removed", "dropped", "aborted", "under way"]
     assert set(outcomes.values()) == set(history.OUTCOMES)
     assert [save["at"] for save in found] == sorted(save["at"] for save in found)
 
