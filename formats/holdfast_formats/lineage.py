@@ -17,6 +17,7 @@ Existing = Literal["refuse", "replace", "same"]
 Key = tuple[int, int]  # of a line: the attempt that began it, and its turn
 ROOT: Key = (0, 0)  # the line that begins with nothing
 NOTHING = -1  # the step of a rewind to nothing at all
+NO_TURN = -1  # of no checkpoint
 
 
 class Rewind(NamedTuple):
@@ -45,6 +46,14 @@ class Intent(NamedTuple):
     turn: int = 0
     existing: Existing = "refuse"
     groups: tuple[str, ...] = ()
+
+    @property
+    def known_by(self) -> int:
+        """The turn of which a checkpoint of its step and attempt can only be what this save has made.
+
+        `NO_TURN` where it replaces: what it replaces may be of the same turn, and would be taken for it.
+        """
+        return NO_TURN if self.existing == "replace" else self.turn
 
 
 NO_INTENT = Intent()

@@ -201,4 +201,4 @@ def test_metrics_count_removals_and_refusals(service: Served, http: httpx.Client
     failed = {sample.labels["code"]: sample.value for sample in families["holdfast_rounds_failed"].samples}
     assert (failed["no-space"], failed["quota-exceeded"]) == (0, 1)
     removed = {sample.labels["why"]: sample.value for sample in families["holdfast_checkpoints_removed"].samples}
-    assert removed == {"retention": 0, "request": 1, "space": 0, "damaged": 0}
+    assert removed == {"retention": 0, "request": 1, "space": 0, "replaced": 0}

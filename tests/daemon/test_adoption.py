@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from holdfast_formats import arena, naming, table
+from holdfast_formats import arena, lineage, naming, table
 from holdfast_formats.arena import Owner, SlotHeader, SlotState
 from holdfast_formats.digest import digest
 from holdfast_formats.region import Box
@@ -80,8 +80,8 @@ class Node:
         """The ranks that have not come back never will."""
         self.adoption.close()
 
-    def back(self, segment: Segment, awaited: Sequence[int]) -> Participant:
-        """A rank comes back with the segment that it had all the while."""
+    def back(self, segment: Segment, awaited: Sequence[int], known_by: int = 0) -> Participant:
+        """A rank comes back with the segment that it had all the while; its saves are known by this turn."""
         owner = segment.owner
         assert owner is not None
         attempt = self.decisions.hello(RUN, "x", owner.world, None)
@@ -91,7 +91,7 @@ class Node:
         found, unknown = self.arena.attach(segment.fd, owner)
         if unknown:
             self.adoption.take_up(found, who)
-        self.saver.take_over(who, dict.fromkeys(awaited, 0))
+        self.saver.take_over(who, dict.fromkeys(awaited, known_by))
         self.adoption.back(who, found)
         self._attached.append((who, found))
         return who
@@ -152,6 +152,19 @@ def test_a_step_that_is_committed_is_not_committed_again(node: Node) -> None:
     node.back(segment, [5])
     assert [(told.step, told.state) for told in node.told] == [(5, "committed")]
     assert node.tier.read(f"{naming.checkpoint_path(RUN, 5)}/{naming.COMMIT}") == made
+
+
+def test_what_was_to_be_replaced_is_not_what_replaces_it(node: Node) -> None:
+    """A rank saves a step again, in the place of its own, and the daemon loses what it leased: the old one stands, and
+    the rank is not told that the new one is committed.
+    """
+    (segment,) = node.ranks(1)
+    fill(segment, 0, 5)
+    node.start().settle(RUN, 30)
+    node.start()
+    node.back(segment, [5], lineage.Intent(existing="replace").known_by)
+    assert [(told.step, told.state) for told in node.told] == [(5, "aborted")]
+    assert node.committed() == [5]
 
 
 @pytest.mark.parametrize("harm", ["table", "seal", "header", "attempt"])

@@ -84,7 +84,8 @@ def put_rank(
 
     `keep_last` of a token that is no admin's is a wish, which removes nothing: `notices` says so.
     """
-    rank = ranks.hello(rank_id, hello, Asker(viewer.tenant, viewer.scope == "admin"))
+    asker = Asker(viewer.tenant, owner=viewer.scope == "admin")
+    rank = ranks.hello(rank_id, hello, asker)
     return rest.RankWelcome(
         attempt=rank.who.attempt,
         node=services.node().name,
@@ -93,7 +94,7 @@ def put_rank(
         version=services.version,
         silence_max_s=ranks.silence_max_s,
         chunk_bytes_max=CHUNK_BYTES_MAX,
-        notices=ranks.notices(hello, owner),
+        notices=ranks.notices(hello, asker.owner),
     )
 
 

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from typing import Any, Literal
 
 from holdfast_formats import naming, rest
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, GenerationDropped, StorageFailed
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, GenerationDropped, NotFound, StorageFailed
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.lineage import Key as Launch
 from holdfast_formats.manifest import Manifest
@@ -297,7 +297,11 @@ class Decisions:
     def _replaced(self, run: str, step: int) -> None:
         """The catalog is told which one stands there now: until then nobody judges it by what is known of the other."""
         made = rest.describe(roots.load_manifest(self._tier, run, step))
-        if rest.as_committed(self._catalog.checkpoint(run, step)) != made:
+        try:
+            known = rest.as_committed(self._catalog.checkpoint(run, step))
+        except NotFound:
+            known = None
+        if known != made:
             self._catalog.record_checkpoint(made, roots.stamp(self._tier, run, step))
             replicas.removed(self._catalog.database, run, step)
         self.rotation.listed(run, step)

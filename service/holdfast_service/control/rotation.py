@@ -40,7 +40,7 @@ from .run_files import RunFile, RunFiles
 log = logging.getLogger(__name__)
 
 NAMES_SHOWN_MAX = 5
-WHY_REMOVED = ("retention", "request", "space", "damaged", "replaced")
+WHY_REMOVED = ("retention", "request", "space", "replaced")
 READERS_WAIT_S, READERS_POLL_S = 60.0, 0.05  # for who reads what another checkpoint is put in the place of
 
 

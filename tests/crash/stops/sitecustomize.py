@@ -57,6 +57,8 @@ POINTS = {
     "before manifest": Point("holdfast_service.control.commit", "compose"),
     "before COMMIT": Point("holdfast_service.storage.posix", "PosixTier.put", at=_is_commit),
     "before rename": Point("holdfast_service.storage.posix", "PosixTier.publish", at=_from_staging),
+    "before exchange": Point("holdfast_service.storage.posix", "_exchange"),
+    "after exchange": Point("holdfast_service.storage.posix", "_exchange", after=True),
     "after rename": Point("holdfast_service.storage.posix", "_rename", after=True, at=_to_checkpoints),
     "before the catalog": Point("holdfast_service.control.catalog", "Catalog.record_checkpoint"),
     "mid rotation": Point("holdfast_service.storage.posix", "PosixTier.remove_tree", at=_from_trash),

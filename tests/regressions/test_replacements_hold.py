@@ -1,0 +1,78 @@
+"""A checkpoint is saved again in its own place while daemons die and the catalog is away: what a ticket said is what stands."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast import Api, Checkpointer
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, InUse
+from tests.crash.test_kills import Place, place, stop_at  # noqa: F401  a fixture is found by its name
+from tests.daemons import RunningDaemon, running, wait_until
+
+RUN = "r"
+
+
+def fill(state: dict[str, torch.Tensor], value: float) -> None:
+    state["x"].fill_(value)
+
+
+@pytest.mark.parametrize("point", ["before exchange", "after exchange"])
+def test_killed_while_a_step_takes_its_own_place(
+    point: str,
+    place: Place,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The daemon dies at the exchange of a step that this very launch and turn has saved before: the new one comes to stand."""
+    stop_at(point, place, monkeypatch)
+    daemon = RunningDaemon(place.root)
+    state = {"x": torch.ones(1000)}
+    with Checkpointer(RUN, state, socket=daemon.socket) as checkpointer:
+        checkpointer.save(1, wait="durable")
+        (place.marks / "armed").touch()
+        fill(state, 2.0)
+        ticket = checkpointer.save(1, existing="replace")
+        wait_until(lambda: place.stopped is not None)
+        daemon.kill()
+        (place.marks / "go").touch()
+        daemon = RunningDaemon(place.root)
+        ticket.result(60)
+        fill(state, 0.0)
+        assert checkpointer.restore() == 1 and float(state["x"][0]) == 2.0
+        fill(state, 3.0)
+        checkpointer.save(2, wait="durable")
+    assert daemon.stop() == 0
+    assert not any((place.root / RUN / naming.STAGING).iterdir())
+
+
+def test_a_catalog_that_lags_behind_removes_nothing_by_what_it_knows_of_the_old_one(tmp_path: Path) -> None:
+    """While somebody else holds the catalog a step is replaced: it is not removed as the one it was, and is listed later."""
+    root = tmp_path / "root"
+    with running(root, listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
+        state = {"x": torch.ones(10)}
+        with Checkpointer(RUN, state, socket=daemon.socket) as checkpointer:
+            for step in (10, 20, 30):
+                fill(state, float(step))
+                checkpointer.save(step, wait="durable")
+            wait_until(lambda: all(c.verified for c in api.checkpoints(RUN)))
+            other = sqlite3.connect(root / naming.CATALOG, timeout=5, isolation_level=None)
+            other.execute("BEGIN IMMEDIATE")
+            try:
+                fill(state, 21.0)
+                checkpointer.save(20, wait="durable", existing="replace")
+                with pytest.raises(CheckpointError) as refused:
+                    api.remove(RUN, 20)
+                assert refused.type is InUse or refused.value.code == "catalog-unavailable", refused
+            finally:
+                other.execute("ROLLBACK")
+                other.close()
+            wait_until(lambda: api.checkpoint(RUN, 20).created > api.checkpoint(RUN, 30).created)
+            wait_until(lambda: api.checkpoint(RUN, 20).verified)
+            fill(state, 0.0)
+            assert checkpointer.restore(step=20) == 20 and float(state["x"][0]) == 21.0
+        api.remove(RUN, 20)
+        assert {c.step for c in api.checkpoints(RUN)} == {10, 30}
