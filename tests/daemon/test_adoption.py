@@ -55,7 +55,7 @@ class Node:
 
     def __init__(self) -> None:
         self.tier, self.keeper = MemoryTier(), MemoryKeeper()
-        self._directory = tempfile.TemporaryDirectory()
+        self._directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # a question may still be asked
         self.catalog = Catalog.open(f"sqlite:///{self._directory.name}/catalog.sqlite")
         self.decisions = Decisions(self.tier, self.catalog, None)
         self.saver: Saver | None = None

@@ -63,6 +63,13 @@ def test_what_became_of_each_save() -> None:
     assert [save["at"] for save in found] == sorted(save["at"] for save in found)
 
 
+def test_a_step_that_was_saved_again_shows_once() -> None:
+    """Two rounds committed the step: the later one is what stands there, the earlier one's checkpoint is gone."""
+    rounds = [a_round(2, "committed"), a_round(3, "committed").model_copy(update={"step": 2})]
+    found = history.saves([checkpoint(2)], rounds, set())
+    assert [(save["step"], save["outcome"]) for save in found] == [(2, "removed"), (2, "verified")]
+
+
 def test_measurements_of_a_save() -> None:
     """Durable is the sum of the phases where they were measured, else from opening to end; the rate is of writing alone."""
     phases = {"stall_s": 0.1, "stage_s": 1.0, "queue_s": 0.5, "write_s": 2.0, "commit_s": 0.5, "bytes": 4000.0}

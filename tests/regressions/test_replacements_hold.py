@@ -1,4 +1,4 @@
-"""A checkpoint is saved again in its own place while daemons die and the catalog is away: what a ticket said is what stands."""
+"""A checkpoint is saved again in its own place while daemons die and the catalog is away: what a ticket said stands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_killed_while_a_step_takes_its_own_place(
     place: Place,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The daemon dies at the exchange of a step that this very launch and turn has saved before: the new one comes to stand."""
+    """The daemon dies at the exchange of a step that this very launch has saved before: the new one comes to stand."""
     stop_at(point, place, monkeypatch)
     daemon = RunningDaemon(place.root)
     state = {"x": torch.ones(1000)}

@@ -32,9 +32,11 @@ def saves(
     """Every save that a round or a checkpoint tells of, oldest first.
 
     Rounds are known of the newest saves only: of a checkpoint without one, the time of its commit is all there is. Where
-    the checkpoints are `complete`, what was committed and is not among them was removed, however old it is.
+    the checkpoints are `complete`, what was committed and is not among them was removed, however old it is. Of several
+    rounds that committed a step, the last one put its checkpoint in the place of the others'.
     """
     there = {made.step: made for made in checkpoints}
+    last = {made.step: made.id for made in sorted(rounds, key=lambda made: made.id) if made.state == "committed"}
     told: set[int] = set()
     oldest_listed = min(there, default=0)
     found = []
@@ -44,6 +46,7 @@ def saves(
             if checkpoint is None and made.step < oldest_listed and not complete:
                 continue  # not removed, only not asked for
             told.add(made.step)
+            checkpoint = checkpoint if last[made.step] == made.id else None
         found.append(_of_round(made, checkpoint, pinned))
     found += [_of_checkpoint(made, pinned) for made in checkpoints if made.step not in told]
     return sorted(found, key=lambda save: (save["at"], save["step"]))
