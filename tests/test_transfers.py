@@ -23,13 +23,16 @@ from holdfast_formats.errors import (
     NoSuchCheckpoint,
     StateMismatch,
 )
+from holdfast_formats.lineage import Rewind
 from holdfast_formats.operations import Job, JobRequest
 from holdfast_formats.retention import RetentionPolicy
+from holdfast_service.control import roots
 from holdfast_service.control.run_files import RunFile, write_run_file
 from holdfast_service.daemon.verifier import verify
 from holdfast_service.storage import PosixTier
 from holdfast_service.transfers import Quiet, Transfers, open_source
 from tests.checkpoints import build, flip
+from tests.crash import test_replacements
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
 
 RNG = np.random.default_rng(3)
@@ -130,6 +133,21 @@ def test_a_checkpoint_goes_out_and_comes_back(world: CopiesWorld, transfers: Tra
     world.decisions.rotation.remove(RUN, 5, newest=True)
     transfers.import_job(job("import", 5, **{"from": "out/five"}), Quiet())
     assert contents(out) == contents(world.path())
+
+
+def test_an_import_is_on_the_line_that_lives(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:
+    """In a run that has gone back, what is brought in is not taken for what training left behind; nor at a restart."""
+    for attempt in (1, 2):  # the second one takes the place of the first, by a rewind
+        test_replacements.save(world.tier, attempt)
+    roots.reconcile(world.tier, world.catalog)
+    rewinds = list(test_replacements.REWOUND.rewinds)
+    for step, source in ((9, hugging_face(tmp_path / "place" / "llama", False)), (10, tmp_path / "place" / "five")):
+        if step == 10:
+            transfers.export_job(job("export", to="five"), Quiet())
+        transfers.import_job(job("import", step, "r", **{"from": source.name}), Quiet())
+        made = world.catalog.checkpoint("r", step)
+        assert not made.abandoned and [Rewind(*rewind) for rewind in made.rewinds] == rewinds
+    assert world.decisions.standing.left("r") == set() and world.catalog.newest("r") == 10
 
 
 def test_the_model_alone(world: CopiesWorld, transfers: Transfers, tmp_path: Path) -> None:
