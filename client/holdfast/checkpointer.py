@@ -162,6 +162,8 @@ class Checkpointer:
                     under_way.result()
                 return under_way
         how = check_check(check or self._check) == "full"
+        if existing == "replace":
+            self._origin.replaces()
         asked = SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing)
         handover = self._begin(asked)
         if handover is not None and wait is not None:

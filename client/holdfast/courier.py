@@ -299,7 +299,7 @@ class Courier:
             except AlreadyCommitted:
                 # The daemon before this one may have committed it, and died before it told us.
                 found = self._api.checkpoint(self._hello.run, save.step)
-                if (found.attempt, found.turn) != (self.welcome.attempt, save.wanted.intent.known_by):
+                if (found.attempt, found.turn) != (self.welcome.attempt, save.wanted.turn):
                     raise
                 self._tell(save, None)
             except CheckpointError as error:

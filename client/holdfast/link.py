@@ -223,7 +223,7 @@ class Link:
             self._hello = message.model_copy(update={"root": RootMark(id=reply.mark.id)})
             self._attempt = reply.attempt
         elif isinstance(message, wire.Lease) and isinstance(reply, wire.Granted):
-            self._awaited[message.step] = message.intent.known_by
+            self._awaited[message.step] = message.intent.turn
         elif isinstance(message, wire.Abandon) or (isinstance(message, wire.Seal) and isinstance(reply, wire.Failed)):
             self._awaited.pop(message.step, None)
 

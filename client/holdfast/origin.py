@@ -13,6 +13,7 @@ class Origin:
     def __init__(self) -> None:
         self._restored: int | None = None
         self._turn = 0
+        self._again = 0
         self._saved = False
 
     def restored(self, step: int, groups: Collection[str], held: Collection[str]) -> None:
@@ -20,9 +21,13 @@ class Origin:
         was nothing before; a part that is restored later, such as the weights of a teacher, takes it nowhere else.
         """
         if set(held) <= set(groups) or not (self._saved or self._turn):
-            self._restored, self._turn = step, self._turn + 1
+            self._restored, self._turn, self._again = step, self._turn + 1, 0
+
+    def replaces(self) -> None:
+        """A save was asked for that takes the place of whatever stands there; on all ranks alike, whatever becomes of it."""
+        self._turn, self._again = self._turn + 1, self._again + 1
 
     def intent(self, existing: Existing, groups: Collection[str]) -> Intent:
         """What a save of these groups says of itself."""
         self._saved = True
-        return Intent(self._restored, self._turn, existing, tuple(groups))
+        return Intent(self._restored, self._turn, existing, tuple(groups), self._again)

@@ -187,7 +187,7 @@ class RemoteLink:
 
 
 def _wanted(message: wire.Lease, policy: wire.Policy) -> rest.UploadRequest:
-    about = {"restored": message.intent.restored, "turn": message.intent.turn, "existing": message.intent.existing}
+    about = {name: getattr(message.intent, name) for name in ("restored", "turn", "existing", "again")}
     return rest.UploadRequest(step=message.step, policy=policy, groups=message.intent.groups, **about)
 
 

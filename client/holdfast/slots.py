@@ -94,4 +94,4 @@ class Slots:
         """A slot for this rank's part of `step`; where none is free the policy decides, see `wire.Lease`."""
         message = wire.Lease(id=self.link.next_id(), step=step, wait_s=wait_s, policy=policy, intent=intent)
         granted = self.link.request(message, wire.Granted, wait_s + LEASE_MARGIN_S)
-        return Slot(self, granted.slot, step, attempt, intent.known_by)
+        return Slot(self, granted.slot, step, attempt, intent.turn)

@@ -163,6 +163,7 @@ def encode_table(
             restored=intent.restored,
             turn=intent.turn,
             existing=intent.existing,
+            again=intent.again,
         ),
         layout.encoded,
     )

@@ -17,7 +17,6 @@ Existing = Literal["refuse", "replace", "same"]
 Key = tuple[int, int]  # of a line: the attempt that began it, and its turn
 ROOT: Key = (0, 0)  # the line that begins with nothing
 NOTHING = -1  # the step of a rewind to nothing at all
-NO_TURN = -1  # of no checkpoint
 
 
 class Rewind(NamedTuple):
@@ -40,20 +39,17 @@ class Lineage(NamedTuple):
 
 
 class Intent(NamedTuple):
-    """What a rank says of a save beforehand: where its state comes from, and what to do where the step stands already."""
+    """What a rank says of a save beforehand: where its state comes from, and what to do where the step stands already.
+
+    A save that replaces begins a turn too, so that what it makes is never taken for what it replaces: `again` says how many
+    of its launch did since the last restore.
+    """
 
     restored: int | None = None
     turn: int = 0
     existing: Existing = "refuse"
     groups: tuple[str, ...] = ()
-
-    @property
-    def known_by(self) -> int:
-        """The turn of which a checkpoint of its step and attempt can only be what this save has made.
-
-        `NO_TURN` where it replaces: what it replaces may be of the same turn, and would be taken for it.
-        """
-        return NO_TURN if self.existing == "replace" else self.turn
+    again: int = 0
 
 
 NO_INTENT = Intent()
@@ -96,19 +92,25 @@ def abandoned(there: Sequence[Placed]) -> set[int]:
     return {c.step for c in there if not is_on(living, c)} if living else set()
 
 
-def others(there: Sequence[Placed], launch: Key, after: int) -> list[int]:
-    """The living steps behind `after` that this launch, an attempt and its turn, has not saved itself."""
+def is_own(found: Placed, launch: Key, again: int = 0) -> bool:
+    """Whether this launch, an attempt and its turn, has saved it since its last restore; `again` is that of `Intent`."""
+    attempt, turn = launch
+    return found.attempt == attempt and turn - again <= found.turn <= turn
+
+
+def others(there: Sequence[Placed], launch: Key, after: int, again: int = 0) -> list[int]:
+    """The living steps behind `after` that this launch has not saved itself since its last restore."""
     living = way(there)
-    return sorted(c.step for c in there if c.step > after and (c.attempt, c.turn) != launch and is_on(living, c))
+    return sorted(c.step for c in there if c.step > after and not is_own(c, launch, again) and is_on(living, c))
 
 
-def went_on(there: Sequence[Placed], launch: Key, restored: int | None) -> Way:
+def went_on(there: Sequence[Placed], launch: Key, restored: int | None, again: int = 0) -> Way:
     """The rewinds to what this launch saves, which has `restored` a step and goes on from it."""
     living = way(there)
     if restored is None:
         return living
     source = next((c for c in there if c.step == restored), None)
-    if (source is None or is_on(living, source)) and not others(there, launch, restored):
+    if (source is None or is_on(living, source)) and not others(there, launch, restored, again):
         return living
     before = tuple(source.rewinds) if source is not None else tuple(r for r in living if r.step < restored)
     return (*before, Rewind(*launch, restored))

@@ -60,7 +60,7 @@ class Checkpoint(BaseModel):
     restored: int | None = Field(
         default=None, description="the step that its launch had restored last; None for none that is known"
     )
-    turn: int = Field(default=0, description="how many restores its launch had gone on from by then")
+    turn: int = Field(default=0, description="how many restores its launch had gone on from by then, and saves it made anew")
     rewinds: list[Rewind] = Field(
         default_factory=list,
         description="on the way to it: each [attempt, turn, step] in which training went on from an older step",
@@ -286,13 +286,14 @@ class UploadRequest(BaseModel):
     step: int = Field(ge=0)
     policy: Policy = Field(default="wait", description="what gives way where no slot is free; `wait`: ask again")
     restored: int | None = Field(default=None, ge=0, description="the step that this launch has restored and goes on from")
-    turn: int = Field(default=0, ge=0, description="how many restores this launch has gone on from")
+    turn: int = Field(default=0, ge=0, description="how many restores this launch has gone on from, and saves it made anew")
+    again: int = Field(default=0, ge=0, description="how many of them are saves since the last restore")
     existing: Existing = Field(default="refuse", description="what becomes of a save whose step is a checkpoint already")
     groups: tuple[str, ...] = Field(default=(), description="what the save is of")
 
     @property
     def intent(self) -> Intent:
-        return Intent(self.restored, self.turn, self.existing, self.groups)
+        return Intent(self.restored, self.turn, self.existing, self.groups, self.again)
 
 
 class Upload(BaseModel):

@@ -53,6 +53,7 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     restored: int | None = None
     turn: int = 0
     existing: Existing = "refuse"
+    again: int = 0
 
     @property
     def owner(self) -> Owner:
@@ -62,7 +63,7 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def intent(self) -> Intent:
         """Where the state comes from, and what it may take the place of."""
-        return Intent(self.restored, self.turn, self.existing, self.groups)
+        return Intent(self.restored, self.turn, self.existing, self.groups, self.again)
 
 
 class _Encoded(SlotTable, frozen=True):

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from .errors import InvalidRequest, LimitExceeded
-from .lineage import NO_TURN, Intent
+from .lineage import Intent
 from .whereabouts import RootMark
 
 PROTOCOL = 4
@@ -87,7 +87,7 @@ class Segment(Reply):
 
 class Attach(Request):
     """Go on with a segment that another daemon made; its memfd comes along. `open` are the steps whose end is awaited, and
-    `turns` what their saves are known by (`lineage.Intent`), in the same order.
+    `turns` those of their intents, in the same order.
 
     An outcome is told for each of them. What was leased to this rank for any other step is given back.
     """
@@ -124,7 +124,7 @@ class Seal(Request):
     slot: int = Field(ge=0)
     step: int = Field(ge=0)
     table_digest: str
-    turn: int = Field(default=0, ge=NO_TURN, description="what the save is known by (`lineage.Intent`)")
+    turn: int = Field(default=0, ge=0)
 
 
 class Sealed(Reply):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from holdfast_formats import arena, lineage, naming, table
+from holdfast_formats import arena, naming, table
 from holdfast_formats.arena import Owner, SlotHeader, SlotState
 from holdfast_formats.digest import digest
 from holdfast_formats.region import Box
@@ -80,8 +80,8 @@ class Node:
         """The ranks that have not come back never will."""
         self.adoption.close()
 
-    def back(self, segment: Segment, awaited: Sequence[int], known_by: int = 0) -> Participant:
-        """A rank comes back with the segment that it had all the while; its saves are known by this turn."""
+    def back(self, segment: Segment, awaited: Sequence[int], turn: int = 0) -> Participant:
+        """A rank comes back with the segment that it had all the while; its saves are of this turn."""
         owner = segment.owner
         assert owner is not None
         attempt = self.decisions.hello(RUN, "x", owner.world, None)
@@ -91,7 +91,7 @@ class Node:
         found, unknown = self.arena.attach(segment.fd, owner)
         if unknown:
             self.adoption.take_up(found, who)
-        self.saver.take_over(who, dict.fromkeys(awaited, known_by))
+        self.saver.take_over(who, dict.fromkeys(awaited, turn))
         self.adoption.back(who, found)
         self._attached.append((who, found))
         return who
@@ -162,7 +162,7 @@ def test_what_was_to_be_replaced_is_not_what_replaces_it(node: Node) -> None:
     fill(segment, 0, 5)
     node.start().settle(RUN, 30)
     node.start()
-    node.back(segment, [5], lineage.Intent(existing="replace").known_by)
+    node.back(segment, [5], turn=1)
     assert [(told.step, told.state) for told in node.told] == [(5, "aborted")]
     assert node.committed() == [5]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast_formats import lineage
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.lineage import NO_TURN, NOTHING, Intent, Lineage, Rewind
+from holdfast_formats.lineage import NOTHING, Lineage, Rewind
 
 
 class Saved(NamedTuple):
@@ -102,7 +102,9 @@ def test_a_lineage_that_cannot_be(found: Lineage) -> None:
         lineage.check(found)
 
 
-def test_what_a_save_is_known_by() -> None:
-    """By its turn, unless it may take the place of another one of that turn."""
-    assert Intent(turn=3).known_by == Intent(turn=3, existing="same").known_by == 3
-    assert Intent(turn=3, existing="replace").known_by == NO_TURN
+def test_what_a_launch_has_replaced_is_its_own() -> None:
+    """A save that replaces is of a turn of its own, and leaves nothing behind of what its launch saved since the restore."""
+    there = [Saved(5, 1, 0), Saved(6, 2, 1), Saved(7, 2, 2)]
+    assert lineage.others(there, (2, 3), 5, again=2) == [] and lineage.went_on(there, (2, 3), 5, again=2) == ()
+    assert lineage.others(there, (2, 3), 5) == [6, 7], "it was restored in between"
+    assert lineage.is_own(there[1], (2, 3), again=2) and not lineage.is_own(there[0], (2, 3), again=2)

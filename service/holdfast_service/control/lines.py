@@ -45,11 +45,11 @@ def place(there: Sequence[Line], run: str, save: tuple[int, int], intent: Intent
     """
     step, attempt = save
     launch = (attempt, intent.turn)
-    rewinds = lineage.went_on(there, launch, intent.restored)
+    rewinds = lineage.went_on(there, launch, intent.restored, intent.again)
     if (
         intent.restored is None
         and all(c.attempt != attempt for c in there)
-        and (newer := lineage.others(there, launch, step))
+        and (newer := lineage.others(there, launch, step, intent.again))
     ):
         if intent.existing != "replace" and not anew:
             raise AlreadyCommitted(
@@ -62,7 +62,7 @@ def place(there: Sequence[Line], run: str, save: tuple[int, int], intent: Intent
     found = Place(Lineage(intent.restored, intent.turn, rewinds), standing is not None)
     if standing is None or not standing.sound or intent.existing == "replace" or not lineage.is_on(rewinds, standing):
         return found
-    if standing.healthy is False and (standing.attempt, standing.turn) != launch:
+    if standing.healthy is False and not lineage.is_own(standing, launch, intent.again):
         return found
     raise AlreadyCommitted(
         f"{run}@{step} is committed already",

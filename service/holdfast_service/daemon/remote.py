@@ -91,7 +91,7 @@ class RemoteRank:
                 return self._describe(known)
             if self._segment is None:
                 raise InvalidRequest("reserve a segment before the first upload", reason="not-reserved")
-            upload = Upload(number, step, self._segment, intent.known_by)
+            upload = Upload(number, step, self._segment, intent.turn)
             with self._lock:
                 self._uploads[number] = upload
             try:
