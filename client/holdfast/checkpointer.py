@@ -147,7 +147,7 @@ class Checkpointer:
         had left it behind by restoring an older one, or it is unhealthy: those are replaced, at one stroke. `existing` says
         what else to do: "same" takes a step of this line of training for saved, "replace" replaces any. `StaleAttempt`
         when a newer launch of the run has begun. What fails later, or because the daemon died and none comes for it within
-        seconds, is told by the ticket and as a `SaveWarning` by the next save. `wait="durable"` returns when the step is
+        a minute, is told by the ticket and as a `SaveWarning` by the next save. `wait="durable"` returns when the step is
         committed and raises if it is not.
         """
         if wait not in (None, "staged", "durable"):

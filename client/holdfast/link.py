@@ -1,8 +1,8 @@
 """This rank's connection to its node's daemon: requests and replies, outcomes as they come, one memfd when it is sent.
 
 A daemon may die and another take its place. A link that knows how to dial again mends itself in the background: it says
-hello as before, brings its segment along, and says which steps it awaits. Requests wait a moment for that; seals need not
-wait, since they stand in shared memory already.
+hello as before, brings its segment along, and says which steps it awaits. Requests wait a moment for that. Seals need not
+wait, since they stand in shared memory already, nor do leases where a slot is free: the next daemon finds what was taken.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 from holdfast_formats import wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, WrongRoot, from_problem
 from holdfast_formats.whereabouts import RootMark
+
+from . import unattended
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,8 @@ class Link:
         self._hello: wire.Hello | None = None
         self._attempt: int | None = None
         self._segment = -1
+        self._spilled = False  # the segment is a file on disk
+        self._attaching = False  # the next daemon is being told what the segment holds
         self._awaited: dict[int, int] = {}  # step -> the turn of its save
         self._unsaid: list[wire.Seal] = []  # that no daemon has answered
         self._begin(_connect(path))
@@ -101,13 +105,10 @@ class Link:
         the loss, nor at once after that.
         """
         limit = time.monotonic() + timeout_s
-        reply: wire.Reply | None = None
-        while reply is None:
-            if not self._wait_until_mended(message):
-                reply = wire.Sealed(reply_to=message.id)
-                break
+        while (reply := self._wait_until_mended(message)) is None:
             try:
                 reply = self._ask(message, limit)
+                break
             except DaemonGone:
                 if self._dial is None or self._lost is not None or self._closing.is_set():
                     raise
@@ -180,12 +181,11 @@ class Link:
         self._thread = threading.Thread(target=self._receive_loop, args=(connection,), name="holdfast-link", daemon=True)
         self._thread.start()
 
-    def _wait_until_mended(self, message: wire.Request) -> bool:
-        """Wait, for a while, until there is a daemon to ask; False when a seal will be said to the next one anyway."""
+    def _wait_until_mended(self, message: wire.Request) -> wire.Reply | None:
+        """Wait, for a while, until there is a daemon to ask; the reply where the next one will find it in the segment."""
         with self._condition:
-            if isinstance(message, wire.Seal) and self._mender is not None and self.alive:
-                self._unsaid.append(message)
-                return False
+            if self._mender is not None and self.alive and (reply := self._answer_alone(message)) is not None:
+                return reply
             goal = self._dialled + 2  # one whole try that begins from now on, though others went before
             limit = time.monotonic() + MEND_WAIT_S
             while self._mender is not None and self.alive:
@@ -196,7 +196,23 @@ class Link:
                 self._condition.wait(MEND_PAUSE_S)
             if self._lost is not None:
                 raise self._lost
-            return True
+            return None
+
+    def _answer_alone(self, message: wire.Request) -> wire.Reply | None:
+        """What needs no daemon to be answered; the condition is held."""
+        if isinstance(message, wire.Seal):
+            self._unsaid.append(message)
+            return wire.Sealed(reply_to=message.id)
+        alone = self._segment >= 0 and not self._spilled and not self._attaching and self._attempt is not None
+        if not alone or not isinstance(message, wire.Lease) or message.intent.existing == "same":
+            return None
+        assert self._attempt is not None
+        slot = unattended.take_slot(self._segment, message.step, self._attempt)
+        if slot is None:
+            return None
+        reply = wire.Granted(reply_to=message.id, slot=slot, deadline_s=0.0)
+        self._note(message, reply)
+        return reply
 
     def _ask(self, message: wire.Request, limit: float, fds: tuple[int, ...] = ()) -> wire.Reply:
         frame = wire.encode_frame(message)
@@ -222,6 +238,8 @@ class Link:
             # By its id alone: what the directory's numbers are now is for the root's daemons to say.
             self._hello = message.model_copy(update={"root": RootMark(id=reply.mark.id)})
             self._attempt = reply.attempt
+        elif isinstance(reply, wire.Segment):
+            self._spilled = reply.spilled
         elif isinstance(message, wire.Lease) and isinstance(reply, wire.Granted):
             self._awaited[message.step] = message.intent.turn
         elif isinstance(message, wire.Abandon) or (isinstance(message, wire.Seal) and isinstance(reply, wire.Failed)):
@@ -270,6 +288,7 @@ class Link:
         error: CheckpointError | None = self._broken
         while time.monotonic() < self._broken_at + MEND_S and not self._closing.is_set():
             _hang_up(self._socket)
+            self._attaching = False
             try:
                 self.path = dial()
                 self._begin(_connect(self.path))
@@ -302,6 +321,7 @@ class Link:
             raise CheckpointError(f"the daemon at {self.path} takes this launch for attempt {welcome.attempt}")
         if self._segment >= 0:
             with self._condition:
+                self._attaching = True
                 awaited = dict(sorted(self._awaited.items()))
             attach = wire.Attach(id=self.next_id(), open=tuple(awaited), turns=tuple(awaited.values()))
             _expected(attach, self._ask(attach, limit, (self._segment,)), wire.Done)
@@ -310,7 +330,7 @@ class Link:
                 if self._broken is not None:
                     raise self._broken
                 if not self._unsaid:
-                    self._mender = None
+                    self._mender, self._attaching = None, False
                     self._condition.notify_all()
                     break
                 seal = self._unsaid[0]

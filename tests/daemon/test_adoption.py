@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from holdfast import unattended
 from holdfast_formats import arena, naming, table
 from holdfast_formats.arena import Owner, SlotHeader, SlotState
 from holdfast_formats.digest import digest
@@ -88,10 +89,9 @@ class Node:
         who = Participant(RUN, owner.rank, owner.world, attempt, self.told.append)
         assert self.saver is not None
         self.saver.join(who)
-        found, unknown = self.arena.attach(segment.fd, owner)
-        if unknown:
-            self.adoption.take_up(found, who)
-        self.saver.take_over(who, dict.fromkeys(awaited, turn))
+        found, taken = self.arena.attach(segment.fd, owner)
+        refused = self.adoption.take_up(found, taken, who).refused
+        self.saver.take_over(who, dict.fromkeys(awaited, turn), refused)
         self.adoption.back(who, found)
         self._attached.append((who, found))
         return who
@@ -232,8 +232,8 @@ def test_a_lease_that_the_rank_never_heard_of_is_given_back(node: Node) -> None:
     saver = node.start()
     who = node.back(segment, [])
     assert node.told == []
-    found, unknown = node.arena.attach(segment.fd, who.owner)
-    assert not unknown and saver.lease(who, found, 5, 0) == 0
+    found, taken = node.arena.attach(segment.fd, who.owner)
+    assert not taken and saver.lease(who, found, 5, 0) == 0
 
 
 def test_a_rank_without_its_slot_ends_the_round(node: Node) -> None:
@@ -279,6 +279,35 @@ def test_a_rank_brings_memory_that_nobody_kept(node: Node) -> None:
         node.arena.attach(loose, Owner(RUN, 0, 1, 1))
     os.close(loose)
     node.arena.drop(found)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_slot_that_its_rank_took_while_nobody_served_it(node: Node, sealed: bool) -> None:
+    """All slots were free when the next daemon found them, then the rank took one: it is saved once the rank is back."""
+    (segment,) = node.ranks(1)
+    saver = node.start()
+    assert unattended.take_slot(segment.fd, 5, 1) == 0
+    fill(segment, 0, 5, seal=sealed)
+    who = node.back(segment, [5])
+    if not sealed:
+        fill(segment, 0, 5)
+        header = arena.read_header(segment.memory, GEOMETRY, 0)
+        saver.seal(who, 0, 5, f"{header.seal:016x}")
+    saver.settle(RUN, 30)
+    assert node.committed() == [5]
+    assert [(told.step, told.state) for told in node.told] == [(5, "committed")]
+
+
+def test_a_step_that_a_rank_took_a_slot_for_and_may_not_save(node: Node) -> None:
+    """It is told why, as it would have been by a daemon at once, and the slot is free again."""
+    (segment,) = node.ranks(1)
+    fill(segment, 0, 5)
+    node.start().settle(RUN, 30)
+    assert unattended.take_slot(segment.fd, 5, 1) == 1, "the slot that holds step 5 may be wanted once more"
+    fill(segment, 1, 5)
+    node.back(segment, [5], turn=7)
+    assert [told.problem["code"] for told in node.told if told.problem] == ["already-committed"]
+    assert segment.state(1) is SlotState.FREE
 
 
 def test_what_is_not_ours_is_let_go(node: Node) -> None:

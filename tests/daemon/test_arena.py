@@ -128,8 +128,8 @@ class TestSpill:
         segment = before.reserve(ASKED, "r", OWNER)
         slot = segment.lease(5, 1, 0)
         node = Arena(memory_of(0))
-        found, unknown = node.attach(segment.fd, OWNER)
-        assert unknown and found.spilled and node.bytes == 0
+        found, taken = node.attach(segment.fd, OWNER)
+        assert taken == [slot] and found.spilled and node.bytes == 0
         with pytest.raises(segments.ArenaFull):
             found.lease(6, 1, 0)  # what was leased stays so
         found.release(slot)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from holdfast_formats import arena as formats
@@ -35,6 +35,13 @@ class _Absent(NamedTuple):
     deadline: float  # time.monotonic()
 
 
+class TakenUp(NamedTuple):
+    """The ids of the rounds that go on, and why steps do not."""
+
+    rounds: set[int]
+    refused: dict[int, CheckpointError]
+
+
 class Adoption:
     """The segments found at start, until their ranks are back or given up."""
 
@@ -55,14 +62,13 @@ class Adoption:
                 self._saver.join(absent.who)
         for absent in self._absent.values():
             for segment in absent.segments:
-                going_on |= self.take_up(segment, absent.who)
+                going_on |= self.take_up(segment, segment.taken, absent.who).rounds
         self._saver.holds.find(recovered)
         return going_on
 
-    def take_up(self, segment: Segment, who: Participant) -> set[int]:
-        """The saver goes on with what stands in this segment; returns the ids of its rounds."""
-        going_on: set[int] = set()
-        taken = [slot for slot in range(segment.geometry.slots) if segment.state(slot) is not SlotState.FREE]
+    def take_up(self, segment: Segment, taken: Sequence[int], who: Participant) -> TakenUp:
+        """The saver goes on with what stands in these slots of a segment."""
+        found = TakenUp(set(), {})
         headers = [(formats.read_header(segment.memory, segment.geometry, slot), slot) for slot in taken]
         for header, slot in sorted(headers, key=lambda found: found[0].step):  # older steps are saved before newer ones
             sealed = find_sealed(segment, slot)
@@ -73,12 +79,13 @@ class Adoption:
                 round_id = self._decisions.resume(who.run, header.step, who.attempt, who.world, intent)
             except CheckpointError as error:
                 log.info("%s@%s of rank %d is not adopted: %s", who.run, header.step, who.rank, error.detail)
+                found.refused[header.step] = error
                 segment.release(slot)
                 continue
             log.info("%s@%s of rank %d, %s, is adopted", who.run, header.step, who.rank, header.state.name.lower())
             self._saver.adopt(who, header.step, round_id, (segment, slot, sealed))
-            going_on.add(round_id)
-        return going_on
+            found.rounds.add(round_id)
+        return found
 
     def back(self, who: Participant, segment: Segment) -> None:
         """A rank has come back with its segment: it is awaited no more, and its outgrown segments are given back."""

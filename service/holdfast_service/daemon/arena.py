@@ -142,13 +142,13 @@ class Arena:
             self._segments |= set(found)
         return found
 
-    def attach(self, fd: int, owner: Owner) -> tuple[Segment, bool]:
-        """The owner's segment at a descriptor, which stays the caller's, and whether this daemon did not know it before."""
+    def attach(self, fd: int, owner: Owner) -> tuple[Segment, list[int]]:
+        """The owner's segment at a descriptor, which stays the caller's, and its slots that were taken unbeknown to us."""
         with self._lock:
             for segment in self._segments:
                 if segment.owner == owner and segment.is_at(fd):
                     segment.revive()
-                    return segment, False
+                    return segment, segment.find_taken()
             ours = os.dup(fd)
             try:
                 segment = Segment.adopt(ours, uuid.uuid4().hex)
@@ -160,7 +160,7 @@ class Arena:
                 raise InvalidRequest(f"{owner} brings a segment of {segment.owner}")
             self._segments.add(segment)
         self._keep(segment)
-        return segment, True
+        return segment, segment.taken
 
     def drop(self, segment: Segment, outgrown: bool = False) -> None:
         """Nobody needs the segment any more: give its memory back once what it holds is saved.

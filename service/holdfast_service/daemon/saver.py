@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from holdfast_formats import naming
@@ -39,6 +40,8 @@ from .rounds import GivenUp, Lease, Participant, Round, RoundKey
 from .segment import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find_sealed
 
 log = logging.getLogger(__name__)
+
+_NONE: Mapping[int, CheckpointError] = MappingProxyType({})
 
 ARRIVAL_S = 0.5  # from a rank's first word to its question what to restore
 CLOSE_S = 5.0  # how long the catalog is waited for, so that what was saved last is checked as well
@@ -226,10 +229,12 @@ class Saver:
             count = self._take(current, who.rank, sealed)
         self._decisions.sealed(round_id, count)
 
-    def take_over(self, who: Participant, awaited: Mapping[int, int]) -> None:
+    def take_over(
+        self, who: Participant, awaited: Mapping[int, int], refused: Mapping[int, CheckpointError] = _NONE
+    ) -> None:
         """A rank is back on a new connection: it is told of the steps it awaits, which come with the turns of their saves.
 
-        Its leases for others are free again.
+        Its leases for others are free again. `refused` says why steps that it brought along may not be saved.
         """
         unknown = set(awaited)
         with self._lock:
@@ -254,7 +259,7 @@ class Saver:
             lost = self._given_up.why(
                 key, f"step {step} was not sealed by rank {who.rank} when the daemon ended, or was given up"
             )
-            who.notify(_outcome(key, None if committed else lost))
+            who.notify(_outcome(key, None if committed else refused.get(step, lost)))
 
     def give_up(self, who: Participant, step: int, error: CheckpointError) -> None:
         """A rank cannot complete its part: the round ends, for every rank."""

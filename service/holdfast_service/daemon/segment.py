@@ -85,6 +85,16 @@ class Segment:
                 found._free.remove(slot)
         return found
 
+    def find_taken(self) -> list[int]:
+        """The slots that their rank has taken for itself, while no daemon was there to lease it one."""
+        with self._changed:
+            found = [slot for slot in sorted(self._free) if self.state(slot) is not SlotState.FREE]
+            self._free.difference_update(found)
+            when_leased = [self._kept.pop(slot) for slot in found if slot in self._kept]
+        for forget in when_leased:
+            forget()
+        return found
+
     def is_at(self, fd: int) -> bool:
         """Whether a descriptor is of this very memory."""
         mine, other = os.fstat(self.fd), os.fstat(fd)
@@ -161,6 +171,12 @@ class Segment:
             idle = self._when_idle if self._idle else None
         if idle is not None:
             idle()
+
+    @property
+    def taken(self) -> list[int]:
+        """The slots that are not free."""
+        with self._changed:
+            return [slot for slot in range(self.geometry.slots) if slot not in self._free]
 
     @property
     def uses(self) -> tuple[int, int, int]:

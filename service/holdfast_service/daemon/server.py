@@ -309,14 +309,13 @@ class _Conversation:
             raise InvalidRequest("a segment is attached by its descriptor")
         fd = self._fds.pop(0)
         try:
-            segment, unknown = daemon.arena.attach(fd, who.owner)
+            segment, taken = daemon.arena.attach(fd, who.owner)
         finally:
             os.close(fd)
         self._use(segment)
-        if unknown:
-            daemon.adoption.take_up(segment, who)
+        refused = daemon.adoption.take_up(segment, taken, who).refused
         turns = dict.fromkeys(request.open, 0) | dict(zip(request.open, request.turns, strict=False))
-        daemon.saver.take_over(who, turns)
+        daemon.saver.take_over(who, turns, refused)
         daemon.adoption.back(who, segment)
         return wire.Done(reply_to=request.id)
 
