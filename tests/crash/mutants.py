@@ -131,16 +131,44 @@ MUTATIONS = (
     Mutation(
         "exclusive rename",
         "service/holdfast_service/storage/libc.py",
-        "_RENAME_NOREPLACE = 1",
-        "_RENAME_NOREPLACE = 0",
+        "os.fsencode(target), _RENAME_NOREPLACE)",
+        "os.fsencode(target), 0)",
         ("tests/storage/test_posix.py",),
     ),
     Mutation(
         "verified before an older one goes",
         "service/holdfast_service/control/retention.py",
-        "    verified = sorted((c for c in candidates if c.verified), key=_step)\n",
-        "    verified = sorted(candidates, key=_step)\n",
+        "    verified = sorted((c for c in candidates if c.verified and not c.abandoned), key=_step)\n",
+        "    verified = sorted((c for c in candidates if not c.abandoned), key=_step)\n",
         ("tests/control/test_retention.py",),
+    ),
+    Mutation(
+        "groups of what supersedes",
+        "service/holdfast_service/control/retention.py",
+        "    sound = [c for c in among if c.verified and not c.abandoned and wanted <= frozenset(c.groups)]\n",
+        "    sound = [c for c in among if c.verified and not c.abandoned]\n",
+        ("tests/control/test_retention.py",),
+    ),
+    Mutation(
+        "what is newer is left behind",
+        "formats/holdfast_formats/lineage.py",
+        "    return {c.step for c in there if not is_on(living, c)} if living else set()\n",
+        "    return set()\n",
+        ("tests/formats/test_lineage.py",),
+    ),
+    Mutation(
+        "a save that replaces is not what it replaces",
+        "service/holdfast_service/daemon/saver.py",
+        "            committed = self._decisions.committed(who.run, step) == (who.attempt, awaited[step])\n",
+        "            committed = (self._decisions.committed(who.run, step) or (0,))[0] == who.attempt\n",
+        ("tests/daemon/test_adoption.py",),
+    ),
+    Mutation(
+        "slots that ranks took alone",
+        "service/holdfast_service/daemon/arena.py",
+        "                    return segment, segment.find_taken()\n",
+        "                    return segment, []\n",
+        ("tests/daemon/test_adoption.py",),
     ),
     # every digest check (I1, I5, I7)
     Mutation(

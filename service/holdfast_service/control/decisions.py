@@ -13,7 +13,15 @@ from datetime import datetime, timezone
 from typing import Any, Literal
 
 from holdfast_formats import naming, rest
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, GenerationDropped, NotFound, StorageFailed
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CatalogUnavailable,
+    CheckpointError,
+    Damaged,
+    GenerationDropped,
+    NotFound,
+    StorageFailed,
+)
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.lineage import Key as Launch
 from holdfast_formats.manifest import Manifest
@@ -217,8 +225,17 @@ class Decisions:
         naming.check_run(run)
         naming.check_step(step)
         self.attempts.refuse_older(run, attempt)
-        self.standing.place(run, step, attempt, intent)
+        self._refuse_committed(run, step, attempt, intent)
         return self._rounds.open(run, step, attempt, world)
+
+    def _refuse_committed(self, run: str, step: int, attempt: int, intent: Intent) -> None:
+        """`AlreadyCommitted` where the step may not be saved, as far as can be seen now: to publish it is to look again."""
+        try:
+            self.standing.place(run, step, attempt, intent)
+        except AlreadyCommitted:
+            raise
+        except CheckpointError as error:  # training does not wait for storage, nor fail by it
+            log.warning("it is not known yet whether %s@%s may be saved: %s", run, step, error.detail)
 
     def resume(self, run: str, step: int, attempt: int, world: int, intent: Intent | None = None) -> int:
         """Go on with the round of an earlier daemon, or open it; refuses as `begin` does, where the `intent` is known.
@@ -230,7 +247,7 @@ class Decisions:
         if attempt == self.attempts.newest(run) or not self._was_complete(run, step, attempt):
             self.attempts.refuse_older(run, attempt)
         if intent is not None:
-            self.standing.place(run, step, attempt, intent)
+            self._refuse_committed(run, step, attempt, intent)
         return self._rounds.open(run, step, attempt, world)
 
     def _was_complete(self, run: str, step: int, attempt: int) -> bool:
