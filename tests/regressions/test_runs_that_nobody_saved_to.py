@@ -20,6 +20,7 @@ from holdfast_service.control import empty_runs, roots
 from holdfast_service.control.empty_runs import EmptyRuns
 from holdfast_service.daemon.lives import Lives
 from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
+from holdfast_service.daemon.shares import Asker
 from holdfast_service.daemon.sweeping import Sweeper
 from holdfast_service.storage import PosixTier, Tier
 from tests.crash.test_faults import ACTS, FaultyTier, Plan
@@ -38,7 +39,7 @@ class Place(NamedTuple):
 
     def hello(self, run: str, tenant: str = "", launch: str = "one") -> RemoteRank:
         about = {"protocol": wire.PROTOCOL, "run": run, "rank": 0, "world": 1, "launch": launch}
-        return self.ranks.hello(uuid.uuid4().hex, rest.RankHello(**about), tenant)
+        return self.ranks.hello(uuid.uuid4().hex, rest.RankHello(**about), Asker(tenant, owner=True))
 
     def visit(self, run: str) -> None:
         """A rank says hello, keeps the newest two, and leaves."""
