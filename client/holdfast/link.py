@@ -76,7 +76,7 @@ class Link:
         self._spilled = False  # the segment is a file on disk
         self._attaching = False  # the next daemon is being told what the segment holds
         self._awaited: dict[int, int] = {}  # step -> the turn of its save
-        self._unsaid: list[wire.Seal] = []  # that no daemon has answered
+        self._unsaid: list[wire.Seal | wire.Abandon] = []  # that no daemon has answered
         self._begin(_connect(path))
         _links.add(self)
 
@@ -208,11 +208,16 @@ class Link:
             return None
         assert self._attempt is not None
         slot = unattended.take_slot(self._segment, message.step, self._attempt)
-        if slot is None:
+        if slot is not None:
+            reply = wire.Granted(reply_to=message.id, slot=slot, deadline_s=0.0)
+            self._note(message, reply)
+            return reply
+        if message.policy == "wait":
             return None
-        reply = wire.Granted(reply_to=message.id, slot=slot, deadline_s=0.0)
-        self._note(message, reply)
-        return reply
+        # Without a daemon nothing that waits is dropped for it: it is, and the next daemon drops other ranks' parts of it.
+        problem = unattended.dropped(message.step, message.policy).problem()
+        self._unsaid.append(wire.Abandon(id=self.next_id(), slot=0, step=message.step, problem=problem))
+        return wire.Failed(reply_to=message.id, problem=problem)
 
     def _ask(self, message: wire.Request, limit: float, fds: tuple[int, ...] = ()) -> wire.Reply:
         frame = wire.encode_frame(message)
@@ -333,12 +338,12 @@ class Link:
                     self._mender, self._attaching = None, False
                     self._condition.notify_all()
                     break
-                seal = self._unsaid[0]
-            reply = self._ask(seal.model_copy(update={"id": self.next_id()}), limit)
+                unsaid = self._unsaid[0]
+            reply = self._ask(unsaid.model_copy(update={"id": self.next_id()}), limit)
             with self._condition:
-                self._unsaid.remove(seal)
+                self._unsaid.remove(unsaid)
             if isinstance(reply, wire.Failed):  # its outcome was told with the answer to attach
-                log.info("step %d: the next daemon had ended it already", seal.step)
+                log.info("step %d: the next daemon had ended it already", unsaid.step)
         log.info("another daemon answers at %s", self.path)
 
     def _take(self, message: Any) -> None:

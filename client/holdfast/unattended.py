@@ -12,7 +12,7 @@ import os
 
 from holdfast_formats import arena
 from holdfast_formats.arena import Geometry, SlotHeader, SlotState
-from holdfast_formats.errors import CheckpointError
+from holdfast_formats.errors import CheckpointError, GenerationDropped
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,15 @@ def take_slot(fd: int, step: int, attempt: int) -> int | None:
     except (CheckpointError, OSError, ValueError) as error:
         log.info("no slot is taken without a daemon: %s", error)
         return None
+
+
+def dropped(step: int, policy: str) -> GenerationDropped:
+    """Why a save has no slot: all are taken, and the policy is not to wait."""
+    return GenerationDropped(
+        f"step {step} gave way to those before it ({policy}): the daemon is gone, and they wait for the next one",
+        hint="have the daemon started anew, or give the checkpointer more slots",
+        policy=policy,
+    )
 
 
 def _lease(fd: int, memory: memoryview, geometry: Geometry, slot: int, who: tuple[int, int]) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, unattended
+from holdfast.tickets import SaveWarning
 from holdfast_formats import arena
 from holdfast_formats.arena import SlotHeader, SlotState
 from tests.daemons import RunningDaemon, running
@@ -64,6 +65,24 @@ def test_what_is_no_segment_gives_no_slot() -> None:
         os.ftruncate(fd, size)
         assert unattended.take_slot(fd, 1, 1) is None
         os.close(fd)
+
+
+def test_without_a_free_slot_the_new_save_gives_way(tmp_path: Path) -> None:
+    """The policy is not to wait: the save is dropped at once, by name, and the next daemon commits those before it."""
+    root = tmp_path / "root"
+    state = {"x": torch.zeros(1000)}
+    with running(root) as first:
+        checkpointer = Checkpointer("r", state, socket=first.socket, slots=2)
+        checkpointer.save(1, wait="durable")
+        first.kill()
+        tickets = [checkpointer.save(step) for step in (2, 3, 4)]
+        assert tickets[2].dropped and "the daemon is gone" in str(tickets[2].error)
+        second = RunningDaemon(root)
+        assert [ticket.result(60).step for ticket in tickets[:2]] == [2, 3]
+        with pytest.warns(SaveWarning, match="r@4 was dropped"):
+            checkpointer.save(4, wait="durable")
+        checkpointer.close()
+        assert second.stop() == 0
 
 
 def test_saves_go_on_while_the_daemon_is_dead(tmp_path: Path) -> None:

@@ -310,6 +310,21 @@ def test_a_step_that_a_rank_took_a_slot_for_and_may_not_save(node: Node) -> None
     assert segment.state(1) is SlotState.FREE
 
 
+@pytest.mark.parametrize("first_back", [0, 1])
+def test_a_step_that_one_rank_had_no_slot_for(node: Node, first_back: int) -> None:
+    """While no daemon was there one rank took a slot and sealed it, and the other dropped the step: nobody waits for it."""
+    segments = node.ranks(2)
+    saver = node.start()
+    assert unattended.take_slot(segments[0].fd, 5, 1) == 0
+    fill(segments[0], 0, 5)
+    for rank in (first_back, 1 - first_back):
+        who = node.back(segments[rank], [5] if rank == 0 else [])
+        if rank == 1:
+            saver.give_up(who, 5, unattended.dropped(5, "newest-wins"))
+    assert [(told.step, told.problem and told.problem["code"]) for told in node.told] == [(5, "generation-dropped")]
+    assert segments[0].state(0) is SlotState.FREE
+
+
 def test_what_is_not_ours_is_let_go(node: Node) -> None:
     """Noise with the keeper is dropped, and the daemon starts."""
     noise = os.memfd_create("noise")

@@ -76,6 +76,7 @@ class Adoption:
                 if header.attempt != who.attempt or (header.state is SlotState.SEALED and sealed is None):
                     raise CheckpointError(f"slot {slot} is not whole")
                 intent = None if sealed is None else sealed.table.intent
+                self._saver.refuse_given_up(who, header.step)
                 round_id = self._decisions.resume(who.run, header.step, who.attempt, who.world, intent)
             except CheckpointError as error:
                 log.info("%s@%s of rank %d is not adopted: %s", who.run, header.step, who.rank, error.detail)

@@ -108,6 +108,13 @@ class GivenUp:
         while len(self._ended) > ENDED_ROUNDS_MAX:
             del self._ended[next(iter(self._ended))]
 
+    def know(self, key: RoundKey, rank: int, error: CheckpointError) -> None:
+        """A rank has given up its part of a round, whether or not others have."""
+        if key in self._ended:
+            self._ended[key][0].add(rank)
+        else:
+            self.add(key, {rank}, error)
+
     def refuse(self, key: RoundKey, rank: int) -> None:
         """A rank that comes late to a round the others have lost is told so once; after that the step may be tried anew."""
         known, problem = self._ended.get(key, (set(), None))

@@ -262,11 +262,19 @@ class Saver:
             who.notify(_outcome(key, None if committed else refused.get(step, lost)))
 
     def give_up(self, who: Participant, step: int, error: CheckpointError) -> None:
-        """A rank cannot complete its part: the round ends, for every rank."""
+        """A rank cannot complete its part: the round ends, for every rank; also for those that come with theirs later."""
+        key = RoundKey(who.run, step, who.attempt)
         with self._lock:
-            current = self._open.get(RoundKey(who.run, step, who.attempt))
+            current = self._open.get(key)
             if current is not None:
                 self._abort(current, error)
+            elif key not in self._pending and self._decisions.committed(who.run, step) is None:
+                self._given_up.know(key, who.rank, error)
+
+    def refuse_given_up(self, who: Participant, step: int) -> None:
+        """Raise what ended this step for the other ranks, if it was given up and this one has not heard of it."""
+        with self._lock:
+            self._given_up.refuse(RoundKey(who.run, step, who.attempt), who.rank)
 
     def gone(self, who: Participant) -> None:
         """A rank's process is gone. Rounds it had not sealed end; with the last rank, all incomplete ones do."""
