@@ -68,7 +68,11 @@ class StandIn:
 
 def stateful_data_loader(data: TensorDataset, workers: int) -> Any:
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
-    return loaders.StatefulDataLoader(data, 2, shuffle=True, num_workers=workers)
+    return loaders.StatefulDataLoader(data, 2, shuffle=True, num_workers=workers, collate_fn=stacked)
+
+
+def stacked(rows: list[tuple[torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([row for (row,) in rows])
 
 
 def losses(daemon: RunningDaemon, run: str, loader: Any, until: int, save_at: int) -> list[tuple[float, float, float]]:
