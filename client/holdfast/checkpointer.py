@@ -11,7 +11,15 @@ from types import TracebackType
 from typing import Any, SupportsIndex, get_args
 
 from holdfast_formats import naming, wire
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, DaemonGone, GenerationDropped, InvalidRequest
+from holdfast_formats.arena import SLOTS_MAX
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CheckpointError,
+    DaemonGone,
+    DeadlineExceeded,
+    GenerationDropped,
+    InvalidRequest,
+)
 from holdfast_formats.lineage import Existing
 from holdfast_formats.packing import FILE_BYTES_MAX
 from holdfast_formats.table import digests_bytes
@@ -82,6 +90,8 @@ class Checkpointer:
     ) -> None:
         """Nothing is contacted yet. Raises `InvalidRequest` for names, assets or options that are not allowed."""
         self.run = naming.check_run(run)
+        if slots > SLOTS_MAX:
+            raise InvalidRequest(f"slots={slots}: a rank may have {SLOTS_MAX}", hint="2 suffice, 3 where storage is uneven")
         if slots < 1 or file_bytes_max < 1 or (keep_last is not None and keep_last < 1):
             raise InvalidRequest("slots, file_bytes_max and keep_last must be at least 1")
         if policy not in get_args(wire.Policy):
@@ -280,9 +290,9 @@ class Checkpointer:
                 raise
             ticket.saved_before()
             return None
-        except DaemonGone as gone:
-            # None has come for the one that died: the save has failed, training goes on. Where there never was a daemon
-            # it is raised: then something is set up wrongly.
+        except (DaemonGone, DeadlineExceeded) as gone:
+            # None has come for the one that died, or it does not answer: the save has failed, training goes on. Where there
+            # never was a daemon it is raised: then something is set up wrongly.
             if self._session.attempt is None or wait == "durable":
                 raise
             ticket.attempt = self._session.attempt

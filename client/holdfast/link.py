@@ -74,6 +74,7 @@ class Link:
         self._attempt: int | None = None
         self._segment = -1
         self._spilled = False  # the segment is a file on disk
+        self._late: dict[int, int] = {}  # requests whose replies nobody waits for, and the steps of those that are leases
         self._attaching = False  # the next daemon is being told what the segment holds
         self._awaited: dict[int, int] = {}  # step -> the turn of its save
         self._unsaid: list[wire.Seal | wire.Abandon] = []  # that no daemon has answered
@@ -232,6 +233,8 @@ class Link:
                 if self._socket is not connection or self._broken is not None:
                     raise self._broken or DaemonGone(f"the daemon at {self.path} went away", hint=_HINT)
                 if not self._condition.wait(max(limit - time.monotonic(), 0)) and time.monotonic() >= limit:
+                    if isinstance(message, wire.Lease):
+                        self._late[message.id] = message.step
                     raise DeadlineExceeded(f"the daemon at {self.path} did not answer in time")
             reply = self._replies.pop(message.id)
             self._note(message, reply)
@@ -353,8 +356,20 @@ class Link:
             self._on_outcome(message)
             return
         with self._condition:
+            if message.reply_to in self._late:
+                self._decline(message, self._late.pop(message.reply_to))
+                return
             self._replies[message.reply_to] = message
             self._condition.notify_all()
+
+    def _decline(self, late: wire.Reply, step: int) -> None:
+        """Give back a slot that was granted when nobody waited for it any more; the condition is held."""
+        if isinstance(late, wire.Granted):
+            error = DeadlineExceeded("the daemon granted a slot too late")
+            message = wire.Abandon(id=self.next_id(), slot=late.slot, step=step, problem=error.problem())
+            self._late[message.id] = step
+            with suppress(OSError):
+                self._socket.sendall(wire.encode_frame(message))
 
 
 def _expected(message: wire.Request, reply: wire.Reply, kind: type[_Reply]) -> _Reply:

@@ -15,7 +15,7 @@ from holdfast_formats.lineage import NO_INTENT, Intent
 from .mapping import Mapping
 from .transport import Transport
 
-LEASE_MARGIN_S = 30.0  # how much longer than the daemon itself we wait for its answer
+LEASE_MARGIN_S = 10.0  # how much longer than the daemon itself we wait for its answer
 
 
 class Slot:

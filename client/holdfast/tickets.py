@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from holdfast_formats.errors import (
     CheckpointError,
+    DaemonGone,
     DeadlineExceeded,
     GenerationDropped,
     InvalidRequest,
@@ -169,7 +170,8 @@ class Tickets:
     def lost(self, error: CheckpointError) -> None:
         """The daemon is gone: what became of the open saves is not known."""
         for ticket in self.open():
-            self.fail(ticket, error)
+            told = DaemonGone(f"{error.detail}; what is staged may still be committed by the next daemon", hint=error.hint)
+            self.fail(ticket, told if ticket.staged else error)
 
     def take_failure(self) -> SaveTicket | None:
         """The oldest failed save that has not been told of yet; it counts as told from now on."""

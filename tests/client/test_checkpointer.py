@@ -312,6 +312,31 @@ def test_the_daemon_dies_under_an_open_save(tmp_path: Path, monkeypatch: pytest.
     assert daemon.stop() == 0
 
 
+def test_a_daemon_that_does_not_answer_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is frozen: the save fails by its ticket, and what it is granted too late is given back."""
+    monkeypatch.setattr("holdfast.slots.LEASE_MARGIN_S", 0.5)
+    with running(tmp_path / "root") as daemon:
+        checkpointer = Checkpointer("r", {"x": torch.ones(1)}, socket=daemon.socket, slots=1)
+        checkpointer.save(1, wait="durable")
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            ticket = checkpointer.save(2)
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        assert isinstance(ticket.error, DeadlineExceeded)
+        monkeypatch.undo()
+        with pytest.warns(SaveWarning, match="r@2 failed"):
+            checkpointer.save(3, wait="durable")
+        checkpointer.save(2, wait="durable", existing="replace")
+        checkpointer.close()
+
+
+def test_more_slots_than_a_rank_may_have_are_refused() -> None:
+    """By name, before anything is begun."""
+    with pytest.raises(InvalidRequest, match="may have 64"):
+        Checkpointer("r", {"x": torch.ones(1)}, slots=100_000)
+
+
 def test_a_failed_save_is_told_by_the_next_one(tmp_path: Path) -> None:
     """A save that the daemon cannot write fails its ticket, warns at the next save, and leaves the older checkpoints."""
     with running(tmp_path / "root") as daemon:
@@ -373,7 +398,7 @@ def test_ranks_that_come_from_different_steps_save_nothing_together(
     with Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
     first, second = two_ranks(daemon, run, monkeypatch)
-    assert first.restore() == 1
+    assert first.restore(step=1) == 1
     first.save(2)
     with pytest.raises(StateMismatch, match="goes on from"):
         second.save(2, wait="durable")

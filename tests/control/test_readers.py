@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast_formats.errors import NoSuchCheckpoint
-from holdfast_service.control.readers import READ_MAX_S, Readers
+from holdfast_service.control.readers import OPENED, READ_MAX_S, Readers
 
 
 class Clock:
@@ -73,3 +73,18 @@ def test_the_end_of_a_hold_is_told() -> None:
         pass
     readers.release("a", 1, "nobody")
     assert told == ["b", "a"]
+
+
+def test_who_has_it_open_holds_up_no_replacement() -> None:
+    """A reader over HTTP reads on in what it has open: it holds a checkpoint against removal, and not against replacement."""
+    readers = Readers()
+    with readers.reading("r", 1, OPENED, linger_s=60):
+        assert set(readers.held("r")) == {1} and readers.held("r", opened=False) == {}
+        with readers.removing("r", 1) as free:
+            assert not free
+        with readers.removing("r", 1, opened=False) as free:
+            assert free
+    assert set(readers.held("r")) == {1} and readers.held("r", opened=False) == {}, "for the next range"
+    readers.hold("r", 1, "attempt 3", 60)
+    with readers.removing("r", 1, opened=False) as free:
+        assert not free and set(readers.held("r", opened=False)) == {1}

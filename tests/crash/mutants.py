@@ -458,7 +458,7 @@ MUTATIONS = (
     Mutation(
         "a reader's hold against removal",
         "service/holdfast_service/control/readers.py",
-        "            free = all(until <= now for until in self._holds.get((run, step), {}).values())\n",
+        "            free = all(until <= now for until in _ends(self._holds.get((run, step), {}), opened))\n",
         "            free = True\n",
         ("tests/control/test_readers.py", "tests/control/test_rotation.py"),
     ),

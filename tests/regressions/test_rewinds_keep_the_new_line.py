@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from holdfast import Api, Checkpointer, retention
 from holdfast.library import DirectoryLibrary
 from holdfast.place import living_steps
-from holdfast_formats.errors import AlreadyCommitted, Pinned
+from holdfast_formats.errors import AlreadyCommitted, Pinned, StateMismatch
 from holdfast_formats.naming import CATALOG
 from tests.daemons import RunningDaemon, running, wait_until
 
@@ -188,3 +189,35 @@ def test_lines_survive_the_loss_of_the_catalog(tmp_path: Path) -> None:
         assert listed(daemon, "r") == {50: "verified", 60: "verified", 150: "abandoned"}
         with Training(daemon, "r") as training:
             assert training.checkpointer.restore() == 60 and training.value == 60.5
+
+
+def test_a_named_step_is_that_step_or_an_error(daemon: RunningDaemon, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another rank of the launch was first and has had another answer, the rank that names a step is refused."""
+    train(daemon, run, 1, 2, 3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ranks = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        ranks.append(Checkpointer(run, {"model": nn.Linear(4, 4)}, socket=daemon.socket, launch="a"))
+    assert ranks[0].restore(step=3) == 3
+    with pytest.raises(StateMismatch, match="another one of its launch restores step 3"):
+        ranks[1].restore(step=2)
+    for rank in ranks:
+        rank.close(wait=False)
+
+
+def test_who_downloads_what_is_replaced_holds_up_nobody(daemon: RunningDaemon, run: str) -> None:
+    """A reader over HTTP reads on in the old bytes, the new line is committed, and so is what another run saves."""
+    train(daemon, run, 50, 150)
+    with Api(daemon.url) as api, Training(daemon, run) as training, Training(daemon, f"{run}-other") as other:
+        assert training.checkpointer.restore(step=50) == 50
+        name = next(file.name for file in api.files(run, 150) if file.name.endswith(".safetensors"))
+        path = f"/v1/runs/{run}/checkpoints/150/files/{name}"
+        with httpx.stream("GET", f"{daemon.url}{path}", trust_env=False, timeout=30) as reading:
+            old = reading.iter_raw(16)
+            begun = next(old)
+            training.save(150, 150.5)
+            other.save(1, 1.0)
+            assert len(begun + b"".join(old)) == int(reading.headers["content-length"])
+        assert listed(daemon, run)[150] == "verified"
+        assert training.checkpointer.restore() == 150 and training.value == 150.5

@@ -8,9 +8,8 @@ from contextvars import ContextVar
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast_formats.errors import Damaged
-from holdfast_service.control.readers import LINGER_S, Readers
+from holdfast_service.control.readers import LINGER_S, OPENED, Readers
 
-_WHAT = "HTTP"
 _held: ContextVar[_Held | None] = ContextVar("held", default=None)
 
 
@@ -45,10 +44,10 @@ def hold(readers: Readers, run: str, step: int) -> None:
     """Nothing removes this checkpoint until the present request has been answered; `NoSuchCheckpoint` if it is too late."""
     held = _held.get()
     if held is None:
-        readers.hold(run, step, _WHAT, LINGER_S)
+        readers.hold(run, step, OPENED, LINGER_S)
     else:
         held.opened = run, step
-        held.enter_context(readers.reading(run, step, _WHAT, LINGER_S))
+        held.enter_context(readers.reading(run, step, OPENED, LINGER_S))
 
 
 def met(error: Damaged) -> None:

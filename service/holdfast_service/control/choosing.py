@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.choosing import lacking
-from holdfast_formats.errors import CatalogUnavailable, Damaged, NoSuchCheckpoint
+from holdfast_formats.errors import CatalogUnavailable, Damaged, NoSuchCheckpoint, StateMismatch
 from holdfast_service.storage import Tier
 from holdfast_service.tracing import span
 
@@ -60,13 +60,19 @@ class Choices:
 
         Unless a step is named it is the newest one that is not known to be damaged. Where all are, the damage of the newest
         is raised, and `StateMismatch` where the sound ones lack one of the groups: nobody starts from nothing because of it
-        without being asked to. Asked for a healthy one:
+        without being asked to, or where a step is named and another rank has had another answer. Asked for a healthy one:
         `NoSuchCheckpoint` where there are others only, `CatalogUnavailable` where the catalog cannot say.
         """
         with span("holdfast.restore", {"holdfast.run": asked.run, "holdfast.attempt": asked.attempt}) as tell:
             with self._choosing:
                 chosen = self._chosen(asked)
             tell(**{"holdfast.step": chosen})
+        if asked.step is not None and chosen != asked.step:
+            raise StateMismatch(
+                f"this rank restores step {asked.step} of {asked.run}, and another one of its launch "
+                f"{'has found nothing to restore' if chosen is None else f'restores step {chosen}'}",
+                hint="every rank must call restore() with the same step",
+            )
         return chosen
 
     def parted(self, run: str, attempt: int) -> None:

@@ -125,8 +125,8 @@ def _check_world(tables: Sequence[SlotTable]) -> None:
             raise StateMismatch(f"rank {table.rank} saves {table.run}@{table.step}, rank 0 saves {first.run}@{first.step}")
         if table.intent[:3] != first.intent[:3]:
             raise StateMismatch(
-                f"rank {table.rank} goes on from step {table.restored}, with existing={table.existing!r}; rank 0 from step "
-                f"{first.restored}, with {first.existing!r}",
+                f"rank {table.rank} goes on from step {table.restored} as its turn {table.turn}, with existing="
+                f"{table.existing!r}; rank 0 from step {first.restored}, turn {first.turn}, with {first.existing!r}",
                 hint="every rank must restore and save alike",
             )
         if set(table.groups) != set(first.groups):

@@ -14,6 +14,7 @@ from itertools import count
 from holdfast_formats.errors import NoSuchCheckpoint
 
 READ_MAX_S = 86_400.0  # the longest that one reader may take
+OPENED = "HTTP"  # who opens what it reads before it answers, and reads on there whatever stands in its place
 LINGER_S = 60.0  # a reader that asks for one range after the other holds in between
 
 _Key = tuple[str, int]
@@ -63,8 +64,11 @@ class Readers:
                     self.hold(run, step, what, linger_s)
             self.release(run, step, who)
 
-    def held(self, run: str) -> dict[int, float]:
-        """The steps of a run that are being read, and the seconds after which none of their holds is left."""
+    def held(self, run: str, opened: bool = True) -> dict[int, float]:
+        """The steps of a run that are being read, and the seconds after which none of their holds is left.
+
+        Without `opened`, not by those alone that read on in what they have open.
+        """
         now = self._clock()
         with self._lock:
             for key in [key for key in self._holds if key[0] == run]:
@@ -73,14 +77,15 @@ class Readers:
                     self._holds[key] = left
                 else:
                     del self._holds[key]
-            return {key[1]: max(held.values()) - now for key, held in self._holds.items() if key[0] == run}
+            found = {key[1]: _ends(held, opened) for key, held in self._holds.items() if key[0] == run}
+            return {step: max(ends) - now for step, ends in found.items() if ends}
 
     @contextmanager
-    def removing(self, run: str, step: int) -> Iterator[bool]:
-        """Whether nobody reads this checkpoint; then nobody begins to for the length of the block."""
+    def removing(self, run: str, step: int, opened: bool = True) -> Iterator[bool]:
+        """Whether nobody reads this checkpoint (see `held`); then nobody begins to for the length of the block."""
         with self._lock:
             now = self._clock()
-            free = all(until <= now for until in self._holds.get((run, step), {}).values())
+            free = all(until <= now for until in _ends(self._holds.get((run, step), {}), opened))
             if free:
                 self._removing.add((run, step))
         try:
@@ -89,3 +94,7 @@ class Readers:
             if free:
                 with self._lock:
                     self._removing.discard((run, step))
+
+
+def _ends(held: dict[str, float], opened: bool) -> list[float]:
+    return [until for who, until in held.items() if opened or not who.startswith(OPENED)]

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 NAMES_SHOWN_MAX = 5
 WHY_REMOVED = ("retention", "request", "space", "replaced")
-READERS_WAIT_S, READERS_POLL_S = 60.0, 0.05  # for who reads what another checkpoint is put in the place of
+READERS_WAIT_S, READERS_POLL_S = 2.0, 0.05  # for who reads what another checkpoint is put in the place of
 
 
 class Rotation:
@@ -194,14 +194,18 @@ class Rotation:
     def replacing(self, run: str, step: int) -> Iterator[None]:
         """Another checkpoint of this step, saved anew, is put in the place of this one within the block, at one stroke.
 
-        Raises `Pinned`, or `InUse`, when it may not go.
+        Raises `Pinned`, or `InUse`, when it may not go. Who reads it over HTTP has it open and reads on there. Others are
+        waited for, for a moment only: what other runs have saved is not committed meanwhile.
         """
+        self._refuse_pinned(run, step)
         limit = time.monotonic() + READERS_WAIT_S
-        while self.readers.held(run).get(step) and time.monotonic() < limit:
+        while self.readers.held(run, opened=False).get(step) and time.monotonic() < limit:
             time.sleep(READERS_POLL_S)
         with self._deciding:
-            self._refuse_held(run, step)
-            with self.readers.removing(run, step) as free:
+            self._refuse_pinned(run, step)
+            if names := self._foreign(run, step):
+                raise _holds_foreign(run, step, names)
+            with self.readers.removing(run, step, opened=False) as free:
                 if not free:
                     raise InUse(f"{run}@{step} is being read", hint="save it again when the reader is done")
                 with self._freshness:
@@ -223,7 +227,14 @@ class Rotation:
         self._refuse_held(found.run, found.step)
 
     def _refuse_held(self, run: str, step: int) -> None:
-        """What nothing removes, nor replaces, as long as it is so."""
+        """What nothing removes as long as it is so."""
+        self._refuse_pinned(run, step)
+        if left_s := self.readers.held(run).get(step):
+            raise InUse(f"{run}@{step} is being read", hint="try again when the reader is done", seconds=round(left_s, 1))
+        if names := self._foreign(run, step):
+            raise _holds_foreign(run, step, names)
+
+    def _refuse_pinned(self, run: str, step: int) -> None:
         file = self._files.read(run)
         if step in file.pins:
             raise Pinned(f"{run}@{step} is pinned", hint=f"holdfast unpin {run}@{step} removes the pin")
@@ -232,10 +243,6 @@ class Rotation:
                 f"{run}@{step} has the label {', '.join(labels)}",
                 hint=f"holdfast label {run}@{step} {labels[0]} --remove takes it away",
             )
-        if left_s := self.readers.held(run).get(step):
-            raise InUse(f"{run}@{step} is being read", hint="try again when the reader is done", seconds=round(left_s, 1))
-        if names := self._foreign(run, step):
-            raise _holds_foreign(run, step, names)
 
     def _refuse_the_newest(self, found: rest.Checkpoint, newest: bool, healthy: bool) -> None:
         """What no policy removes is removed by name alone."""
