@@ -76,7 +76,7 @@ def test_the_end_of_a_hold_is_told() -> None:
 
 
 def test_who_has_it_open_holds_up_no_replacement() -> None:
-    """A reader over HTTP reads on in what it has open: it holds a checkpoint against removal, and not against replacement."""
+    """A reader over HTTP reads on in what it has open: it keeps a checkpoint from removal, not from replacement."""
     readers = Readers()
     with readers.reading("r", 1, OPENED, linger_s=60):
         assert set(readers.held("r")) == {1} and readers.held("r", opened=False) == {}
