@@ -4,7 +4,7 @@
 
 PLAN is JSON: `restore` (`{}`, `{"step": N}` or `{"healthy": true}`), `saves` (how many steps), `partial` (each so many
 steps only the model is saved), `nan` (a step, counted from the restored one, with a NaN), `pause_s`, `keep`. Lines:
-`restored STEP LAUNCH NAN`, `wrong WHAT`, `saved STEP SECONDS KIND`, `committed STEP`, `failed STEP CODE`,
+`restored STEP LAUNCH NAN`, `wrong WHAT`, `saved STEP SECONDS KIND`, `committed STEP`, `failed STEP CODE TEXT`,
 `refused CODE TEXT`, `done`.
 """
 
@@ -88,7 +88,7 @@ def report(ticket: SaveTicket) -> None:
     try:
         ticket.result()
     except CheckpointError as error:
-        say("failed", ticket.step, error.code)
+        say("failed", ticket.step, error.code, error.detail.replace("\n", " "))
     else:
         say("committed", ticket.step)
 

@@ -210,7 +210,7 @@ class Mayhem:
             assert line[1] not in ("already-committed", "torn-snapshot", "replicas-differ", "state-mismatch"), line
         for line in launch.all_said("failed"):
             self.count(f"failed {line[2]}")
-            assert line[2] not in ("already-committed", "torn-snapshot", "replicas-differ"), line
+            assert line[2] not in ("already-committed", "torn-snapshot", "replicas-differ", "storage-failed"), line
         errors = [text for text in self._logs(launch) if "Traceback" in text]
         assert not errors, errors[0][-3000:]
 

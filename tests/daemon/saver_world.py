@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from holdfast_formats import arena, naming, table
 from holdfast_formats.arena import SlotHeader, SlotState
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.region import Box
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
@@ -107,25 +109,26 @@ class Rank:
             assert self._heard.wait_for(lambda: step in self.outcomes, 30), f"no outcome for step {step}"
             return self.outcomes[step]
 
-    def lease(self, step: int, policy: Policy = "wait") -> int:
-        return self.world.saver.lease(self.who, self.segment, step, 0, policy)
+    def lease(self, step: int, policy: Policy = "wait", intent: Intent = NO_INTENT) -> int:
+        return self.world.saver.lease(self.who, self.segment, step, 0, policy, intent)
 
-    def fill_and_seal(self, step: int, slot: int) -> None:
+    def fill_and_seal(self, step: int, slot: int, intent: Intent = NO_INTENT) -> None:
         """Write this rank's rows, the table and the seal, and hand the slot over."""
         memory, geometry = self.segment.memory, self.segment.geometry
         start = geometry.data_offset(slot)
         memory[start : start + SIZE] = content(step, self.rank).data
         spec = TensorSpec("model", "w", "U8", (self.size, SIZE))
         held = (Fragment(spec, (Box((self.rank, 0), (1, SIZE)),), 0),)
-        encoded = table.encode(SlotTable(RUN, step, self.attempt, self.rank, self.size, ("model",), held, {}, {}))
+        made = SlotTable(RUN, step, self.attempt, self.rank, self.size, ("model",), held, {}, {})
+        encoded = table.encode(msgspec.structs.replace(made, turn=intent.turn, existing=intent.existing, again=intent.again))
         at = geometry.table_offset(slot)
         memory[at : at + len(encoded)] = encoded
         header = SlotHeader(SlotState.LEASED, step, self.attempt, SIZE, len(encoded), 0)
         arena.seal(memory, geometry, slot, header, digest(encoded))
-        self.world.saver.seal(self.who, slot, step, digest(encoded))
+        self.world.saver.seal(self.who, slot, step, digest(encoded), intent.turn)
 
-    def save(self, step: int, policy: Policy = "wait") -> None:
-        self.fill_and_seal(step, self.lease(step, policy))
+    def save(self, step: int, policy: Policy = "wait", intent: Intent = NO_INTENT) -> None:
+        self.fill_and_seal(step, self.lease(step, policy, intent), intent)
 
     def free_slots(self) -> int:
         return sum(self.segment.state(slot) is SlotState.FREE for slot in range(self.segment.geometry.slots))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 from holdfast import Api, Checkpointer
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InUse
+from holdfast_formats.lineage import Intent
 from tests.crash.test_kills import Place, place, stop_at  # noqa: F401  a fixture is found by its name
+from tests.daemon.saver_world import saver_world
 from tests.daemons import RunningDaemon, running, wait_until
 
 RUN = "r"
@@ -76,3 +80,24 @@ def test_a_catalog_that_lags_behind_removes_nothing_by_what_it_knows_of_the_old_
             assert checkpointer.restore(step=20) == 20 and float(state["x"][0]) == 21.0
         api.remove(RUN, 20)
         assert {c.step for c in api.checkpoints(RUN)} == {10, 30}
+
+
+def test_what_is_to_be_replaced_may_go_in_that_very_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention removes the step between the look and the exchange: the new one is committed in the empty place."""
+    with saver_world() as world:
+        (rank,) = world.launch(1)
+        rank.save(1)
+        rank.wait(1)
+        replacing = world.decisions.rotation.replacing
+
+        @contextmanager
+        def removed_first(run: str, step: int) -> Iterator[None]:
+            world.tier.remove_tree(naming.checkpoint_path(run, step))
+            with replacing(run, step):
+                yield
+
+        monkeypatch.setattr(world.decisions.rotation, "replacing", removed_first)
+        del rank.outcomes[1]
+        rank.save(1, intent=Intent(turn=1, existing="replace", again=1))
+        assert rank.wait(1).state == "committed"
+        assert world.decisions.committed(RUN, 1) == (rank.attempt, 1)

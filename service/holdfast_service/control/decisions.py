@@ -307,6 +307,8 @@ class Decisions:
         self.parted(plan.run, plan.attempt)  # all ranks have sealed since: what they restored they read no more
         try:
             with self.rotation.replacing(plan.run, plan.step):
+                if not stands(self._tier, plan.run, plan.step):  # retention let it go in this very moment
+                    about = commit.About(lineage)
                 return commit.publish(self._tier, plan, utc_now(), about=about)
         finally:
             self.book.tell(f"what stands at {plan.run}@{plan.step}", lambda: self._replaced(plan.run, plan.step))
