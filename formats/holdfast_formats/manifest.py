@@ -10,7 +10,7 @@ from operator import itemgetter
 
 import msgspec
 
-from . import dtypes, naming
+from . import decoding, dtypes, naming
 from . import lineage as lineages
 from .digest import check_digest, check_digests
 from .errors import CheckpointError, CorruptManifest, InvalidRequest, LimitExceeded, NotCommitted
@@ -119,6 +119,10 @@ class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: int
 
 
+_decode, _decode_commit = decoding.decoder(Manifest), decoding.decoder(Commit)
+_decode_files, _decode_place = decoding.decoder(_Listed), decoding.decoder(Placement)
+
+
 def encode(manifest: Manifest) -> bytes:
     """The manifest's bytes; validates first, so nothing that `decode` or a reader's bound refuses is ever written."""
     validate(manifest)
@@ -149,7 +153,7 @@ def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
     """
     commit = _check_digest(manifest_bytes, commit_bytes)
     try:
-        manifest = msgspec.json.decode(manifest_bytes, type=Manifest)
+        manifest = _decode(manifest_bytes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
     validate(manifest)
@@ -161,7 +165,7 @@ def placement(manifest_bytes: bytes, commit_bytes: bytes) -> Placement:
     """A checkpoint's place alone, after COMMIT vouched for the manifest; nothing else of it is looked at."""
     check_bytes(manifest_bytes, commit_bytes)
     try:
-        return msgspec.json.decode(manifest_bytes, type=Placement)
+        return _decode_place(manifest_bytes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
 
@@ -172,14 +176,14 @@ def check_bytes(manifest_bytes: bytes, commit_bytes: bytes) -> None:
     """
     commit = _check_digest(manifest_bytes, commit_bytes)
     try:
-        files = msgspec.json.decode(manifest_bytes, type=_Listed).files
+        files = _decode_files(manifest_bytes).files
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
     _check_counts(commit, commit_bytes, files)
 
 
 def _check_digest(manifest_bytes: bytes, commit_bytes: bytes) -> Commit:
-    commit = _decode_commit(commit_bytes)
+    commit = _read_commit(commit_bytes)
     if hashlib.sha256(manifest_bytes).hexdigest() != commit.manifest_sha256:
         raise CorruptManifest(
             f"{naming.MANIFEST} does not have the digest that {naming.COMMIT} states", hint=_REPAIR, file=naming.MANIFEST
@@ -200,12 +204,12 @@ def _check_counts(commit: Commit, commit_bytes: bytes, files: Sequence[FileEntry
 
 def stated_sha256(commit_bytes: bytes) -> str:
     """The manifest's digest, as COMMIT states it; `NotCommitted` where it states none."""
-    return _decode_commit(commit_bytes).manifest_sha256
+    return _read_commit(commit_bytes).manifest_sha256
 
 
-def _decode_commit(commit_bytes: bytes) -> Commit:
+def _read_commit(commit_bytes: bytes) -> Commit:
     try:
-        commit = msgspec.json.decode(commit_bytes, type=Commit)
+        commit = _decode_commit(commit_bytes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise NotCommitted(f"{naming.COMMIT} cannot be read: {error}", hint=_REPAIR, file=naming.COMMIT) from error
     if commit.format != FORMAT:

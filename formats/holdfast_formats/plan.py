@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from . import naming
+from . import decoding, naming
 from .errors import CorruptManifest
 from .lineage import Intent
 from .manifest import Extent, FileEntry
@@ -80,6 +80,9 @@ class Receipt(msgspec.Struct, frozen=True):
     extents: dict[str, dict[str, tuple[Extent, ...]]]
 
 
+_decode = decoding.decoder(Receipt)
+
+
 def encode_receipt(receipt: Receipt) -> bytes:
     return msgspec.json.encode(receipt)
 
@@ -87,6 +90,6 @@ def encode_receipt(receipt: Receipt) -> bytes:
 def decode_receipt(encoded: bytes) -> Receipt:
     """A receipt read back from disk; `CorruptManifest` when it is not one."""
     try:
-        return msgspec.json.decode(encoded, type=Receipt)
+        return _decode(encoded)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptManifest(f"a receipt under {naming.RECEIPTS} cannot be read: {error}") from error

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from . import naming, safetensors
+from . import decoding, naming, safetensors
 from .digest import digest
 from .errors import CorruptExtent, CorruptManifest
 from .manifest import EXTENT_BYTES_MAX, Extent, FileEntry, Manifest, TensorEntry
@@ -122,7 +122,7 @@ def check_index(manifest: Manifest, group: str, encoded: bytes) -> None:
     """Raise `CorruptManifest` unless a group's index sends every tensor to the file that the manifest names."""
     name = naming.index_file_name(group)
     try:
-        weight_map = msgspec.json.decode(encoded, type=_Index).weight_map
+        weight_map = _decode_index(encoded).weight_map
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptManifest(f"{name} cannot be read: {error}", hint=_HINT, file=name) from error
     if weight_map != {tensor: entry.file for tensor, entry in manifest.tensors.get(group, {}).items()}:
@@ -131,6 +131,9 @@ def check_index(manifest: Manifest, group: str, encoded: bytes) -> None:
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
+
+
+_decode_index = decoding.decoder(_Index)
 
 
 def overlapping(listed: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from . import dtypes
+from . import decoding, dtypes
 from .errors import CorruptManifest, LimitExceeded, StateMismatch
 
 LENGTH_BYTES = 8
@@ -90,7 +90,7 @@ def decode(head: bytes, file_bytes: int, source: str = "file") -> Header:
     metadata = document.pop(_METADATA, None)
     try:
         known = None if metadata is None else msgspec.convert(metadata, dict[str, str])
-        tensors = [_stored(name, msgspec.convert(entry, _Entry)) for name, entry in document.items()]
+        tensors = [_stored(name, _convert(entry)) for name, entry in document.items()]
         tensors.sort(key=lambda t: (t.start, t.stop))
         if known and not _is_unicode("".join((*known, *known.values()))):
             raise StateMismatch("its metadata is not valid Unicode")
@@ -139,6 +139,9 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+_convert = decoding.converter(_Entry)
 
 
 def _stored(name: str, entry: _Entry) -> Stored:

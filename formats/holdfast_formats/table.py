@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from . import claims, naming
+from . import claims, decoding, naming
 from .arena import Owner
 from .errors import InvalidRequest, LimitExceeded
 from .lineage import Existing, Intent
@@ -111,10 +111,13 @@ def _json(value: msgspec.Struct) -> bytes:
         raise InvalidRequest(f"the state holds a name or value that is not valid Unicode: {error}") from error
 
 
+_decode = decoding.decoder(SlotTable)
+
+
 def decode(encoded: bytes | memoryview, data_bytes: int) -> SlotTable:
     """The table, after every fragment and blob was found to lie inside `data_bytes`; `InvalidRequest` if not."""
     try:
-        table = msgspec.json.decode(encoded, type=SlotTable)
+        table = _decode(encoded)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"the slot's table cannot be read: {error}") from error
     _check(table, data_bytes)

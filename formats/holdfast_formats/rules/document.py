@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from holdfast_formats.decoding import converter
 from holdfast_formats.errors import InvalidRequest
 
 TEXT_BYTES_MAX = 256 * 1024
@@ -92,6 +93,9 @@ class Document(Struct, frozen=True, forbid_unknown_fields=True):
     scales: Scales | None = None
 
 
+_convert = converter(Document)
+
+
 def decode(text: bytes | str) -> dict[str, Any]:
     """A TOML text as plain values; `InvalidRequest` saying where it is none, or that it is beyond `TEXT_BYTES_MAX`."""
     data = text.encode() if isinstance(text, str) else text
@@ -106,7 +110,7 @@ def decode(text: bytes | str) -> dict[str, Any]:
 def check(values: Mapping[str, Any]) -> Document:
     """Decoded TOML as a `Document`; `InvalidRequest` naming the table and the key that is wrong, missing or unknown."""
     try:
-        return msgspec.convert(dict(values), Document)
+        return _convert(dict(values))
     except (msgspec.ValidationError, RecursionError) as problem:
         name = values.get("name")
         raise InvalidRequest(

@@ -14,6 +14,7 @@ import numpy as np
 
 from holdfast_formats import manifest as manifests
 from holdfast_formats import naming, safetensors, values
+from holdfast_formats.decoding import decoder
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
 from holdfast_formats.lineage import Way
@@ -197,7 +198,7 @@ def _weight_map(source: Readable) -> Mapping[str, str]:
     if (source.size(INDEX) or 0) > INDEX_BYTES_MAX:
         raise LimitExceeded(f"{INDEX} is over the limit of {INDEX_BYTES_MAX} bytes", hint=_HINT)
     try:
-        found = msgspec.json.decode(source.read(INDEX), type=_Index).weight_map
+        found = _decode_index(source.read(INDEX)).weight_map
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CorruptManifest(f"{INDEX} cannot be read: {error}", hint=_HINT, file=INDEX) from error
     for name, file in found.items():
@@ -208,6 +209,9 @@ def _weight_map(source: Readable) -> Mapping[str, str]:
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
+
+
+_decode_index = decoder(_Index)
 
 
 def _in_file(source: Readable, file: str) -> list[_Place]:

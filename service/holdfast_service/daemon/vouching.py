@@ -10,10 +10,9 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 
-import msgspec
-
 from holdfast_formats import manifest as manifests
 from holdfast_formats import naming, proof, rest
+from holdfast_formats.decoding import decoder
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged
 from holdfast_formats.manifest import Manifest
 from holdfast_service.storage import Tier, vouched
@@ -23,6 +22,7 @@ from .proven_sources import Directory
 
 PROVEN_MIN = 0.1  # of the tensors' bytes
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
+_decode = decoder(Manifest)
 
 
 def trusted_pair(
@@ -85,7 +85,7 @@ def _from_manifest(commit: bytes, encoded: bytes, which: tuple[str, int]) -> Pai
     if hashlib.sha256(encoded).hexdigest().encode() not in _DIGEST.findall(commit):
         return None
     try:
-        made = msgspec.json.decode(encoded, type=Manifest)
+        made = _decode(encoded)
         rebuilt = manifests.encode_commit(made, encoded)
         return _of(Pair(rebuilt, encoded, manifests.decode(encoded, rebuilt)), which)
     except (CheckpointError, ValueError):

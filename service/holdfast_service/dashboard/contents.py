@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from holdfast_formats.decoding import decoder
 from holdfast_formats.errors import CheckpointError, CorruptManifest, LimitExceeded
 from holdfast_formats.manifest import Manifest, TensorEntry
 from holdfast_formats.observed import TensorStatistics
@@ -115,7 +116,7 @@ class _Kept:
 
 
 _kept = _Kept()
-_DECODER = msgspec.json.Decoder(Manifest)
+_decode = decoder(Manifest)
 
 
 async def held(api: Api, run: str, step: int | str) -> Held:
@@ -127,7 +128,7 @@ async def held(api: Api, run: str, step: int | str) -> Held:
     if known is not None and answer.status_code == 304:
         return known
     try:
-        manifest = await asyncio.to_thread(_DECODER.decode, answer.content)
+        manifest = await asyncio.to_thread(_decode, answer.content)
     except msgspec.ValidationError as error:
         raise CorruptManifest(f"the manifest of {run}@{step} cannot be read: {error}") from error
     made = Held(manifest, answer.headers.get("etag", ""))
