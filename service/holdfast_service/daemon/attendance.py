@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 from holdfast_formats.observed import Life
 
 from .rounds import Participant
+
+BACK_S = 60.0  # how long a rank that is gone without a goodbye may take to be back
 
 
 class _Crew:
@@ -13,6 +17,7 @@ class _Crew:
     def __init__(self) -> None:
         self.present: set[Participant] = set()
         self.processes: set[str] = set()
+        self.gone: dict[int, float] = {}  # ranks that were here, and from when on they are waited for no longer (monotonic)
 
 
 class Attendance:
@@ -34,6 +39,7 @@ class Attendance:
         crew = self._crews.setdefault((who.run, who.attempt), _Crew())
         crew.present.add(who)
         crew.processes.add(who.process)
+        crew.gone.pop(who.rank, None)
         if who.attempt > self._missing.get(who.run, (-1, set()))[0]:
             self._missing[who.run] = who.attempt, set()
         attempt, missing = self._missing[who.run]
@@ -45,11 +51,18 @@ class Attendance:
         crew = self._crews.get((who.run, who.attempt), _Crew())
         crew.present.discard(who)
         attempt, missing = self._missing.get(who.run, (-1, set()))
-        if who.attempt == attempt and not who.parted and all(other.rank != who.rank for other in crew.present):
-            missing.add(who.rank)
+        if all(other.rank != who.rank for other in crew.present):
+            crew.gone[who.rank] = time.monotonic() + (0.0 if who.parted else BACK_S)
+            if who.attempt == attempt and not who.parted:
+                missing.add(who.rank)
         if not crew.present:
             self._crews.pop((who.run, who.attempt), None)
         return crew.present
+
+    def gone(self, run: str, attempt: int) -> set[int]:
+        """Ranks that were here and will not be again: they said goodbye, or have been away for `BACK_S`."""
+        crew = self._crews.get((run, attempt))
+        return set() if crew is None else {rank for rank, limit in crew.gone.items() if limit <= time.monotonic()}
 
     def lives(self) -> dict[str, tuple[int, Life]]:
         """The newest attempts of runs whose ranks came here, and whether they are here, have parted, or are lost."""

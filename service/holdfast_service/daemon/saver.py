@@ -41,6 +41,7 @@ from .segment import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find
 
 log = logging.getLogger(__name__)
 
+_EVERY_RANK = "every rank saves the same steps, and closes its Checkpointer after the last of them"
 _NONE: Mapping[int, CheckpointError] = MappingProxyType({})
 
 ARRIVAL_S = 0.5  # from a rank's first word to its question what to restore
@@ -183,6 +184,7 @@ class Saver:
                 self._open[key] = current
                 current.participants[who.rank] = who
                 current.leases[who.rank] = Lease(segment, slot, time.monotonic() + LEASE_DEADLINE_S)
+                self._end_if_never_complete(current)
         except CheckpointError as error:
             if slot >= 0:
                 segment.release(slot)
@@ -311,6 +313,8 @@ class Saver:
         self.history.flush()
         with self._lock:
             for current in list(self._open.values()):
+                if self._end_if_never_complete(current):
+                    continue
                 late = sorted(rank for rank, lease in current.leases.items() if lease.deadline < now)
                 if late or current.deadline < now:
                     missing = late or sorted(set(range(current.world)) - set(current.sealed))
@@ -353,6 +357,14 @@ class Saver:
         if sealed is not None and sealed.table.step == current.key.step:
             del current.leases[who.rank]
             self._take(current, who.rank, sealed)
+
+    def _end_if_never_complete(self, current: Round) -> bool:
+        """End a round, for those who take part, that ranks are missing in which will not come any more."""
+        gone = self._attendance.gone(current.key.run, current.key.attempt) - set(current.sealed)
+        if gone:
+            which = f"rank {min(gone)} has" if len(gone) == 1 else f"ranks {', '.join(map(str, sorted(gone)))} have"
+            self._abort(current, RoundAborted(f"{which} ended without saving step {current.key.step}", hint=_EVERY_RANK))
+        return bool(gone)
 
     def _make_room(self, new: Round, who: Participant, segment: Segment, policy: Policy) -> int:
         """A slot, by dropping older rounds until there is one; or the new round is dropped, and its error raised."""
