@@ -4,8 +4,8 @@
 
 PLAN is JSON: `restore` (`{}`, `{"step": N}` or `{"healthy": true}`), `saves` (how many steps), `partial` (each so many
 steps only the model is saved), `nan` (a step, counted from the restored one, with a NaN), `pause_s`, `keep`. Lines:
-`restored STEP LAUNCH NAN`, `wrong WHAT`, `saved STEP SECONDS KIND`, `committed STEP`, `failed STEP CODE TEXT`,
-`refused CODE TEXT`, `done`.
+`restored STEP LAUNCH NAN`, `wrong WHAT`, `saved STEP SECONDS KIND`, `slow STEP SECONDS WHERE`, `committed STEP`,
+`failed STEP CODE TEXT`, `refused CODE TEXT`, `done`. WHERE is what the rank waited for: our innermost calls.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,6 +27,8 @@ from holdfast.tickets import SaveTicket
 from holdfast_formats.errors import CheckpointError
 
 WIDTH, LAYERS = 96, 3
+SLOW_S = 0.05  # the bar for save()
+SHOWN = 3  # calls of our own, the innermost
 _lock = threading.Lock()
 
 
@@ -84,6 +88,40 @@ class Training:
         return wrong + ([] if len(before) == 6 * LAYERS else [f"{len(before)} tensors"])
 
 
+class Watch:
+    """Where the main thread stands `SLOW_S` after a save began, if it has not ended by then."""
+
+    def __init__(self) -> None:
+        self._began, self._found = threading.Event(), ""
+        self._ended = threading.Event()
+        self._of = threading.get_ident()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @contextmanager
+    def save(self, step: int) -> Iterator[None]:
+        self._found = ""
+        self._ended.clear()
+        self._began.set()
+        began = time.monotonic()
+        yield
+        seconds = time.monotonic() - began
+        self._ended.set()
+        if seconds > SLOW_S:
+            say("slow", step, f"{seconds:.3f}", self._found or "?")
+
+    def _run(self) -> None:
+        while self._began.wait():
+            self._began.clear()
+            if not self._ended.wait(SLOW_S):
+                frame, names = sys._current_frames().get(self._of), []
+                while frame is not None:
+                    module = frame.f_globals.get("__name__", "")
+                    if module.startswith("holdfast"):
+                        names.append(f"{module.rpartition('.')[2]}:{frame.f_code.co_name}")
+                    frame = frame.f_back
+                self._found = ">".join(reversed(names[:SHOWN]))
+
+
 def report(ticket: SaveTicket) -> None:
     try:
         ticket.result()
@@ -102,13 +140,15 @@ def train(checkpointer: Checkpointer, training: Training, launch: int, plan: dic
             say("wrong", step, training.state["tag"], wrong[:3])
     say("restored", step, training.state["tag"]["launch"], int(bool(training.state["tag"].get("nan"))))  # type: ignore[index]
     told: list[threading.Thread] = []
+    watch = Watch()
     for number in range(1, plan["saves"] + 1):
         training.step(launch, step + number)
         checkpointer.fence()
         training.fill(launch, step + number, number == plan.get("nan"))
         groups = ("model",) if plan["partial"] and number % plan["partial"] == 0 else None
         began = time.monotonic()
-        ticket = checkpointer.save(step + number, groups=groups)
+        with watch.save(step + number):
+            ticket = checkpointer.save(step + number, groups=groups)
         say("saved", step + number, f"{time.monotonic() - began:.6f}", "part" if groups else "full")
         told.append(threading.Thread(target=report, args=(ticket,), daemon=True))
         told[-1].start()

@@ -131,6 +131,7 @@ class Mayhem:
         self.oracle = Oracle()
         self.stalls: list[float] = []
         self.counts: dict[str, int] = {}
+        self.slow: dict[str, list[float]] = {}  # by what the rank waited for: how long the whole save() took
         self._number = 0
 
     def count(self, what: str) -> None:
@@ -199,6 +200,8 @@ class Mayhem:
         assert not launch.all_said("wrong"), launch.all_said("wrong")
         whole = {int(line[1]) for line in launch.all_said("saved") if line[3] == "full"}
         self.stalls += [float(line[2]) for line in launch.all_said("saved")]
+        for line in launch.all_said("slow"):
+            self.slow.setdefault(line[3], []).append(float(line[2]))
         if launch.number in self.oracle.tried:
             self.oracle.tried[launch.number] |= whole
         for line in launch.all_said("committed"):
@@ -318,4 +321,6 @@ def test_everything_at_once(directory: Path, request: pytest.FixtureRequest) -> 
     middle, late = statistics.median(stalls) * 1e3, stalls[int(len(stalls) * 0.99)] * 1e3
     print(f"{len(stalls)} saves: save() {middle:.1f} ms, p99 {late:.1f},")
     print(f"longest {stalls[-1] * 1e3:.0f} ms, {over} over {SAVE_BAR_S * 1e3:.0f} ms; {mayhem.counts}")
+    for where, seconds in sorted(mayhem.slow.items(), key=lambda item: -max(item[1])):
+        print(f"{len(seconds)} waited in {where}: {statistics.median(seconds):.3f} s, longest {max(seconds):.3f}")
     assert len(last.all_said("restored")) == WORLD and len(last.all_said("done")) == WORLD, last.said
