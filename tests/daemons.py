@@ -95,6 +95,11 @@ def running(
             assert status == 0, daemon.log.read_text()
 
 
+def hide(daemon: RunningDaemon) -> None:
+    """From here on the daemon's socket cannot be reached by its path, as on another machine."""
+    os.rename(daemon.socket, daemon.socket.with_suffix(".hidden"))
+
+
 def free_port() -> int:
     """A port of the loopback that is free, and stays so between two servers: one that the system gives to nobody unasked."""
     while True:

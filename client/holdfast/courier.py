@@ -70,6 +70,7 @@ class Courier:
     def __init__(self, api: Api, rank_id: str, hello: rest.RankHello, tellers: Tellers) -> None:
         """Says hello; raises what the daemon refuses it with."""
         self._api, self._rank_id, self._hello = api, rank_id, hello
+        self.run = hello.run
         self._on_outcome, self._on_lost = tellers
         self.welcome = _join(api, rank_id, hello)
         self.lost: CheckpointError | None = None
@@ -156,6 +157,7 @@ class Courier:
     def close(self) -> None:
         """Part from the daemon; what it has not got by now is given up."""
         self._closing.set()
+        self.saves.lose()
         self._sealed.put(None)
         if self.lost is None:
             try:

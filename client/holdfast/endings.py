@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from .tickets import Tickets
 
-EXIT_WAIT_S = 60.0  # for one save: a daemon that does not answer any more keeps no process from ending
+EXIT_WAIT_S = 60.0  # for one save that gets no further: a daemon that does not answer any more keeps no process from ending
 
 _unfinished: dict[int, Unfinished] = {}
 _tickets: weakref.WeakSet[Tickets] = weakref.WeakSet()
@@ -21,7 +21,7 @@ class Unfinished(Protocol):
     """A save on its way to the daemon. Its text says which."""
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the daemon has it, or it has failed; whether that was within `timeout` seconds."""
+        """Wait until the daemon has it, or it has failed; False when it got no further for `timeout` seconds."""
 
 
 def see_through(save: Unfinished) -> None:
@@ -42,10 +42,15 @@ def tell_failures_of(tickets: Tickets) -> None:
 @atexit.register
 def _end() -> None:
     """Runs while threads go on, after an exception and after sys.exit() too; not after os._exit() or a signal that kills."""
-    said = []
-    for save in list(_unfinished.values()):
-        what = "was completed now" if save.join(EXIT_WAIT_S) else f"was not complete after {EXIT_WAIT_S:.0f} s: it is lost"
-        said.append(f"the process ends without close(): the save of {save}, which was still under way, {what}")
+    ends: dict[str, str] = {}
+    while _unfinished:  # what is sealed goes out after that, where the daemon is on another machine
+        save = _unfinished.pop(next(iter(_unfinished)))
+        done = save.join(EXIT_WAIT_S)
+        ends[str(save)] = "was completed now" if done else f"was not complete after {EXIT_WAIT_S:.0f} s: it is lost"
+    said = [
+        f"the process ends without close(): the save of {save}, which was still under way, {end}"
+        for save, end in ends.items()
+    ]
     for tickets in list(_tickets):
         while (failed := tickets.take_failure()) is not None:
             said.append(f"the save of {failed.run}@{failed.step} failed: {failed.error}")

@@ -5,12 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from holdfast_formats import arena, rest
 from holdfast_formats.arena import Geometry, SlotHeader, SlotState
 from holdfast_formats.errors import ArenaFull, CheckpointError, NoSpace, StateMismatch
+
+from . import endings
+
+JOIN_POLL_S = 0.02
 
 
 class OwnSegment:
@@ -65,11 +70,12 @@ class OwnSegment:
 class OwnSave:
     """One save in a slot of ours, until its end is known (`told`) and nobody fills the slot any more (not `staging`)."""
 
-    def __init__(self, number: int, wanted: rest.UploadRequest, segment: OwnSegment, slot: int) -> None:
-        self.number, self.wanted, self.segment, self.slot = number, wanted, segment, slot
+    def __init__(self, run: str, number: int, wanted: rest.UploadRequest, segment: OwnSegment, slot: int) -> None:
+        self.run, self.number, self.wanted, self.segment, self.slot = run, number, wanted, segment, slot
         self.staging = True
         self.begun = False  # its upload, which nothing here takes back any more
         self.delivered = False  # a daemon has all of it
+        self.arrived = 0  # bytes at the daemon
         self.told = False
         self.problem: dict[str, Any] | None = None
         self.whole: rest.SealRequest | None = None
@@ -85,6 +91,20 @@ class OwnSave:
         self.whole = rest.SealRequest(
             data_bytes=header.data_bytes, table_bytes=header.table_bytes, table_digest=table_digest
         )
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until a daemon has all of it, or its end is known; False when none of it arrived for `timeout` seconds."""
+        arrived, moved = self.arrived, time.monotonic()
+        while not (self.delivered or self.told):
+            if self.arrived != arrived:
+                arrived, moved = self.arrived, time.monotonic()
+            if timeout is not None and time.monotonic() > moved + timeout:
+                return False
+            time.sleep(JOIN_POLL_S)
+        return True
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.step}"
 
     def contents(self) -> tuple[memoryview, memoryview]:
         """The data and the table of a sealed slot."""
@@ -116,7 +136,8 @@ class OwnSaves:
             known = self._saves.get(save.step) is save
             if known:
                 del self._saves[save.step]
-            return known
+        endings.forget(save)
+        return known
 
     def free(self, save: OwnSave) -> None:
         """Nobody needs its slot any more."""
@@ -124,9 +145,11 @@ class OwnSaves:
             save.segment.release(save.slot)
 
     def staged(self, save: OwnSave) -> bool:
-        """Nobody fills its slot any more; whether its end is known by now."""
+        """Nobody fills its slot any more; whether its end is known by now. Else this process sees its upload through."""
         with self._lock:
             save.staging = False
+            if not save.told:
+                endings.see_through(save)
             return save.told
 
     def end(self, save: OwnSave, problem: dict[str, Any] | None) -> bool:
@@ -136,6 +159,7 @@ class OwnSaves:
                 return False
             save.told, save.problem = True, problem
             staging = save.staging
+        endings.forget(save)
         if not staging:
             self.free(save)
         return True
@@ -161,6 +185,8 @@ class OwnSaves:
         """Note that a daemon has all of it, if it is `still` the daemon that we speak to."""
         with self._lock:
             save.delivered = still()
+            if save.delivered:
+                endings.forget(save)
             return save.delivered
 
     def bring_again(self) -> list[OwnSave]:
@@ -169,6 +195,7 @@ class OwnSaves:
             again = [save for save in self._saves.values() if save.delivered and not save.told]
             for save in again:
                 save.delivered = False
+                endings.see_through(save)
             return again
 
     def lose(self) -> None:
@@ -176,3 +203,4 @@ class OwnSaves:
         with self._lock:
             for save in self._saves.values():
                 save.told = True
+                endings.forget(save)

@@ -145,7 +145,7 @@ class RemoteLink:
             raise InvalidRequest("reserve a segment before leasing a slot")
         number = next(self._numbers)
         slot = _make_room(courier, segment, number, message)
-        save = OwnSave(number, _wanted(message, "wait"), segment, slot)
+        save = OwnSave(courier.run, number, _wanted(message, "wait"), segment, slot)
         try:
             courier.begin(save, message.policy)
         except CheckpointError:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import zstandard
@@ -92,34 +94,38 @@ class Sender:
         if reached.state != "open":
             return reached
         data, table = save.contents()
-        sent = self.send(save.number, "data", data, reached.data_bytes)
-        self.send(save.number, "table", table, reached.table_bytes)
+        sent = self.send(save, "data", data, reached.data_bytes)
+        self.send(save, "table", table, reached.table_bytes)
         seconds = time.monotonic() - began
         log.info("step %d: %d bytes uploaded as %d in %.1f s", save.step, sent.plain_bytes, sent.wire_bytes, seconds)
         whole = save.whole.model_copy(update={"stall_s": save.stall_s})
         return self._api.seal_upload(self._rank_id, save.number, whole)
 
-    def send(self, number: int, part: Part, data: memoryview, received: int) -> Sent:
+    def send(self, save: OwnSave, part: Part, data: memoryview, received: int) -> Sent:
         """Send what the daemon has not `received` yet; raises what broke it, and what arrived before that stays there."""
         began = told = time.monotonic()
         first, wire_bytes = received, 0
         ahead = self._prepare(data, received)
         while received < len(data):
-            chunk = ahead.result()
+            chunk = ahead()
             received = chunk.offset + chunk.length
             ahead = self._prepare(data, received)  # the next one is packed while this one travels
             before = time.monotonic()
-            self._api.put_chunk(self._rank_id, number, part, chunk)
+            self._api.put_chunk(self._rank_id, save.number, part, chunk)
+            save.arrived += chunk.length
             now = time.monotonic()
             self.pace.sent(len(chunk.body), now - before)
             wire_bytes += len(chunk.body)
             if now - told > PROGRESS_EVERY_S:
                 told = now
-                log.info("upload %d: %d of %d bytes after %.0f s", number, received, len(data), now - began)
+                log.info("upload %d: %d of %d bytes after %.0f s", save.number, received, len(data), now - began)
         return Sent(received - first, wire_bytes)
 
-    def _prepare(self, data: memoryview, offset: int) -> Future[Chunk]:
-        return self._pool.submit(self._chunk, data, offset)
+    def _prepare(self, data: memoryview, offset: int) -> Callable[[], Chunk]:
+        try:
+            return self._pool.submit(self._chunk, data, offset).result
+        except RuntimeError:  # the process is ending, and what it has sealed is sent first: no pool works any more by then
+            return partial(self._chunk, data, offset)
 
     def _chunk(self, data: memoryview, offset: int) -> Chunk:
         plain = data[offset : offset + self.pace.chunk_bytes]

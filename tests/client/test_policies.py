@@ -14,8 +14,8 @@ import torch
 from holdfast import Api, Checkpointer, Fragment, SaveWarning
 from holdfast.tickets import SaveTicket
 from holdfast_formats.errors import GenerationDropped, InvalidRequest, StateMismatch
-from tests.client.test_remote import check_saved, hide, ranks
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.client.test_remote import check_saved, ranks
+from tests.daemons import RunningDaemon, hide, running, wait_until
 from tests.proxies import proxied
 
 SIZE = 200_000  # a rank's part

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,18 +19,13 @@ from holdfast.slots import Slots
 from holdfast_formats import naming, rest, wire
 from holdfast_formats.errors import AlreadyCommitted, ArenaFull, DaemonGone, InvalidRequest, RoundAborted, StaleAttempt
 from tests.checkpoints import build_root
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.daemons import RunningDaemon, hide, running, wait_until
 from tests.forked import Forked
 from tests.proxies import Proxy, proxied
 from tests.serving import served
 
 MIB = 2**20
 _runs = itertools.count()
-
-
-def hide(daemon: RunningDaemon) -> None:
-    """From here on the daemon's socket cannot be reached by its path, as on another machine."""
-    os.rename(daemon.socket, daemon.socket.with_suffix(".hidden"))
 
 
 @contextmanager

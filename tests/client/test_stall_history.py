@@ -16,8 +16,7 @@ from holdfast_formats import rest, wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_formats.observed import SaveTimes
 from holdfast_formats.whereabouts import RootMark
-from tests.client.test_remote import hide
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.daemons import RunningDaemon, hide, running, wait_until
 from tests.proxies import proxied
 
 

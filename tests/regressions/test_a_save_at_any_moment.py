@@ -16,7 +16,8 @@ from torch import nn
 from holdfast import Checkpointer
 from holdfast_formats import naming
 from holdfast_formats.errors import GenerationDropped, InvalidRequest, TornSnapshot
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.daemons import RunningDaemon, hide, running, wait_until
+from tests.proxies import proxied
 
 LIMIT_S = 240
 EVERY = 601  # lines of the client between two moments at which the handler runs
@@ -166,9 +167,11 @@ LAST_WORDS = """
 import faulthandler, os, sys, torch
 from holdfast import Checkpointer
 faulthandler.dump_traceback_later(120, exit=True)
-socket, ending = sys.argv[1:]
-parameters = [torch.full((1_000_000,), 7.0) for _ in range(24)]
-checkpointer = Checkpointer(ending, {"model": {str(i): p for i, p in enumerate(parameters)}}, socket=socket, fenced=True)
+where, ending = sys.argv[1:]
+far = where.startswith("http")
+at = {"url" if far else "socket": where}
+parameters = [torch.rand(1_000_000) for _ in range(4 if far else 24)]
+checkpointer = Checkpointer(ending, {"model": {str(i): p for i, p in enumerate(parameters)}}, **at, fenced=True)
 checkpointer.save(1, wait="durable")
 checkpointer.save(2)
 if ending == "exit":
@@ -188,6 +191,30 @@ def test_a_script_that_ends_without_close_keeps_its_last_save(daemon: RunningDae
     directory = daemon.root / ending / naming.CHECKPOINTS
     wait_until(lambda: (directory / "step-00000002" / naming.COMMIT).exists())
     assert done.stderr.count("ends without close()") <= 1, done.stderr
+
+
+@pytest.mark.parametrize("ending", ["exit", "raise"])
+def test_a_script_that_ends_without_close_sends_its_last_save(tmp_path: Path, ending: str) -> None:
+    """The same without shared memory: what is sealed has still to be sent when the script has come to its end."""
+    with running(tmp_path / "root", listen="127.0.0.1:0") as daemon, proxied(daemon.url) as link:
+        hide(daemon)
+        link.bytes_per_s = 16e6
+        done = said("-c", LAST_WORDS, link.url, ending)
+        assert done.returncode == (1 if ending == "raise" else 0), done.stderr
+        directory = daemon.root / ending / naming.CHECKPOINTS
+        wait_until(lambda: (directory / "step-00000002" / naming.COMMIT).exists())
+    assert done.stderr.count("was completed now") <= 1 and "lost" not in done.stderr, done.stderr
+
+
+def test_a_process_that_ends_does_not_send_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon that it sends to does not answer any more: it says that the save is lost, and ends."""
+    with running(tmp_path / "root", listen="127.0.0.1:0") as daemon:
+        hide(daemon)
+        monkeypatch.setenv("DAEMON", str(daemon.process.pid))
+        text = "import holdfast.endings\nholdfast.endings.EXIT_WAIT_S = 2\n" + LAST_WORDS
+        done = said("-c", text, daemon.url, "daemon-gone")
+        os.kill(daemon.process.pid, 18)
+    assert done.returncode == 0 and "daemon-gone@2" in done.stderr and "it is lost" in done.stderr, done.stderr
 
 
 def test_a_failure_that_nobody_was_told_of_is_told_at_the_end(daemon: RunningDaemon) -> None:
