@@ -23,6 +23,7 @@ from .filters import NO_FILTER, Filter
 PAGE_ITEMS = 500
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 60.0
+IDLE_S = 2.0  # a connection is kept unused: the service hangs up after 5, and a request at that moment would be lost
 CONNECTIONS_MAX = 16
 SEND_BYTES = (
     256 * 2**10
@@ -72,7 +73,7 @@ class Api(JobsApi):
         self._http = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
-            limits=httpx.Limits(max_connections=CONNECTIONS_MAX),
+            limits=httpx.Limits(max_connections=CONNECTIONS_MAX, keepalive_expiry=IDLE_S),
             headers={} if shown is None else {"Authorization": f"Bearer {shown}"},
             auth=own,
             trust_env=False,  # a proxy meant for the web must not stand between a node and its own daemon

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import uvicorn
 
 from holdfast import api as api_module
 from holdfast.api import Api
@@ -111,6 +115,29 @@ def test_nobody_there() -> None:
         port = listener.getsockname()[1]
     with Api(f"http://127.0.0.1:{port}") as api, pytest.raises(DaemonGone, match="holdfast serve"):
         api.health()
+
+
+def test_a_connection_is_given_up_before_the_service_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was unused for as long as the service bears it is hung up on in the moment of the next request."""
+    assert uvicorn.Config("app").timeout_keep_alive >= 2 * api_module.IDLE_S
+    monkeypatch.setattr(api_module, "IDLE_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(65_536)
+                        body = b'{"status":"ok"}'
+                        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+                        connection.recv(65_536)  # and no answer
+
+        threading.Thread(target=serve, daemon=True).start()
+        with Api(f"http://127.0.0.1:{listener.getsockname()[1]}") as api:
+            for _ in range(2):
+                assert api.health().status == "ok"
+                time.sleep(0.2)
 
 
 def test_something_else_there(service: Served) -> None:
