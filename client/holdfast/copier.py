@@ -62,22 +62,21 @@ class Track:
         plain = [(move, pair) for move, pair in pairs if streaming.is_plain(*pair)]
         other = [(move, pair) for move, pair in pairs if not streaming.is_plain(*pair)]
         self.moves = [move for move, _ in (*plain, *other)]
-        self._plain = streaming.Noted([pair for _, pair in plain], stretch)
+        self.plain = streaming.Noted([pair for _, pair in plain], stretch)
         self._other = [_Strided(*pair, stretch) for _, pair in other]
 
-    def note(self, seed: int) -> None:
-        """Note a part of what the live memory holds now."""
-        self._plain.note(seed)
+    def note_other(self, seed: int) -> None:
+        """Note a part of what the live memory holds now that is not `plain`."""
         for number, other in enumerate(self._other):
             other.note(seed + number)
 
     def copy(self) -> list[bool]:
         """Copy everything, with one core; of each move, whether it is seen not to be any more what was noted."""
-        return [*self._plain.copy().tolist(), *(other.copy() for other in self._other)]
+        return [*self.plain.copy().tolist(), *(other.copy() for other in self._other)]
 
     def digests(self, live: bool) -> list[int]:
         """Of each move, the digest of all that is in live memory, or of what was copied."""
-        table, native = self._plain.table, digest.native()
+        table, native = self.plain.table, digest.native()
         if streaming.available() and native is not None:
             found = streaming.digests(table[:, [1 if live else 0, 2]], native, None).tolist()
         else:
@@ -113,11 +112,11 @@ class _Batch:
     """One save's turn of a track."""
 
     def __init__(self, track: Track, seed: int, full: bool) -> None:
-        """Notes the state of every tensor now: its version, some words, and with `full` a digest of all its bytes."""
+        """Notes the version of every tensor, and with `full` a digest of all its bytes."""
         self._track = track
         self._versions = [version(move.source) for move in track.moves]
         self._digests = track.digests(live=True) if full else None
-        track.note(seed)
+        track.note_other(seed)
 
     def do(self) -> None:
         """Copy; `TornSnapshot`, naming tensors, when what was copied is not what was there when the save was called."""
@@ -161,6 +160,8 @@ class BackgroundCopy:
         seed = int.from_bytes(os.urandom(7), "little")  # the user's random streams are not ours to draw from
         batches: list[Turn] = [*before]
         batches += (_Batch(track, seed + (number << 20), full) for number, track in enumerate(tracks))
+        for stretch in {track.plain.stretch for track in tracks}:
+            streaming.note([track.plain for track in tracks if track.plain.stretch == stretch], seed)
         self._count = len(batches)
         self._left = iter(batches)  # a thread takes the next one in one step, as it notes what it did: no lock is needed
         self._done: list[CheckpointError | None] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +116,17 @@ class Noted:
     """Pairs of a target and a source, plain and apart from each other: words of the sources are noted at one moment, and
     all is copied at another, which finds out what has changed in between.
 
-    A word of eight bytes is noted in every stretch, at a place that follows from a seed. Its maker uses it in turns.
+    Of every stretch a word of eight bytes is noted, where `note` says. One save at a time uses it.
     """
 
     def __init__(self, pairs: Sequence[tuple[Array, Array]], stretch: int) -> None:
         """`stretch` is in bytes, a multiple of eight. Raises `ValueError` for a pair that is not plain."""
+        self.stretch = stretch
         self._copies = Copies(pairs)
         self._octets = [source.reshape(-1).view(np.uint8) for _, source in pairs]
-        self._stretch, self._seed = stretch, 0
-        self._values = np.zeros(sum(-(-len(octets) // stretch) for octets in self._octets), np.uint64)
+        self._seed = 0
+        self.words = sum(-(-len(octets) // stretch) for octets in self._octets)
+        self._values = np.zeros(self.words, np.uint64)
         self._changed = np.zeros(len(pairs), np.uint8)
 
     @property
@@ -131,32 +134,28 @@ class Noted:
         """Rows of: target, source, bytes."""
         return self._copies.table
 
-    def note(self, seed: int) -> None:
-        """Note what the sources hold."""
+    def noted(self, seed: int, values: NDArray[np.uint64] | None) -> None:
+        """This is what the sources hold; with none they are read here."""
         self._seed = seed
-        if _library is None:
-            self._values = self._read()
-            return
-        table = self._copies.table
-        _library.holdfast_note(table.ctypes.data, len(table), self._stretch, seed, self._values.ctypes.data)
+        self._values = self._read() if values is None else values
 
     def copy(self) -> NDArray[np.bool_]:
         """Copy all, without the GIL; which sources are not what was noted, each asked once its stretch was copied."""
         if _library is None:
             self._copies.do()
             different = self._values != self._read()
-            ends = np.cumsum([-(-len(octets) // self._stretch) for octets in self._octets])
+            ends = np.cumsum([-(-len(octets) // self.stretch) for octets in self._octets])
             parts = np.split(different, ends[:-1]) if len(ends) else []
             return np.array([part.any() for part in parts], np.bool_)
         table, values = self._copies.table, self._values.ctypes.data
         found = self._changed
-        _library.holdfast_copy_noted(table.ctypes.data, len(table), self._stretch, self._seed, values, found.ctypes.data)
+        _library.holdfast_copy_noted(table.ctypes.data, len(table), self.stretch, self._seed, values, found.ctypes.data)
         return found.astype(np.bool_)
 
     def _read(self) -> NDArray[np.uint64]:
         found, number = [np.empty(0, np.uint64)], 0
         for octets in self._octets:
-            at = places(len(octets), self._stretch, self._seed, number)
+            at = places(len(octets), self.stretch, self._seed, number)
             number += len(at)
             if len(octets) < WORD_BYTES:
                 word = int.from_bytes(octets.tobytes(), "little")
@@ -165,6 +164,22 @@ class Noted:
                 words = octets[at[:, None].astype(np.int64) + np.arange(WORD_BYTES)]
                 found.append(np.ascontiguousarray(words).view("<u8").reshape(-1))
         return np.concatenate(found)
+
+
+def note(parts: Sequence[Noted], seed: int) -> None:
+    """Note what the sources of all parts, which have one stretch, hold now.
+
+    Each word is a page of its own, which no cache knows of. One call, which asks for many of them at a time and not for the
+    last of one part before the first of the next, takes less than half of the time of a call for each.
+    """
+    ends = list(accumulate(part.words for part in parts))
+    values = None
+    if _library is not None and parts:
+        table, values = np.concatenate([part.table for part in parts]), np.empty(ends[-1], np.uint64)
+        _library.holdfast_note(table.ctypes.data, len(table), parts[0].stretch, seed, values.ctypes.data)
+    for part, end in zip(parts, ends, strict=True):
+        begin = end - part.words
+        part.noted(seed + begin, None if values is None else values[begin:end])
 
 
 def places(size: int, stretch: int, seed: int, number: int) -> NDArray[np.uint64]:

@@ -100,10 +100,10 @@ def test_what_is_noted_and_then_changed_is_found_out_either_way(
             patch.setattr(streaming, "_library", library)
             targets = [np.zeros_like(source) for source in sources]
             noted = streaming.Noted(list(zip(targets, sources, strict=True)), stretch)
-            noted.note(seed)
+            streaming.note([noted], seed)
             assert not noted.copy().any()
             assert all(np.array_equal(*pair) for pair in zip(targets, sources, strict=True))
-            noted.note(seed)
+            streaming.note([noted], seed)
             sources[changed][at] ^= 1
             assert noted.copy().tolist() == [n == changed and at in words for n in range(len(sources))]
             assert np.array_equal(targets[changed], sources[changed])

@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from typing import NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from .database import Database, Trouble
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
+LINGER_S = 0.02  # after the first of several notes, unless somebody waits for it
 LOOK_S = 5.0  # how often it is looked whether the catalog still answers, when there is nothing to tell
 SETTLE_S = 5.0  # how long who asks waits for what was told before
 STUCK_S = 3.0  # in one transaction: who asks waits no longer for what was told
@@ -49,6 +51,7 @@ class Book:
         self._waiting: deque[_Told] = deque()
         self._known = True  # that the catalog is the one it was
         self._closed = False
+        self._awaited = 0  # callers that wait until all is told
         self._lost = 0
         self._thread: threading.Thread | None = None
         database.settle = self.settle
@@ -97,7 +100,7 @@ class Book:
         if threading.current_thread() is self._thread:
             return True
         limit = time.monotonic() + wait_s
-        with self._changed:
+        with self._hurried():
             while self._waiting or not self._known:
                 since = self.database.keeper_since
                 stuck = since is not None and time.monotonic() - since > STUCK_S
@@ -108,7 +111,7 @@ class Book:
 
     def recorded(self, wait_s: float) -> bool:
         """Wait until the catalog knows all that it was told, however long it is away; False when the time is over."""
-        with self._changed:
+        with self._hurried():
             self._changed.wait_for(
                 lambda: self._closed or (not self._waiting and self._known and self.database.trouble is None), wait_s
             )
@@ -155,10 +158,24 @@ class Book:
             self.database.keeper = self._thread
             self._thread.start()
 
+    @contextmanager
+    def _hurried(self) -> Iterator[None]:
+        """The lock, and nobody lingers."""
+        with self._changed:
+            self._awaited += 1
+            self._changed.notify_all()
+            try:
+                yield
+            finally:
+                self._awaited -= 1
+
     def _loop(self) -> None:
         while not self._closed:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed or not self._known, LOOK_S)
+                if not self._waiting:
+                    self._changed.wait_for(lambda: self._waiting or self._closed or not self._known, LOOK_S)
+                    # Whoever tells it something is about to answer a rank, whose training waits; SQL takes the interpreter.
+                    self._changed.wait_for(lambda: self._awaited or self._closed, LINGER_S)
                 told = self._waiting[0] if self._waiting else _Told("that we look", self._look)
             if self._closed:
                 return

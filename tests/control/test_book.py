@@ -1,0 +1,41 @@
+"""control.book: the catalog is told by and by, and at once for whoever waits for it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast_service.control import book as books
+from holdfast_service.control.book import Book
+from holdfast_service.control.database import Database
+
+
+def test_who_tells_goes_on_first_and_who_waits_does_not_wait_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQL begins a moment after the first note, when the answer to the rank is out; a question ends that moment."""
+    monkeypatch.setattr(books, "LINGER_S", 600.0)
+    book = Book(Database.open(f"sqlite:///{tmp_path}/catalog.sqlite"))
+    done: list[int] = []
+    for question in (book.settle, book.recorded):
+        book.tell("a number", lambda: done.append(len(done)))
+        told = len(done)
+        book.tell("another", lambda: done.append(len(done)))
+        assert len(done) == told and book.waiting == 2
+        assert question(60.0)
+        assert len(done) == told + 2
+    book.close()
+    book.database.close()
+
+
+def test_many_notes_are_told_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is before the first alone that the catalog's thread lingers."""
+    monkeypatch.setattr(books, "LINGER_S", 0.5)
+    book = Book(Database.open(f"sqlite:///{tmp_path}/catalog.sqlite"))
+    done, ended = [], threading.Event()
+    for number in range(1000):
+        book.tell("a number", lambda number=number: done.append(number))  # type: ignore[misc]
+    book.tell("the end", ended.set)
+    assert ended.wait(60.0) and done == list(range(1000))
+    book.close()
+    book.database.close()
