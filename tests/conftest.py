@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
@@ -17,6 +20,11 @@ settings.register_profile("holdfast", deadline=None, derandomize=False, max_exam
 settings.load_profile("holdfast")
 for _phase in ("connect", "read", "write", "pool"):  # httpx gives up after five seconds unless it is told otherwise
     setattr(DEFAULT_TIMEOUT_CONFIG, _phase, REQUEST_TIMEOUT_S)
+
+
+# Hundreds of daemons and ranks are started: they are not to compile our modules each for itself, wherever that is turned off.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / "build" / "pycache"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,8 @@ class Daemon:
         self._closing.set()
         self._threads[1].join()
         self.lives.look()  # before we hang up: who is here now may go on with the next daemon
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # whoever waits for a rank there waits no longer
         self._listener.close()
         self.path.unlink(missing_ok=True)
         self.loader.close()
