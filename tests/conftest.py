@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
@@ -22,9 +21,8 @@ for _phase in ("connect", "read", "write", "pool"):  # httpx gives up after five
     setattr(DEFAULT_TIMEOUT_CONFIG, _phase, REQUEST_TIMEOUT_S)
 
 
-# Hundreds of daemons and ranks are started: they are not to compile our modules each for itself, wherever that is turned off.
+# Hundreds of daemons and ranks are started: none is to compile our modules for itself, where that is turned off.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / "build" / "pycache"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
