@@ -120,7 +120,8 @@ class Rank:
         spec = TensorSpec("model", "w", "U8", (self.size, SIZE))
         held = (Fragment(spec, (Box((self.rank, 0), (1, SIZE)),), 0),)
         made = SlotTable(RUN, step, self.attempt, self.rank, self.size, ("model",), held, {}, {})
-        encoded = table.encode(msgspec.structs.replace(made, turn=intent.turn, existing=intent.existing, again=intent.again))
+        said = {"restored": intent.restored, "turn": intent.turn, "existing": intent.existing, "again": intent.again}
+        encoded = table.encode(msgspec.structs.replace(made, **said))
         at = geometry.table_offset(slot)
         memory[at : at + len(encoded)] = encoded
         header = SlotHeader(SlotState.LEASED, step, self.attempt, SIZE, len(encoded), 0)

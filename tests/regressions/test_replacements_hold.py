@@ -101,3 +101,22 @@ def test_what_is_to_be_replaced_may_go_in_that_very_moment(monkeypatch: pytest.M
         rank.save(1, intent=Intent(turn=1, existing="replace", again=1))
         assert rank.wait(1).state == "committed"
         assert world.decisions.committed(RUN, 1) == (rank.attempt, 1)
+
+
+def test_a_save_in_the_place_of_what_was_left_behind_asks_no_sql(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch went back and saves steps of the line it left: each save waited for a locked catalog, up to four seconds."""
+    with saver_world() as world:
+        for made in (1, 2, 3):
+            (rank,) = world.launch(1)
+            rank.save(made, intent=Intent(restored=made - 1 or None))
+            assert rank.wait(made).state == "committed"
+        world.checked()
+
+        def asked(question: object, wait_s: float) -> None:
+            raise AssertionError("a save waits for SQL")
+
+        monkeypatch.setattr(world.decisions.book, "ask", asked)
+        (rank,) = world.launch(1)
+        for again in (2, 3):
+            rank.save(again, intent=Intent(restored=1, turn=1))
+            assert rank.wait(again).state == "committed", rank.wait(again)

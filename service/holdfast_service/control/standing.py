@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 
 from holdfast_formats import lineage, manifest, naming
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NotFound
+from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError, Damaged, NotFound
 from holdfast_formats.lineage import Intent, Key, Way
 from holdfast_formats.manifest import Manifest
 from holdfast_service.storage import Tier, vouched
@@ -67,13 +67,16 @@ class Standing:
         """Where a save of this intent comes from, and what it takes the place of; `AlreadyCommitted` where it may not."""
         there = self._there(run)
         at = next((number for number, found in enumerate(there) if found.step == step), None)
-        if at is not None:
-            if stands(self._tier, run, step):
-                there[at] = self._judged(run, there[at])
-            else:
-                there[at] = there[at]._replace(sound=False)
+        if at is not None and not stands(self._tier, run, step):
+            there[at] = there[at]._replace(sound=False)
         launch = (run, attempt)
-        found = lines.place(there, run, (step, attempt), intent, launch in self._anew)
+        try:
+            found = lines.place(there, run, (step, attempt), intent, launch in self._anew)
+        except AlreadyCommitted:  # unless something speaks against what stands there: only here is SQL asked, and waited for
+            if at is None:
+                raise
+            there[at] = self._judged(run, there[at])
+            found = lines.place(there, run, (step, attempt), intent, launch in self._anew)
         if found.lineage.rewinds[-1:] and found.lineage.rewinds[-1].step == lineage.NOTHING:
             with self._lock:
                 self._anew.add(launch)
