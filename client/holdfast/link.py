@@ -179,6 +179,7 @@ class Link:
                 raise DaemonGone(f"the link to {self.path} was closed")
             self._socket, self._fds, self._broken = connection, [], None
             self._replies.clear()
+            self._late.clear()  # another daemon finds in the segment what was granted
         self._thread = threading.Thread(target=self._receive_loop, args=(connection,), name="holdfast-link", daemon=True)
         self._thread.start()
 
@@ -224,6 +225,8 @@ class Link:
         frame = wire.encode_frame(message)
         with self._condition:
             connection = self._socket
+            if isinstance(message, wire.Lease):
+                self._await_late(limit)
             try:
                 sent = socket.send_fds(connection, [frame], list(fds)) if fds else 0
                 connection.sendall(frame[sent:])
@@ -239,6 +242,18 @@ class Link:
             reply = self._replies.pop(message.id)
             self._note(message, reply)
             return reply
+
+    def _await_late(self, limit: float) -> None:
+        """Return when what was granted too late is given back; the condition is held. The daemon hears a rank's words in
+        turn, and would not hear of it for as long as it looks for the slot that is asked for now.
+        """
+        connection = self._socket
+        answered = self._condition.wait_for(
+            lambda: not self._late or self._broken is not None or self._socket is not connection,
+            max(limit - time.monotonic(), 0),
+        )
+        if not answered:
+            raise DeadlineExceeded(f"the daemon at {self.path} has not answered for a while")
 
     def _note(self, message: wire.Request, reply: wire.Reply) -> None:
         """Remember what the next daemon must be told. The condition is held, so that no mending comes in between."""
@@ -358,6 +373,7 @@ class Link:
         with self._condition:
             if message.reply_to in self._late:
                 self._decline(message, self._late.pop(message.reply_to))
+                self._condition.notify_all()
                 return
             self._replies[message.reply_to] = message
             self._condition.notify_all()

@@ -319,14 +319,17 @@ def test_a_daemon_that_does_not_answer_ends_no_training(tmp_path: Path, monkeypa
         checkpointer = Checkpointer("r", {"x": torch.ones(1)}, socket=daemon.socket, slots=1)
         checkpointer.save(1, wait="durable")
         daemon.process.send_signal(signal.SIGSTOP)
+        thaw = threading.Timer(2.0, daemon.process.send_signal, (signal.SIGCONT,))
         try:
             ticket = checkpointer.save(2)
+            assert isinstance(ticket.error, DeadlineExceeded)
+            monkeypatch.undo()
+            thaw.start()
+            with pytest.warns(SaveWarning, match="r@2 failed"):  # which asks for the only slot before that is given back
+                checkpointer.save(3, wait="durable")
         finally:
+            thaw.cancel()
             daemon.process.send_signal(signal.SIGCONT)
-        assert isinstance(ticket.error, DeadlineExceeded)
-        monkeypatch.undo()
-        with pytest.warns(SaveWarning, match="r@2 failed"):
-            checkpointer.save(3, wait="durable")
         checkpointer.save(2, wait="durable", existing="replace")
         checkpointer.close()
 

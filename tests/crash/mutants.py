@@ -392,8 +392,8 @@ MUTATIONS = (
     Mutation(
         "samples of what was copied",
         "client/holdfast/copier.py",
-        "        return [*self._plain.copy().tolist(), *(other.copy() for other in self._other)]\n",
-        "        return [False for _ in (*self._plain.copy().tolist(), *(other.copy() for other in self._other))]\n",
+        "        return [*self.plain.copy().tolist(), *(other.copy() for other in self._other)]\n",
+        "        return [False for _ in (*self.plain.copy().tolist(), *(other.copy() for other in self._other))]\n",
         ("tests/client/test_copier.py",),
     ),
     Mutation(
