@@ -300,7 +300,7 @@ class Courier:
                     patience.wait(self._closing)
             except AlreadyCommitted:
                 # The daemon before this one may have committed it, and died before it told us.
-                found = self._api.checkpoint(self._hello.run, save.step)
+                found = self._api.checkpoint(self.run, save.step)
                 if (found.attempt, found.turn) != (self.welcome.attempt, save.wanted.turn):
                     raise
                 self._tell(save, None)

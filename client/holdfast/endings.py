@@ -43,19 +43,28 @@ def tell_failures_of(tickets: Tickets) -> None:
 def _end() -> None:
     """Runs while threads go on, after an exception and after sys.exit() too; not after os._exit() or a signal that kills."""
     ends: dict[str, str] = {}
-    while _unfinished:  # what is sealed goes out after that, where the daemon is on another machine
-        save = _unfinished.pop(next(iter(_unfinished)))
+    while (save := _next_unfinished()) is not None:  # sealed saves go out after that, to a daemon on another machine
         done = save.join(EXIT_WAIT_S)
-        ends[str(save)] = "was completed now" if done else f"was not complete after {EXIT_WAIT_S:.0f} s: it is lost"
-    said = [
+        ends[str(save)] = "was completed now" if done else f"got no further for {EXIT_WAIT_S:.0f} s: it is lost"
+    failed_saves: list[str] = []
+    for tickets in list(_tickets):
+        while (failed := tickets.take_failure()) is not None:
+            ends.pop(f"{failed.run}@{failed.step}", None)
+            failed_saves.append(f"the save of {failed.run}@{failed.step} failed: {failed.error}")
+    open_saves = [
         f"the process ends without close(): the save of {save}, which was still under way, {end}"
         for save, end in ends.items()
     ]
-    for tickets in list(_tickets):
-        while (failed := tickets.take_failure()) is not None:
-            said.append(f"the save of {failed.run}@{failed.step} failed: {failed.error}")
-    for text in said:
+    for text in open_saves + failed_saves:
         _warn(text)
+
+
+def _next_unfinished() -> Unfinished | None:
+    """Other threads hand saves over and end them meanwhile: taking one is a single step."""
+    try:
+        return _unfinished.popitem()[1]
+    except KeyError:
+        return None
 
 
 def _warn(text: str) -> None:

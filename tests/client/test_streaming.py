@@ -94,18 +94,22 @@ def test_what_is_noted_and_then_changed_is_found_out_either_way(
     number = sum(-(-len(source) // stretch) for source in sources[:changed])
     looked = streaming.places(len(sources[changed]), stretch, seed, number)
     words = {int(at) + i for at in looked for i in range(8)}
+    cut = data.draw(st.integers(0, len(spans)))
     at = data.draw(st.integers(0, len(sources[changed]) - 1))
     for library in (streaming._library, None):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(streaming, "_library", library)
             targets = [np.zeros_like(source) for source in sources]
-            noted = streaming.Noted(list(zip(targets, sources, strict=True)), stretch)
-            streaming.note([noted], seed)
-            assert not noted.copy().any()
+            pairs = list(zip(targets, sources, strict=True))
+            parts = [streaming.Noted(some, stretch) for some in (pairs[:cut], pairs[cut:])]
+            streaming.note(parts, seed)
+            assert not any(part.copy().any() for part in parts)
             assert all(np.array_equal(*pair) for pair in zip(targets, sources, strict=True))
-            streaming.note([noted], seed)
+            streaming.note(parts, seed)
             sources[changed][at] ^= 1
-            assert noted.copy().tolist() == [n == changed and at in words for n in range(len(sources))]
+            assert [found for part in parts for found in part.copy().tolist()] == [
+                n == changed and at in words for n in range(len(sources))
+            ]
             assert np.array_equal(targets[changed], sources[changed])
 
 

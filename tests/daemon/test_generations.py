@@ -55,6 +55,16 @@ def test_what_gives_way(complete: list[int], incomplete: list[int], dropped: int
     assert gives_way("oldest-durable", complete, incomplete) is None
 
 
+def test_a_save_that_cannot_become_complete_drops_no_other(busy: tuple[SaverWorld, list[Rank]]) -> None:
+    """A rank has ended, and another one saves on: what all had sealed is committed and gives no slot away."""
+    world, ranks = busy
+    ranks[1].who.parted = True
+    world.saver.gone(ranks[1].who)
+    assert isinstance(refused(lambda: ranks[0].lease(3, "newest-wins")), GenerationDropped)
+    assert ended(world) == {1: ("committed", None), 2: ("committed", None), 3: ("dropped", "generation-dropped")}
+    assert world.committed() == [1, 2]
+
+
 def test_newest_wins_drops_what_waits_and_tells_every_rank(busy: tuple[SaverWorld, list[Rank]]) -> None:
     """Step 2 ends for both ranks with the first lease of step 3; what is being written and the newest are committed."""
     world, ranks = busy

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import Checkpointer
+from holdfast import Checkpointer, endings
 from holdfast_formats import naming
 from holdfast_formats.errors import GenerationDropped, InvalidRequest, TornSnapshot
 from tests.daemons import RunningDaemon, hide, running, wait_until
@@ -215,6 +216,38 @@ def test_a_process_that_ends_does_not_send_for_ever(tmp_path: Path, monkeypatch:
         done = said("-c", text, daemon.url, "daemon-gone")
         os.kill(daemon.process.pid, 18)
     assert done.returncode == 0 and "daemon-gone@2" in done.stderr and "it is lost" in done.stderr, done.stderr
+
+
+def test_what_ends_while_the_process_does_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads go on at the end: saves begin and end while the process looks for what is under way."""
+
+    class Done:
+        def join(self, timeout: float | None = None) -> bool:
+            return True
+
+    def go_on() -> None:
+        while not stop.is_set():
+            saves = [Done() for _ in range(50)]
+            for save in saves:
+                endings.see_through(save)
+            for save in saves:
+                endings.forget(save)
+
+    monkeypatch.setattr(endings, "_tickets", set())
+    monkeypatch.setattr(endings, "_warn", lambda text: None)
+    stop, before = threading.Event(), sys.getswitchinterval()
+    threads = [threading.Thread(target=go_on, daemon=True) for _ in range(3)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(10_000):
+            endings._end()
+    finally:
+        sys.setswitchinterval(before)
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_a_failure_that_nobody_was_told_of_is_told_at_the_end(daemon: RunningDaemon) -> None:

@@ -179,8 +179,9 @@ class Saver:
                     self.history.begun(key)
                 current = begun or Round(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S)
                 current.refuse(who)
-                if slot < 0:
-                    slot = self._make_room(current, who, segment, policy)
+                if slot < 0:  # what cannot become complete takes no other's place
+                    lost = self._without_a_part(current)
+                    slot = self._make_room(current, who, segment, "oldest-durable" if lost else policy)
                 self._open[key] = current
                 current.participants[who.rank] = who
                 current.leases[who.rank] = Lease(segment, slot, time.monotonic() + LEASE_DEADLINE_S)
@@ -360,11 +361,15 @@ class Saver:
 
     def _end_if_never_complete(self, current: Round) -> bool:
         """End a round, for those who take part, that ranks are missing in which will not come any more."""
-        gone = self._attendance.gone(current.key.run, current.key.attempt) - set(current.sealed)
+        gone = self._without_a_part(current)
         if gone:
             which = f"rank {min(gone)} has" if len(gone) == 1 else f"ranks {', '.join(map(str, sorted(gone)))} have"
             self._abort(current, RoundAborted(f"{which} ended without saving step {current.key.step}", hint=_EVERY_RANK))
         return bool(gone)
+
+    def _without_a_part(self, current: Round) -> set[int]:
+        """The ranks that are gone and did not bring their part: with one of them, the round is never complete."""
+        return self._attendance.gone(current.key.run, current.key.attempt) - set(current.sealed)
 
     def _make_room(self, new: Round, who: Participant, segment: Segment, policy: Policy) -> int:
         """A slot, by dropping older rounds until there is one; or the new round is dropped, and its error raised."""
