@@ -16,6 +16,7 @@ from pathlib import Path
 
 from holdfast.api import Api
 from holdfast_formats import naming
+from tests.forked import Forked
 
 START_TIMEOUT_S = 60.0
 DOORS = frozenset({"--behind-tls", "--insecure-no-tokens", "--loopback-open"})
@@ -41,11 +42,15 @@ class RunningDaemon:
         self.root, self.socket, self.log = root, root.parent / f"{root.name}.sock", root.parent / f"{root.name}.log"
         if listen.startswith("127.") and not closed and not DOORS.intersection(flags):
             flags = (*flags, "--loopback-open")
+        self.process: subprocess.Popen[bytes] | Forked
         module = "tests.patient_daemon" if patient else "holdfast_service"
-        command = [*before, sys.executable, "-m", module, "--root", str(root), "--socket", str(self.socket)]
-        with open(self.log, "ab") as log:
-            about = {**os.environ, "PYTHONFAULTHANDLER": "1"}  # SIGABRT has it say where every thread stands
-            self.process = subprocess.Popen([*command, "--listen", listen, *flags], stdout=log, stderr=log, env=about)
+        command = ["-m", module, "--root", str(root), "--socket", str(self.socket), "--listen", listen, *flags]
+        with open(self.log, "ab") as log:  # SIGABRT has it say there where every thread stands
+            if before or "PYTHONPATH" in os.environ:  # what stands there may change what is imported (tests/crash/stops)
+                about, words = {**os.environ, "PYTHONFAULTHANDLER": "1"}, [*before, sys.executable, *command]
+                self.process = subprocess.Popen(words, stdout=log, stderr=log, env=about)
+            else:
+                self.process = Forked(command, output=log.fileno(), kind="daemon")
         limit = time.monotonic() + START_TIMEOUT_S
         while not self.about:
             assert self.process.poll() is None, self.log.read_text()

@@ -1,13 +1,14 @@
-"""Python processes for tests that begin where torch is imported already, which is most of what starting one costs.
+"""Python processes for tests that begin where all is imported already, which is most of what starting one costs.
 
-They are forks of one process that has done nothing but import. In every other respect they are as if they had been started:
-their own pid, memory, descriptors, environment and end.
+They are forks of processes that have done nothing but import: one of torch and the client, one of the service. In every
+other respect they are as if they had been started: their own pid, memory, descriptors, environment and end.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -20,13 +21,22 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 TOP = Path(__file__).parents[1]
-IMPORTED = (
-    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint"),
-    *("torch.distributed.device_mesh", "torch.nn.parallel", "holdfast", "holdfast.checkpointer", "holdfast.cli"),
-)
+Kind = Literal["rank", "daemon"]
+IMPORTED: dict[str, tuple[str, ...]] = {
+    "rank": (
+        *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint"),
+        *("torch.distributed.device_mesh", "torch.nn.parallel", "holdfast", "holdfast.checkpointer", "holdfast.cli"),
+    ),
+    "daemon": (
+        *("holdfast_service.assembly", "holdfast_service.collecting", "holdfast_service.config", "holdfast_service.logs"),
+        *("holdfast_service.api.app", "holdfast_service.api.entrance", "holdfast_service.daemon.server"),
+        *("holdfast_service.watching", "tests.patient_daemon", "alembic.command", "alembic.config"),
+        *("sqlalchemy.dialects.sqlite", "uvicorn.lifespan.off", "uvicorn.loops.auto"),
+    ),
+}
 MESSAGE_BYTES_MAX = 2**20
 POLL_S = 0.01
 
@@ -34,7 +44,7 @@ POLL_S = 0.01
 class Forked:
     """A running `python ARGUMENTS`, as `subprocess.Popen` has it; its standard output is a pipe, and its input on demand.
 
-    With `output` standard output and error go to that descriptor instead.
+    With `output` standard output and error go to that descriptor instead. `kind` says what it finds imported.
     """
 
     def __init__(
@@ -44,7 +54,9 @@ class Forked:
         *,
         talks: bool = False,
         output: int | None = None,
+        kind: Kind = "rank",
     ) -> None:
+        self._server = _server(kind)
         self.returncode: int | None = None
         self.stdin: IO[str] | None = None
         self.stdout: IO[str] | None = None
@@ -64,13 +76,13 @@ class Forked:
             "environment": dict(os.environ) if environment is None else environment,
             "directory": os.getcwd(),
         }
-        self.pid = int(_server().ask(asked, theirs)["pid"])
+        self.pid = int(self._server.ask(asked, theirs)["pid"])
         for descriptor in theirs:
             os.close(descriptor)
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = _server().ask({"ended": self.pid})["status"]
+            self.returncode = self._server.ask({"ended": self.pid})["status"]
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -87,6 +99,9 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def communicate(self) -> None:
         """Close its input, read its output to the end, and wait."""
@@ -107,10 +122,10 @@ class Forked:
 class _Server:
     """The process that is forked. Threads ask it one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind) -> None:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
+        command = [sys.executable, "-X", "faulthandler", "-m", "tests.forked", kind, str(theirs.fileno())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(command, cwd=TOP, env=environment, pass_fds=[theirs.fileno()])
@@ -128,22 +143,27 @@ class _Server:
 
 
 @functools.lru_cache
-def _server() -> _Server:
-    return _Server()
+def _server(kind: Kind) -> _Server:
+    return _Server(kind)
 
 
 def _serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Fork as often as is asked; what a fork is to become, there, and None where nobody asks any more."""
+    statuses: dict[int, int] = {}  # of those that ended: two threads may ask for one
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 3)
         if not message:
             return None
         asked = json.loads(message)
         if "ended" in asked:
-            ended, status = os.waitpid(asked["ended"], os.WNOHANG)
-            answer = {"status": os.waitstatus_to_exitcode(status) if ended else None}
+            if asked["ended"] not in statuses:
+                ended, status = os.waitpid(asked["ended"], os.WNOHANG)
+                if ended:
+                    statuses[ended] = os.waitstatus_to_exitcode(status)
+            answer = {"status": statuses.get(asked["ended"])}
         else:
             pid = os.fork()
+            statuses.pop(pid, None)
             if pid == 0:
                 control.close()
                 return asked, descriptors
@@ -176,11 +196,12 @@ def _become(asked: dict[str, Any], descriptors: Sequence[int]) -> None:
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
-    for module in IMPORTED:
+    control = socket.socket(fileno=int(sys.argv[2]))
+    for module in IMPORTED[sys.argv[1]]:
         importlib.import_module(module)
     if len(os.listdir("/proc/self/task")) > 1:
         raise SystemExit("an import has begun a thread: what is forked now may find a lock that nobody frees")
+    gc.freeze()  # what is imported stays shared
     work = _serve(control)
     if work is not None:
         _become(*work)
