@@ -35,9 +35,11 @@ from .handover import Handover, Sealable
 from .leaves import is_ignored
 from .masters import Masters
 from .origin import Origin
-from .place import open_checkpoint, place
+from .place import place
 from .preparation import Preparation
+from .reservation import Reservation
 from .restoring import RestoreReport, Wanted, load
+from .root_directory import open_checkpoint
 from .routes import Routes
 from .rulebook import LayoutSource, RulesSource
 from .save_request import Check, SaveRequest, Wait, check_check, check_metrics, check_step
@@ -105,7 +107,8 @@ class Checkpointer:
         self._check = check_check(check)
         self._tickets, self._origin = Tickets(), Origin()
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
-        self._session = Session(who, place(root, socket, url), self._tickets, slots)
+        self._session = Session(who, place(root, socket, url), self._tickets)
+        self._reservation = Reservation(self._session, slots)
         self._handover: Handover | None = None
         self._preparation: Preparation | None = None
         self._asked_to_prepare = False
@@ -361,6 +364,7 @@ class Checkpointer:
         if wait:
             for ticket in self._tickets.open():
                 settle(ticket)
+        self._reservation.close()
         self._session.close(ended=wait)
         failed = self._tickets.take_failure()
         if wait and failed is not None and failed.error is not None:
@@ -383,7 +387,7 @@ class Checkpointer:
         def reserve() -> Slots:
             self._refuse_if_closed()
             self._session.connected(start=True)
-            slots = self._session.room_for(need)
+            slots = self._reservation.room_for(need)
             self._routes.lay_ahead(slots, self._layout)
             return slots
 
@@ -416,7 +420,7 @@ class Checkpointer:
         table = staging.encode_table(who, snapshot, layout, asked.metrics, self._file_bytes_max, intent)
         says = self._claims.of(layout, ticket)
         need = Need(layout.data_bytes, len(table) + (says.table_bytes if says is not None else 0), layout.leaves)
-        slots = self._session.room_for(need, self._handover)
+        slots = self._reservation.room_for(need, self._handover)
         policy: wire.Policy = "wait" if asked.wait == "durable" else self._policy
         with self._tickets.beginning(ticket):
             slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy, intent)

@@ -22,8 +22,8 @@ from . import retention
 from .api import Api
 from .config import DEFAULT_ROOT, default_url, given_url
 from .filters import NO_FILTER, Filter
-from .place import living_steps
 from .reader import CheckpointReader
+from .root_directory import living_steps
 from .sources import DirectorySource, HttpSource, Source
 
 PROBE_TIMEOUT_S = 5.0  # on a machine where nobody listens that is told at once; one that is busy takes its time

@@ -1,4 +1,4 @@
-"""A rank's standing with its daemon: who it is there, its attempt, its slots. Made anew when the daemon is another one."""
+"""A rank's standing with its daemon: who it is there, its attempt. Made anew when the daemon is another one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from holdfast_formats import choosing, wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, NoSuchCheckpoint, from_problem
 from holdfast_formats.whereabouts import RootMark
 
-from . import device, growth, launch, roots
+from . import launch, roots
 from .aside import Aside
 from .config import take_over
-from .handover import Handover
-from .leaves import Leaf
 from .node import Neighbours
-from .place import Place, connect, living_steps, open_checkpoint, published_steps
-from .preparation import Preparation
-from .slots import Slots
+from .place import Place, connect
+from .root_directory import living_steps, open_checkpoint, published_steps
 from .tickets import Tickets
 from .transport import Transport
 from .warm import HeldSlot, take_held
@@ -31,8 +28,6 @@ log = logging.getLogger(__name__)
 SETTLE_WAIT_S = 3600.0
 ENDED_WAIT_S = 3600.0  # how long the other ranks' restores are waited for
 REPLY_SPARE_S = 60.0
-TABLE_HEADROOM = 4  # a table may grow by this factor (JSON state, metrics) before the segment is made anew
-TABLE_BYTES_MIN = 2**16
 
 
 class Who(NamedTuple):
@@ -70,18 +65,15 @@ class Judgement(NamedTuple):
 class Session:
     """Not safe for threads: its owner's lock guards it. Outcomes of saves go to `tickets`, from the link's own thread.
 
-    `notices` are what the user should know of the memory in which saves are staged.
+    `notices` are what the user should know of the daemon and of the memory in which saves are staged.
     """
 
-    def __init__(self, who: Who, place: Place, tickets: Tickets, slots: int) -> None:
-        """Nothing is contacted yet; `slots` are asked for when the first room is."""
-        self._who, self._place, self._tickets, self._slot_count = who, place, tickets, slots
+    def __init__(self, who: Who, place: Place, tickets: Tickets) -> None:
+        """Nothing is contacted yet."""
+        self._who, self._place, self._tickets = who, place, tickets
         self._id = uuid.uuid4().hex
         self._link: Transport | None = None
         self._welcome: wire.Welcome | None = None
-        self._slots: Slots | None = None
-        self._leaves: tuple[Leaf, ...] = ()  # what room was last asked for
-        self._touching: Preparation | None = None
         self._turn = 0
         self.notices: list[str] = []
 
@@ -89,6 +81,11 @@ class Session:
     def attempt(self) -> int | None:
         """The attempt that a daemon has given this launch, once one has."""
         return None if self._welcome is None else self._welcome.attempt
+
+    @property
+    def link(self) -> Transport | None:
+        """The way to its present daemon, if it has one."""
+        return self._link
 
     def connected(self, start: bool) -> wire.Welcome:
         """The daemon's welcome; connects, or connects again, where need be. `start` allows to start a daemon."""
@@ -100,7 +97,7 @@ class Session:
         for note in (*made.notes, *made.welcome.notices):
             if note not in self.notices:
                 self.say(note)
-        self._link, self._welcome, self._slots = Aside(made.link), made.welcome, None
+        self._link, self._welcome = Aside(made.link), made.welcome
         return made.welcome
 
     def _greet(self, link: Transport, meant: RootMark | None) -> wire.Welcome:
@@ -113,37 +110,6 @@ class Session:
         """The daemon's root where it can be read from here: the very directory, not just one at the same path."""
         places = [self._place.root, Path(welcome.root) if welcome.root else None]
         return next((path for path in places if path is not None and roots.is_at(path, welcome.mark)), None)
-
-    @property
-    def slots(self) -> Slots | None:
-        """This rank's slots, if it has any at its present daemon."""
-        return self._slots if self._slots is not None and self._slots.link is self._link else None
-
-    def room_for(self, need: growth.Need, last: Handover | None = None) -> Slots:
-        """This rank's slots; larger ones, and a notice, where the state has outgrown them. Call `connected` first.
-
-        `last` is the save that may be on its way into the old ones still.
-        """
-        assert self._link is not None
-        known = self.slots
-        change, self._leaves = growth.compare(self._leaves, need.leaves), need.leaves
-        if known is not None and known.fits(need.data_bytes, need.table_bytes):
-            if any(change):
-                log.info("this save is of other tensors than the last one, and fits its slots (%s)", change)
-            return known
-        if known is not None and last is not None:
-            last.join()  # once it is sealed the daemon can save it, and has the old memory back
-        if known is not None:
-            device.unpin(known)
-        self._slots = None  # the old ones are given back, whether or not there is room for new ones
-        room = max(TABLE_HEADROOM * need.table_bytes, TABLE_BYTES_MIN)
-        made = self._slots = Slots(self._link, self._slot_count, need.data_bytes, room)
-        if known is not None and (any(change) or need.table_bytes > known.geometry.table_bytes_max):
-            self.say(growth.outgrown(change, known.geometry.slot_bytes, made.geometry.slot_bytes))
-        if made.notice:
-            self.say(made.notice)
-        self._touching = Preparation(lambda: made, device.homes(need.leaves))
-        return made
 
     def choose(
         self,
@@ -220,13 +186,9 @@ class Session:
 
     def close(self, ended: bool = False) -> None:
         """Part from the daemon; `ended` says that it was as planned, so that nothing is held for a restart."""
-        if self._touching is not None:
-            self._touching.stop()
-        if self._slots is not None:
-            device.unpin(self._slots)
         if self._link is not None:
             self._link.close(ended)
-            self._link = self._slots = None
+            self._link = None
 
 
 def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...], below: int | None = None) -> int | None:

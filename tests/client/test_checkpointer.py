@@ -470,12 +470,12 @@ def test_the_first_save_finds_its_memory_ready(daemon: RunningDaemon, run: str) 
     with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
         assert checkpointer.restore() == 0
         checkpointer._preparation.join()
-        prepared = checkpointer._session._slots
+        prepared = checkpointer._reservation.slots
         assert prepared is not None
         model(torch.ones(1, 64)).sum().backward()
         state["optim"].step()
         checkpointer.save(1, wait="durable")
-        assert checkpointer._session._slots is prepared
+        assert checkpointer._reservation.slots is prepared
 
 
 def test_a_closed_checkpointer_refuses_to_save(daemon: RunningDaemon, run: str) -> None:

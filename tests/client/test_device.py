@@ -371,7 +371,7 @@ def test_slots_that_cannot_be_page_locked_are_used_as_they_are(
     monkeypatch.setattr(torch.cuda, "cudart", refused)
     with Checkpointer("pageable", {"w": torch.randn(5000)}, socket=daemon.socket) as checkpointer:
         checkpointer.prepare(wait=True)
-        slots = checkpointer._session.slots
+        slots = checkpointer._reservation.slots
         assert slots is not None and slots.pinned is None, "nothing is locked for a state without GPUs"
         with caplog.at_level(logging.WARNING, "holdfast"):
             for _ in range(2):
@@ -411,7 +411,7 @@ def test_slots_are_page_locked_whole_and_once_and_unlocked_before_they_go(
     with Checkpointer("locked", state, socket=daemon.socket) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, wait="durable")
-            slots = checkpointer._session.slots
+            slots = checkpointer._reservation.slots
             assert slots is not None
             for _ in range(2):
                 device.pin(slots, home)
@@ -520,7 +520,7 @@ def test_cuda_slots_are_page_locked_until_they_are_gone(tmp_path: Path) -> None:
     with running(tmp_path / "root") as daemon:
         checkpointer = Checkpointer("locked", {"w": torch.zeros(2**20, device="cuda")}, socket=daemon.socket)
         checkpointer.prepare(wait=True)
-        slots = checkpointer._session.slots
+        slots = checkpointer._reservation.slots
         assert slots is not None and slots.pinned
         memory = torch.frombuffer(slots.memory, dtype=torch.uint8)
         assert memory.is_pinned()

@@ -137,7 +137,7 @@ def test_a_rank_beside_the_daemon_and_one_far_away(tmp_path: Path, monkeypatch: 
         assert far.restore() == 0
         tickets = [near.save(1), far.save(1)]
         assert [ticket.result(60).step for ticket in tickets] == [1, 1]
-        assert (near._session._slots is not None, type(far._session._link._transport)) == (True, RemoteLink)
+        assert (near._reservation.slots is not None, type(far._session._link._transport)) == (True, RemoteLink)
         near.close()
         far.close()
         check_saved(daemon.url, "r", 1, {"x": torch.arange(2000)})

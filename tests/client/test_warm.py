@@ -16,8 +16,8 @@ import torch
 from holdfast import Checkpointer, Fragment
 from holdfast.api import Api
 from holdfast.link import Link
-from holdfast.place import committed_steps, open_checkpoint
 from holdfast.reader import CheckpointReader
+from holdfast.root_directory import committed_steps, open_checkpoint
 from holdfast.wants import Want
 from holdfast.warm import HeldSlot, HeldSource, fill, take_held
 from holdfast.wholeness import Overwriting

@@ -16,7 +16,7 @@ import numpy as np
 
 from holdfast import embedded
 from holdfast.link import Link
-from holdfast.place import open_checkpoint
+from holdfast.root_directory import open_checkpoint
 from holdfast.slots import Slot, Slots
 from holdfast_formats import table, wire
 from holdfast_formats.errors import CheckpointError

@@ -26,7 +26,7 @@ import pytest
 
 from holdfast.api import Api
 from holdfast.link import Link
-from holdfast.place import committed_steps
+from holdfast.root_directory import committed_steps
 from holdfast.slots import Slots
 from holdfast_formats import table, wire
 from holdfast_formats.errors import ArenaFull, CheckpointError, LimitExceeded, NoSpace, StorageFailed

@@ -18,7 +18,7 @@ import torch
 from holdfast import Checkpointer
 from holdfast.link import Link
 from holdfast.node import Neighbours, Read, fill
-from holdfast.place import open_checkpoint
+from holdfast.root_directory import open_checkpoint
 from holdfast.wants import Want
 from holdfast.wholeness import Overwriting
 from holdfast_formats import wire
@@ -32,7 +32,7 @@ import sys, time
 from pathlib import Path
 from holdfast.link import Link
 from holdfast.node import Neighbours
-from holdfast.place import open_checkpoint
+from holdfast.root_directory import open_checkpoint
 from holdfast_formats import proof, wire
 
 root, socket, peers = sys.argv[1:]

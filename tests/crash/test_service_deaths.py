@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from holdfast.api import Api
-from holdfast.place import committed_steps
+from holdfast.root_directory import committed_steps
 from holdfast_formats import naming, rest
 from holdfast_formats.errors import CheckpointError, DaemonGone
 from holdfast_formats.operations import Gap, Job, JobRequest

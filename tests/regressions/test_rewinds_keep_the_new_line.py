@@ -15,7 +15,7 @@ from torch import nn
 
 from holdfast import Api, Checkpointer, retention
 from holdfast.library import DirectoryLibrary
-from holdfast.place import living_steps
+from holdfast.root_directory import living_steps
 from holdfast_formats.errors import AlreadyCommitted, Pinned, StateMismatch
 from holdfast_formats.naming import CATALOG
 from tests.daemons import RunningDaemon, running, wait_until
