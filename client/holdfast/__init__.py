@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from .fragments import Fragment
     from .reader import CheckpointReader
     from .restoring import RestoreReport
-    from .tickets import SaveResult, SaveTicket, SaveWarning
+    from .save_warning import SaveWarning
+    from .tickets import SaveResult, SaveTicket
 
 __version__ = "0.1.0"
 __all__ = [
@@ -51,7 +52,7 @@ _HOME = {
     "RestoreReport": "restoring",
     "SaveResult": "tickets",
     "SaveTicket": "tickets",
-    "SaveWarning": "tickets",
+    "SaveWarning": "save_warning",
     "open": "checkpoint",
 }
 

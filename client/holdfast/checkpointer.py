@@ -43,10 +43,11 @@ from .root_directory import open_checkpoint
 from .routes import Routes
 from .rulebook import LayoutSource, RulesSource
 from .save_request import Check, SaveRequest, Wait, check_check, check_metrics, check_step
+from .save_warning import SaveWarning
 from .session import Choice, Session, Who
 from .slots import Slots
 from .state import Snapshot, TrainState
-from .tickets import SaveTicket, SaveWarning, Tickets, settle
+from .tickets import SaveTicket, Tickets, settle
 
 log = logging.getLogger(__name__)
 

@@ -6,15 +6,14 @@ import atexit
 import os
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from .tickets import Tickets
+from .save_warning import SaveWarning
 
 EXIT_WAIT_S = 60.0  # for one save that gets no further: a daemon that does not answer any more keeps no process from ending
 
 _unfinished: dict[int, Unfinished] = {}
-_tickets: weakref.WeakSet[Tickets] = weakref.WeakSet()
+_tickets: weakref.WeakSet[Told] = weakref.WeakSet()
 
 
 class Unfinished(Protocol):
@@ -22,6 +21,26 @@ class Unfinished(Protocol):
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the daemon has it, or it has failed; False when it got no further for `timeout` seconds."""
+
+
+class Failed(Protocol):
+    """A save that failed."""
+
+    @property
+    def run(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def error(self) -> Exception | None: ...
+
+
+class Told(Protocol):
+    """Who tells of failed saves, each once."""
+
+    def take_failure(self) -> Failed | None:
+        """The oldest one that has not been told of."""
 
 
 def see_through(save: Unfinished) -> None:
@@ -34,7 +53,7 @@ def forget(save: Unfinished) -> None:
     _unfinished.pop(id(save), None)
 
 
-def tell_failures_of(tickets: Tickets) -> None:
+def tell_failures_of(tickets: Told) -> None:
     """What nobody was told of when the process ends, it is told of then."""
     _tickets.add(tickets)
 
@@ -68,8 +87,6 @@ def _next_unfinished() -> Unfinished | None:
 
 
 def _warn(text: str) -> None:
-    from .tickets import SaveWarning
-
     warnings.warn(text, SaveWarning, stacklevel=2)
 
 

@@ -28,10 +28,6 @@ log = logging.getLogger(__name__)
 _END = "end"
 
 
-class SaveWarning(UserWarning):
-    """An earlier save failed in the background, or was dropped; the checkpoints before it are untouched."""
-
-
 class SaveResult(NamedTuple):
     """A committed save: complete, durable, restorable."""
 

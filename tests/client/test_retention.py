@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast import Checkpointer, retention
+from holdfast import Checkpointer, SaveWarning, retention
 from holdfast.api import Api
-from holdfast.checkpointer import SaveWarning
 from holdfast_formats import naming
 from holdfast_formats.errors import InUse, NewestVerified, Pinned, QuotaExceeded
 from holdfast_formats.retention import Best, RetentionPolicy

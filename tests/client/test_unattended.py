@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast import Checkpointer, unattended
-from holdfast.tickets import SaveWarning
+from holdfast import Checkpointer, SaveWarning, unattended
 from holdfast_formats import arena
 from holdfast_formats.arena import SlotHeader, SlotState
 from tests.daemons import RunningDaemon, running
