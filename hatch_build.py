@@ -1,5 +1,7 @@
-"""Builds `client/holdfast/_streaming.so` with the package, where there is an x86-64 and a compiler. Without it copies take
-longer, and nothing else changes: a build that fails is reported, and is no error."""
+"""Builds `client/holdfast/memory/_native_copy.so` with the package, where there is an x86-64 and a compiler.
+
+Without it copies take longer, and nothing else changes: a build that fails is reported, and is no error.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE, TARGET = "client/holdfast/streaming.c", "client/holdfast/_streaming.so"
+SOURCE, TARGET = "client/holdfast/memory/native_copy.c", "client/holdfast/memory/_native_copy.so"
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from holdfast.api import Api
+from holdfast.rest.api import Api
 from holdfast_formats import naming
 from tests.forked import Forked
 

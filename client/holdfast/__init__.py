@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 from holdfast_formats.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from .api import Api
+    from holdfast.read.reader import CheckpointReader
+    from holdfast.rest.api import Api
+    from holdfast.restore.load import RestoreReport
+    from holdfast.tensors.fragments import Fragment
+
     from .checkpoint import Checkpoint, open
     from .checkpointer import Checkpointer
-    from .fragments import Fragment
-    from .reader import CheckpointReader
-    from .restoring import RestoreReport
     from .save_warning import SaveWarning
     from .tickets import SaveResult, SaveTicket
 
@@ -44,12 +45,12 @@ __all__ = [
     "open",
 ]
 _HOME = {
-    "Api": "api",
+    "Api": "rest.api",
     "Checkpoint": "checkpoint",
-    "CheckpointReader": "reader",
+    "CheckpointReader": "read.reader",
     "Checkpointer": "checkpointer",
-    "Fragment": "fragments",
-    "RestoreReport": "restoring",
+    "Fragment": "tensors.fragments",
+    "RestoreReport": "restore.load",
     "SaveResult": "tickets",
     "SaveTicket": "tickets",
     "SaveWarning": "save_warning",

@@ -18,6 +18,13 @@ from types import TracebackType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from holdfast.layout import rules_choice, shards
+from holdfast.layout.rules_choice import LayoutSource, RulesSource
+from holdfast.layout.shards import Framework
+from holdfast.read.library import LATEST, LATEST_HEALTHY, open_source, parse_target
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.sources import HttpSource, Source
+from holdfast.rest.api import Api, Step
 from holdfast_formats import naming, reading
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.holding import Held, Holding, of_manifest
@@ -25,14 +32,6 @@ from holdfast_formats.manifest import Manifest
 from holdfast_formats.parts import LocalTensor, of_box
 from holdfast_formats.reading import ReadPlan, Wanted
 from holdfast_formats.region import Box, Shape, check_box, whole
-
-from . import rulebook, shards
-from .api import Api, Step
-from .library import LATEST, LATEST_HEALTHY, open_source, parse_target
-from .reader import CheckpointReader
-from .rulebook import LayoutSource, RulesSource
-from .shards import Framework
-from .sources import HttpSource, Source
 
 _ADDRESS = re.compile(r"(https?://.+?)/v1/runs/([^/]+)/checkpoints/([^/]+)/?")
 
@@ -95,7 +94,7 @@ class Checkpoint:
     @cached_property
     def config(self) -> Mapping[str, Any] | None:
         """The model's config.json, where the checkpoint has one that is a JSON object."""
-        return rulebook.config_of(self.reader)
+        return rules_choice.config_of(self.reader)
 
     def read(self, name: str, box: Box | None = None, group: str = "model", framework: Framework = "numpy") -> Any:
         """A tensor, or a box of it; a name that is an alias stands for its tensor.
@@ -114,7 +113,7 @@ class Checkpoint:
         Nothing is read but the model's config.json. `rules` is a TOML file, or what it would hold, that extends the tables.
         Raises `InvalidRequest` for what is no layout, `StateMismatch` naming the tensor that it cannot be cut into.
         """
-        return of_manifest(self.manifest, group, rulebook.layout_of(layout), self.config, rulebook.read_rules(rules))
+        return of_manifest(self.manifest, group, rules_choice.layout_of(layout), self.config, rules_choice.read_rules(rules))
 
     def held(self, layout: LayoutSource, rank: int, group: str = "model", rules: RulesSource = None) -> Held:
         """What one rank holds, with notes on what is uneven, padded or held by all; for many ranks use `holding`."""
@@ -133,7 +132,7 @@ class Checkpoint:
         Names that the model ties share one array. Only the extents that hold something of the shard are read.
         """
         shards.check_framework(framework)
-        wanted = rulebook.layout_of(layout)
+        wanted = rules_choice.layout_of(layout)
         arrays = self.fill(self.held(wanted, rank, group, rules).tensors, group, framework)
         if wanted.mesh.pp == 1:  # with several stages, the other one has its own
             tied = self.manifest.aliases.get(group, {})

@@ -10,6 +10,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsIndex, get_args
 
+from holdfast.layout.declared import declare
+from holdfast.layout.rules_choice import LayoutSource, RulesSource
+from holdfast.link.connect import place
+from holdfast.link.session import Choice, Session, Who
+from holdfast.memory import gc_pause
+from holdfast.read.root_directory import open_checkpoint
+from holdfast.restore import fallback
+from holdfast.restore.load import RestoreReport, Wanted, load
+from holdfast.stage import background_safe, cuda_copy, staging
+from holdfast.stage.copy_plans import Routes
+from holdfast.stage.growth import Need
+from holdfast.stage.origin import Origin
+from holdfast.stage.preallocation import Preparation
+from holdfast.stage.replica_digests import Claims
+from holdfast.stage.reservation import Reservation
+from holdfast.stage.save_request import Check, SaveRequest, Wait, check_check, check_metrics, check_step
+from holdfast.stage.save_task import Handover, Sealable
+from holdfast.stage.slots import Slots
+from holdfast.state import assets as asset_files
+from holdfast.state.masters import Masters
+from holdfast.state.train_state import Snapshot, TrainState
+from holdfast.tensors.leaves import is_ignored
+from holdfast.threads.calls import CLOSE, RESTORE, Calls, Later, is_in_hook
 from holdfast_formats import naming, wire
 from holdfast_formats.arena import SLOTS_MAX
 from holdfast_formats.errors import (
@@ -24,29 +47,8 @@ from holdfast_formats.lineage import Existing
 from holdfast_formats.packing import FILE_BYTES_MAX
 from holdfast_formats.table import digests_bytes
 
-from . import assets as asset_files
-from . import collecting, device, falling_back, settled, staging
 from . import launch as launches
-from .calls import CLOSE, RESTORE, Calls, Later, is_in_hook
-from .claims import Claims
-from .declared import declare
-from .growth import Need
-from .handover import Handover, Sealable
-from .leaves import is_ignored
-from .masters import Masters
-from .origin import Origin
-from .place import place
-from .preparation import Preparation
-from .reservation import Reservation
-from .restoring import RestoreReport, Wanted, load
-from .root_directory import open_checkpoint
-from .routes import Routes
-from .rulebook import LayoutSource, RulesSource
-from .save_request import Check, SaveRequest, Wait, check_check, check_metrics, check_step
 from .save_warning import SaveWarning
-from .session import Choice, Session, Who
-from .slots import Slots
-from .state import Snapshot, TrainState
 from .tickets import SaveTicket, Tickets, settle
 
 log = logging.getLogger(__name__)
@@ -116,7 +118,7 @@ class Checkpointer:
         self._closed = False
         self._layout = staging.NOTHING  # of the last save: what has not changed since is not looked at again
         self._routes, self._claims = Routes(), Claims(state, self._launch.world)
-        self._hooks = settled.StepHooks(state, self._before_step, self._after_step)
+        self._hooks = background_safe.StepHooks(state, self._before_step, self._after_step)
         self._calls = Calls(self._hooks.optimizers)
         self.last_restore: RestoreReport | None = None
 
@@ -324,9 +326,9 @@ class Checkpointer:
         groups = part.groups
         wanted = tuple(groups) if groups is not None else self._state.groups()
         needed = tuple(group for group in wanted if not is_ignored(group, part.ignore))
-        asked = falling_back.Asked(step, needed, step is None and groups is None, healthy, part.strict)
-        loading = falling_back.Loading(lambda found: self._load(found, part), self._state.wholeness.take_back)
-        restored = falling_back.restore(self._session, self._launch.world, asked, loading)
+        asked = fallback.Asked(step, needed, step is None and groups is None, healthy, part.strict)
+        loading = fallback.Loading(lambda found: self._load(found, part), self._state.wholeness.take_back)
+        restored = fallback.restore(self._session, self._launch.world, asked, loading)
         if restored is not None:
             self._origin.restored(restored.step, wanted, self._state.groups())
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
@@ -347,10 +349,10 @@ class Checkpointer:
         layout = self._lay_out(snapshot)
         who = staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world)
         table = staging.encode_table(who, snapshot, layout, {}, self._file_bytes_max)
-        more = settled.expected_growth(self._state.state)
+        more = background_safe.expected_growth(self._state.state)
         table_bytes = len(table) + digests_bytes(len(layout.copies)) + more.tensors * TABLE_BYTES_A_TENSOR
         need = Need(layout.data_bytes + more.bytes, table_bytes, layout.leaves)
-        self._preparation = Preparation(lambda: self._reserved(need), device.homes(layout.leaves))
+        self._preparation = Preparation(lambda: self._reserved(need), cuda_copy.homes(layout.leaves))
         return self._preparation
 
     def _close(self, wait: bool) -> None:
@@ -373,7 +375,7 @@ class Checkpointer:
 
     def _load(self, found: Choice, wanted: Wanted) -> RestoreReport:
         assert found.step is not None
-        with collecting.paused(), open_checkpoint(found.root, found.url, self.run, found.step) as reader:
+        with gc_pause.paused(), open_checkpoint(found.root, found.url, self.run, found.step) as reader:
             return load(reader, self._state, (self._session, self._launch), wanted)
 
     def _prepare_unasked(self, step: int | None = None, groups: Collection[str] | None = None) -> None:
@@ -410,7 +412,7 @@ class Checkpointer:
         self._calls.catch_up(stepped=True)
 
     def _lay_out(self, snapshot: Snapshot) -> staging.Layout:
-        judge = settled.Judge(self._state.state, self._fenced)
+        judge = background_safe.Judge(self._state.state, self._fenced)
         self._layout = staging.lay_out(snapshot, self._assets, judge, self._layout, self._file_bytes_max)
         return self._layout
 

@@ -8,12 +8,12 @@ import typer
 
 from .commands import (
     bench,
-    bring,
     catalog,
     demo,
     diff,
     doctor,
     export,
+    import_,
     jobs,
     keep,
     ls,
@@ -73,7 +73,7 @@ app.add_typer(jobs.app, name="jobs", epilog=EXIT_STATUSES)
 app.add_typer(token.app, name="token", epilog=EXIT_STATUSES)
 
 app.add_typer(catalog.app, name="catalog", epilog=EXIT_STATUSES)
-app.command("import", epilog=EXIT_STATUSES)(bring.bring)
+app.command("import", epilog=EXIT_STATUSES)(import_.import_)
 
 
 @app.callback(invoke_without_command=True)

@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from holdfast.threads import at_exit, background_requests
+from holdfast.threads.latch import Latch
 from holdfast_formats.errors import (
     CheckpointError,
     DaemonGone,
@@ -19,9 +21,6 @@ from holdfast_formats.errors import (
     from_problem,
 )
 from holdfast_formats.wire import Outcome
-
-from . import aside, endings
-from .latch import Latch
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +125,7 @@ class Tickets:
         self._open: dict[int, SaveTicket] = {}
         self._untold: dict[str, SaveTicket] = {}
         self._drops = itertools.count()
-        endings.tell_failures_of(self)
+        at_exit.tell_failures_of(self)
 
     @contextmanager
     def beginning(self, ticket: SaveTicket) -> Iterator[None]:
@@ -188,7 +187,7 @@ class Tickets:
                 self._untold["dropped"] = ticket
             # Aside: the thread that a signal interrupted may be writing to the log, and its handler wait for this one.
             text = ("the save of %s@%s was dropped: %s", ticket.run, ticket.step, error.detail)
-            aside.start(lambda: log.info(*text))
+            background_requests.start(lambda: log.info(*text))
         elif error is not None:
             self._untold.setdefault("failed", ticket)
 

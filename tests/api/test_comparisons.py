@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.api import Api
+from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptExtent, LimitExceeded, NoSuchCheckpoint
 from holdfast_service.api import comparisons

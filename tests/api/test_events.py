@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 import holdfast_service
-from holdfast.api import Api
-from holdfast.api_jobs import RETRY_S
+from holdfast.rest.api import Api
+from holdfast.rest.jobs import RETRY_S
 from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest
 from holdfast_formats.operations import EVENTS, Event, Gap
 from holdfast_service.api import events as module

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import update
 
 from holdfast import Api
-from holdfast.filters import Filter, since
+from holdfast.rest.filters import Filter, since
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
 from holdfast_service.control.schema import CheckpointRow

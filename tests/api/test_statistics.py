@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from holdfast.api import Api
+from holdfast.rest.api import Api
 from holdfast_formats import naming, rest
 from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchCheckpoint, NoSuchResource, NoSuchRun
 from holdfast_formats.statistics import collect, encode

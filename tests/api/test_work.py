@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.api import Api
+from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.operations import JobRequest

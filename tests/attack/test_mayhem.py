@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import pytest
 
-from holdfast.root_directory import committed_steps, open_checkpoint
+from holdfast.read.root_directory import committed_steps, open_checkpoint
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
 from tests.crash.test_daemon_deaths import holders, processes

@@ -17,8 +17,8 @@ pytest.importorskip("playwright")
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from holdfast.api import Api
-from holdfast.tokens import RootTokens, ServiceTokens
+from holdfast.rest.api import Api
+from holdfast.rest.tokens import RootTokens, ServiceTokens
 from holdfast_formats.operations import TokenRequest
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, running

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from holdfast import Checkpointer
-from holdfast.device import CHUNK_BYTES
+from holdfast.stage.cuda_copy import CHUNK_BYTES
 from tests.daemons import running
 
 RUN = "gpu"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast import device
+from holdfast.stage import cuda_copy
 from tests.benchmarks import gpu
 
 
@@ -27,7 +27,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture) -> None:
 
 def test_all_of_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, in the way of a device: every save is loaded and bit-exact, and the samples are JSON."""
-    monkeypatch.setattr(device, "KINDS", frozenset({"cpu"}))
+    monkeypatch.setattr(cuda_copy, "KINDS", frozenset({"cpu"}))
     options = gpu._parser().parse_args(["--state-bytes", "4000000", "--runs", "2", "--matrix", "64"])
     found = gpu.measure(torch.device("cpu"), tmp_path, options)
     assert [sample["exact"] for sample in found["runs"]] == [True, True]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from holdfast.state import Leaf, Restoration, Snapshot, Stored, TrainState
-from holdfast.torch_dtypes import local_shape, packing, torch_dtype
+from holdfast.state.train_state import Leaf, Restoration, Snapshot, Stored, TrainState
+from holdfast.tensors.torch_dtypes import local_shape, packing, torch_dtype
 from holdfast_formats import values
 from holdfast_formats.region import Box, tiles
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from holdfast.fragments import Piece, pieces
-from holdfast.state import Snapshot, TrainState
+from holdfast.state.train_state import Snapshot, TrainState
+from holdfast.tensors.fragments import Piece, pieces
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.region import tiles
 

@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 
-from holdfast.remote import RemoteLink
-from holdfast.slots import Slots
+from holdfast.remote.http_link import RemoteLink
+from holdfast.stage.slots import Slots
 from holdfast_formats import table, wire
 from holdfast_formats.region import Box
 from holdfast_formats.table import SlotTable

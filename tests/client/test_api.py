@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from holdfast import api as api_module
-from holdfast.api import Api
+from holdfast.rest import api as api_module
+from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import (
     CorruptExtent,

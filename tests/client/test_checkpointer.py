@@ -292,7 +292,7 @@ def test_a_daemon_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_the_daemon_dies_under_an_open_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on; where no other daemon comes in time, the ticket and the next save tell of the loss."""
-    monkeypatch.setattr("holdfast.link.MEND_S", 0.5)
+    monkeypatch.setattr("holdfast.link.unix_socket.MEND_S", 0.5)
     daemon = RunningDaemon(tmp_path / "root")
     checkpointer = Checkpointer("r", {"x": torch.ones(1)}, socket=daemon.socket)
     checkpointer.save(1, wait="durable")
@@ -314,7 +314,7 @@ def test_the_daemon_dies_under_an_open_save(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_daemon_that_does_not_answer_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is frozen: the save fails by its ticket, and what it is granted too late is given back."""
-    monkeypatch.setattr("holdfast.slots.LEASE_MARGIN_S", 0.5)
+    monkeypatch.setattr("holdfast.stage.slots.LEASE_MARGIN_S", 0.5)
     with running(tmp_path / "root") as daemon:
         checkpointer = Checkpointer("r", {"x": torch.ones(1)}, socket=daemon.socket, slots=1)
         checkpointer.save(1, wait="durable")

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast import staging, streaming
-from holdfast.claims import Claims, Statement
-from holdfast.state import TrainState
+from holdfast.memory import native_copy
+from holdfast.stage import staging
+from holdfast.stage.replica_digests import Claims, Statement
+from holdfast.state.train_state import TrainState
 from holdfast.tickets import SaveTicket
 from holdfast_formats import claims, digest
 from holdfast_formats.errors import RoundAborted
@@ -33,7 +34,7 @@ def test_both_ways_digest_alike(boxes: list[tuple[int, bool, bool]], step: int) 
     said = Statement(np.array(places, np.uint64).reshape(-1, 2), wanted[0], wanted[1], step)
     found = said.digests(data.data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "_library", None)
+        patch.setattr(native_copy, "_library", None)
         assert said.digests(data.data) == found
     rows = np.frombuffer(found, "<u8").reshape(-1, 2)
     for (at, size), (_, sampled, entire), (sample, whole) in zip(places, boxes, rows.tolist(), strict=True):

@@ -15,12 +15,13 @@ import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
-from holdfast import Api, console
+from holdfast import Api
 from holdfast.cli import app
 from holdfast.commands import serve
-from holdfast.library import parse_target
-from holdfast.reader import CheckpointReader
-from holdfast.sources import DirectorySource
+from holdfast.read.library import parse_target
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.sources import DirectorySource
+from holdfast.terminal import console
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from tests.checkpoints import build, build_root, flip, varied_arrays

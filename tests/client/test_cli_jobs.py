@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from holdfast.api import Api
 from holdfast.cli import app
+from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import DeadlineExceeded
 from holdfast_formats.operations import Job, JobRequest

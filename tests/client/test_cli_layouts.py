@@ -183,8 +183,8 @@ def test_what_is_wrong_is_said(root: Path, tmp_path: Path, arguments: list[str],
 
 def test_damage_leaves_no_file_of_any_rank(root: Path, tmp_path: Path) -> None:
     """When a later rank's bytes are damaged, the earlier ranks' files are removed too; exit status 5."""
-    from holdfast.reader import CheckpointReader
-    from holdfast.sources import DirectorySource
+    from holdfast.read.reader import CheckpointReader
+    from holdfast.read.sources import DirectorySource
 
     path = root / naming.checkpoint_path("tiny", 5)
     with CheckpointReader.open(DirectorySource(path)) as reader:

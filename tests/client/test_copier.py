@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast import Checkpointer, SaveWarning, streaming
-from holdfast.copier import BackgroundCopy, Move, lay_tracks
+from holdfast import Checkpointer, SaveWarning
+from holdfast.memory import native_copy
+from holdfast.stage.background_copy import BackgroundCopy, Move, lay_tracks
 from holdfast_formats.errors import CheckpointError, InvalidRequest, TornSnapshot
 from tests.daemons import RunningDaemon, running
 
@@ -113,7 +114,7 @@ def test_what_moves_before_it_is_copied_is_named(change: object, shape: tuple[in
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the library that copies, and without."""
     if request.param == "numpy":
-        monkeypatch.setattr(streaming, "_library", None)
+        monkeypatch.setattr(native_copy, "_library", None)
 
 
 def torn_by(tensor: torch.Tensor, change: Callable[[], object], full: bool) -> bool:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from holdfast import Fragment
-from holdfast.declared import Declared, declare
 from holdfast.launch import Launch
-from holdfast.state import Restoration, TrainState
+from holdfast.layout.declared import Declared, declare
+from holdfast.state.train_state import Restoration, TrainState
 from holdfast_formats import layouts
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from tests.client import llama

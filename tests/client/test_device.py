@@ -19,12 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast import Checkpointer, SaveWarning, device
-from holdfast.copier import BackgroundCopy, lay_tracks
-from holdfast.device import DeviceCopy, Lane
-from holdfast.routes import Routes
-from holdfast.slots import Slots
-from holdfast.staging import Copy
+from holdfast import Checkpointer, SaveWarning
+from holdfast.stage import cuda_copy
+from holdfast.stage.background_copy import BackgroundCopy, lay_tracks
+from holdfast.stage.copy_plans import Routes
+from holdfast.stage.cuda_copy import DeviceCopy, Lane
+from holdfast.stage.slots import Slots
+from holdfast.stage.staging import Copy
 from holdfast_formats.errors import TornSnapshot
 from tests.client.test_copier import Ended, by_data, by_foreach, by_foreach_step, by_fused_step, by_numpy, moves_of
 from tests.daemons import RunningDaemon, running
@@ -43,13 +44,13 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
 @pytest.fixture
 def as_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies CPU memory in the way of device memory."""
-    monkeypatch.setattr(device, "KINDS", frozenset({"cpu"}))
+    monkeypatch.setattr(cuda_copy, "KINDS", frozenset({"cpu"}))
 
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 8 KiB, so that small tensors are cut as well."""
-    monkeypatch.setattr(device, "CHUNK_BYTES", 2**13)
+    monkeypatch.setattr(cuda_copy, "CHUNK_BYTES", 2**13)
 
 
 class Laid:
@@ -106,8 +107,8 @@ def test_what_does_not_move_is_copied_exactly(kinds: list, restless: bool, seed:
             tensor.transpose(0, -1) if form == "transposed" else tensor.view(-1)[::2] if form == "strided" else tensor
         )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "KINDS", frozenset({"cpu"}))
-        patch.setattr(device, "CHUNK_BYTES", 2**12)
+        patch.setattr(cuda_copy, "KINDS", frozenset({"cpu"}))
+        patch.setattr(cuda_copy, "CHUNK_BYTES", 2**12)
         laid = Laid(*tensors, restless=restless)
         assert not laid.ways.parcels and not laid.ways.at_once and not laid.ways.tracks
         for _ in range(2):  # a lane is used again and again
@@ -131,7 +132,7 @@ def test_what_moves_before_it_is_copied_is_named(change: Callable, shape: tuple[
     copy.begin()
     with torch.no_grad() if change is not by_fused_step else torch.enable_grad():
         change(moving)
-    background = BackgroundCopy((), lambda error: ended(device.finish([copy], error)), [copy])
+    background = BackgroundCopy((), lambda error: ended(cuda_copy.finish([copy], error)), [copy])
     background.start()
     background.join()
     assert isinstance(ended.error, TornSnapshot) and ended.error.members["tensors"] == ["t1"]
@@ -236,7 +237,7 @@ def test_a_copy_that_fails_ends_the_save_and_not_the_training() -> None:
     lane._behind = [move._replace(target=torch.empty(7)) for move in lane._behind]
     copy = DeviceCopy(lane)
     copy.begin()
-    background = BackgroundCopy((), lambda error: ended(device.finish([copy], error)), [copy])
+    background = BackgroundCopy((), lambda error: ended(cuda_copy.finish([copy], error)), [copy])
     background.fence()
     copy.fence()
     background.start()
@@ -278,11 +279,11 @@ def test_memory_and_device_memory_share_a_save(monkeypatch: pytest.MonkeyPatch, 
     """One end for both: either being torn tears the save, by its own names, and not before the device is done."""
     beside, behind = torch.randn(5000), torch.randn(5000)
     beside_moves, ended = moves_of(beside), Ended()
-    monkeypatch.setattr(device, "KINDS", frozenset({"cpu"}))
+    monkeypatch.setattr(cuda_copy, "KINDS", frozenset({"cpu"}))
     laid, before = Laid(torch.zeros(5000), behind), contents([behind])
     copy = DeviceCopy(laid.lane)
     copy.begin()
-    background = BackgroundCopy(lay_tracks(beside_moves), lambda error: ended(device.finish([copy], error)), [copy])
+    background = BackgroundCopy(lay_tracks(beside_moves), lambda error: ended(cuda_copy.finish([copy], error)), [copy])
     if moving != "nothing":
         {"beside": beside, "behind": behind}[moving].add_(1)
     background.start()
@@ -375,7 +376,7 @@ def test_slots_that_cannot_be_page_locked_are_used_as_they_are(
         assert slots is not None and slots.pinned is None, "nothing is locked for a state without GPUs"
         with caplog.at_level(logging.WARNING, "holdfast"):
             for _ in range(2):
-                device.pin(slots, [torch.device("cuda", 0)])
+                cuda_copy.pin(slots, [torch.device("cuda", 0)])
         assert slots.pinned is False and len(caplog.records) == 1 and "not page-locked" in caplog.text
         checkpointer.save(1, wait="durable")
 
@@ -414,13 +415,13 @@ def test_slots_are_page_locked_whole_and_once_and_unlocked_before_they_go(
             slots = checkpointer._reservation.slots
             assert slots is not None
             for _ in range(2):
-                device.pin(slots, home)
+                cuda_copy.pin(slots, home)
             address = torch.frombuffer(slots.memory, dtype=torch.uint8).data_ptr()
             assert slots.pinned and runtime.calls == [*expected, ("lock", address, len(slots.memory))]
             expected = [*runtime.calls, ("unlock", address, 0)]
             state["w"][str(step)] = torch.randn(500_000)
     assert runtime.calls == expected and not slots.pinned
-    device.pin(slots, home)
+    cuda_copy.pin(slots, home)
     assert runtime.calls == expected, "nobody locks what is given back"
 
 
@@ -432,7 +433,7 @@ def test_slots_that_nobody_has_any_more_are_unlocked(daemon: RunningDaemon, monk
     with Checkpointer("lost", {"w": torch.randn(5000)}, socket=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
         slots = Slots(checkpointer._session._link, 1, 2**16, 2**16)
-        device.pin(slots, [torch.device("cuda", 0)])
+        cuda_copy.pin(slots, [torch.device("cuda", 0)])
         del slots
         gc.collect()
         assert [kind for kind, *_ in runtime.calls] == ["lock", "unlock"]
@@ -532,7 +533,7 @@ def test_cuda_slots_are_page_locked_until_they_are_gone(tmp_path: Path) -> None:
 @needs_cuda
 def test_cuda_streams_and_events_are_what_the_stand_ins_are() -> None:
     """Nothing of what the CPU tests use is missing where a device is."""
-    side = device.Side(torch.device("cuda", 0))
+    side = cuda_copy.Side(torch.device("cuda", 0))
     with side.selected():
         assert side.current() == side.stream
     event = side.event()

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import direct, passes, sources
-from holdfast.reader import CheckpointReader
-from holdfast.residency import Residency
-from holdfast.sources import DirectorySource
-from holdfast.wants import Want
+from holdfast.memory import direct_io
+from holdfast.memory.page_cache import Residency
+from holdfast.read import sources, verified_load
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.requests import Want
+from holdfast.read.sources import DirectorySource
 from holdfast_formats.errors import CorruptExtent, StorageFailed
 from holdfast_formats.region import whole
 from tests.checkpoints import Built, build, flip
@@ -31,7 +32,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, bytes]:
     path = tmp_path_factory.mktemp("direct") / "plain"
     content = np.random.default_rng(5).bytes(SIZE)
     path.write_bytes(content)
-    descriptor = direct.opened(path)
+    descriptor = direct_io.opened(path)
     if descriptor is None:
         pytest.skip("this file system has no direct access")
     return descriptor, content
@@ -41,7 +42,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, bytes]:
 def test_any_range_is_what_the_file_holds(plain: tuple[int, bytes], start: int, size: int) -> None:
     """Wherever a range begins and ends, also behind the file's end, it is what stands there."""
     descriptor, content = plain
-    found = direct.read(descriptor, start, size, direct.memory_for(size))
+    found = direct_io.read(descriptor, start, size, direct_io.memory_for(size))
     assert bytes(found) == content[start : start + size]
 
 
@@ -53,11 +54,11 @@ def test_a_read_that_stops_short_goes_on(plain: tuple[int, bytes], monkeypatch: 
     def stingy(limit: int) -> None:
         monkeypatch.setattr(os, "preadv", lambda _, buffers, at: real(cached, [buffers[0][:limit]], at))
 
-    stingy(direct.ALIGNMENT)
-    assert bytes(direct.read(descriptor, 5000, 40_000, direct.memory_for(40_000))) == content[5000:45_000]
+    stingy(direct_io.ALIGNMENT)
+    assert bytes(direct_io.read(descriptor, 5000, 40_000, direct_io.memory_for(40_000))) == content[5000:45_000]
     stingy(512)
     with pytest.raises(OSError, match="in part"):
-        direct.read(descriptor, 5000, 40_000, direct.memory_for(40_000))
+        direct_io.read(descriptor, 5000, 40_000, direct_io.memory_for(40_000))
     os.close(cached)
 
 
@@ -72,7 +73,7 @@ class Waiting(Counting):
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Built:
     """Two tensors of several extents, neither of which begins where a page does; short reads go past the cache as well."""
     monkeypatch.setattr(sources, "DIRECT_BYTES_MIN", 1)
-    monkeypatch.setattr(direct, "possible", lambda: True)
+    monkeypatch.setattr(direct_io, "possible", lambda: True)
     rng = np.random.default_rng(8)
     arrays = {name: rng.standard_normal((300, 999)).astype(np.float32) for name in ("a.weight", "b.weight")}
     return build(tmp_path / "c", {"model": arrays}, extent_bytes=2**16)
@@ -85,7 +86,7 @@ def wants_of(built: Built) -> list[Want]:
 def test_what_is_not_cached_is_read_past_the_cache(large: Built) -> None:
     """A cold load gives what was written, though no tensor's byte is read through the page cache; damage is named."""
     tensor = large.manifest.tensors["model"]["b.weight"]
-    if direct.opened(large.path / tensor.file) is None:
+    if direct_io.opened(large.path / tensor.file) is None:
         pytest.skip("this file system has no direct access")
     source = Waiting(large.path)
     with CheckpointReader.open(source) as reader:
@@ -133,9 +134,9 @@ def test_a_file_system_that_refuses_is_read_through_the_cache(large: Built, monk
         def fail(*_: object) -> memoryview:
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(direct, "read", fail)
+        monkeypatch.setattr(direct_io, "read", fail)
 
-    for deed in (lambda: monkeypatch.setattr(direct, "opened", lambda path: None), lambda: refused(errno.EINVAL)):
+    for deed in (lambda: monkeypatch.setattr(direct_io, "opened", lambda path: None), lambda: refused(errno.EINVAL)):
         with monkeypatch.context():
             deed()
             source = Waiting(large.path)
@@ -146,7 +147,7 @@ def test_a_file_system_that_refuses_is_read_through_the_cache(large: Built, monk
             assert sum(source.lengths) == sum(array.nbytes for array in large.arrays["model"].values())
             for got in wanted:
                 np.testing.assert_array_equal(got.into, large.arrays["model"][got.name].view("<u4"))
-    monkeypatch.setattr(direct, "opened", lambda path: os.open(path, os.O_RDONLY))
+    monkeypatch.setattr(direct_io, "opened", lambda path: os.open(path, os.O_RDONLY))
     refused(errno.EIO)
     with CheckpointReader.open(Waiting(large.path)) as reader, pytest.raises(StorageFailed, match="cannot be read"):
         reader.load(wants_of(large))
@@ -175,7 +176,7 @@ def test_probes_fall_all_over_what_is_read(large: Built, monkeypatch: pytest.Mon
             asked.append((name, offset))
             return super().waits(name, offset)
 
-    monkeypatch.setattr(passes, "PROBES", 6)
+    monkeypatch.setattr(verified_load, "PROBES", 6)
     with CheckpointReader.open(Asked(large.path)) as reader:
         reader.load(wants_of(large))
     tensors = large.manifest.tensors["model"]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from holdfast import doctor
 from holdfast.cli import app
-from holdfast.doctor import Finding, examine
+from holdfast.terminal import doctor
+from holdfast.terminal.doctor import Finding, examine
 from tests.checkpoints import build_root
 from tests.serving import served
 
@@ -58,13 +58,13 @@ def test_defaults_may_be_missing(examined: Callable[..., dict[str, Finding]]) ->
 
 def test_how_memory_is_copied(examined: Callable[..., dict[str, Finding]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the library for copies could be, and is not, there is advice; elsewhere nothing is said of it."""
-    monkeypatch.setattr("holdfast.streaming._library", None)
+    monkeypatch.setattr("holdfast.memory.native_copy._library", None)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     slow = examined()["copies"]
     assert slow.status == "warn" and "compiler" in slow.advice
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert "copies" not in examined()
-    monkeypatch.setattr("holdfast.streaming._library", object())
+    monkeypatch.setattr("holdfast.memory.native_copy._library", object())
     assert examined()["copies"].status == "ok"
 
 

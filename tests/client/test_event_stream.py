@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from holdfast import Api, api_jobs
+from holdfast import Api
+from holdfast.rest import jobs
 from holdfast_formats.errors import DaemonGone
 
 EVENT = '{{"id": {id}, "at": "2026-11-21T00:00:00Z", "kind": "k", "level": "info", "text": "t", "node": "n"}}'
@@ -32,7 +33,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(api_jobs, "time", made)
+    monkeypatch.setattr(jobs, "time", made)
     return made
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
-from holdfast.api import Api
-from holdfast.library import DirectoryLibrary
+from holdfast.read.library import DirectoryLibrary
+from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptExtent, CorruptManifest, NotCommitted
 from tests.checkpoints import flip
@@ -111,7 +111,7 @@ def test_what_the_daemon_can_mend_is_restored(daemon: RunningDaemon) -> None:
 
 def test_over_http(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that shares nothing with the daemon is told the same."""
-    monkeypatch.setattr("holdfast.place._socket_of", lambda url: None)
+    monkeypatch.setattr("holdfast.link.connect._socket_of", lambda url: None)
     damage(daemon.root, 300)
     trainer = Trainer(url=daemon.url)
     assert trainer.restored() == 200 and len(trainer.said()) == 1

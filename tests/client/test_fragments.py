@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from holdfast.fragments import Fragment, Split, _runs_along, pieces, pieces_like, split_runs
+from holdfast.tensors.fragments import Fragment, Split, _runs_along, pieces, pieces_like, split_runs
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.region import Box
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from holdfast import Checkpointer
-from holdfast.growth import Change, compare
-from holdfast.leaves import Leaf
+from holdfast.stage.growth import Change, compare
+from holdfast.tensors.leaves import Leaf
 from holdfast_formats.errors import LimitExceeded
 from tests.daemons import running
 

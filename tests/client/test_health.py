@@ -13,10 +13,10 @@ from typer.testing import CliRunner, Result
 
 import holdfast
 from holdfast import Checkpointer
-from holdfast.api import Api
 from holdfast.cli import app
-from holdfast.reader import CheckpointReader
-from holdfast.sources import DirectorySource
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.sources import DirectorySource
+from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from tests.daemons import RunningDaemon, running, wait_until

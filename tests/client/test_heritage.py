@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from holdfast.heritage import heritage
+from holdfast.restore.rank_values import heritage
 from holdfast_formats import layouts, roles, values
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.roles import Heir

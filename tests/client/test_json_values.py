@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.json_values import DEPTH_MAX, dumps, loads, referred
+from holdfast.tensors.json_values import DEPTH_MAX, dumps, loads, referred
 from holdfast_formats import values
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded
 
@@ -175,7 +175,7 @@ def test_cycles_and_depth_are_refused():
 
 def test_text_beyond_the_limit_is_refused(monkeypatch):
     """A value whose JSON would be huge is refused by its path, with a hint to use tensors."""
-    monkeypatch.setattr("holdfast.json_values.TEXT_BYTES_MAX", 10)
+    monkeypatch.setattr("holdfast.tensors.json_values.TEXT_BYTES_MAX", 10)
     with pytest.raises(LimitExceeded, match=r"^loader: .*over 10"):
         dumps("x" * 11, "loader")
 

@@ -11,10 +11,10 @@ import pytest
 from sqlalchemy import update
 from typer.testing import CliRunner, Result
 
-from holdfast import retention
-from holdfast.api import Api
 from holdfast.cli import app
 from holdfast.commands.keep import parse_best, parse_bytes, parse_duration
+from holdfast.rest import retention
+from holdfast.rest.api import Api
 from holdfast_formats.errors import InvalidRequest, PreconditionFailed, StorageFailed
 from holdfast_formats.retention import Best, Preview, RetentionPolicy
 from holdfast_service.control.schema import CheckpointRow

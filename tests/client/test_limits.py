@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from holdfast import limits
 from holdfast.cli import app
-from holdfast.limits import BLOCK_BYTES, Limits
+from holdfast.terminal import machine_limits
+from holdfast.terminal.machine_limits import BLOCK_BYTES, Limits
 from holdfast_formats.errors import InvalidRequest, NoSpace, StorageFailed
 
 
 def test_everything_is_measured_and_nothing_stays(tmp_path: Path) -> None:
     """Every limit is a rate, every step is told, and the directory is as it was."""
     told: list[str] = []
-    found = limits.measure(tmp_path, BLOCK_BYTES + 5, told.append)
+    found = machine_limits.measure(tmp_path, BLOCK_BYTES + 5, told.append)
     assert min(found[:4]) > 0
     assert len(told) == 5
     assert list(tmp_path.iterdir()) == []
@@ -27,15 +27,15 @@ def test_everything_is_measured_and_nothing_stays(tmp_path: Path) -> None:
 
 def test_without_o_direct_it_goes_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system without O_DIRECT is measured as it is."""
-    monkeypatch.setattr(limits, "_has_direct", lambda path: False)
-    found = limits.measure(tmp_path, BLOCK_BYTES)
+    monkeypatch.setattr(machine_limits, "_has_direct", lambda path: False)
+    found = machine_limits.measure(tmp_path, BLOCK_BYTES)
     assert not found.direct and found.read > 0
 
 
 def test_expectations_follow_from_the_slower_limit() -> None:
     """A slow digest holds up a fast disk, and the other way round."""
-    fast_disk = limits.expect(Limits(10e9, 1e9, 50e9, 50e9, True), 10**9)
-    slow_disk = limits.expect(Limits(10e9, 50e9, 1e9, 1e9, True), 10**9)
+    fast_disk = machine_limits.expect(Limits(10e9, 1e9, 50e9, 50e9, True), 10**9)
+    slow_disk = machine_limits.expect(Limits(10e9, 50e9, 1e9, 1e9, True), 10**9)
     assert fast_disk == slow_disk
     assert fast_disk.staged_s < fast_disk.durable_s
 
@@ -43,7 +43,7 @@ def test_expectations_follow_from_the_slower_limit() -> None:
 def test_what_cannot_be_measured_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too few bytes, a full disk, a broken one; nothing is left behind."""
     with pytest.raises(InvalidRequest):
-        limits.measure(tmp_path, 1)
+        machine_limits.measure(tmp_path, 1)
     for number, named in ((errno.ENOSPC, NoSpace), (errno.EIO, StorageFailed)):
 
         def fails(*_: object, number: int = number) -> None:
@@ -51,7 +51,7 @@ def test_what_cannot_be_measured_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(os, "posix_fallocate", fails)
         with pytest.raises(named):
-            limits.measure(tmp_path, BLOCK_BYTES)
+            machine_limits.measure(tmp_path, BLOCK_BYTES)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from holdfast.mapping import LARGE_BYTES, Mapping
+from holdfast.memory.mapping import LARGE_BYTES, Mapping
 
 SIZE = 3 * LARGE_BYTES + 5 * mmap.PAGESIZE
 

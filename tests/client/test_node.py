@@ -14,7 +14,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast import Checkpointer, Fragment
-from holdfast.api import Api
+from holdfast.rest.api import Api
 from holdfast_formats import manifest as manifests
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, CorruptExtent
@@ -235,7 +235,7 @@ def test_ranks_that_see_no_daemon_read_for_themselves(saved: RunningDaemon, monk
     """Over HTTP there is no memory to lend: nothing is asked for, and all is right."""
     state = empty()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("holdfast.place._socket_of", lambda url: None)
+    monkeypatch.setattr("holdfast.link.connect._socket_of", lambda url: None)
     with Checkpointer("r", state, url=saved.url, launch="remote") as checkpointer:
         assert restore(checkpointer) == 1
         report = checkpointer.last_restore

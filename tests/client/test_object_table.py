@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from holdfast.state import TrainState
+from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StateMismatch
 from tests.client import frameworks
 from tests.client.checkpoint_in_memory import restore, save

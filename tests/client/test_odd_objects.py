@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DistributedSampler, RandomSampler, TensorDataset
 
-from holdfast.state import TrainState
+from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import InvalidRequest
 from tests.client.checkpoint_in_memory import restore, save
 from tests.client.test_object_table import held

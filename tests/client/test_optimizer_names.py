@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from holdfast import json_values
-from holdfast.optimizer_names import merged, renamed
+from holdfast.tensors import json_values
+from holdfast.tensors.optimizer_documents import merged, renamed
 
 
 def document(groups: dict[str, Any], state: dict[str, Any], masters: dict[str, list[str]]) -> str:

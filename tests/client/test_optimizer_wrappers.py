@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import optimizer_wrappers
-from holdfast.settled import Judge, StepHooks, expected_growth
-from holdfast.state import TrainState
+from holdfast.stage.background_safe import Judge, StepHooks, expected_growth
+from holdfast.state import optimizer_wrappers
+from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import InvalidRequest
 from tests.client import frameworks
 from tests.client.checkpoint_in_memory import restore, save

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.fragments import Fragment
-from holdfast.state import TrainState
+from holdfast.state.train_state import TrainState
+from holdfast.tensors.fragments import Fragment
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from tests.client.checkpoint_in_memory import restore, save
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast import passes
-from holdfast.reader import CheckpointReader
-from holdfast.sources import DirectorySource
-from holdfast.wants import Want
+from holdfast.read import verified_load
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.requests import Want
+from holdfast.read.sources import DirectorySource
 from holdfast_formats.errors import CorruptExtent, StorageFailed
 from holdfast_formats.region import Box, whole
 from tests.checkpoints import Built, build, flip
@@ -195,7 +195,7 @@ def test_threads_keep_to_the_cores_and_to_their_memory(shared: Built, monkeypatc
             used.add(threading.get_ident())
             return super().read_into(name, offset, buffer)
 
-    monkeypatch.setattr(passes, "BUFFERS_BYTES_MAX", 5000)  # of extents of 1000
+    monkeypatch.setattr(verified_load, "BUFFERS_BYTES_MAX", 5000)  # of extents of 1000
     array = shared.arrays["optim"]["layers.0.q.weight/exp_avg"]
     wanted = want("optim", "layers.0.q.weight/exp_avg", whole(array.shape), 8)
     with CheckpointReader.open(Watched(shared.path)) as reader:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import probes
-from holdfast.api import Api
+from holdfast.rest.api import Api
+from holdfast.terminal import probes
 from holdfast_formats.errors import StorageFailed
 from tests.checkpoints import build_root
 from tests.serving import served

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import proving
-from holdfast.reader import CheckpointReader
-from holdfast.sources import DirectorySource
+from holdfast.memory import native_verify
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.sources import DirectorySource
 from holdfast_formats import digest
 from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.manifest import Extent
@@ -23,7 +23,7 @@ from .test_reader import want
 
 LENGTHS = st.lists(st.integers(1, 20_000), min_size=1, max_size=8)
 
-pytestmark = pytest.mark.skipif(not proving.available(), reason="the library was not built here, or hides its digest")
+pytestmark = pytest.mark.skipif(not native_verify.available(), reason="the library was not built here, or hides its digest")
 
 
 def made(lengths: list[int], seed: int) -> tuple[np.ndarray, list[Extent]]:
@@ -33,7 +33,7 @@ def made(lengths: list[int], seed: int) -> tuple[np.ndarray, list[Extent]]:
     return data, [Extent(at, n, digest.digest(data[at : at + n])) for at, n in zip(offsets, lengths, strict=True)]
 
 
-def from_file(extents: proving.Extents, data: np.ndarray, path: Path) -> bool:
+def from_file(extents: native_verify.Extents, data: np.ndarray, path: Path) -> bool:
     path.write_bytes(b"before" + data.tobytes() + b"behind")
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -52,7 +52,7 @@ def test_all_arrive_or_those_before_the_damage(
     nowhere = not file and draw.draw(st.booleans())  # the first ones are proven alone
     split = extents[cut].offset if cut < len(extents) else len(data)
     target, kept = np.zeros(len(data) - split, np.uint8), np.zeros(split, np.uint8)
-    asked = proving.Extents()
+    asked = native_verify.Extents()
     asked.add(extents[:cut], None if nowhere else kept.data)
     asked.add(extents[cut:], target.data)
     bad = draw.draw(st.none() | st.integers(0, len(data) - 1))
@@ -77,14 +77,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
     data, extents = made([5000, 300], 1)
     for into in (np.zeros(5299, np.uint8).data, np.zeros(5301, np.uint8).data, np.zeros(5300, np.uint8).data.toreadonly()):
         with pytest.raises(ValueError, match="do not fill"):
-            proving.Extents().add(extents, into)
+            native_verify.Extents().add(extents, into)
     target = np.zeros(5300, np.uint8)
-    asked = proving.Extents()
+    asked = native_verify.Extents()
     asked.add(extents, target.data)
     assert not asked.take(data[:-1].data) and not asked.take(np.append(data, data).data)
     assert not asked.take_from(-1, 0), "no file"
     assert not target.any()
-    alone = proving.Extents()
+    alone = native_verify.Extents()
     alone.add(extents, None)
     assert alone.take(data.data) and not from_file(alone, data, tmp_path / "f"), "it has no place"
     (tmp_path / "short").write_bytes(data[:-1].tobytes())
@@ -132,7 +132,7 @@ def test_one_call_takes_what_many_took(large: Built, monkeypatch: pytest.MonkeyP
     wants = [want("model", name, whole(array.shape), 4) for name, array in large.arrays["model"].items()]
     monkeypatch.setattr(DirectorySource, "waits", lambda *_: False)
     with CheckpointReader.open(DirectorySource(large.path)) as reader:
-        monkeypatch.setattr("holdfast.passes._check", None)
+        monkeypatch.setattr("holdfast.read.verified_load._check", None)
         reader.load(wants)
     for got in wants:
         assert np.array_equal(got.into, large.arrays["model"][got.name].view("<u4"))

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from holdfast.reader import CheckpointReader
-from holdfast.sources import DirectorySource
-from holdfast.wants import Want
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.requests import Want
+from holdfast.read.sources import DirectorySource
 from holdfast_formats import manifest, naming, transfer
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import (

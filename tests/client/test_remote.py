@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from holdfast import Api, Checkpointer, Fragment
-from holdfast.place import _socket_of
-from holdfast.remote import RemoteLink
-from holdfast.slots import Slots
+from holdfast.link.connect import _socket_of
+from holdfast.remote.http_link import RemoteLink
+from holdfast.stage.slots import Slots
 from holdfast_formats import naming, rest, wire
 from holdfast_formats.errors import AlreadyCommitted, ArenaFull, DaemonGone, InvalidRequest, RoundAborted, StaleAttempt
 from tests.checkpoints import build_root

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.residency import Residency
+from holdfast.memory.page_cache import Residency
 from tests.checkpoints import cached_pages, forget
 
 PAGES = 40

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast import Checkpointer, SaveWarning, retention
-from holdfast.api import Api
+from holdfast import Checkpointer, SaveWarning
+from holdfast.rest import retention
+from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import InUse, NewestVerified, Pinned, QuotaExceeded
 from holdfast_formats.retention import Best, RetentionPolicy

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast import rng
-from holdfast.state import TrainState
+from holdfast.state import rng
+from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import CorruptManifest
 from holdfast_formats.roles import Heir
 from tests.client.checkpoint_in_memory import Checkpoint, restore, save

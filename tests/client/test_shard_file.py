@@ -13,8 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import holdfast
-from holdfast import shard_file, shards
 from holdfast.checkpoint import Checkpoint
+from holdfast.export import shard_file
+from holdfast.layout import shards
 from holdfast_formats import layouts, parts
 from holdfast_formats.errors import CorruptExtent, InvalidRequest, NoSpace, StorageFailed
 from holdfast_formats.parts import LocalTensor
@@ -116,7 +117,7 @@ def test_a_disk_that_fails_leaves_no_file(
     def fail(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("holdfast.copying.os.pwrite", fail)
+    monkeypatch.setattr("holdfast.export.copy.os.pwrite", fail)
     with holdfast.open(model.path) as checkpoint, pytest.raises(error):
         write(checkpoint, checkpoint.held("", 0).tensors, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -131,7 +132,7 @@ def test_an_unfinished_file_is_no_safetensors_file(model: Built, tmp_path: Path,
         seen.append(path.read_bytes()[:8])
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr("holdfast.copying.os.pwrite", look)
+    monkeypatch.setattr("holdfast.export.copy.os.pwrite", look)
     with holdfast.open(model.path) as checkpoint:
         write(checkpoint, checkpoint.held("", 0).tensors, path)
     assert len(seen) > 1 and all(head == bytes(8) for head in seen)

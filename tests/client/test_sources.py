@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.api import Api
-from holdfast.reader import CheckpointReader
-from holdfast.sources import DirectorySource, HttpSource, Source
-from holdfast.wants import Want
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.requests import Want
+from holdfast.read.sources import DirectorySource, HttpSource, Source
+from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptExtent, DaemonGone, InvalidRequest, NoSuchResource, StorageFailed
 from holdfast_formats.region import whole

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from holdfast import Fragment
-from holdfast.settled import expected_growth
-from holdfast.staging import LONG_BYTES_MIN, NOTHING, Layout, SaveIdentity, encode_table, lay_out
-from holdfast.state import TrainState
+from holdfast.stage.background_safe import expected_growth
+from holdfast.stage.staging import LONG_BYTES_MIN, NOTHING, Layout, SaveIdentity, encode_table, lay_out
+from holdfast.state.train_state import TrainState
 from holdfast_formats import table
 from holdfast_formats.arena import PAGE_BYTES
 from holdfast_formats.packing import FILE_BYTES_MAX

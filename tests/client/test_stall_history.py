@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast import Api, Checkpointer, Fragment
-from holdfast.link import Link
+from holdfast.link.unix_socket import Link
 from holdfast_formats import rest, wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_formats.observed import SaveTimes

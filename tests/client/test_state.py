@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from holdfast.fragments import Fragment
-from holdfast.state import Stored, TrainState
-from holdfast.torch_dtypes import _TO_SAFETENSORS
+from holdfast.state.train_state import Stored, TrainState
+from holdfast.tensors.fragments import Fragment
+from holdfast.tensors.torch_dtypes import _TO_SAFETENSORS
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
 from tests.client.checkpoint_in_memory import Checkpoint, restore, save
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import streaming
+from holdfast.memory import native_copy
 
 SPANS = st.tuples(st.integers(0, 130), st.integers(0, 130), st.integers(0, 40_000))
 
@@ -22,18 +22,18 @@ SPANS = st.tuples(st.integers(0, 130), st.integers(0, 130), st.integers(0, 40_00
 @pytest.fixture(params=["library", "numpy"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "numpy":
-        monkeypatch.setattr(streaming, "_library", None)
-    elif not streaming.available():
+        monkeypatch.setattr(native_copy, "_library", None)
+    elif not native_copy.available():
         pytest.skip("the library was not built here")
     return request.param
 
 
 @pytest.mark.skipif(
-    platform.machine() != "x86_64" or shutil.which("cc") is None or "site-packages" in streaming.__file__,
+    platform.machine() != "x86_64" or shutil.which("cc") is None or "site-packages" in native_copy.__file__,
     reason="needs x86-64, a compiler and an install from the source tree",
 )
 def test_it_is_built_where_it_can_be() -> None:
-    assert streaming.available()
+    assert native_copy.available()
 
 
 @given(st.lists(SPANS, max_size=5), st.integers(0, 2**31))
@@ -48,7 +48,7 @@ def test_every_byte_arrives_and_none_beside(spans: list[tuple[int, int, int]], s
         wanted[before : before + size] = source
         pairs.append((around, around[before : before + size], source))
         expected.append(wanted)
-    streaming.Copies([(target, source) for _, target, source in pairs]).do()
+    native_copy.Copies([(target, source) for _, target, source in pairs]).do()
     for (around, _, _), wanted in zip(pairs, expected, strict=True):
         assert np.array_equal(around, wanted)
 
@@ -57,10 +57,10 @@ def test_every_byte_arrives_and_none_beside(spans: list[tuple[int, int, int]], s
 def test_both_ways_copy_arrays_of_any_dtype() -> None:
     source = np.arange(100_000, dtype=np.int64).reshape(100, 1000)
     target = np.zeros_like(source)
-    streaming.Copies([(target, source)]).do()
+    native_copy.Copies([(target, source)]).do()
     assert np.array_equal(target, source)
     target[:] = 0
-    streaming.copy(target.reshape(-1).view(np.uint8).data, source.reshape(-1).view(np.uint8).data)
+    native_copy.copy(target.reshape(-1).view(np.uint8).data, source.reshape(-1).view(np.uint8).data)
     assert np.array_equal(target, source)
 
 
@@ -70,13 +70,13 @@ def test_what_is_not_plain_is_never_copied_by_its_bytes() -> None:
     small, large, strided = np.zeros(10_000, np.uint8), np.ones(20_000, np.uint8), np.ones(20_000, np.uint8)[::2]
     for source in (large, strided, small.view(np.int64)):
         with pytest.raises(ValueError, match="plain"):
-            streaming.Copies([(small, source)])
+            native_copy.Copies([(small, source)])
     for source in (large.data, large.data[:100]):
         with pytest.raises(ValueError):
-            streaming.copy(small.data, source)
+            native_copy.copy(small.data, source)
     assert not small.any()
     with pytest.raises(ValueError):
-        streaming.copy(small.data.toreadonly(), large.data[:10_000])
+        native_copy.copy(small.data.toreadonly(), large.data[:10_000])
     assert not small.any()
 
 
@@ -92,20 +92,20 @@ def test_what_is_noted_and_then_changed_is_found_out_either_way(
     sources = [np.random.default_rng(size).integers(0, 256, shift + size, np.uint8)[shift:] for size, shift in spans]
     changed = data.draw(st.integers(0, len(spans) - 1))
     number = sum(-(-len(source) // stretch) for source in sources[:changed])
-    looked = streaming.places(len(sources[changed]), stretch, seed, number)
+    looked = native_copy.places(len(sources[changed]), stretch, seed, number)
     words = {int(at) + i for at in looked for i in range(8)}
     cut = data.draw(st.integers(0, len(spans)))
     at = data.draw(st.integers(0, len(sources[changed]) - 1))
-    for library in (streaming._library, None):
+    for library in (native_copy._library, None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(streaming, "_library", library)
+            patch.setattr(native_copy, "_library", library)
             targets = [np.zeros_like(source) for source in sources]
             pairs = list(zip(targets, sources, strict=True))
-            parts = [streaming.Noted(some, stretch) for some in (pairs[:cut], pairs[cut:])]
-            streaming.note(parts, seed)
+            parts = [native_copy.Noted(some, stretch) for some in (pairs[:cut], pairs[cut:])]
+            native_copy.note(parts, seed)
             assert not any(part.copy().any() for part in parts)
             assert all(np.array_equal(*pair) for pair in zip(targets, sources, strict=True))
-            streaming.note(parts, seed)
+            native_copy.note(parts, seed)
             sources[changed][at] ^= 1
             assert [found for part in parts for found in part.copy().tolist()] == [
                 n == changed and at in words for n in range(len(sources))
@@ -116,18 +116,18 @@ def test_what_is_noted_and_then_changed_is_found_out_either_way(
 @given(st.integers(1, 10_000), st.sampled_from([8, 512, 4096]), st.integers(0, 2**60), st.integers(0, 1000))
 def test_every_stretch_has_a_word(size: int, stretch: int, seed: int, number: int) -> None:
     """So all of two stretches in a row cannot change unseen; and other seeds draw other places."""
-    places = streaming.places(size, stretch, seed, number)
+    places = native_copy.places(size, stretch, seed, number)
     assert len(places) == -(-size // stretch)
     for index, at in enumerate(places.tolist()):
         assert at + min(size, 8) <= size and at < (index + 1) * stretch and at + 8 > index * stretch
     if stretch > 8 and len(places) > 8:
-        assert places.tolist() != streaming.places(size, stretch, seed + 2**40, number).tolist()
+        assert places.tolist() != native_copy.places(size, stretch, seed + 2**40, number).tolist()
 
 
 def test_other_threads_run_meanwhile() -> None:
     """Copying holds no lock of the interpreter: another thread counts on while one long copy goes on."""
     source, target = np.ones(2**28, np.uint8), np.zeros(2**28, np.uint8)
-    copies, started, ended, counted = streaming.Copies([(target, source)]), threading.Event(), threading.Event(), 0
+    copies, started, ended, counted = native_copy.Copies([(target, source)]), threading.Event(), threading.Event(), 0
 
     def work() -> None:
         started.set()
@@ -145,7 +145,7 @@ def test_other_threads_run_meanwhile() -> None:
 
 def test_a_machine_without_a_compiler_gets_a_package_that_copies_with_numpy(tmp_path: Path) -> None:
     """A file that is no library of this machine is not used, and nothing fails."""
-    broken = tmp_path / "_streaming.so"
+    broken = tmp_path / "_native_copy.so"
     broken.write_bytes(b"not a library")
     code = f"""
 import pathlib

@@ -10,10 +10,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 from holdfast import Checkpointer
-from holdfast.api import Api
 from holdfast.cli import app
 from holdfast.config import given_token
-from holdfast.tokens import RootTokens, ServiceTokens
+from holdfast.rest.api import Api
+from holdfast.rest.tokens import RootTokens, ServiceTokens
 from holdfast_formats.errors import (
     CheckpointError,
     Forbidden,
@@ -34,7 +34,7 @@ HERE = "127.0.0.1:0"
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home of the test's own, without a token, and without what daemons leave for their user."""
-    monkeypatch.setattr("holdfast.keys.owners", lambda url: None)
+    monkeypatch.setattr("holdfast.rest.owner_token.owners", lambda url: None)
     for name in ("HOLDFAST_TOKEN", "HOLDFAST_URL", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

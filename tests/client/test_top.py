@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from holdfast.api import Api
 from holdfast.cli import app
 from holdfast.commands.top import human_seconds, render
-from holdfast.summaries import summaries, summary
+from holdfast.rest.api import Api
+from holdfast.rest.summaries import summaries, summary
 from holdfast_formats.errors import DaemonGone, NoSuchRun, exit_status
 from tests.checkpoints import build_root
 from tests.serving import Served, served

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast import torch_dtypes
+from holdfast.tensors import torch_dtypes
 from holdfast_formats import dtypes
 from holdfast_formats.errors import InvalidRequest
 

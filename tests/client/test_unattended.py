@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast import Checkpointer, SaveWarning, unattended
+from holdfast import Checkpointer, SaveWarning
+from holdfast.link import unattended
 from holdfast_formats import arena
 from holdfast_formats.arena import SlotHeader, SlotState
 from tests.daemons import RunningDaemon, running

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.upload import CHUNK_BYTES_MIN, Pace
+from holdfast.remote.chunks import CHUNK_BYTES_MIN, Pace
 
 MIB = 2**20
 

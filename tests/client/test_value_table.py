@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from holdfast import Fragment
-from holdfast.state import TrainState
+from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from tests.client.checkpoint_in_memory import restore, save
 

@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from holdfast import Checkpointer
-from holdfast.api import Api
 from holdfast.cli import app
+from holdfast.rest.api import Api
 from holdfast_service.config import notify_socket
 from holdfast_service.watching import notify_ready
 from tests.checkpoints import build_root

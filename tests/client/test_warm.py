@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, Fragment
-from holdfast.api import Api
-from holdfast.link import Link
-from holdfast.reader import CheckpointReader
-from holdfast.root_directory import committed_steps, open_checkpoint
-from holdfast.wants import Want
-from holdfast.warm import HeldSlot, HeldSource, fill, take_held
-from holdfast.wholeness import Overwriting
+from holdfast.link.unix_socket import Link
+from holdfast.read.held_slots import HeldSlot, HeldSource, fill, take_held
+from holdfast.read.overwrite_guard import Overwriting
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.requests import Want
+from holdfast.read.root_directory import committed_steps, open_checkpoint
+from holdfast.rest.api import Api
 from holdfast_formats import arena, wire
 from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.region import Box

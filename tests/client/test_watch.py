@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from holdfast.fragments import Fragment
-from holdfast.state import TrainState
+from holdfast.state.train_state import TrainState
+from holdfast.tensors.fragments import Fragment
 from holdfast_formats.errors import CheckpointError
 from tests.client.frameworks import Accelerated
 

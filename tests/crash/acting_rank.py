@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast import embedded
-from holdfast.link import Link
-from holdfast.root_directory import open_checkpoint
-from holdfast.slots import Slot, Slots
+from holdfast.link import embedded
+from holdfast.link.unix_socket import Link
+from holdfast.read.root_directory import open_checkpoint
+from holdfast.stage.slots import Slot, Slots
 from holdfast_formats import table, wire
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box

@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from holdfast.link import Link
+from holdfast.link.unix_socket import Link
 from holdfast_formats import wire
 from holdfast_formats.errors import CheckpointError
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.link import Link
-from holdfast.slots import Slots
+from holdfast.link.unix_socket import Link
+from holdfast.stage.slots import Slots
 from holdfast_formats import table, wire
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.root_directory import committed_steps, open_checkpoint
+from holdfast.read.root_directory import committed_steps, open_checkpoint
 from holdfast_formats import naming
 from tests.crash.rank_process import content
 from tests.daemons import RunningDaemon, wait_until
@@ -218,7 +218,7 @@ def test_a_trainer_replaces_its_embedded_daemon(tmp_path: Path) -> None:
     """The daemon that trainers started is killed: the open save is committed and the next ones go on, with no exception."""
     torch = pytest.importorskip("torch")
     from holdfast import Checkpointer
-    from holdfast.roots import running_socket
+    from holdfast.link.roots import running_socket
 
     def pid() -> int:
         import json

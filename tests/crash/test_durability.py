@@ -36,7 +36,7 @@ def rows() -> dict[str, Row]:
 
 
 def holder(name: str) -> Path:
-    """The module that the document calls `control/commit.py`, `holdfast/reader.py` or `formats/proof.py`."""
+    """The module that the document calls `control/commit.py`, `holdfast/read/reader.py` or `formats/proof.py`."""
     if name.startswith("formats/"):
         return TREE / "formats" / "holdfast_formats" / name.removeprefix("formats/")
     return next((room / name for room in ROOMS if (room / name).exists()), SERVICE / name)

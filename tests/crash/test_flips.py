@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.reader import CheckpointReader
-from holdfast.sources import DirectorySource
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.sources import DirectorySource
 from holdfast_formats import manifest as manifests
 from holdfast_formats import naming, proof
 from holdfast_formats.errors import CheckpointError, Damaged

@@ -24,10 +24,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from holdfast.api import Api
-from holdfast.link import Link
-from holdfast.root_directory import committed_steps
-from holdfast.slots import Slots
+from holdfast.link.unix_socket import Link
+from holdfast.read.root_directory import committed_steps
+from holdfast.rest.api import Api
+from holdfast.stage.slots import Slots
 from holdfast_formats import table, wire
 from holdfast_formats.errors import ArenaFull, CheckpointError, LimitExceeded, NoSpace, StorageFailed
 from holdfast_formats.region import Box

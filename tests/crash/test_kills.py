@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from holdfast.root_directory import committed_steps, open_checkpoint
+from holdfast.read.root_directory import committed_steps, open_checkpoint
 from holdfast_formats import naming
 from tests.crash import ledger
 from tests.crash.rank_process import content

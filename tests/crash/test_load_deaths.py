@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
-from holdfast.link import Link
-from holdfast.node import Neighbours, Read, fill
-from holdfast.root_directory import open_checkpoint
-from holdfast.wants import Want
-from holdfast.wholeness import Overwriting
+from holdfast.link.unix_socket import Link
+from holdfast.read.overwrite_guard import Overwriting
+from holdfast.read.requests import Want
+from holdfast.read.root_directory import open_checkpoint
+from holdfast.read.shared_load import Neighbours, Read, fill
 from holdfast_formats import wire
 from holdfast_formats.region import Box
 from tests.daemons import RunningDaemon, wait_until

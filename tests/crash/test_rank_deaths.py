@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.root_directory import committed_steps, open_checkpoint
+from holdfast.read.root_directory import committed_steps, open_checkpoint
 from holdfast_formats import naming
 from tests.crash.rank_process import content
 from tests.daemons import RunningDaemon, running, wait_until

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from holdfast.api import Api
+from holdfast.rest.api import Api
 from holdfast_formats import naming, proof
 from holdfast_formats.errors import Damaged
 from holdfast_service.daemon.saver import Saver

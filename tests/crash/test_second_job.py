@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import courier
+from holdfast.remote import uploader
 from holdfast_formats import rest
 from holdfast_formats.errors import RunBusy
 from holdfast_service.daemon import fencing
@@ -155,22 +155,22 @@ class Answers:
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the client has slept, by a clock that goes on only then."""
     slept: list[float] = []
-    monkeypatch.setattr(courier.time, "sleep", slept.append)
-    monkeypatch.setattr(courier.time, "monotonic", lambda: 1000.0 + sum(slept))
+    monkeypatch.setattr(uploader.time, "sleep", slept.append)
+    monkeypatch.setattr(uploader.time, "monotonic", lambda: 1000.0 + sum(slept))
     return slept
 
 
 def test_a_killed_distant_job_is_followed_after_its_silence(waited: list[float]) -> None:
     """What the dead job had sent may be heard late: the client asks again until the run is free."""
     answers = Answers(6)
-    assert courier._join(answers, "a" * 32, hello()).attempt == 2  # type: ignore[arg-type]
+    assert uploader._join(answers, "a" * 32, hello()).attempt == 2  # type: ignore[arg-type]
     assert answers.asked == 7 and sum(waited) >= 25
 
 
 def test_a_distant_job_that_lives_is_waited_for_so_long_and_no_longer(waited: list[float]) -> None:
     """The refusal says how long its ranks were waited for."""
     with pytest.raises(RunBusy, match=r"waited for to fall silent for 6\d s"):
-        courier._join(Answers(10_000), "a" * 32, hello())  # type: ignore[arg-type]
+        uploader._join(Answers(10_000), "a" * 32, hello())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

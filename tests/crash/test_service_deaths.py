@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from holdfast.api import Api
-from holdfast.root_directory import committed_steps
+from holdfast.read.root_directory import committed_steps
+from holdfast.rest.api import Api
 from holdfast_formats import naming, rest
 from holdfast_formats.errors import CheckpointError, DaemonGone
 from holdfast_formats.operations import Gap, Job, JobRequest

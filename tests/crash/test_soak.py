@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from holdfast.root_directory import committed_steps
+from holdfast.read.root_directory import committed_steps
 from holdfast_formats import naming
 from tests.crash import ledger
 from tests.crash.test_daemon_deaths import holders, processes

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from holdfast.root_directory import committed_steps
+from holdfast.read.root_directory import committed_steps
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, NoSpace, StorageFailed
 from holdfast_service.storage import PosixTier

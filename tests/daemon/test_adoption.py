@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from holdfast import unattended
+from holdfast.link import unattended
 from holdfast_formats import arena, naming, table
 from holdfast_formats.arena import Owner, SlotHeader, SlotState
 from holdfast_formats.digest import digest

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import place
+from holdfast.link import connect as place
 from holdfast_formats import wire
 from holdfast_formats.errors import Forbidden, InvalidRequest
 from holdfast_service.daemon import holder, keeping

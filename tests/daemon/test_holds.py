@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from holdfast.warm import HeldSlot
+from holdfast.read.held_slots import HeldSlot
 from holdfast_formats import arena as formats
 from holdfast_formats.arena import Owner
 from holdfast_formats.errors import ArenaFull, DaemonGone

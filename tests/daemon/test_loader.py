@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.node import LentMemory
+from holdfast.read.shared_load import LentMemory
 from holdfast_formats import arena as formats
 from holdfast_formats import listing, naming, proof, wire
 from holdfast_formats.errors import DaemonGone, InvalidRequest

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from holdfast.warm import HeldSlot
+from holdfast.read.held_slots import HeldSlot
 from holdfast_formats import arena, table
 from holdfast_formats.arena import SlotHeader, SlotState
 from holdfast_formats.digest import digest

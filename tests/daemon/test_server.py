@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.link import Link
-from holdfast.slots import Slots
+from holdfast.link.unix_socket import Link
+from holdfast.stage.slots import Slots
 from holdfast_formats import listing, naming, wire
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
 from holdfast_formats.proof import Piece

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.api import Api
+from holdfast.rest.api import Api
 from holdfast_formats import manifest, naming
 from tests.checkpoints import flip
 from tests.daemons import RunningDaemon, running, wait_until

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
-from holdfast.api import Api
+from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import StaleAttempt
 from tests.daemons import RunningDaemon, running, wait_until

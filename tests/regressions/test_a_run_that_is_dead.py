@@ -11,9 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from holdfast import Checkpointer, summaries
-from holdfast.api import Api
+from holdfast import Checkpointer
 from holdfast.cli import app
+from holdfast.rest import summaries
+from holdfast.rest.api import Api
 from holdfast_formats.observed import RunSummary
 from holdfast_formats.rest import RankHello
 from holdfast_formats.wire import PROTOCOL

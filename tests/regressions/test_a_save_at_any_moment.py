@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import Checkpointer, endings
+from holdfast import Checkpointer
+from holdfast.threads import at_exit
 from holdfast_formats import naming
 from holdfast_formats.errors import GenerationDropped, InvalidRequest, TornSnapshot
 from tests.daemons import RunningDaemon, hide, running, wait_until
@@ -229,12 +230,12 @@ def test_what_ends_while_the_process_does_disturbs_nothing(monkeypatch: pytest.M
         while not stop.is_set():
             saves = [Done() for _ in range(50)]
             for save in saves:
-                endings.see_through(save)
+                at_exit.see_through(save)
             for save in saves:
-                endings.forget(save)
+                at_exit.forget(save)
 
-    monkeypatch.setattr(endings, "_tickets", set())
-    monkeypatch.setattr(endings, "_warn", lambda text: None)
+    monkeypatch.setattr(at_exit, "_tickets", set())
+    monkeypatch.setattr(at_exit, "_warn", lambda text: None)
     stop, before = threading.Event(), sys.getswitchinterval()
     threads = [threading.Thread(target=go_on, daemon=True) for _ in range(3)]
     sys.setswitchinterval(1e-6)
@@ -242,7 +243,7 @@ def test_what_ends_while_the_process_does_disturbs_nothing(monkeypatch: pytest.M
         for thread in threads:
             thread.start()
         for _ in range(10_000):
-            endings._end()
+            at_exit._end()
     finally:
         sys.setswitchinterval(before)
         stop.set()

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from holdfast.tokens import RootTokens
+from holdfast.rest.tokens import RootTokens
 from holdfast_formats import wire
 from holdfast_formats.operations import TokenRequest
 from holdfast_formats.retention import RetentionPolicy

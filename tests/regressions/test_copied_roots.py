@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast import Checkpointer, link
-from holdfast.roots import mark
+from holdfast import Checkpointer
+from holdfast.link import unix_socket
+from holdfast.link.roots import mark
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, NotFound, StorageFailed
 from holdfast_service.storage.posix import PosixTier
@@ -105,7 +106,7 @@ def test_a_trainer_that_lost_its_daemon_goes_on_with_none_of_another_root(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next daemon at the socket serves another root: the trainer's saves fail by name, and none goes there."""
-    monkeypatch.setattr(link, "MEND_S", 2.0)
+    monkeypatch.setattr(unix_socket, "MEND_S", 2.0)
     root, other = place / "root", place / "other"
     first = RunningDaemon(root)
     with save(1, 1.0, socket=first.socket) as checkpointer:

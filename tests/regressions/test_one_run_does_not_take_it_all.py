@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from holdfast import keys
+from holdfast.rest import owner_token
 from holdfast_formats import wire
 from tests.daemons import RunningDaemon, running
 
@@ -27,7 +27,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
 
 def client(daemon: RunningDaemon, runs: str | None = None) -> httpx.Client:
     """Requests of the owner's, or of a new token's that may write to these runs."""
-    owner = keys.owners(daemon.url)
+    owner = owner_token.owners(daemon.url)
     assert owner is not None
     made = httpx.Client(base_url=daemon.url, headers={"Authorization": f"Bearer {owner.token}"}, trust_env=False, timeout=60)
     if runs is None:

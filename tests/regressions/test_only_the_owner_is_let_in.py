@@ -13,8 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from holdfast import Api, Checkpointer, keys
+from holdfast import Api, Checkpointer
 from holdfast.cli import app
+from holdfast.rest import owner_token
 from holdfast_formats import owner_key
 from holdfast_formats.errors import Unauthenticated
 from holdfast_service.control import owner
@@ -48,7 +49,7 @@ def port(daemon: RunningDaemon) -> int:
 
 
 def token(daemon: RunningDaemon) -> str:
-    found = keys.owners(daemon.url)
+    found = owner_token.owners(daemon.url)
     assert found is not None
     return found.token
 
@@ -98,7 +99,7 @@ def test_another_user_does_not_find_it(daemon: RunningDaemon, surroundings: Path
     assert stat.S_IMODE((surroundings / name).stat().st_mode) == 0o600
     os.seteuid(NOBODY)
     try:
-        assert keys.owners(url) is None
+        assert owner_token.owners(url) is None
         with pytest.raises(OSError):
             (surroundings / name).read_bytes()
         with Api(url) as api, pytest.raises(Unauthenticated):
@@ -125,10 +126,10 @@ def test_files_that_are_not_believed(
         path.write_text(text if spoil == "readable by others" else "{}")
         path.chmod(0o640 if spoil == "readable by others" else 0o600)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert keys.owners(daemon.url) is None
+    assert owner_token.owners(daemon.url) is None
     if spoil == "readable by others":
         path.chmod(0o600)
-        assert keys.owners(daemon.url) == (daemon.url, "hf_x")
+        assert owner_token.owners(daemon.url) == (daemon.url, "hf_x")
 
 
 def test_a_link_takes_a_browser_in_once(daemon: RunningDaemon) -> None:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import Api, Checkpointer, retention
-from holdfast.library import DirectoryLibrary
-from holdfast.root_directory import living_steps
+from holdfast import Api, Checkpointer
+from holdfast.read.library import DirectoryLibrary
+from holdfast.read.root_directory import living_steps
+from holdfast.rest import retention
 from holdfast_formats.errors import AlreadyCommitted, Pinned, StateMismatch
 from holdfast_formats.naming import CATALOG
 from tests.daemons import RunningDaemon, running, wait_until

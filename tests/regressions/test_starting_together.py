@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import embedded
-from holdfast.roots import running_socket
+from holdfast.link import embedded
+from holdfast.link.roots import running_socket
 from holdfast_formats import naming
 from holdfast_formats.whereabouts import DaemonFile, decode
 from holdfast_service.storage.locking import lock_root

@@ -11,7 +11,7 @@ import pytest
 
 import holdfast
 import holdfast_service
-from holdfast import doctor
+from holdfast.terminal import doctor
 
 TOP = Path(__file__).parent.parent.parent
 PLACES = [".ci", "client", "deploy", "docs", "formats", "service", "tests"]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.reader import CheckpointReader
-from holdfast.sources import DirectorySource
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.sources import DirectorySource
 from holdfast_formats import manifest, naming
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, LimitExceeded, NotCommitted
 from holdfast_service.api.contents import OpenedCheckpoints

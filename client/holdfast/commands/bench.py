@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from holdfast import console
 from holdfast.config import DEFAULT_ROOT
-from holdfast.limits import Expectation, Limits, expect, measure
+from holdfast.terminal import console
+from holdfast.terminal.machine_limits import Expectation, Limits, expect, measure
 from holdfast_formats.errors import InvalidRequest
 
 from .options import AsJson, Root

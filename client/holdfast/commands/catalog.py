@@ -12,9 +12,9 @@ import typer
 from pydantic import BaseModel
 from rich.text import Text
 
-from holdfast import console
-from holdfast.api import Api
 from holdfast.config import default_url
+from holdfast.rest.api import Api
+from holdfast.terminal import console
 from holdfast_formats.consistency import CatalogAdoption, CatalogCheck, CatalogRebuild, Contradiction
 from holdfast_formats.errors import InvalidRequest, StorageFailed, from_problem
 from holdfast_formats.operations import Job, JobRequest

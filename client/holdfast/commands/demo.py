@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast import console
+from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
 
 _NEEDED = ("torch", "transformers", "safetensors", "fastapi", "uvicorn")

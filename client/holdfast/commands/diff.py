@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 import typer
 from rich.text import Text
 
-from holdfast import completing, console, differences
-from holdfast.library import open_source, parse_target
-from holdfast.reader import CheckpointReader
+from holdfast.export import differences
+from holdfast.read.library import open_source, parse_target
+from holdfast.read.reader import CheckpointReader
+from holdfast.terminal import completion, console
 from holdfast_formats import comparing
 from holdfast_formats.comparing import Pair
 from holdfast_formats.observed import Difference
@@ -19,9 +20,9 @@ from .options import SELECTED, AsJson, Root, Url
 SHOWN_MAX = 30
 FIRST = ("missing-in-a", "missing-in-b", "reshaped", "retyped")
 
-_A = typer.Argument(metavar="A", help=f"A checkpoint: {SELECTED}, or its directory.", autocompletion=completing.checkpoints)
+_A = typer.Argument(metavar="A", help=f"A checkpoint: {SELECTED}, or its directory.", autocompletion=completion.checkpoints)
 _B = typer.Argument(
-    metavar="B", help="The other one; a number is a step of the same run.", autocompletion=completing.checkpoints
+    metavar="B", help="The other one; a number is a step of the same run.", autocompletion=completion.checkpoints
 )
 A = Annotated[str, _A]
 B = Annotated[str, _B]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import typer
 from rich.text import Text
 
-from holdfast import console
-from holdfast.doctor import examine
+from holdfast.terminal import console
+from holdfast.terminal.doctor import examine
 
 from .options import AsJson, Root, Url
 

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from holdfast import console
-from holdfast.exporting import export as export_to
-from holdfast.library import open_source, parse_target
-from holdfast.reader import CheckpointReader
+from holdfast.export.publish import export as export_to
+from holdfast.read.library import open_source, parse_target
+from holdfast.read.reader import CheckpointReader
+from holdfast.terminal import console
 
 from .options import AsJson, Checkpoint, Root, Url
 

@@ -8,10 +8,10 @@ from typing import Annotated, get_args
 import typer
 from rich.text import Text
 
-from holdfast import console
-from holdfast.api import Api
 from holdfast.config import default_url
-from holdfast.library import parse_target, step_of
+from holdfast.read.library import parse_target, step_of
+from holdfast.rest.api import Api
+from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest, exit_status, from_problem
 from holdfast_formats.operations import Job, JobKind, JobRequest, JobState
 

@@ -9,9 +9,10 @@ import typer
 from pydantic import ValidationError
 from rich.text import Text
 
-from holdfast import console, retention
-from holdfast.api import Api
 from holdfast.config import default_url
+from holdfast.rest import retention
+from holdfast.rest.api import Api
+from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.retention import Best, Preview, RetentionPolicy
 

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from holdfast import console, filters
-from holdfast.filters import NO_FILTER, Filter
-from holdfast.library import Library, Listing, ServiceLibrary, open_library
+from holdfast.read.library import Library, Listing, ServiceLibrary, open_library
+from holdfast.rest import filters
+from holdfast.rest.filters import NO_FILTER, Filter
+from holdfast.terminal import console
 from holdfast_formats import rest
 from holdfast_formats.errors import InvalidRequest
 

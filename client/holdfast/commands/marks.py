@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from holdfast import console, retention
-from holdfast.api import Api
 from holdfast.config import default_url
-from holdfast.library import parse_target
+from holdfast.read.library import parse_target
+from holdfast.rest import retention
+from holdfast.rest.api import Api
+from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
 
 from .options import AsJson, Url

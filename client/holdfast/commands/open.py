@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from holdfast import config, console
-from holdfast.api import Api
+from holdfast import config
+from holdfast.rest.api import Api
+from holdfast.terminal import console
 from holdfast_formats.operations import Link
 
 from .options import Url

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast import completing
+from holdfast.terminal import completion
 
 SELECTED = "RUN@STEP, RUN@latest (or RUN), RUN@latest-healthy, RUN@best, or RUN@best:METRIC[:max]"
 Root = Annotated[Path | None, typer.Option("--root", metavar="DIR", help="Read this directory; no service is asked.")]
@@ -18,6 +18,6 @@ Checkpoint = Annotated[
     typer.Argument(
         metavar="CHECKPOINT",
         help=f"{SELECTED}, or a directory.",
-        autocompletion=completing.checkpoints,
+        autocompletion=completion.checkpoints,
     ),
 ]

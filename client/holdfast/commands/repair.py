@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from holdfast import console, errands
-from holdfast.api import Api
 from holdfast.config import default_url
+from holdfast.rest import delegated
+from holdfast.rest.api import Api
+from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.operations import JobRequest
 
@@ -37,12 +38,12 @@ def repair(checkpoint: Wanted, sources: Sources = None, root: Root = None, url: 
         if sources and root is None:
             raise InvalidRequest("--from is for a root that no daemon serves", hint="add --root DIR; a daemon has --replica")
         if root is not None:
-            given = errands.words("--from", sources or [])
-            done = errands.offline("repair", f"{run}@{step}", "--root", str(root), *given)
+            given = delegated.words("--from", sources or [])
+            done = delegated.offline("repair", f"{run}@{step}", "--root", str(root), *given)
         else:
             with Api(url or default_url()) as api:
                 wanted = JobRequest(kind="verify", run=run, step=step, arguments={"repair": True})
-                done = errands.as_job(api, wanted, lambda done, total: None)
+                done = delegated.as_job(api, wanted, lambda done, total: None)
     _print(f"{run}@{step}", done, as_json)
 
 

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from holdfast import console
-from holdfast.copying import Copied, copy_checkpoint
-from holdfast.library import open_source, parse_target
-from holdfast.reader import CheckpointReader
+from holdfast.export.copy import Copied, copy_checkpoint
+from holdfast.read.library import open_source, parse_target
+from holdfast.read.reader import CheckpointReader
+from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
 
 from . import shard

@@ -6,9 +6,10 @@ from typing import Annotated, cast
 
 import typer
 
-from holdfast import console, retention
-from holdfast.api import Api
 from holdfast.config import default_url
+from holdfast.rest import retention
+from holdfast.rest.api import Api
+from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.retention import Force
 

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from holdfast import console
+from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
 
 # What `holdfast-checkpoint[service]` adds, by import name; asked for here because the client may not import the service.

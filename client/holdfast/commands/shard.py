@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from holdfast import collecting, console, rulebook, shard_file, shards
 from holdfast.checkpoint import Checkpoint
-from holdfast.sources import Source
+from holdfast.export import shard_file
+from holdfast.layout import rules_choice, shards
+from holdfast.memory import gc_pause
+from holdfast.read.sources import Source
+from holdfast.terminal import console
 from holdfast_formats import layouts
 from holdfast_formats.errors import InvalidRequest, StorageFailed
 from holdfast_formats.holding import Held, Holding
@@ -64,7 +67,7 @@ def restore(source: Source, wanted: Wanted, into: Into, as_json: bool) -> None:
         raise InvalidRequest(
             "nothing says whose shard the file shall hold", hint="give --rank N, or --all-ranks DIR instead"
         )
-    layout = rulebook.layout_of(wanted.layout)
+    layout = rules_choice.layout_of(wanted.layout)
     ranks = range(layout.mesh.world) if wanted.rank is None else (wanted.rank,)
     with Checkpoint(source) as checkpoint:
         if into.plan or (into.out is None and into.all_ranks is None):
@@ -87,7 +90,7 @@ def _file_of(directory: Path, rank: int) -> Path:
 
 
 def _shares(checkpoint: Checkpoint, holding: Holding, ranks: Iterable[int]) -> list[Share]:
-    with collecting.paused():
+    with gc_pause.paused():
         shares = [Share(rank, *holding.share(rank)) for rank in ranks]
         if sum(share.tensors for share in shares) > PLANNED_TENSORS_MAX and len(shares) > 1:
             return shares

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from holdfast import console, replicas
-from holdfast.library import open_source, parse_target
-from holdfast.reader import CheckpointReader
-from holdfast.sources import HttpSource
+from holdfast.read.library import open_source, parse_target
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.sources import HttpSource
+from holdfast.rest import replicas
+from holdfast.terminal import console
 from holdfast_formats import rest
 from holdfast_formats.manifest import Manifest
 

@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from holdfast import console
-from holdfast.api import Api
 from holdfast.config import default_url
-from holdfast.tokens import RootTokens, ServiceTokens, TokenStore
+from holdfast.rest.api import Api
+from holdfast.rest.tokens import RootTokens, ServiceTokens, TokenStore
+from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.operations import Token, TokenRequest
 

@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from holdfast import console
-from holdfast.api import Api
 from holdfast.config import default_url
-from holdfast.summaries import summaries
+from holdfast.rest.api import Api
+from holdfast.rest.summaries import summaries
+from holdfast.terminal import console
 from holdfast_formats.errors import Unavailable
 from holdfast_formats.observed import RunSummary
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import typer
 from rich.text import Text
 
-from holdfast import console
-from holdfast.library import open_source, parse_target
-from holdfast.reader import CheckpointReader, Damage
-from holdfast.sources import Source
+from holdfast.read.library import open_source, parse_target
+from holdfast.read.reader import CheckpointReader, Damage
+from holdfast.read.sources import Source
+from holdfast.terminal import console
 from holdfast_formats.errors import EXIT_STATUS, CorruptManifest, Damaged, NotCommitted
 
 from .options import AsJson, Checkpoint, Root, Url

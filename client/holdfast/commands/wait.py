@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from holdfast import console
-from holdfast.api import Api
 from holdfast.config import default_url
+from holdfast.rest.api import Api
+from holdfast.terminal import console
 from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest
 
 from .options import AsJson, Url

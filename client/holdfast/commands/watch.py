@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from holdfast import console
-from holdfast.api import Api
 from holdfast.config import default_url
+from holdfast.rest.api import Api
+from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.operations import EVENTS, Event, Gap
 

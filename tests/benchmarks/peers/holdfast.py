@@ -8,7 +8,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from holdfast import Api, Checkpointer, retention
+from holdfast import Api, Checkpointer
+from holdfast.rest import retention
 from tests.benchmarks.state import State
 
 from . import Peer, Place

@@ -47,11 +47,11 @@ def _from_trash(tier: Any, path: str) -> bool:
 
 POINTS = {
     # in a rank
-    "before stage": Point("holdfast.slots", "Slots.lease"),
+    "before stage": Point("holdfast.stage.slots", "Slots.lease"),
     "mid stage": Point("tests.crash.acting_rank", "copy_half", after=True),
-    "staged": Point("holdfast.slots", "Slot.seal"),
-    "sealed": Point("holdfast.slots", "Slot.seal", after=True),
-    "mid restore": Point("holdfast.passes", "hand_over"),
+    "staged": Point("holdfast.stage.slots", "Slot.seal"),
+    "sealed": Point("holdfast.stage.slots", "Slot.seal", after=True),
+    "mid restore": Point("holdfast.read.verified_load", "hand_over"),
     # in the daemon
     "mid write": Point("holdfast_service.storage.posix", "PosixFile.write", after=True),
     "before manifest": Point("holdfast_service.control.commit", "compose"),
@@ -72,9 +72,9 @@ POINTS = {
     "a round has ended": Point("holdfast_service.control.catalog", "Catalog.end_round", after=True),
     "mid check": Point("holdfast_service.daemon.sampling", "try_layouts"),
     # in the command line
-    "mid export": Point("holdfast.copying", "write", after=True),
+    "mid export": Point("holdfast.export.copy", "write", after=True),
     "before COMMIT of the export": Point(
-        "holdfast.copying", "write", at=lambda fd, start, data: b'"manifest' in bytes(data)
+        "holdfast.export.copy", "write", at=lambda fd, start, data: b'"manifest' in bytes(data)
     ),
 }
 

@@ -1,0 +1,1 @@
+"""Copies and comparisons of whole checkpoints."""

@@ -1,0 +1,1 @@
+"""Declared layouts: tensors as a rank holds them, and as they are stored."""

@@ -1,0 +1,366 @@
+"""Plain tensors that are local ones of a declared layout: what is stored of them, and what a checkpoint is to them.
+
+A rank of a Megatron-, Paddle- or vLLM-like program holds fused, cut and padded tensors that do not say so themselves. Here
+the layout says it. On save every local tensor becomes pieces of the tensors that are stored; on restore the checkpoint is
+shown as this rank alone would have saved it, so that all between sees one set of names and shapes, its own.
+
+What an optimizer keeps of a parameter follows the parameter: in its shape, as the same part of it; a single number, as one
+of every tensor that the parameter is made of, of which a restore takes the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from holdfast.launch import Launch
+from holdfast.layout import rules_choice
+from holdfast.layout.local_views import view
+from holdfast.layout.rules_choice import LayoutSource, RulesSource
+from holdfast.tensors import optimizer_documents
+from holdfast.tensors.fragments import Piece
+from holdfast.tensors.leaves import Content, Key, Leaf, Stored
+from holdfast_formats import declaring, holding, layouts, roles
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.layouts import Layout
+from holdfast_formats.parts import LocalTensor, Part
+from holdfast_formats.parts import strides as row_major
+from holdfast_formats.region import Shape, whole
+from holdfast_formats.rules import Rules
+from holdfast_formats.tensors import TensorSpec
+
+MODEL, MASTER, EMA, OPTIM = "model", "master", "ema", "optim"
+_NAMED = (MODEL, MASTER, EMA)  # what optimizers keep follows these
+_SHARED_FROM_STAGE = {MODEL: 3, MASTER: 1, EMA: 3}  # from there on no tensor of the group is whole, known or not
+
+Specs = dict[str, tuple[str, Shape]]
+Place = tuple[TensorSpec, Part]  # a stored tensor, and which part of it stands where in the local one
+Places = dict[str, list[Place]]  # by local name
+Source = tuple[Leaf, Place | None]  # None: the leaf is stored as it is
+
+
+class Live(NamedTuple):
+    """What the live state says of itself: its parameters in order, the names of DTensors and Fragments, and those of plain
+    tensors without elements, which may be all that a rank has of what others share.
+    """
+
+    parameters: tuple[str, ...]
+    foreign: frozenset[Key]
+    empty: frozenset[Key]
+
+    def is_foreign(self, group: str, name: str) -> bool:
+        """Whether this is no local tensor; what an optimizer keeps is what its parameter is."""
+        if group != OPTIM:
+            return (group, name) in self.foreign
+        owner = name.rpartition("/")[0]
+        return any((of, owner) in self.foreign for of in (MASTER, MODEL))
+
+    def is_empty(self, leaf: Leaf) -> bool:
+        """Whether nothing need be stored for this, nor for what an optimizer keeps of it."""
+        owner = _owner(leaf.group, leaf.name)
+        owners = [(leaf.group, owner)] if leaf.group != OPTIM else [(MASTER, owner), (MODEL, owner)]
+        return leaf.plain and (0 in leaf.shape or any(key in self.empty for key in owners))
+
+
+class Group(NamedTuple):
+    """The local tensors of one group, what each is made of, and the names that the model ties to others."""
+
+    local: Specs
+    places: Places
+    ties: Mapping[str, str]
+
+
+class View(NamedTuple):
+    """A checkpoint in a rank's own terms, and the local tensors behind its names."""
+
+    stored: Stored
+    held: Mapping[Key, LocalTensor]
+    notes: tuple[str, ...]
+
+
+class Declared:
+    """The layout of one rank's plain tensors. It remembers what it worked out for tensors that stay the same."""
+
+    def __init__(self, layout: Layout, rank: int, config: Mapping[str, Any] | None, rules: RulesSource) -> None:
+        self.layout, self.rank, self.config = layout, rank, config
+        self._extra = rules_choice.read_rules(rules)
+        self._placement = layouts.text(layout)
+        self._groups: dict[str, Group] = {}
+        self._made: dict[Key, tuple[tuple[Leaf, ...], Leaf]] = {}
+        self._texts: dict[str, tuple[str, str]] = {}
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """What a manifest says of the mesh."""
+        return roles.stated(self.layout.mesh)
+
+    def outward(self, content: Content, live: Live) -> Content:
+        """The same content with what is stored in the place of what is local.
+
+        Raises `StateMismatch` or `InvalidRequest` by name for a tensor that is not what the layout says.
+        """
+        groups = {group: self._declare(group, content, live) for group in _NAMED}
+        groups[OPTIM] = self._declare_kept(content, groups, live)
+        if any(known.local and known is not groups[group] for group, known in self._groups.items()):
+            self._made = {}  # what a tensor is made of may depend on what else there is
+        self._groups = groups
+        gathered: dict[Key, list[Source]] = {}
+        for leaf in content.leaves.values():
+            for place in self._places(leaf):
+                key = leaf.key if place is None else (place[0].group, place[0].name)
+                gathered.setdefault(key, []).append((leaf, place))
+        leaves = {key: self._leaf(key, sources) for key, sources in gathered.items()}
+        self._made = {key: made for key, made in self._made.items() if key in leaves}
+        aliases = {group: _aliases(tied, groups.get(group)) for group, tied in content.aliases.items()}
+        for group, found in groups.items():
+            aliases[group] = {**_ties(found), **aliases.get(group, {})}
+        return Content(leaves, content.values, {group: tied for group, tied in aliases.items() if tied}, self.mesh)
+
+    def outward_text(self, key: str, text: str) -> str:
+        """An optimizer's document with the names of stored tensors; of what `outward` met last."""
+        known = self._texts.get(key)
+        if known is None or known[0] != text:
+            names = {
+                name: _names(self._groups[group], name) for group in (MASTER, MODEL) for name in self._groups[group].places
+            }
+            known = self._texts[key] = text, optimizer_documents.renamed(text, names)
+        return known[1]
+
+    def inward(self, stored: Stored, groups: Iterable[str], live: Live) -> View:
+        """These groups of the checkpoint as this rank alone would have saved them.
+
+        Raises `StateMismatch` or `InvalidRequest` naming a tensor that cannot be cut as the layout says.
+        """
+        wanted = {*groups} | ({MODEL, MASTER} if OPTIM in groups else set())
+        known = stored.specs.get(MODEL) or stored.specs.get(MASTER) or {}
+        shapes = {name: shape for name, (_, shape) in known.items()}
+        rules = rules_choice.choose(stored.config or self.config, known, self.layout, self._extra, shapes)
+        layout = declaring.with_forms(self.layout, live.parameters, rules)
+        order = _order(live.parameters, rules)
+        specs: dict[str, Mapping[str, tuple[str, Shape]]] = dict(stored.specs)
+        aliases = dict(stored.aliases)
+        held: dict[Key, LocalTensor] = {}
+        notes: list[str] = []
+        for group in (group for group in (*_NAMED, OPTIM) if group in wanted and stored.specs.get(group)):
+            tied = stored.aliases.get(group, {})
+            given = dict(sorted(stored.specs[group].items(), key=lambda item: order.get(_owner(group, item[0]), _LAST)))
+            found = holding.hold(layout, self.rank, group, given, rules, tied)
+            own = {local.name: local for local in found.tensors if not live.is_foreign(group, local.name)}
+            others = {name: spec for name, spec in given.items() if live.is_foreign(group, name)}
+            specs[group] = {**others, **{name: (local.dtype, local.shape) for name, local in own.items()}}
+            offered = {a for a in tied if layout.mesh.pp == 1 or a in live.parameters}  # or it may be another stage's
+            aliases[group] = {a: tied[a] for a in sorted(offered - specs[group].keys()) if tied[a] in specs[group]}
+            held.update({(group, name): local for name, local in own.items()})
+            notes += [note for note in found.notes if note not in notes]
+        values = {**stored.values, OPTIM: _inward_texts(stored, held)} if OPTIM in stored.values else stored.values
+        return View(stored._replace(specs=specs, aliases=aliases, values=values), held, tuple(notes))
+
+    def _declare(self, group: str, content: Content, live: Live) -> Group:
+        local = {
+            leaf.name: (leaf.dtype, leaf.shape) for leaf in content.leaves.values() if leaf.group == group and leaf.plain
+        }
+        known = self._groups.get(group)
+        if known is not None and known.local == local:
+            return known
+        rules = self._rules(local)
+        ties = rules.aliases()
+        self._refuse_unnamed(group, [name for name in local if name in live.parameters], local, rules)
+        aliased = {a: local[name] for a, name in content.aliases.get(group, {}).items() if name in local and a not in ties}
+        whole_unknown = self.layout.stage < _SHARED_FROM_STAGE[group]
+        named = {
+            name: spec
+            for name, spec in {**local, **aliased}.items()
+            if not whole_unknown or rules.rule(name) is not None or rules.fusion(name) is not None
+        }
+        return Group(local, self._worked_out(group, rules, named, live), ties)
+
+    def _refuse_unnamed(self, group: str, parameters: Iterable[str], local: Specs, rules: Rules) -> None:
+        """`InvalidRequest` for matrices that no rule names, where ranks hold parts: they may be cut too, nobody said how."""
+        mesh = self.layout.mesh
+        if mesh.tp == mesh.etp == mesh.ep == 1:
+            return
+        known = rules.aliases()
+        unnamed = [
+            name
+            for name in parameters
+            if len(local[name][1]) >= 2 and name not in known and rules.rule(name) is None and rules.fusion(name) is None
+        ]
+        if unnamed:
+            more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
+            raise InvalidRequest(
+                f"no rule of the layout {self._placement!r} names {group}/{unnamed[0]}{more}: it may be cut, or whole",
+                hint="add a table with rules= that says how it is cut (without `cut` it is whole), or hand over Fragments, "
+                "or DTensors",
+                tensors=[f"{group}/{name}" for name in unnamed],
+            )
+
+    def _declare_kept(self, content: Content, groups: Mapping[str, Group], live: Live) -> Group:
+        """What optimizers keep in another shape than the parameter's: shards of it, where the layout shares state out."""
+        local: Specs = {}
+        for leaf in content.leaves.values():
+            if leaf.group == OPTIM and leaf.plain and prod(leaf.shape) != 1:
+                owners = _owners(leaf.name, groups)
+                if owners and all(owner.local[_owner(OPTIM, leaf.name)][1] != leaf.shape for owner in owners):
+                    local[leaf.name] = (leaf.dtype, leaf.shape)
+        known = self._groups.get(OPTIM)
+        if known is not None and known.local == local:
+            return known
+        shared = local if self.layout.stage else {}
+        return Group(local, self._worked_out(OPTIM, self._rules(live.parameters), shared, live), {})
+
+    def _rules(self, names: Iterable[str]) -> Rules:
+        """The rules for a save. Only the config says what is tied: the names of one pipeline stage would not."""
+        return rules_choice.choose(self.config, names if self.config is None else (), self.layout, self._extra)
+
+    def _worked_out(self, group: str, rules: Rules, local: Specs, live: Live) -> Places:
+        if not local:
+            return {}
+        parameters = live.parameters if self.layout.stage else ()
+        found = declaring.declare(self.layout, self.rank, rules, group, local, parameters)
+        return {name: [(made.specs[part.tensor], part) for part in made.local.parts] for name, made in found.items()}
+
+    def _places(self, leaf: Leaf) -> Iterator[Place | None]:
+        """The stored tensors of which a leaf has parts; None where it is stored as it is."""
+        group = self._groups.get(leaf.group)
+        if not leaf.plain or group is None:
+            yield None
+        elif leaf.name in group.places:
+            yield from (_unless_same(leaf, place) for place in group.places[leaf.name])
+        elif leaf.group == OPTIM:
+            yield from _kept_places(leaf, self._groups)
+        else:
+            yield None
+
+    def _leaf(self, key: Key, sources: Sequence[Source]) -> Leaf:
+        """The stored tensor's leaf; the very one of the last save where it is made of the same."""
+        leaves = tuple(leaf for leaf, _ in sources)
+        known = self._made.get(key)
+        if known is not None and len(known[0]) == len(leaves) and all(a is b for a, b in zip(known[0], leaves, strict=True)):
+            return known[1]
+        made = self._joined(sources)
+        self._made[key] = leaves, made
+        return made
+
+    def _joined(self, sources: Sequence[Source]) -> Leaf:
+        first, place = sources[0]
+        if place is None:
+            return first
+        spec = place[0]
+        pieces: dict[object, Piece] = {}
+        for leaf, at in sources:
+            if at is None or at[0] != spec:
+                raise InvalidRequest(f"{leaf.path} and {first.path} do not agree on the stored tensor {spec.name!r}")
+            if at[1].box.volume:
+                pieces.setdefault(at[1].box, Piece(at[1].box, view(leaf, at[1])))  # the same box twice is tied tensors
+        return Leaf(spec.group, spec.name, spec.dtype, spec.shape, tuple(pieces.values()), self._placement)
+
+
+def declare(
+    layout: LayoutSource, launch: Launch, config: tuple[Mapping[str, Any] | None, Mapping[str, bytes]], rules: RulesSource
+) -> Declared:
+    """The layout of a launch's rank; the config is the one given, else that among the assets, else not known.
+
+    Raises `InvalidRequest` for what is no layout, or one of another number of ranks.
+    """
+    wanted = rules_choice.layout_of(layout)
+    if wanted.mesh.world != launch.world:
+        raise InvalidRequest(
+            f"the layout {layouts.text(wanted)!r} is of {wanted.mesh.world} ranks, and there are {launch.world}",
+            hint="the product of tp, cp, sharding, dp and pp is the number of ranks",
+        )
+    given, assets = config
+    if given is None and rules_choice.CONFIG in assets:
+        given = rules_choice.parse_config(assets[rules_choice.CONFIG], "the assets")
+    return Declared(wanted, launch.rank, given, rules)
+
+
+_LAST = (2**63, 0)
+
+
+def _order(parameters: Iterable[str], rules: Rules) -> dict[str, tuple[int, int]]:
+    """Where stored tensors stand in the order of the live parameters: sharding deals them out in that order."""
+    order: dict[str, tuple[int, int]] = {}
+    for position, name in enumerate(parameters):
+        fusion = rules.fusion(name)
+        for inner, part in enumerate(fusion.of if fusion is not None else (name,)):
+            for stored in (part, *(other.name for other in rules.fusions(part))):
+                order.setdefault(stored, (position, inner))
+    return order
+
+
+def _owner(group: str, name: str) -> str:
+    """The parameter that a tensor is of."""
+    return name.rpartition("/")[0] if group == OPTIM else name
+
+
+def _owners(name: str, groups: Mapping[str, Group]) -> list[Group]:
+    """The groups in which what an optimizer keeps has a parameter that the layout knows."""
+    owner = _owner(OPTIM, name)
+    return [groups[group] for group in (MASTER, MODEL) if owner in groups[group].places and owner in groups[group].local]
+
+
+def _kept_places(leaf: Leaf, groups: Mapping[str, Group]) -> Iterator[Place | None]:
+    """Where what is kept of a parameter belongs: where the parameter does, or at each tensor of which it has parts."""
+    owner, _, key = leaf.name.rpartition("/")
+    owners = _owners(leaf.name, groups)
+    if not owners:
+        yield None
+        return
+    alike = next((group for group in owners if group.local[owner][1] == leaf.shape), None)
+    if alike is not None:
+        for spec, part in alike.places[owner]:
+            followed = TensorSpec(OPTIM, f"{spec.name}/{key}", leaf.dtype, spec.shape)
+            yield _unless_same(leaf, (followed, part._replace(tensor=followed.name)))
+    elif prod(leaf.shape) == 1:
+        for name in _names(owners[0], owner):
+            spec = TensorSpec(OPTIM, f"{name}/{key}", leaf.dtype, leaf.shape)
+            yield _unless_same(leaf, (spec, Part(spec.name, whole(leaf.shape), 0, row_major(leaf.shape))))
+    elif [(spec.name, spec.shape) for spec, _ in owners[0].places[owner]] == [(owner, owners[0].local[owner][1])]:
+        yield None  # the rank holds all of the parameter, and so all that is kept of it
+    else:
+        raise InvalidRequest(
+            f"{leaf.path} has the shape {list(leaf.shape)}, its parameter here {list(owners[0].local[owner][1])}: "
+            "the layout does not say which part of what it is",
+            hint="keep such state in a Fragment or DTensor, or out of the state",
+        )
+
+
+def _unless_same(leaf: Leaf, place: Place) -> Place | None:
+    """None where the whole stored tensor stands in the local one of the same name and shape."""
+    spec, part = place
+    same = spec.name == leaf.name and spec.shape == leaf.shape == part.box.shape and part.strides == row_major(leaf.shape)
+    return None if same else place
+
+
+def _names(group: Group, name: str) -> list[str]:
+    """The stored tensors of which a local one has parts; its own name where the layout does not know it."""
+    return list(dict.fromkeys(spec.name for spec, _ in group.places[name])) if name in group.places else [name]
+
+
+def _aliases(tied: Mapping[str, str], group: Group | None) -> dict[str, str]:
+    """What is tied here, among stored names: tensor by tensor of what both are made of."""
+    if group is None:
+        return dict(tied)
+    found: dict[str, str] = {}
+    for alias, canonical in tied.items():
+        pairs = zip(_names(group, alias), _names(group, canonical), strict=True)
+        found.update((other, name) for other, name in pairs if other != name)
+    return found
+
+
+def _ties(group: Group) -> dict[str, str]:
+    """Names that the model ties to others: this rank holds the other's tensor under them."""
+    pairs = ((name, group.ties.get(name)) for name in group.places)
+    return {name: target for name, target in pairs if target is not None and _names(group, name) == [target]}
+
+
+def _inward_texts(stored: Stored, held: Mapping[Key, LocalTensor]) -> dict[str, str]:
+    """The optimizers' documents with the names of local tensors."""
+    names: dict[str, list[str]] = {}
+    for group in (MASTER, MODEL):
+        for (of, name), local in held.items():
+            for tensor in dict.fromkeys(part.tensor for part in local.parts if of == group):
+                if name not in names.setdefault(tensor, []):
+                    names[tensor].append(name)
+    return {key: optimizer_documents.renamed(text, names) for key, text in stored.values[OPTIM].items()}

@@ -1,0 +1,67 @@
+"""Which rules and which layout are meant, from what a caller gives: text, mappings, a team's TOML file, a config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.read.reader import CheckpointReader
+from holdfast_formats import layouts, rules
+from holdfast_formats.errors import CorruptManifest, InvalidRequest
+from holdfast_formats.layouts import Layout
+from holdfast_formats.region import Shape
+from holdfast_formats.rules import Rules
+
+CONFIG = "config.json"
+RULES_BYTES_MAX = 2**20  # a table has its own, lower limit: this one keeps a wrong file out of memory
+
+RulesSource = str | Path | Mapping[str, Any] | None  # a TOML file, what it would hold, or the tables as they are
+LayoutSource = Layout | str | Mapping[str, Any]
+
+
+def layout_of(layout: LayoutSource) -> Layout:
+    """The layout; `InvalidRequest` for what is none."""
+    return layout if isinstance(layout, Layout) else layouts.parse(layout)
+
+
+def choose(
+    config: Mapping[str, Any] | None,
+    names: Iterable[str],
+    layout: Layout,
+    extra: Mapping[str, Any] | None,
+    shapes: Mapping[str, Shape] | None = None,
+) -> Rules:
+    """The rules for a model: the table that the layout names or its config implies, or the team's own."""
+    return rules.choose(config, names, table=layout.rules, extra=extra, shapes=shapes)
+
+
+def read_rules(source: RulesSource) -> Mapping[str, Any] | None:
+    """A team's own rules as plain values; `InvalidRequest` naming a file that cannot be read or is no TOML."""
+    if source is None or isinstance(source, Mapping):
+        return source
+    try:
+        with open(source, "rb") as file:
+            text = file.read(RULES_BYTES_MAX)
+    except OSError as error:
+        raise InvalidRequest(f"the rules at {source} cannot be read: {error.strerror}") from error
+    return rules.decode(text)
+
+
+def config_of(reader: CheckpointReader) -> Mapping[str, Any] | None:
+    """The checkpoint's config.json, None where it has none; `CorruptManifest` when it is no JSON object."""
+    if reader.manifest.file(CONFIG) is None:
+        return None
+    return parse_config(reader.read_file(CONFIG), reader.source.label)
+
+
+def parse_config(encoded: bytes, label: str) -> Mapping[str, Any]:
+    """A config.json; `CorruptManifest` naming where it comes from when it is no JSON object."""
+    try:
+        found = json.loads(encoded)
+    except (ValueError, RecursionError) as error:
+        raise CorruptManifest(f"{label}: {CONFIG} is not JSON: {error}", file=CONFIG) from error
+    if not isinstance(found, dict):
+        raise CorruptManifest(f"{label}: {CONFIG} is not a JSON object", file=CONFIG)
+    return found

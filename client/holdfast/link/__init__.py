@@ -1,0 +1,1 @@
+"""The daemon: find it, connect, converse."""

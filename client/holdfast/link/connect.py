@@ -1,0 +1,135 @@
+"""Where a checkpointer's daemon and directory are, from what its caller gave: root, socket, url, or nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.config import DEFAULT_ROOT, default_socket
+from holdfast.link import embedded, roots
+from holdfast.link.unix_socket import Link
+from holdfast.remote.http_link import RemoteLink
+from holdfast.rest.api import Api
+from holdfast.transport import Transport
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest, WrongRoot
+from holdfast_formats.whereabouts import RootMark
+from holdfast_formats.wire import Outcome, Welcome
+
+Tellers = tuple[Callable[[Outcome], None], Callable[[CheckpointError], None]]  # of outcomes, and of the daemon's loss
+
+
+class Place(NamedTuple):
+    """At most one of these is set; with none, the user's daemon is tried first, then an embedded one on ./holdfast-data."""
+
+    root: Path | None
+    socket: Path | None
+    url: str | None
+
+    @property
+    def directory(self) -> Path | None:
+        """The root that can be read, or served by an embedded daemon, with no daemon answering."""
+        if self.root is not None:
+            return self.root
+        return DEFAULT_ROOT if self.socket is None and self.url is None else None
+
+
+def place(root: str | Path | None, socket: str | Path | None, url: str | None) -> Place:
+    """`InvalidRequest` when more than one way to the daemon is given."""
+    if sum(given is not None for given in (root, socket, url)) > 1:
+        raise InvalidRequest("give one of root=, socket= and url=, not several")
+    return Place(Path(root) if root is not None else None, Path(socket) if socket is not None else None, url)
+
+
+Greet = Callable[[Transport, RootMark | None], Welcome]  # says hello; the root that is meant, where one is
+
+
+class Connection(NamedTuple):
+    """A daemon that has said welcome; `notes` name those of other roots that were met before it."""
+
+    link: Transport
+    welcome: Welcome
+    notes: tuple[str, ...] = ()
+
+
+def connect(where: Place, start: bool, tellers: Tellers, greet: Greet) -> Connection:
+    """The daemon of this place, started if need be and `start` allows it; `DaemonGone` when there is none.
+
+    Over its socket where that can be reached from here, else over HTTP: then the rank stages into memory of its own. A
+    daemon is a directory's when it says so itself: its socket's path, and what stands in the directory, may be another's.
+    """
+    if where.socket is not None:
+        return _greeted(_link(where, where.socket, tellers), greet, None)
+    if where.url is not None:
+        near = _socket_of(where.url)
+        try:
+            made = _link(where, near, tellers) if near is not None else RemoteLink(where.url, *tellers)
+        except DaemonGone:  # the socket is there, but not for us
+            made = RemoteLink(where.url, *tellers)
+        return _greeted(made, greet, None)
+    directory = where.directory
+    notes: list[str] = []
+    wrong: list[Path] = []
+    known = _ours(default_socket()) if where.root is None else None
+    candidates: list[tuple[Path, RootMark | None]] = [(known, None)] if known is not None else []
+    if directory is not None:
+        candidates += [(named, roots.mark(directory))] if (named := roots.running_socket(directory)) is not None else []
+        notes += [said] if (said := roots.other_daemon(directory)) is not None else []
+    for path, meant in candidates:
+        try:
+            return _greeted(_link(where, path, tellers), greet, meant)._replace(notes=tuple(notes))
+        except DaemonGone:
+            continue
+        except WrongRoot as error:
+            wrong.append(path)
+            notes.append(f"at {path}, which {directory} names as its daemon's socket: {error.detail}")
+    if not start or directory is None:
+        raise DaemonGone("; ".join([f"no daemon serves {directory}", *notes]), hint="start one with `holdfast serve`")
+    made = _link(where, embedded.start(directory, wrong), tellers)
+    return _greeted(made, greet, roots.mark(directory))._replace(notes=tuple(notes))
+
+
+def _link(where: Place, path: Path, tellers: Tellers) -> Link:
+    return Link(path, *tellers, lambda: _next_socket(where, path))
+
+
+def _greeted(link: Transport, greet: Greet, meant: RootMark | None) -> Connection:
+    try:
+        return Connection(link, greet(link, meant))
+    except CheckpointError:
+        link.close()
+        raise
+
+
+def _ours(path: Path) -> Path | None:
+    """A socket that nobody told us of, unless its directory is somebody else's: under /tmp that could be anybody's."""
+    try:
+        owner = path.parent.stat().st_uid
+    except OSError:
+        return None
+    return path if owner in (0, os.geteuid()) else None
+
+
+def _next_socket(where: Place, path: Path) -> Path:
+    """Where the daemon answers that follows the one at `path`. A daemon that trainers started, they start again."""
+    if where.directory is None:
+        return path
+    if embedded.is_embedded(path):
+        return embedded.start(where.directory)
+    return roots.running_socket(where.directory) or path
+
+
+def _socket_of(url: str) -> Path | None:
+    """The socket of the daemon at `url` if it is to be seen here: the very one, not another daemon's at the same path."""
+    with Api(url) as api:
+        nodes = api.nodes()
+    for node in nodes:
+        try:
+            at = os.stat(node.socket) if node.socket is not None else None
+        except OSError:
+            continue
+        if at is not None and node.socket_id in (None, naming.socket_id(at.st_ino, at.st_ctime_ns)):
+            return Path(str(node.socket))
+    return None

@@ -1,0 +1,135 @@
+"""An embedded daemon: with none at the socket, a trainer starts one on a local directory, in a process of its own.
+
+It is a process and not a thread so that it outlives the trainer: what was staged when the trainer was killed is still
+committed. It ends by itself when nobody has needed it for a while.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.config import default_socket
+from holdfast.link import roots
+from holdfast_formats.errors import EXIT_STATUS, Conflict, DaemonGone
+
+EXIT_WHEN_IDLE_S = 30
+START_TIMEOUT_S = 60.0
+POLL_S = 0.05
+LOG = "holdfast-daemon.log"
+RETRY_S = 1.0
+_PREFIX = "embedded-"
+_IN_USE = EXIT_STATUS[Conflict]
+
+
+def is_embedded(socket: Path) -> bool:
+    """Whether the daemon at this socket was started by trainers."""
+    return socket.name.startswith(_PREFIX)
+
+
+def start(root: Path, but: Collection[Path] = ()) -> Path:
+    """Start a daemon on `root`, or find the one another rank started meanwhile; return its socket.
+
+    Where another process has the root, a daemon that is still starting or a tool, it is waited for. A daemon at one of the
+    sockets `but` serves another root. Raises `DaemonGone`, with the end of the daemon's log, when none comes up.
+    """
+    if importlib.util.find_spec("holdfast_service") is None or importlib.util.find_spec("fastapi") is None:
+        raise DaemonGone(
+            "the daemon is not installed here", hint="pip install 'holdfast-checkpoint[service]', or start one elsewhere"
+        )
+    try:
+        return _start(root.absolute(), but)
+    except OSError as error:
+        raise DaemonGone(
+            f"no daemon can be started on {root}: {error}", hint="give a root that can be written to, or start one elsewhere"
+        ) from error
+
+
+def _start(root: Path, but: Collection[Path]) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    at = os.stat(root)  # not its path: what was there before may still be served
+    name = hashlib.sha256(f"{at.st_dev}-{at.st_ino}".encode()).hexdigest()[:10]
+    directory = default_socket().parent
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    limit = time.monotonic() + START_TIMEOUT_S
+    with _turn(directory / f"{_PREFIX}{name}.lock"):
+        _sweep(directory, name)
+        while True:
+            known = _found(root, but)
+            if known is not None:
+                return known
+            log = _launch(root, directory / f"{_PREFIX}{name}-{uuid.uuid4().hex[:6]}.sock", limit)
+            if log is None:
+                continue
+            if time.monotonic() > limit:
+                raise DaemonGone(
+                    f"{root} was in use by another process for {START_TIMEOUT_S:.0f} s, and no daemon came up in it: {log}",
+                    hint=f"stop that process, or see why its daemon does not start; the log is {root / LOG}",
+                )
+            _await(root, but)
+
+
+def _found(root: Path, but: Collection[Path]) -> Path | None:
+    known = roots.running_socket(root)
+    return known if known is not None and known not in but and _answers(known) else None
+
+
+def _await(root: Path, but: Collection[Path]) -> None:
+    """Another process has the root: give it a while to answer, or to be done."""
+    limit = time.monotonic() + RETRY_S
+    while _found(root, but) is None and time.monotonic() < limit:
+        time.sleep(POLL_S)
+
+
+def _sweep(directory: Path, name: str) -> None:
+    """Remove what daemons that were killed have left of their sockets."""
+    for path in directory.glob(f"{_PREFIX}{name}-*.sock"):
+        if not _answers(path):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _turn(lock: Path) -> Iterator[None]:
+    """One rank of the node starts the daemon, the others wait and find it."""
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _launch(root: Path, socket: Path, limit: float) -> str | None:
+    """Start a daemon; None once it answers, and the end of its log where another process has the root."""
+    command = [sys.executable, "-m", "holdfast_service", "--root", str(root), "--socket", str(socket)]
+    command += ["--listen", "none", "--exit-when-idle", str(EXIT_WHEN_IDLE_S)]
+    with open(root / LOG, "ab") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    while roots.running_socket(root) != socket or not _answers(socket):
+        status = process.poll()
+        if status == _IN_USE:
+            return (root / LOG).read_text(errors="replace")[-1000:]
+        if status is not None or time.monotonic() > limit:
+            tail = (root / LOG).read_text(errors="replace")[-1000:]
+            what = f"ended with status {status}" if status is not None else f"did not come up in {START_TIMEOUT_S:.0f} s"
+            raise DaemonGone(f"the embedded daemon on {root} {what}: {tail}", hint=f"its log is {root / LOG}")
+        time.sleep(POLL_S)
+    process.returncode = 0  # it outlives us by design: keep Popen from warning that we did not wait for it
+    return None
+
+
+def _answers(path: Path) -> bool:
+    import socket as sockets
+
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True

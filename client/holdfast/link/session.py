@@ -1,0 +1,213 @@
+"""A rank's standing with its daemon: who it is there, its attempt. Made anew when the daemon is another one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast import launch
+from holdfast.config import take_over
+from holdfast.link import roots
+from holdfast.link.connect import Place, connect
+from holdfast.read.held_slots import HeldSlot, take_held
+from holdfast.read.root_directory import living_steps, open_checkpoint, published_steps
+from holdfast.read.shared_load import Neighbours
+from holdfast.threads.background_requests import Aside
+from holdfast.tickets import Tickets
+from holdfast.transport import Transport
+from holdfast_formats import choosing, wire
+from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, NoSuchCheckpoint, from_problem
+from holdfast_formats.whereabouts import RootMark
+
+log = logging.getLogger(__name__)
+
+SETTLE_WAIT_S = 3600.0
+ENDED_WAIT_S = 3600.0  # how long the other ranks' restores are waited for
+REPLY_SPARE_S = 60.0
+
+
+class Who(NamedTuple):
+    """How a rank introduces itself."""
+
+    run: str
+    rank: int
+    world: int
+    launch: str
+    keep_last: int | None
+
+
+class Choice(NamedTuple):
+    """The step to restore, None when there is none, and where it can be read.
+
+    `turn` is the question's number where a daemon answered it; `notes` say which newer steps it passed over.
+    """
+
+    step: int | None
+    root: Path | None
+    url: str | None
+    turn: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Judgement(NamedTuple):
+    """What becomes of a restore: this rank reads `again`, or it failed, or, with neither, it goes on."""
+
+    again: bool = False
+    error: CheckpointError | None = None
+    late: bool = False  # it failed here, and others have gone on
+    newest: int | None = None  # where a step was named and failed: the newest one that is not known to be damaged
+
+
+class Session:
+    """Not safe for threads: its owner's lock guards it. Outcomes of saves go to `tickets`, from the link's own thread.
+
+    `notices` are what the user should know of the daemon and of the memory in which saves are staged.
+    """
+
+    def __init__(self, who: Who, place: Place, tickets: Tickets) -> None:
+        """Nothing is contacted yet."""
+        self._who, self._place, self._tickets = who, place, tickets
+        self._id = uuid.uuid4().hex
+        self._link: Transport | None = None
+        self._welcome: wire.Welcome | None = None
+        self._turn = 0
+        self.notices: list[str] = []
+
+    @property
+    def attempt(self) -> int | None:
+        """The attempt that a daemon has given this launch, once one has."""
+        return None if self._welcome is None else self._welcome.attempt
+
+    @property
+    def link(self) -> Transport | None:
+        """The way to its present daemon, if it has one."""
+        return self._link
+
+    def connected(self, start: bool) -> wire.Welcome:
+        """The daemon's welcome; connects, or connects again, where need be. `start` allows to start a daemon."""
+        if self._link is not None and self._welcome is not None and self._link.alive:
+            return self._welcome
+        if self._link is not None:
+            self._link.close()
+        made = connect(self._place, start, (self._tickets.outcome, self._tickets.lost), self._greet)
+        for note in (*made.notes, *made.welcome.notices):
+            if note not in self.notices:
+                self.say(note)
+        self._link, self._welcome = Aside(made.link), made.welcome
+        return made.welcome
+
+    def _greet(self, link: Transport, meant: RootMark | None) -> wire.Welcome:
+        if meant is None and self._welcome is not None:  # wherever it answers now, it serves the root that it did before
+            meant = RootMark(id=self._welcome.mark.id)
+        about = {"pid": os.getpid(), "process": launch.this_process(), "session": self._id, "take_over": take_over()}
+        return Aside(link).request(wire.Hello(id=link.next_id(), root=meant, **about, **self._who._asdict()), wire.Welcome)
+
+    def _readable(self, welcome: wire.Welcome) -> Path | None:
+        """The daemon's root where it can be read from here: the very directory, not just one at the same path."""
+        places = [self._place.root, Path(welcome.root) if welcome.root else None]
+        return next((path for path in places if path is not None and roots.is_at(path, welcome.mark)), None)
+
+    def choose(
+        self,
+        step: int | None,
+        groups: tuple[str, ...],
+        start: bool = False,
+        below: int | None = None,
+        healthy: bool = False,
+    ) -> Choice:
+        """Which step to restore: from the daemon if one is there, else the newest in the directory that has the groups.
+
+        `start` says to start a daemon if need be. In a directory, `below` is a step that turned out damaged: an older one.
+        How healthy a checkpoint is only a daemon knows: with `healthy`, one is started in any case.
+        """
+        try:
+            welcome = self.connected(start or healthy)
+        except DaemonGone as gone:
+            directory = self._place.directory
+            if directory is None or healthy:
+                raise
+            if start:
+                log.info("no daemon to agree on a step with: %s", gone.detail)
+            return Choice(_newest(directory, self._who.run, step, groups, below), directory, None)
+        assert self._link is not None
+        about = {"turn": self._turn, "step": step, "groups": groups, "healthy": healthy}
+        question = wire.Choose(id=self._link.next_id(), **about, wait_s=SETTLE_WAIT_S)
+        chosen = self._link.request(question, wire.Chosen, SETTLE_WAIT_S)
+        turn, self._turn = self._turn, self._turn + 1
+        return Choice(chosen.step, self._readable(welcome), welcome.url, turn, chosen.notes)
+
+    def ended(self, choice: Choice, error: CheckpointError | None, alone: bool) -> Judgement:
+        """Tell how the restore of a choice ended; what is to be done, once all ranks of the launch have told.
+
+        With no daemon to tell it to, or one that is lost now, each rank is on its own. `alone` asks for this rank only.
+        """
+        own = Judgement(error=error, late=self._who.world > 1, newest=self._other(choice, error))
+        if choice.turn is None or choice.step is None or self._link is None:
+            return own
+        problem = None if error is None else error.problem()
+        message = wire.Ended(
+            id=self._link.next_id(),
+            turn=choice.turn,
+            step=choice.step,
+            problem=problem,
+            alone=alone,
+            wait_s=ENDED_WAIT_S,
+        )
+        try:
+            found = self._link.request(message, wire.Judged, ENDED_WAIT_S + REPLY_SPARE_S)
+        except CheckpointError as failure:
+            log.warning("nobody could be told how the restore of step %d ended: %s", choice.step, failure.detail)
+            return own
+        return Judgement(
+            found.again, None if found.problem is None else from_problem(found.problem), found.late, found.newest
+        )
+
+    def _other(self, choice: Choice, error: CheckpointError | None) -> int | None:
+        """The newest step in the directory but the one that is damaged, where no daemon knows better."""
+        if error is None or choice.turn is not None or choice.root is None:
+            return None
+        return next((step for step in living_steps(choice.root, self._who.run) if step != choice.step), None)
+
+    def held(self, step: int) -> list[HeldSlot]:
+        """The slots from which a step was committed, where the daemon still holds them; the caller closes them."""
+        return [] if self._link is None else take_held(self._link, step)
+
+    def neighbours(self, peers: int) -> Neighbours | None:
+        """The other ranks of this launch on this machine; None where there are none, or no daemon that they share."""
+        return Neighbours(self._link, peers) if self._link is not None and peers > 1 else None
+
+    def say(self, notice: str) -> None:
+        log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)
+        self.notices.append(notice)
+
+    def close(self, ended: bool = False) -> None:
+        """Part from the daemon; `ended` says that it was as planned, so that nothing is held for a restart."""
+        if self._link is not None:
+            self._link.close(ended)
+            self._link = None
+
+
+def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...], below: int | None = None) -> int | None:
+    if step is not None:
+        steps = published_steps(root, run)
+        if step not in steps:
+            raise NoSuchCheckpoint(f"{root} has no checkpoint {run}@{step}", hint=f"there are {steps[:10]}")
+        return step
+    offers: dict[int, Sequence[str]] = {}
+    for candidate in (
+        found for found in living_steps(root, run, published_steps(root, run)) if below is None or found < below
+    ):
+        try:
+            with open_checkpoint(root, None, run, candidate) as reader:
+                if set(groups) <= set(reader.manifest.groups):
+                    return candidate
+                offers[candidate] = reader.manifest.groups
+        except Damaged:  # what is wrong with it, loading it says
+            return candidate
+    if offers:
+        raise choosing.lacking(run, offers, groups)
+    return None

@@ -1,0 +1,421 @@
+"""This rank's connection to its node's daemon: requests and replies, outcomes as they come, one memfd when it is sent.
+
+A daemon may die and another take its place. A link that knows how to dial again mends itself in the background: it says
+hello as before, brings its segment along, and says which steps it awaits. Requests wait a moment for that. Seals need not
+wait, since they stand in shared memory already, nor do leases where a slot is free: the next daemon finds what was taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.link import unattended
+from holdfast_formats import wire
+from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, WrongRoot, from_problem
+from holdfast_formats.whereabouts import RootMark
+
+log = logging.getLogger(__name__)
+
+RECEIVE_BYTES = 65_536
+CONNECT_TIMEOUT_S = 5.0
+REPLY_TIMEOUT_S = 60.0
+MEND_WAIT_S = 10.0  # how long after the loss of a daemon a request waits for the next one
+MEND_S = 60.0  # how long the next daemon is looked for in the background
+MEND_PAUSE_S = 0.05
+_HINT = "start one with `holdfast serve`, or pass root= to use an embedded one"
+_FORKED = "make a Checkpointer of its own there, if it is to save"
+_SAME_VERSION = "use the same version of holdfast on both sides"
+
+_Reply = TypeVar("_Reply", bound=wire.Reply)
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+class Link:
+    """One rank's conversation with the daemon. Requests may come from any thread; `on_outcome` is called on the link's own.
+
+    `dial` says where the next daemon answers, and may start one; without it the first loss is final. `on_lost` is called
+    when a loss is.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        on_outcome: Callable[[wire.Outcome], None],
+        on_lost: Callable[[CheckpointError], None],
+        dial: Callable[[], Path] | None = None,
+    ):
+        self.path = path
+        self._on_outcome, self._on_lost, self._dial = on_outcome, on_lost, dial
+        self._ids = itertools.count()
+        self._condition = threading.Condition()
+        self._replies: dict[int, wire.Reply] = {}
+        self._fds: list[int] = []
+        self._broken: CheckpointError | None = None  # the present conversation's end
+        self._lost: CheckpointError | None = None  # the end of all
+        self._mender: threading.Thread | None = None
+        self._broken_at = 0.0
+        self._dialled = 0  # tries of the mender that failed
+        self._hurry = threading.Event()
+        self._closing = threading.Event()
+        self._hello: wire.Hello | None = None
+        self._attempt: int | None = None
+        self._segment = -1
+        self._spilled = False  # the segment is a file on disk
+        self._late: dict[int, int] = {}  # requests whose replies nobody waits for, and the steps of those that are leases
+        self._attaching = False  # the next daemon is being told what the segment holds
+        self._awaited: dict[int, int] = {}  # step -> the turn of its save
+        self._unsaid: list[wire.Seal | wire.Abandon] = []  # that no daemon has answered
+        self._begin(_connect(path))
+        _links.add(self)
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests have a chance; a link that is being mended counts."""
+        return self._lost is None and not self._closing.is_set()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the connection is the parent's. An end of it kept here would keep it open when that dies."""
+        self._condition = threading.Condition()  # another thread, which there is not in here, may have held the old one
+        self._lost = self._broken = DaemonGone("this process was forked from the rank's", hint=_FORKED)
+        self._socket.close()
+        for fd in (*self._fds, self._segment):
+            if fd >= 0:
+                os.close(fd)
+        self._fds, self._segment = [], -1
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def request(self, message: wire.Request, kind: type[_Reply], timeout_s: float = REPLY_TIMEOUT_S) -> _Reply:
+        """Send a request and wait for its reply; a `Failed` reply is raised as the error it carries.
+
+        Where the daemon is lost meanwhile, the next one is asked; `DaemonGone` when there is none within `MEND_WAIT_S` of
+        the loss, nor at once after that.
+        """
+        limit = time.monotonic() + timeout_s
+        while (reply := self._wait_until_mended(message)) is None:
+            try:
+                reply = self._ask(message, limit)
+                break
+            except DaemonGone:
+                if self._dial is None or self._lost is not None or self._closing.is_set():
+                    raise
+        return _expected(message, reply, kind)
+
+    def ask(
+        self, message: wire.Request, kind: type[_Reply], fds: tuple[int, ...] = (), timeout_s: float = REPLY_TIMEOUT_S
+    ) -> _Reply:
+        """Like `request`, with descriptors, but of the present daemon alone: `DaemonGone` as soon as that is lost."""
+        return _expected(message, self._ask(message, time.monotonic() + timeout_s, fds), kind)
+
+    def tell(self, message: wire.Request) -> None:
+        """Send what has no reply. It is lost, without a word, where there is no daemon just now."""
+        with self._condition:
+            if self.alive and self._mender is None and self._broken is None:
+                with suppress(OSError):
+                    self._socket.sendall(wire.encode_frame(message))
+
+    def take_fd(self) -> int:
+        """The descriptor that came with the last reply; the caller closes it. The link keeps one for the next daemon."""
+        with self._condition:
+            if not self._fds:
+                raise DaemonGone("the daemon sent no shared memory")
+            fd = self._fds.pop(0)
+            if self._segment >= 0:
+                os.close(self._segment)
+            self._segment = os.dup(fd)
+            return fd
+
+    def take_fds(self, count: int) -> list[int]:
+        """The descriptors that came with the last reply, which are the caller's; `DaemonGone` when they are gone with it."""
+        with self._condition:
+            if len(self._fds) < count:
+                raise DaemonGone("the daemon sent no shared memory")
+            taken, self._fds = self._fds[:count], self._fds[count:]
+            return taken
+
+    def close(self, ended: bool = False) -> None:
+        """Part from the daemon; `ended` tells it that nobody will go on from here, so that it need not hold anything."""
+        self._closing.set()
+        self._hurry.set()
+        with self._condition:
+            self._condition.notify_all()
+            if ended and self._hello is not None:
+                with suppress(OSError):
+                    self._socket.sendall(wire.encode_frame(wire.Farewell(id=self.next_id())))
+        with suppress(OSError):  # the daemon may have hung up first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        for thread in (self._mender, self._thread):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(timeout=5)
+        with self._condition:
+            self._socket.close()
+            for fd in (*self._fds, self._segment):
+                if fd >= 0:
+                    os.close(fd)
+            self._fds.clear()
+            self._segment = -1
+
+    def _begin(self, connection: socket.socket) -> None:
+        """A new conversation takes the place of the one that broke."""
+        with self._condition:
+            for fd in self._fds:
+                os.close(fd)
+            if self._closing.is_set():
+                connection.close()
+                raise DaemonGone(f"the link to {self.path} was closed")
+            self._socket, self._fds, self._broken = connection, [], None
+            self._replies.clear()
+            self._late.clear()  # another daemon finds in the segment what was granted
+        self._thread = threading.Thread(target=self._receive_loop, args=(connection,), name="holdfast-link", daemon=True)
+        self._thread.start()
+
+    def _wait_until_mended(self, message: wire.Request) -> wire.Reply | None:
+        """Wait, for a while, until there is a daemon to ask; the reply where the next one will find it in the segment."""
+        with self._condition:
+            if self._mender is not None and self.alive and (reply := self._answer_alone(message)) is not None:
+                return reply
+            goal = self._dialled + 2  # one whole try that begins from now on, though others went before
+            limit = time.monotonic() + MEND_WAIT_S
+            while self._mender is not None and self.alive:
+                self._hurry.set()
+                now = time.monotonic()
+                if now >= limit or (now >= self._broken_at + MEND_WAIT_S and self._dialled >= goal):
+                    raise DaemonGone(f"the daemon at {self.path} is gone, and none has come for it yet", hint=_HINT)
+                self._condition.wait(MEND_PAUSE_S)
+            if self._lost is not None:
+                raise self._lost
+            return None
+
+    def _answer_alone(self, message: wire.Request) -> wire.Reply | None:
+        """What needs no daemon to be answered; the condition is held."""
+        if isinstance(message, wire.Seal):
+            self._unsaid.append(message)
+            return wire.Sealed(reply_to=message.id)
+        alone = self._segment >= 0 and not self._spilled and not self._attaching and self._attempt is not None
+        if not alone or not isinstance(message, wire.Lease) or message.intent.existing == "same":
+            return None
+        assert self._attempt is not None
+        slot = unattended.take_slot(self._segment, message.step, self._attempt)
+        if slot is not None:
+            reply = wire.Granted(reply_to=message.id, slot=slot, deadline_s=0.0)
+            self._note(message, reply)
+            return reply
+        if message.policy == "wait":
+            return None
+        # Without a daemon nothing that waits is dropped for it: it is, and the next daemon drops other ranks' parts of it.
+        problem = unattended.dropped(message.step, message.policy).problem()
+        self._unsaid.append(wire.Abandon(id=self.next_id(), slot=0, step=message.step, problem=problem))
+        return wire.Failed(reply_to=message.id, problem=problem)
+
+    def _ask(self, message: wire.Request, limit: float, fds: tuple[int, ...] = ()) -> wire.Reply:
+        frame = wire.encode_frame(message)
+        with self._condition:
+            connection = self._socket
+            if isinstance(message, wire.Lease):
+                self._await_late(limit)
+            try:
+                sent = socket.send_fds(connection, [frame], list(fds)) if fds else 0
+                connection.sendall(frame[sent:])
+            except OSError as error:
+                raise DaemonGone(f"the daemon at {self.path} went away: {error}", hint=_HINT) from error
+            while message.id not in self._replies:
+                if self._socket is not connection or self._broken is not None:
+                    raise self._broken or DaemonGone(f"the daemon at {self.path} went away", hint=_HINT)
+                if not self._condition.wait(max(limit - time.monotonic(), 0)) and time.monotonic() >= limit:
+                    if isinstance(message, wire.Lease):
+                        self._late[message.id] = message.step
+                    raise DeadlineExceeded(f"the daemon at {self.path} did not answer in time")
+            reply = self._replies.pop(message.id)
+            self._note(message, reply)
+            return reply
+
+    def _await_late(self, limit: float) -> None:
+        """Return when what was granted too late is given back; the condition is held. The daemon hears a rank's words in
+        turn, and would not hear of it for as long as it looks for the slot that is asked for now.
+        """
+        connection = self._socket
+        answered = self._condition.wait_for(
+            lambda: not self._late or self._broken is not None or self._socket is not connection,
+            max(limit - time.monotonic(), 0),
+        )
+        if not answered:
+            raise DeadlineExceeded(f"the daemon at {self.path} has not answered for a while")
+
+    def _note(self, message: wire.Request, reply: wire.Reply) -> None:
+        """Remember what the next daemon must be told. The condition is held, so that no mending comes in between."""
+        if isinstance(message, wire.Hello) and isinstance(reply, wire.Welcome) and self._hello is None:
+            # By its id alone: what the directory's numbers are now is for the root's daemons to say.
+            self._hello = message.model_copy(update={"root": RootMark(id=reply.mark.id)})
+            self._attempt = reply.attempt
+        elif isinstance(reply, wire.Segment):
+            self._spilled = reply.spilled
+        elif isinstance(message, wire.Lease) and isinstance(reply, wire.Granted):
+            self._awaited[message.step] = message.intent.turn
+        elif isinstance(message, wire.Abandon) or (isinstance(message, wire.Seal) and isinstance(reply, wire.Failed)):
+            self._awaited.pop(message.step, None)
+
+    def _receive_loop(self, connection: socket.socket) -> None:
+        decoder = wire.FrameDecoder(wire.TO_RANK)
+        error = DaemonGone(f"the daemon at {self.path} closed the connection", hint=_HINT)
+        understood = True
+        try:
+            while True:
+                data, fds, _, _ = socket.recv_fds(connection, RECEIVE_BYTES, wire.HELD_RANKS_MAX)
+                with self._condition:
+                    for fd in fds:
+                        os.set_inheritable(fd, False)
+                    self._fds += fds
+                if not data:
+                    break
+                for message in decoder.feed(data):
+                    self._take(message)
+        except OSError as failure:
+            error = DaemonGone(f"the connection to the daemon at {self.path} broke: {failure}", hint=_HINT)
+        except CheckpointError as failure:
+            understood = False
+            error = DaemonGone(f"the daemon at {self.path} cannot be understood: {failure.detail}", hint=_SAME_VERSION)
+        self._break(connection, error, understood)
+
+    def _break(self, connection: socket.socket, error: CheckpointError, understood: bool = True) -> None:
+        """A conversation is over: mend it in the background, or tell that it is lost, as where it would only end again."""
+        with self._condition:
+            if connection is not self._socket:
+                return
+            self._broken = error
+            self._condition.notify_all()
+            if self._mender is not None or self._closing.is_set():
+                return  # the mender looks after it
+            self._broken_at = time.monotonic()
+            if self._dial is not None and self._hello is not None and understood:
+                self._mender = threading.Thread(target=self._mend, args=(self._dial,), name="holdfast-mend", daemon=True)
+                self._mender.start()
+                return
+            self._lost = error
+        self._on_lost(error)
+
+    def _mend(self, dial: Callable[[], Path]) -> None:
+        error: CheckpointError | None = self._broken
+        while time.monotonic() < self._broken_at + MEND_S and not self._closing.is_set():
+            _hang_up(self._socket)
+            self._attaching = False
+            try:
+                self.path = dial()
+                self._begin(_connect(self.path))
+                self._rejoin()
+                return
+            except (DaemonGone, DeadlineExceeded, WrongRoot) as failure:  # another root's daemon may have taken the socket
+                error = failure
+            except CheckpointError as refusal:
+                error = refusal
+                break
+            with self._condition:
+                self._dialled += 1
+                self._condition.notify_all()
+            self._hurry.wait(MEND_PAUSE_S)
+            self._hurry.clear()
+        assert error is not None
+        with self._condition:
+            self._lost = self._broken = error
+            self._condition.notify_all()
+        if not self._closing.is_set():
+            self._on_lost(error)
+
+    def _rejoin(self) -> None:
+        """Be to this daemon what we were to the one before."""
+        limit = time.monotonic() + REPLY_TIMEOUT_S
+        assert self._hello is not None
+        hello = self._hello.model_copy(update={"id": self.next_id()})
+        welcome = _expected(hello, self._ask(hello, limit), wire.Welcome)
+        if welcome.attempt != self._attempt:
+            raise CheckpointError(f"the daemon at {self.path} takes this launch for attempt {welcome.attempt}")
+        if self._segment >= 0:
+            with self._condition:
+                self._attaching = True
+                awaited = dict(sorted(self._awaited.items()))
+            attach = wire.Attach(id=self.next_id(), open=tuple(awaited), turns=tuple(awaited.values()))
+            _expected(attach, self._ask(attach, limit, (self._segment,)), wire.Done)
+        while True:
+            with self._condition:
+                if self._broken is not None:
+                    raise self._broken
+                if not self._unsaid:
+                    self._mender, self._attaching = None, False
+                    self._condition.notify_all()
+                    break
+                unsaid = self._unsaid[0]
+            reply = self._ask(unsaid.model_copy(update={"id": self.next_id()}), limit)
+            with self._condition:
+                self._unsaid.remove(unsaid)
+            if isinstance(reply, wire.Failed):  # its outcome was told with the answer to attach
+                log.info("step %d: the next daemon had ended it already", unsaid.step)
+        log.info("another daemon answers at %s", self.path)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, wire.Outcome):
+            with self._condition:
+                self._awaited.pop(message.step, None)
+            self._on_outcome(message)
+            return
+        with self._condition:
+            if message.reply_to in self._late:
+                self._decline(message, self._late.pop(message.reply_to))
+                self._condition.notify_all()
+                return
+            self._replies[message.reply_to] = message
+            self._condition.notify_all()
+
+    def _decline(self, late: wire.Reply, step: int) -> None:
+        """Give back a slot that was granted when nobody waited for it any more; the condition is held."""
+        if isinstance(late, wire.Granted):
+            error = DeadlineExceeded("the daemon granted a slot too late")
+            message = wire.Abandon(id=self.next_id(), slot=late.slot, step=step, problem=error.problem())
+            self._late[message.id] = step
+            with suppress(OSError):
+                self._socket.sendall(wire.encode_frame(message))
+
+
+def _expected(message: wire.Request, reply: wire.Reply, kind: type[_Reply]) -> _Reply:
+    if isinstance(reply, wire.Failed):
+        raise from_problem(reply.problem)
+    if not isinstance(reply, kind):
+        raise DaemonGone(f"the daemon answered {type(message).__name__} with {type(reply).__name__}")
+    return reply
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):  # the other side may be gone
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _connect(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(CONNECT_TIMEOUT_S)
+        connection.connect(str(path))
+        connection.settimeout(None)
+    except OSError as error:
+        connection.close()
+        raise DaemonGone(f"no daemon answers at {path}: {error}", hint=_HINT) from error
+    return connection
+
+
+def _leave_links_to_parent() -> None:
+    for link in list(_links):
+        link.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_links_to_parent)

@@ -1,0 +1,199 @@
+"""Copies of memory past the cores' caches, and looks at many places of it, by a few lines of C (`native_copy.c`) where they
+were built, else by numpy.
+
+A copy of what no cache holds takes two thirds of the time this way, and leaves the training its caches. The library is
+built with the package where there is an x86-64 and a compiler (`hatch_build.py`); other processors notice long copies by
+themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+WORD_BYTES = 8
+LIBRARY = Path(__file__).with_name("_native_copy.so")
+
+Array = NDArray[Any]
+
+
+def _load() -> Any:
+    """The library, whose functions run without the GIL; None where it was not built, or not for this machine."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        library.holdfast_copy.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        library.holdfast_copy_one.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        library.holdfast_copy.restype = library.holdfast_copy_one.restype = None
+        noted = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p)
+        library.holdfast_note.argtypes, library.holdfast_copy_noted.argtypes = noted, (*noted, ctypes.c_void_p)
+        library.holdfast_note.restype = library.holdfast_copy_noted.restype = None
+        library.holdfast_prove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+        library.holdfast_prove_file.argtypes = (ctypes.c_int, ctypes.c_int64, *library.holdfast_prove.argtypes[1:])
+        library.holdfast_digest.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
+        library.holdfast_sample.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_uint64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        )
+        library.holdfast_digest.restype = library.holdfast_sample.restype = None
+        library.holdfast_prove.restype = library.holdfast_prove_file.restype = ctypes.c_size_t
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+_library = _load()
+
+
+def library() -> Any:
+    """The functions of `native_copy.c`; None where there are none here."""
+    return _library
+
+
+def available() -> bool:
+    """Whether copies go past the caches here."""
+    return _library is not None
+
+
+def is_plain(target: Array, source: Array) -> bool:
+    """Whether the bytes of the one can be copied over those of the other as they stand."""
+    whole = target.flags.c_contiguous and source.flags.c_contiguous and target.flags.writeable
+    return whole and (target.dtype, target.shape) == (source.dtype, source.shape)
+
+
+class Copies:
+    """Pairs of a target and a source, plain and apart from each other: one call copies them all."""
+
+    def __init__(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Raises `ValueError` for a pair that is not plain."""
+        if not all(is_plain(*pair) for pair in pairs):
+            raise ValueError("only plain arrays are copied by their bytes")
+        self._pairs = pairs
+        self.table = np.array([(t.ctypes.data, s.ctypes.data, t.nbytes) for t, s in pairs], np.uint64).reshape(-1, 3)
+
+    def do(self) -> None:
+        """Copy them, without the GIL."""
+        if _library is not None:
+            _library.holdfast_copy(self.table.ctypes.data, len(self.table))
+            return
+        for target, source in self._pairs:
+            np.copyto(target, source)
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes over bytes, past the caches and without the GIL. Raises `ValueError` where their lengths differ."""
+    into, data = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
+    if _library is None:
+        np.copyto(into, data)
+    elif target.readonly or len(into) != len(data):
+        raise ValueError(f"{len(data)} bytes cannot be copied over {len(into)}")
+    else:
+        _library.holdfast_copy_one(into.ctypes.data, data.ctypes.data, len(data))
+
+
+def digests(boxes: NDArray[np.uint64], native: int, step: int | None) -> NDArray[np.uint64]:
+    """The digests of boxes (rows of address and bytes), of a sample for a step or of all with none; needs the library.
+
+    `native` is where the digest of memory is computed.
+    """
+    boxes, values = np.ascontiguousarray(boxes), np.empty(len(boxes), np.uint64)
+    if step is None:
+        _library.holdfast_digest(boxes.ctypes.data, len(boxes), native, values.ctypes.data)
+    else:
+        _library.holdfast_sample(boxes.ctypes.data, len(boxes), step, native, values.ctypes.data)
+    return values
+
+
+class Noted:
+    """Pairs of a target and a source, plain and apart from each other: words of the sources are noted at one moment, and
+    all is copied at another, which finds out what has changed in between.
+
+    Of every stretch a word of eight bytes is noted, where `note` says. One save at a time uses it.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Array, Array]], stretch: int) -> None:
+        """`stretch` is in bytes, a multiple of eight. Raises `ValueError` for a pair that is not plain."""
+        self.stretch = stretch
+        self._copies = Copies(pairs)
+        self._octets = [source.reshape(-1).view(np.uint8) for _, source in pairs]
+        self._seed = 0
+        self.words = sum(-(-len(octets) // stretch) for octets in self._octets)
+        self._values = np.empty(0, np.uint64)
+        self._changed = np.zeros(len(pairs), np.uint8)
+
+    @property
+    def table(self) -> NDArray[np.uint64]:
+        """Rows of: target, source, bytes."""
+        return self._copies.table
+
+    def noted(self, seed: int, values: NDArray[np.uint64] | None) -> None:
+        """This is what the sources hold; with none they are read here."""
+        self._seed = seed
+        self._values = self._read() if values is None else values
+
+    def copy(self) -> NDArray[np.bool_]:
+        """Copy all, without the GIL; which sources are not what was noted, each asked once its stretch was copied."""
+        if _library is None:
+            self._copies.do()
+            different = self._values != self._read()
+            ends = np.cumsum([-(-len(octets) // self.stretch) for octets in self._octets])
+            parts = np.split(different, ends[:-1]) if len(ends) else []
+            return np.array([part.any() for part in parts], np.bool_)
+        table, values = self._copies.table, self._values.ctypes.data
+        found = self._changed
+        _library.holdfast_copy_noted(table.ctypes.data, len(table), self.stretch, self._seed, values, found.ctypes.data)
+        return found.astype(np.bool_)
+
+    def _read(self) -> NDArray[np.uint64]:
+        found, number = [np.empty(0, np.uint64)], 0
+        for octets in self._octets:
+            at = places(len(octets), self.stretch, self._seed, number)
+            number += len(at)
+            if len(octets) < WORD_BYTES:
+                word = int.from_bytes(octets.tobytes(), "little")
+                found.append(np.full(len(at), word, np.uint64))
+            else:
+                words = octets[at[:, None].astype(np.int64) + np.arange(WORD_BYTES)]
+                found.append(np.ascontiguousarray(words).view("<u8").reshape(-1))
+        return np.concatenate(found)
+
+
+def note(parts: Sequence[Noted], seed: int) -> None:
+    """Note what the sources of all parts, which have one stretch, hold now.
+
+    Each word is a page of its own, which no cache knows of. One call, which asks for many of them at a time and not for the
+    last of one part before the first of the next, takes half to two thirds of the time of a call for each.
+    """
+    ends = list(accumulate(part.words for part in parts))
+    values = None
+    if _library is not None and parts:
+        table, values = np.concatenate([part.table for part in parts]), np.empty(ends[-1], np.uint64)
+        _library.holdfast_note(table.ctypes.data, len(table), parts[0].stretch, seed, values.ctypes.data)
+    for part, end in zip(parts, ends, strict=True):
+        begin = end - part.words
+        part.noted(seed + begin, None if values is None else values[begin:end])
+
+
+def places(size: int, stretch: int, seed: int, number: int) -> NDArray[np.uint64]:
+    """Where in so many bytes the words are that are noted, one a stretch; they are number `number` and the next of all."""
+    begins = np.arange(0, size, stretch, dtype=np.uint64)
+    words = (np.minimum(size - begins, np.uint64(stretch)) + np.uint64(WORD_BYTES - 1)) // np.uint64(WORD_BYTES)
+    drawn = _mix(np.arange(number, number + len(begins), dtype=np.uint64) + np.uint64(seed))
+    at = begins + np.uint64(WORD_BYTES) * ((drawn >> np.uint64(32)) * words >> np.uint64(32))
+    return np.minimum(at, np.uint64(max(size - WORD_BYTES, 0)))
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """What `claims.mix` does, of many numbers."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,273 @@
+"""A checkpoint's bytes from the slots that it was committed from, while the daemon still holds them: at memory's speed.
+
+What the files hold is proven as ever, by the manifest's digests: a slot is another place to find the bytes, no other truth.
+"""
+
+from __future__ import annotations
+
+import bisect
+import fcntl
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.memory import direct_io
+from holdfast.memory.mapping import Mapping
+from holdfast.read import shared_load
+from holdfast.read.overwrite_guard import Overwriting
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.requests import Want
+from holdfast.read.shared_load import Neighbours
+from holdfast.read.sources import Source
+from holdfast.transport import Transport
+from holdfast_formats import arena, claims, holdings, table, wire
+from holdfast_formats.arena import SlotState
+from holdfast_formats.digest import digest
+from holdfast_formats.errors import CheckpointError, DaemonGone, StateMismatch
+from holdfast_formats.holdings import Bytes, Holding
+from holdfast_formats.manifest import Manifest, TensorEntry
+from holdfast_formats.region import Box
+from holdfast_formats.table import SlotTable
+from holdfast_formats.tensors import Fragment, TensorSpec, box_bytes
+
+CHUNK_BYTES = 2**22  # proven and copied by one call, an extent at a time; with a quarter of it a load takes a fifth longer
+
+_Placed = tuple[int, str, str, TensorEntry]  # first byte in its file, group, name, entry
+
+
+class HeldSlot:
+    """A slot of a committed save, locked: it is not leased to anybody until `close`."""
+
+    def __init__(self, fd: int, part: wire.HeldPart, step: int) -> None:
+        """`DaemonGone` when the slot has been leased since, or cannot be locked. The descriptor stays the caller's."""
+        self.data: Bytes
+        self.table: SlotTable
+        try:
+            # Opened anew, for nothing but the lock, which belongs to the open file and goes with it.
+            self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DaemonGone(f"the slot cannot be opened: {error.strerror}") from error
+        try:
+            self._open(fd, part, step)
+        except OSError as error:
+            os.close(self._fd)
+            raise DaemonGone(f"the slot cannot be read any more: {error.strerror}") from error
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _open(self, fd: int, part: wire.HeldPart, step: int) -> None:
+        memory = Mapping(fd, write=False).memory
+        made = arena.read_superblock(memory)
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, arena.slot_lock(made, part.slot, fcntl.F_RDLCK))
+        header = arena.read_header(memory, made, part.slot)  # whoever leases a slot locks it, writes this, and unlocks it
+        start = made.table_offset(part.slot)
+        encoded = memory[start : start + header.table_bytes]
+        stated = (header.step, f"{header.seal:016x}", digest(encoded))
+        if header.state is SlotState.LEASED or stated != (step, part.table_digest, part.table_digest):
+            raise DaemonGone(f"slot {part.slot} of rank {part.rank} has been used for something else")
+        self.table = table.decode(encoded, header.data_bytes)
+        data = made.data_offset(part.slot)
+        self.data = np.frombuffer(memory[data : data + header.data_bytes], np.uint8)
+
+    def close(self) -> None:
+        """Unlock the slot. Views of it stay readable, but what they show may change."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def take_held(link: Transport, step: int) -> list[HeldSlot]:
+    """Ask the daemon for the slots of this step and lock them; none where it holds them no more. The caller closes them."""
+    with ExitStack() as undo:
+        reply = link.request(wire.Held(id=link.next_id(), step=step), wire.HeldSlots)
+        fds = link.take_fds(len(reply.parts))
+        for fd in fds:
+            undo.callback(os.close, fd)
+        with ExitStack() as on_failure:
+            held = []
+            for fd, part in zip(fds, reply.parts, strict=True):
+                held.append(HeldSlot(fd, part, step))
+                on_failure.callback(held[-1].close)
+            on_failure.pop_all()
+    return held
+
+
+class Filled(NamedTuple):
+    """Where wants were filled from, what spoke against the slots, and how many bytes of extents were read.
+
+    Of what was not from slots, headers included: bytes that the daemon proved for several ranks, and that this one did.
+    """
+
+    from_slots: bool
+    notes: tuple[str, ...]
+    bytes_read: int
+    node_bytes: int = 0
+    own_bytes: int = 0
+
+
+def fill(
+    reader: CheckpointReader,
+    wants: Sequence[Want],
+    take: Callable[[int], Sequence[HeldSlot]],
+    rank: int,
+    into: Overwriting,
+    neighbours: Neighbours | None = None,
+) -> Filled:
+    """Fill all wants: from held slots if `take` finds any, else from the reader's own source, together with `neighbours`.
+
+    Nothing that is wrong with slots is an error: the reader's own source is then read instead, as if nothing had been. Each
+    extent is proven before it is handed over, with `into.prove_first` all of them before the first one.
+    """
+    notes: tuple[str, ...] = ()
+    try:
+        slots = take(reader.manifest.step)
+        if slots:
+            return Filled(True, (), _fill_from(slots, reader, wants, rank, into))
+    except CheckpointError as error:
+        notes = (f"held in memory, but not restored from there: {error.detail}",)
+    read = shared_load.fill(reader, wants, neighbours, into)
+    return Filled(False, (*notes, *read.notes), read.bytes_read, read.node_bytes, read.own_bytes)
+
+
+def _fill_from(
+    slots: Sequence[HeldSlot], reader: CheckpointReader, wants: Sequence[Want], rank: int, into: Overwriting
+) -> int:
+    """A locked slot is nobody's to write to: what was proven stays so."""
+    with ExitStack() as stack:
+        for slot in slots:
+            stack.callback(slot.close)
+        source = HeldSource(reader.source, reader.manifest, slots, rank)
+        held = CheckpointReader(source, reader.manifest, reader.manifest_bytes, reader.commit_bytes)
+        held.cores = reader.cores
+        if into.prove_first:
+            held.prove(wants)
+        into.begins()
+        return held.load(wants)
+
+
+class HeldSource:
+    """The files of a checkpoint: tensors from the slots they were saved from, everything else from where its files are.
+
+    The slots stay its maker's, and locked as long as it is used.
+    """
+
+    chunk_bytes = CHUNK_BYTES
+
+    def __init__(self, base: Source, manifest: Manifest, slots: Sequence[HeldSlot], rank: int) -> None:
+        """`StateMismatch` when these are not the slots of the manifest's save. What `rank` itself had saved comes first."""
+        self._base = base
+        self._slots = sorted(slots, key=lambda slot: slot.table.rank != rank)
+        for slot in slots:
+            of = slot.table
+            if (of.run, of.step, of.attempt, of.world) != (manifest.run, manifest.step, manifest.attempt, manifest.world):
+                raise StateMismatch(f"the slot of rank {of.rank} is of attempt {of.attempt}, the checkpoint is not")
+        self._fragments: dict[tuple[str, str], list[tuple[HeldSlot, Fragment]]] = {}
+        for slot in self._slots:
+            for fragment in slot.table.fragments:
+                self._fragments.setdefault((fragment.spec.group, fragment.spec.name), []).append((slot, fragment))
+        self._apart: set[tuple[int, str, str]] = {
+            found for name in manifest.tensors.get(claims.HOME, {}) if (found := claims.parse_apart(claims.HOME, name))
+        }
+        self._files: dict[str, list[_Placed]] = {}
+        for group, tensors in manifest.tensors.items():
+            for name, entry in tensors.items():
+                self._files.setdefault(entry.file, []).append((entry.start, group, name, entry))
+        for placed in self._files.values():
+            placed.sort(key=_start)
+        self._held: dict[tuple[str, str], tuple[Holding, ...]] = {}
+
+    @property
+    def label(self) -> str:
+        return f"{self._base.label}, held in memory"
+
+    def size(self, name: str) -> int | None:
+        return self._base.size(name)
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """For files without tensors, which are small."""
+        return self._base.read(name, offset, length)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        """Gather a range of a file; its header comes from the file itself."""
+        octets = np.frombuffer(buffer, np.uint8)
+        stop = offset + len(octets)
+        placed = self._files.get(name, [])
+        head = min(stop, placed[0][0]) if placed else stop
+        done = self._base.read_into(name, offset, buffer[: head - offset]) if offset < head else 0
+        if done < head - offset:
+            return done
+        at = max(offset, head)
+        for start, group, tensor, entry in placed[max(bisect.bisect_right(placed, at, key=_start) - 1, 0) :]:
+            end = min(start + entry.nbytes, stop)
+            if at >= stop:
+                break
+            if at < end:
+                self._gather(group, tensor, entry, (at - start, octets[at - offset : end - offset]))
+                at = end
+        return at - offset
+
+    def view(self, name: str, start: int, stop: int) -> memoryview | None:
+        """A range that lies inside one tensor and in one piece in a slot; None for any other."""
+        placed = self._files.get(name, [])
+        position = bisect.bisect_right(placed, start, key=_start) - 1
+        while position > 0 and placed[position][3].nbytes == 0:
+            position -= 1
+        if position < 0:
+            return None
+        first, group, tensor, entry = placed[position]
+        if stop > first + entry.nbytes:
+            return None
+        seen = holdings.view(self._holdings(group, tensor, entry), start - first, stop - first)
+        return None if seen is None else seen.data
+
+    def file(self, name: str) -> int | None:
+        return None
+
+    def waits(self, name: str, offset: int) -> bool:
+        return False
+
+    def past_cache(self) -> direct_io.Reader | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing: slots and files are their owners'."""
+
+    def _gather(self, group: str, name: str, entry: TensorEntry, wanted: tuple[int, Bytes]) -> None:
+        offset, target = wanted
+        held = self._holdings(group, name, entry)
+        spec = TensorSpec(group, name, entry.dtype, entry.shape)
+        if holdings.gather(spec, held, offset, target) != target.nbytes:
+            raise StateMismatch(f"the slots do not hold all of tensor {name!r} of group {group!r}")
+
+    def _holdings(self, group: str, name: str, entry: TensorEntry) -> tuple[Holding, ...]:
+        """The boxes that tile a tensor, each from one of the slots that hold it; worked out when first asked for."""
+        known = self._held.get((group, name))
+        if known is None:
+            known = self._held[group, name] = self._find(TensorSpec(group, name, entry.dtype, entry.shape))
+        return known
+
+    def _find(self, spec: TensorSpec) -> tuple[Holding, ...]:
+        found: dict[Box, Holding] = {}
+        of_one = claims.parse_apart(spec.group, spec.name)
+        group, name = (spec.group, spec.name) if of_one is None else of_one[1:]
+        for slot, fragment in self._fragments.get((group, name), ()):
+            rank = slot.table.rank
+            if rank != of_one[0] if of_one is not None else (rank, group, name) in self._apart:
+                continue  # its own is another one
+            if (fragment.spec.dtype, fragment.spec.shape) != (spec.dtype, spec.shape):
+                raise StateMismatch(f"tensor {spec.name!r} of group {spec.group!r} is another one in the slots")
+            offset = fragment.slot_offset
+            for box in fragment.boxes:
+                size = box_bytes(spec, box)
+                if size and box not in found:
+                    found[box] = holdings.hold(spec, box, slot.data[offset : offset + size])
+                offset += size
+        return tuple(found.values())
+
+
+def _start(placed: _Placed) -> int:
+    return placed[0]

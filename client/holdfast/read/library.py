@@ -1,0 +1,259 @@
+"""Where the command line finds checkpoints: a root directory, with no service running, or a service."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from holdfast.config import DEFAULT_ROOT, default_url, given_url
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.root_directory import living_steps
+from holdfast.read.sources import DirectorySource, HttpSource, Source
+from holdfast.rest import retention
+from holdfast.rest.api import Api
+from holdfast.rest.filters import NO_FILTER, Filter
+from holdfast_formats import lineage, naming, rest
+from holdfast_formats.errors import (
+    CheckpointError,
+    DaemonGone,
+    InvalidRequest,
+    NoSuchCheckpoint,
+    NoSuchRun,
+    StorageFailed,
+)
+
+PROBE_TIMEOUT_S = 5.0  # on a machine where nobody listens that is told at once; one that is busy takes its time
+LATEST: Literal["latest"] = "latest"
+LATEST_HEALTHY: Literal["latest-healthy"] = "latest-healthy"
+BEST = "best"
+_BEST = re.compile(rf"{BEST}(?::(?P<metric>.+?)(?::(?P<mode>min|max))?)?")
+
+
+class ByMetric(NamedTuple):
+    """The best by a metric given at save; by the one that the run's policy keeps the best of, where none is named."""
+
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+
+
+class Target(NamedTuple):
+    """What RUN@STEP, RUN@latest, RUN or a directory's path names.
+
+    `step` is None for the newest, for the newest `healthy`, and for the `best`.
+    """
+
+    run: str
+    step: int | None
+    directory: Path | None = None
+    healthy: bool = False
+    best: ByMetric | None = None
+
+
+class Listing(NamedTuple):
+    """A run's checkpoints, newest first, and the directories that stand among them but cannot be read."""
+
+    checkpoints: list[rest.Checkpoint]
+    unreadable: list[CheckpointError]
+
+
+class Library(Protocol):
+    """Runs and their checkpoints."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def names(self) -> tuple[str, ...]: ...  # what can be said instead of a step
+    def runs(self) -> list[rest.Run]: ...
+    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Listing: ...
+    def source(self, run: str, step: int | None) -> Source: ...  # of the newest step for None
+    def judged(self, target: Target) -> int: ...  # the step of a target that is `healthy` or the `best`
+    def close(self) -> None: ...
+
+
+class DirectoryLibrary:
+    """Reads a root directory itself (I5). Knows nothing of attempts that never committed, nor of retention."""
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise StorageFailed(f"there is no directory {root}", hint="name the daemon's directory with --root")
+        self.root = root
+
+    @property
+    def label(self) -> str:
+        return str(self.root)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (LATEST,)
+
+    def runs(self) -> list[rest.Run]:
+        names = sorted(path.parent.name for path in self.root.glob(f"*/{naming.CHECKPOINTS}") if path.is_dir())
+        return [self._run(name) for name in names if naming.is_run_name(name)]
+
+    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Listing:
+        found: list[rest.Checkpoint] = []
+        unreadable: list[CheckpointError] = []
+        for step in self._steps(run):
+            try:
+                with CheckpointReader.open(self.source(run, step), complete=False) as reader:
+                    made = rest.describe(reader.manifest)
+            except CheckpointError as error:
+                unreadable.append(error)
+                continue
+            found.append(made)
+        left = lineage.abandoned(found)
+        placed = [made.model_copy(update={"abandoned": made.step in left}) for made in found]
+        return Listing([made for made in placed if wanted.lets_through(made)], unreadable)
+
+    def source(self, run: str, step: int | None) -> Source:
+        steps = self._steps(run)
+        if not steps or (step is not None and step not in steps):
+            wanted = run if step is None else f"{run}@{step}"
+            raise NoSuchCheckpoint(f"{self.root} has no checkpoint {wanted}", hint="`holdfast ls` lists what there is")
+        if step is None:
+            step = next(iter(living_steps(self.root, run)), steps[0])
+        return DirectorySource(self.root / naming.checkpoint_path(run, step))
+
+    def judged(self, target: Target) -> int:
+        hint = "name one with --url, or name the step"
+        raise InvalidRequest(f"how healthy checkpoints of {target.run} are only a service knows", hint=hint)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _run(self, name: str) -> rest.Run:
+        held = self.checkpoints(name).checkpoints
+        return rest.Run(
+            name=name,
+            attempt=max((checkpoint.attempt for checkpoint in held), default=0),
+            keep_last=None,
+            checkpoints=len(held),
+            newest=next((checkpoint.step for checkpoint in held if not checkpoint.abandoned), None),
+            bytes=sum(checkpoint.bytes for checkpoint in held),
+        )
+
+    def _steps(self, run: str) -> list[int]:
+        directory = self.root / naming.check_run(run) / naming.CHECKPOINTS
+        if not directory.is_dir():
+            raise NoSuchRun(f"{self.root} has no run {run!r}", hint="`holdfast ls` lists what there is")
+        steps = (naming.parse_step_directory(path.name) for path in directory.iterdir())
+        return sorted((step for step in steps if step is not None), reverse=True)
+
+
+class ServiceLibrary:
+    """Asks the service."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+
+    @property
+    def label(self) -> str:
+        return self.api.url
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return LATEST, LATEST_HEALTHY, BEST
+
+    def runs(self) -> list[rest.Run]:
+        return list(self.api.runs())
+
+    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Listing:
+        return Listing(list(self.api.checkpoints(run, wanted)), [])
+
+    def source(self, run: str, step: int | None) -> Source:
+        return HttpSource(self.api, run, self.api.checkpoint(run, LATEST if step is None else step).step)
+
+    def judged(self, target: Target) -> int:
+        return step_of(self.api, target)
+
+    def close(self) -> None:
+        self.api.close()
+
+
+def parse_target(text: str) -> Target:
+    """Read RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best, RUN@best:METRIC, RUN@best:METRIC:max, RUN, or a directory.
+
+    `InvalidRequest` for anything else.
+    """
+    path = Path(text)
+    if "/" in text or text in (".", "..") or (path / naming.MANIFEST).is_file() or (path / naming.COMMIT).is_file():
+        if not path.is_dir():
+            raise NoSuchCheckpoint(f"there is no directory {text}", hint="give RUN@STEP, or a checkpoint's directory")
+        return Target("", None, path)
+    run, at, step = text.partition("@")
+    naming.check_run(run)
+    if not at or step == LATEST:
+        return Target(run, None)
+    if step == LATEST_HEALTHY:
+        return Target(run, None, healthy=True)
+    if match := _BEST.fullmatch(step):
+        return Target(run, None, best=ByMetric(match["metric"], "max" if match["mode"] == "max" else "min"))
+    if not (step.isascii() and step.isdigit()):
+        hint = "give RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best:METRIC, RUN or a directory"
+        raise InvalidRequest(f"{text!r} does not name a checkpoint", hint=hint)
+    return Target(run, naming.check_step(int(step)))
+
+
+def step_of(api: Api, target: Target) -> int:
+    """The step that a target of a service names; `NotFound`, and `InvalidRequest` where it says not by which metric."""
+    if target.best is not None:
+        metric, mode = target.best if target.best.metric is not None else _of_the_policy(api, target.run)
+        return api.best(target.run, str(metric), mode).step
+    named = target.step if target.step is not None else LATEST_HEALTHY if target.healthy else LATEST
+    return api.checkpoint(target.run, named).step
+
+
+def _of_the_policy(api: Api, run: str) -> ByMetric:
+    rules = {ByMetric(best.metric, best.mode) for best in retention.policy(api, run).policy.best}
+    if len(rules) != 1:
+        told = "its policy keeps the best by none" if not rules else f"its policy keeps the best by {len(rules)}"
+        hint = f"such as {run}@best:loss or {run}@best:accuracy:max; `holdfast ls {run}` shows metrics"
+        raise InvalidRequest(f"the best of {run} by which metric? {told}", hint=hint)
+    return rules.pop()
+
+
+def open_library(root: Path | None, url: str | None) -> Library:
+    """The library that the options name; with neither, the service that answers, else ./holdfast-data.
+
+    `DaemonGone` when there is neither. An address given as HOLDFAST_URL is used as if it were `--url`.
+    """
+    if root is not None and url is not None:
+        raise InvalidRequest("--root and --url exclude each other", hint="give the one you mean")
+    if root is not None:
+        return DirectoryLibrary(root)
+    if url is not None or given_url() is not None:
+        return ServiceLibrary(Api(url or default_url()))
+    if answers(default_url()):
+        return ServiceLibrary(Api(default_url()))
+    if DEFAULT_ROOT.is_dir():
+        return DirectoryLibrary(DEFAULT_ROOT)
+    raise DaemonGone(
+        f"no service answers at {default_url()}, and there is no directory ./{DEFAULT_ROOT}",
+        hint="name a directory with --root or a service with --url, or start one with `holdfast serve`",
+    )
+
+
+@contextmanager
+def open_source(target: Target, root: Path | None, url: str | None) -> Iterator[Source]:
+    """The files of the checkpoint that the target names, until the end of the context."""
+    if target.directory is not None:
+        with DirectorySource(target.directory) as directory:
+            yield directory
+        return
+    with closing(open_library(root, url)) as library:
+        step = library.judged(target) if target.healthy or target.best is not None else target.step
+        with closing(library.source(target.run, step)) as source:
+            yield source
+
+
+def answers(url: str) -> bool:
+    """Whether a holdfast service answers there now."""
+    try:
+        with Api(url, PROBE_TIMEOUT_S) as api:
+            api.health()
+    except CheckpointError:
+        return False
+    return True

@@ -1,0 +1,367 @@
+"""Reads a committed checkpoint: COMMIT, manifest, then whole extents, and hands over only what was proven (I5, I7).
+
+Works on any `Source`, with no service running and without torch.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from functools import cached_property
+from itertools import groupby
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.read import verified_load
+from holdfast.read.requests import Run, Want, runs
+from holdfast.read.sources import ProvenSource, Source
+from holdfast_formats import dtypes, naming, proof, transfer
+from holdfast_formats import manifest as manifests
+from holdfast_formats.errors import (
+    CheckpointError,
+    CorruptManifest,
+    Damaged,
+    NoSuchResource,
+    NotCommitted,
+    StorageFailed,
+)
+from holdfast_formats.manifest import EXTENT_BYTES_MAX, Manifest, TensorEntry
+from holdfast_formats.proof import Piece
+from holdfast_formats.reading import resolve
+from holdfast_formats.region import Box, check_box, whole
+
+Take = Callable[[Piece, memoryview], None]
+OnDamage = Callable[[Piece, CheckpointError], None]
+
+
+class Damage(NamedTuple):
+    """One finding of `verify`: bytes [offset, offset + length) of a file, the tensor they belong to, and what is wrong."""
+
+    file: str
+    tensor: str | None
+    offset: int
+    length: int
+    what: str
+
+
+class _Bytes:
+    """A file's bytes: where the source has them in memory, else read into a buffer of the thread's own."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._local = threading.local()
+
+    def take(self, file: str, start: int, size: int) -> tuple[memoryview, int]:
+        """A view that is good until the thread's next call, and how many of its bytes the file has."""
+        view = self._source.view(file, start, start + size)
+        if view is not None:
+            return view, size
+        buffer = self._buffer(size)
+        return buffer, self._source.read_into(file, start, buffer)
+
+    def _buffer(self, size: int) -> memoryview:
+        if size > EXTENT_BYTES_MAX:  # a large header or asset: the only pieces that may pass the limit
+            return memoryview(bytearray(size))
+        if not hasattr(self._local, "bytes"):
+            self._local.bytes = np.empty(EXTENT_BYTES_MAX, np.uint8).data
+        held: memoryview = self._local.bytes
+        return held[:size]
+
+
+class _Found:
+    """Wants, the extents that they touch, and whether those were proven."""
+
+    def __init__(self, wants: list[Want], runs: list[Run]) -> None:
+        self.wants = wants
+        self.runs = runs
+        self.proven = False
+
+
+class CheckpointReader:
+    """One committed checkpoint. Threads read and check, as many as `cores` feed; their buffers have 128 MiB at most."""
+
+    def __init__(self, source: Source, manifest: Manifest, manifest_bytes: bytes, commit_bytes: bytes) -> None:
+        self.source = source
+        self.manifest = manifest
+        self.manifest_bytes = manifest_bytes
+        self.commit_bytes = commit_bytes
+        self.lent: ProvenSource | None = None  # where some of the pieces stand, proven: they are not read from the source
+        self.cores = len(os.sched_getaffinity(0))
+        self._bytes = _Bytes(source)
+        self._found = _Found([], [])
+
+    @classmethod
+    def open(cls, source: Source, *, complete: bool = True) -> CheckpointReader:
+        """Read COMMIT and manifest, and see that every file is there and as long as stated (I5).
+
+        Raises `NotCommitted` or `CorruptManifest`, naming the file. With `complete=False` the other files are not looked
+        at, which leaves them to `verify`. The source is the reader's from here on: it is closed when opening fails.
+        """
+        try:
+            return cls._open(source, complete)
+        except BaseException:
+            source.close()
+            raise
+
+    @classmethod
+    def _open(cls, source: Source, complete: bool) -> CheckpointReader:
+        manifest_bytes, commit_bytes = _read_vouching(source)
+        reader = cls(source, manifests.decode(manifest_bytes, commit_bytes), manifest_bytes, commit_bytes)
+        if complete:
+            for file in reader.manifest.files:
+                proof.check_size(reader.manifest, file.name, source.size(file.name))
+        return reader
+
+    def close(self) -> None:
+        self.source.close()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def state(self) -> bytes:
+        """The bytes of state.json, checked."""
+        return self.read_file(naming.STATE)
+
+    @cached_property
+    def _pieces(self) -> dict[str, tuple[Piece, ...]]:
+        return proof.pieces(self.manifest)
+
+    def pieces(self, file: str) -> tuple[Piece, ...]:
+        """A file's pieces in order; `NoSuchResource` for a file that the manifest does not list."""
+        entry = self.manifest.file(file)
+        if entry is None:
+            raise NoSuchResource(f"{self.source.label} has no file {file!r}", file=file)
+        if not entry.header_bytes:  # a small file: all tensors need not be looked through for it
+            return (Piece(file, 0, entry.bytes, entry.digest),)
+        return self._pieces[file]
+
+    def read_file(self, name: str) -> bytes:
+        """A whole file, every piece of it checked."""
+        parts: dict[int, bytes] = {}
+        self.stream(self.pieces(name), lambda piece, data: parts.__setitem__(piece.start, bytes(data)))
+        return b"".join(parts[start] for start in sorted(parts))
+
+    def entry(self, group: str, name: str) -> TensorEntry:
+        """A tensor's manifest entry, aliases followed; `StateMismatch` naming a tensor that is not there."""
+        return resolve(self.manifest, group, name, self.source.label)[1]
+
+    def read(self, group: str, name: str, box: Box | None = None) -> NDArray[Any]:
+        """A tensor, or a box of it, as a numpy array of its own dtype; `InvalidRequest` for sub-byte dtypes."""
+        entry = self.entry(group, name)
+        box = box or whole(entry.shape)
+        check_box(box, entry.shape, name)
+        array: NDArray[Any] = np.empty(box.shape, dtypes.to_numpy(entry.dtype))
+        self.load([Want(group, name, box, array.view(transfer.element_dtype(array.itemsize)))])
+        return array
+
+    def prove(self, wants: Iterable[Want]) -> int:
+        """Read and check every extent that the wants touch and the headers of their files; nothing is handed over.
+
+        Returns how many bytes the headers have. Raises `CorruptExtent` with file, tensor and byte range.
+        """
+        wants = list(wants)
+        headers = self.check_headers(wants)
+        found = self._touched(wants)
+        verified_load.prove(self.source, self._runs_apart(found)[0], self.cores)
+        found.proven = True
+        return headers
+
+    def check_headers(self, wants: Iterable[Want]) -> int:
+        """Read and check the headers of the files that the wants touch; returns their bytes. Raises `CorruptExtent`."""
+        headers = self._headers(self._touched(list(wants)))
+        verified_load.check(self.source, self._apart(headers)[0])
+        return sum(header.length for header in headers)
+
+    def needed(self, wants: Iterable[Want]) -> list[Piece]:
+        """The pieces that `prove` reads."""
+        found = self._touched(list(wants))
+        extents = [
+            proof.tensor_piece(run.group, run.name, run.entry, extent)
+            for run in found.runs
+            for extent in run.entry.extents[run.first : run.stop]
+        ]
+        return [*self._headers(found), *extents]
+
+    def _headers(self, found: _Found) -> list[Piece]:
+        used = {run.entry.file for run in found.runs}
+        return [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
+
+    def _apart(self, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+        """Those that are read from the source, and those that are lent."""
+        lent = self.lent
+        if lent is None:
+            return pieces, []
+        return [piece for piece in pieces if not lent.holds(piece)], [piece for piece in pieces if lent.holds(piece)]
+
+    def _runs_apart(self, found: _Found) -> tuple[list[Run], list[Run]]:
+        """The same of runs, cut where one kind ends and the other begins."""
+        lent = self.lent
+        if lent is None:
+            return found.runs, []
+        parts = [(part, there) for run in found.runs for part, there in _cut(run, lent.holds)]
+        return [part for part, there in parts if not there], [part for part, there in parts if there]
+
+    def load(self, wants: Iterable[Want]) -> int:
+        """Read what the wants touch into them, and prove each extent; `prove` first when nothing may change if anything is
+        damaged.
+
+        Returns how many bytes of files that is, each counted once: those of whole extents. Raises `CorruptExtent`, also for
+        what was proven and has become another since: a page may have left memory and come back from the disk. Wants may
+        have been overwritten then, with what is proven; where something is not, with zeros.
+        """
+        found = self._touched(list(wants))
+        own, lent = self._runs_apart(found)
+        verified_load.hand_over(self.source, own, self.cores, found.proven)
+        if self.lent is not None:
+            verified_load.hand_over(self.lent, lent, self.cores, proven=False)
+        return sum(run.length for run in found.runs)
+
+    def verify(self, on_bytes: Callable[[int], None] | None = None) -> list[Damage]:
+        """Check every byte of every listed file; return all damages, by file and position, instead of stopping.
+
+        Also checks that headers and indexes say what the manifest says. Files that the manifest does not list are ignored.
+        """
+        damages: list[Damage] = []
+        present: list[Piece] = []
+        for file in self.manifest.files:
+            try:
+                size = self.source.size(file.name)
+                proof.check_size(self.manifest, file.name, size)
+            except (Damaged, StorageFailed) as error:
+                damages.append(_damage(error, Piece(file.name, 0, file.bytes, file.digest)))
+                size = error.members.get("offset") or None  # up to where a shorter file can still be checked
+            present += [piece for piece in self._pieces[file.name] if size is not None and piece.stop <= size]
+        held = proof.tensors_by_file(self.manifest)
+        indexed = {naming.index_file_name(group): group for group in self.manifest.tensors}
+
+        def agree(piece: Piece, data: memoryview) -> None:
+            if piece.file in held and piece.start == 0:
+                file = self.manifest.file(piece.file)
+                assert file is not None
+                proof.check_header(file, held[piece.file], bytes(data))
+            elif piece.file in indexed:
+                proof.check_index(self.manifest, indexed[piece.file], bytes(data))
+
+        self.stream(present, agree, lambda piece, error: damages.append(_damage(error, piece)), on_bytes)
+        for name in sorted(indexed.keys() - self._pieces.keys()):
+            if self.manifest.tensors[indexed[name]]:
+                damages.append(Damage(name, None, 0, 0, "the manifest lists no index for this group"))
+        return sorted(damages, key=lambda damage: (damage.file, damage.offset))
+
+    def stream(
+        self,
+        pieces: Iterable[Piece],
+        take: Take,
+        on_damage: OnDamage | None = None,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
+        """Read pieces on several threads, check each one, and only then give it to `take`, whose view ends with the call.
+
+        Damage is raised, unless `on_damage` takes it. `on_bytes` hears, in the calling thread, how many bytes were read.
+        """
+        batches = list(proof.batches(pieces))
+        with ThreadPoolExecutor(max(1, min(verified_load.READERS_WAITING, len(batches))), "holdfast-read") as threads:
+            running: list[Future[int]] = [threads.submit(self._read_batch, b, take, on_damage or _refuse) for b in batches]
+            try:
+                for finished in as_completed(running):
+                    read = finished.result()
+                    if on_bytes is not None:
+                        on_bytes(read)
+            finally:
+                threads.shutdown(wait=True, cancel_futures=True)
+
+    def _read_batch(self, batch: Sequence[Piece], take: Take, on_damage: OnDamage) -> int:
+        file, first, size = batch[0].file, batch[0].start, batch[-1].stop - batch[0].start
+        try:
+            data, got = self._bytes.take(file, first, size)
+        except (Damaged, StorageFailed, NoSuchResource) as error:
+            if len(batch) == 1:
+                on_damage(batch[0], error)
+            else:  # one piece is bad: find out which, and hand over the others
+                for piece in batch:
+                    self._read_batch((piece,), take, on_damage)
+            return size
+        for piece in batch:
+            part = data[piece.start - first : max(min(piece.stop - first, got), piece.start - first)]
+            try:
+                proof.check(piece, part)
+                take(piece, part)
+            except Damaged as error:
+                on_damage(piece, error)
+        return size
+
+    def _touched(self, wants: list[Want]) -> _Found:
+        """The extents that the wants touch. `load` finds here what `prove` worked out for the very same wants."""
+        known = self._found
+        if len(wants) != len(known.wants) or not all(map(operator.is_, wants, known.wants)):
+            self._found = _Found(wants, runs(self.manifest, wants, self.source.label))
+        return self._found
+
+
+def _cut(run: Run, holds: Callable[[Piece], bool]) -> Iterator[tuple[Run, bool]]:
+    """A run's extents, those next to each other together that are held, or are not."""
+    extents = run.entry.extents
+    there = [holds(proof.tensor_piece(run.group, run.name, run.entry, e)) for e in extents[run.first : run.stop]]
+    first = run.first
+    for held, same in groupby(there):
+        stop = first + len(list(same))
+        low = extents[first].offset - run.offset
+        high = extents[stop - 1].offset + extents[stop - 1].length - run.offset
+        octets = run.octets[low:high] if run.octets is not None else None
+        yield run._replace(first=first, stop=stop, octets=octets), held
+        first = stop
+
+
+def read_placement(source: Source) -> manifests.Placement:
+    """The place of a checkpoint among others of its run; raises what opening a reader raises."""
+    return manifests.placement(*_read_vouching(source))
+
+
+def _read_vouching(source: Source) -> tuple[bytes, bytes]:
+    """The manifest and COMMIT, which comes first (I5)."""
+    try:
+        commit_bytes = _read_bounded(source, naming.COMMIT, manifests.COMMIT_BYTES_MAX)
+    except NoSuchResource as error:
+        raise NotCommitted(
+            f"{source.label} has no {naming.COMMIT}, so it is not a checkpoint",
+            hint="`holdfast ls` lists the committed checkpoints",
+            file=naming.COMMIT,
+        ) from error
+    try:
+        manifest_bytes = _read_bounded(source, naming.MANIFEST, manifests.MANIFEST_BYTES_MAX)
+    except NoSuchResource as error:
+        raise CorruptManifest(f"{source.label} has no {naming.MANIFEST}", file=naming.MANIFEST) from error
+    return manifest_bytes, commit_bytes
+
+
+def _read_bounded(source: Source, name: str, bytes_max: int) -> bytes:
+    """COMMIT or a manifest, read whole; `CorruptManifest` for a file that is too long to be one."""
+    size = source.size(name)
+    if size is not None and size > bytes_max:
+        raise CorruptManifest(
+            f"{name} in {source.label} has {size} bytes, over the limit of {bytes_max}",
+            hint="it cannot be a file of ours; restore another step",
+            file=name,
+        )
+    return source.read(name, 0, size)
+
+
+def _refuse(piece: Piece, error: CheckpointError) -> None:
+    raise error
+
+
+def _damage(error: CheckpointError, piece: Piece) -> Damage:
+    members = error.members
+    tensor = members.get("tensor", piece.tensor)
+    offset, length = members.get("offset", piece.start), members.get("length", piece.length)
+    return Damage(str(members.get("file", piece.file)), tensor, int(offset), int(length), error.detail)

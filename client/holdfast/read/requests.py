@@ -1,0 +1,169 @@
+"""What somebody wants of a checkpoint's tensors, and what that means for its extents: which are read, and who receives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.memory import native_copy
+from holdfast_formats import transfer
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.manifest import Manifest, TensorEntry
+from holdfast_formats.reading import extents_of, resolve
+from holdfast_formats.region import Box, ByteView, byte_box, byte_span, byte_view, check_box
+
+COPIED_ALONE_BYTES = 2**14  # below, handing over the interpreter costs more than the copy
+
+
+class Want(NamedTuple):
+    """A box of a tensor, in elements, and the array that receives it.
+
+    `into` is writable, may be strided, and has the shape of the box in `region.byte_view` coordinates and the unsigned
+    dtype `transfer.element_dtype(itemsize)`.
+    """
+
+    group: str
+    name: str
+    box: Box
+    into: NDArray[Any]
+
+
+class Receiver(NamedTuple):
+    """A want, resolved; shape and box are in `byte_view` coordinates.
+
+    Where the tensor's bytes from `first` on lie in the receiver as they lie in the file, `octets` are the receiver's bytes.
+    """
+
+    into: NDArray[Any]
+    view: ByteView
+    box: Box
+    first: int
+    octets: memoryview | None
+
+    def take(self, offset: int, data: memoryview) -> None:
+        """Copy what the receiver wants of these bytes, which stand in the tensor from `offset` on."""
+        if self.octets is None:
+            elements = np.frombuffer(data, transfer.element_dtype(self.view.itemsize))
+            start = offset // self.view.itemsize
+            transfer.move(transfer.Direction.SCATTER, elements, start, self.into, self.box, self.view.shape)
+            return
+        low, high = max(self.first - offset, 0), min(self.first + len(self.octets) - offset, len(data))
+        at = low + offset - self.first
+        copy(self.octets[at : at + high - low], data[low:high])
+
+
+def copy(into: memoryview, data: memoryview) -> None:
+    """Copy bytes; where there are many, so that other threads can compute meanwhile."""
+    if len(data) < COPIED_ALONE_BYTES:
+        into[:] = data
+    else:
+        native_copy.copy(into, data)
+
+
+class Run(NamedTuple):
+    """Extents [first, stop) of a tensor, and who receives from every one of them.
+
+    `octets` is the part of the one receiver's memory into which the run's bytes can be read as they are, where there is one.
+    """
+
+    group: str
+    name: str
+    entry: TensorEntry
+    first: int
+    stop: int
+    receivers: tuple[Receiver, ...]
+    octets: memoryview | None
+
+    @property
+    def offset(self) -> int:
+        """The run's first byte, counted from the tensor's."""
+        return self.entry.extents[self.first].offset
+
+    @property
+    def length(self) -> int:
+        last = self.entry.extents[self.stop - 1]
+        return last.offset + last.length - self.offset
+
+
+def runs(manifest: Manifest, wants: Iterable[Want], label: str) -> list[Run]:
+    """The extents that the wants need, by file and position, each in one run.
+
+    Raises `StateMismatch` naming a tensor that does not fit.
+    """
+    tensors: dict[tuple[str, str], tuple[TensorEntry, list[Receiver]]] = {}
+    for want in wants:
+        name, entry = resolve(manifest, want.group, want.name, label)
+        tensors.setdefault((want.group, name), (entry, []))[1].append(_receiver(want, entry))
+    placed = sorted((entry.file, entry.start, key, entry, receivers) for key, (entry, receivers) in tensors.items())
+    return [run for _, _, (group, name), entry, receivers in placed for run in _runs(group, name, entry, receivers)]
+
+
+def _runs(group: str, name: str, entry: TensorEntry, receivers: Sequence[Receiver]) -> Iterator[Run]:
+    """Cut a tensor's extents where those who receive from them change."""
+    if len(receivers) == 1:
+        octets = receivers[0].octets
+        if octets is not None and len(entry.extents) == 1 and len(octets) == entry.extents[0].length:
+            yield Run(group, name, entry, 0, 1, tuple(receivers), octets)  # small tensors, of which there may be many
+            return
+        for first, stop in extents_of(entry.extents, receivers[0].box, receivers[0].view):
+            yield from _split(group, name, entry, first, stop, (receivers[0],))
+        return
+    edges: dict[int, list[int]] = {}  # where receivers begin, or end
+    for number, receiver in enumerate(receivers):
+        for touched in extents_of(entry.extents, receiver.box, receiver.view):
+            for edge in touched:
+                edges.setdefault(edge, []).append(number)
+    active: dict[int, Receiver] = {}
+    first = 0
+    for edge in sorted(edges):
+        if active:
+            yield from _split(group, name, entry, first, edge, tuple(active.values()))
+        for number in edges[edge]:
+            if active.pop(number, None) is None:
+                active[number] = receivers[number]
+        first = edge
+
+
+def _split(
+    group: str, name: str, entry: TensorEntry, first: int, stop: int, receivers: tuple[Receiver, ...]
+) -> Iterator[Run]:
+    """A run, or up to three where one receiver takes all of its extents but only a part of the first or the last one."""
+    octets = receivers[0].octets if len(receivers) == 1 else None
+    if octets is None:
+        yield Run(group, name, entry, first, stop, receivers, None)
+        return
+    begin, end = receivers[0].first, receivers[0].first + len(octets)
+    extents = entry.extents
+    low = first + (extents[first].offset < begin)
+    high = stop - (extents[stop - 1].offset + extents[stop - 1].length > end)
+    if low >= high:
+        yield Run(group, name, entry, first, stop, receivers, None)
+        return
+    if first < low:
+        yield Run(group, name, entry, first, low, receivers, None)
+    last = extents[high - 1]
+    inner = octets[extents[low].offset - begin : last.offset + last.length - begin]
+    yield Run(group, name, entry, low, high, receivers, inner)
+    if high < stop:
+        yield Run(group, name, entry, high, stop, receivers, None)
+
+
+def _receiver(want: Want, entry: TensorEntry) -> Receiver:
+    into, view = want.into, byte_view(entry.dtype, entry.shape, want.name)
+    if want.box.shape == entry.shape and not any(want.box.offset):
+        box, span = Box((0,) * len(view.shape), view.shape), (0, entry.nbytes)
+    else:
+        check_box(want.box, entry.shape, want.name)
+        box = byte_box(entry.dtype, want.box, entry.shape, want.name)
+        span = byte_span(box, view.shape, view.itemsize)
+    if into.shape != box.shape or into.dtype != transfer.element_dtype(view.itemsize):
+        raise StateMismatch(
+            f"tensor {want.name!r}: {into.dtype}{list(into.shape)} cannot receive "
+            f"{view.itemsize}-byte elements of shape {list(box.shape)}"
+        )
+    straight = into.flags.c_contiguous and into.nbytes == span[1] - span[0]
+    octets = into.reshape(-1).view(np.uint8).data if straight else None
+    return Receiver(into, view, box, span[0], octets)

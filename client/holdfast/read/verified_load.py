@@ -1,0 +1,315 @@
+"""The passes of a load: one that proves each extent as it is handed over, or two, where everything is proven before that.
+
+What lies in a tensor as in the file is read straight into it, in chunks that stay in a core's cache until they are
+digested there; if one is not what was written, its place is emptied before anybody hears of it. What lies otherwise, and
+what comes past the page cache, which asks for memory of its own, is proven in a buffer and then copied. The second of two
+passes does the same: a page that left memory in between may come back from the disk as another. What is at hand, in
+memory or in the page cache, takes one call for many extents (`proving`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.memory import direct_io, native_verify
+from holdfast.read.requests import Run, copy
+from holdfast.read.sources import Source
+from holdfast_formats import digest, proof
+from holdfast_formats.manifest import Extent
+from holdfast_formats.proof import Piece
+
+# Who waits for a disk or a network keeps several requests under way, past the page cache long ones: of 4 MiB each, eight
+# take an eighth less time than four, and no more than sixteen of 2 MiB. From memory, as many as there are cores: one more
+# takes a tenth longer, since threads that take turns push each other's chunks out of the cache. (Medians of nine rounds and
+# of fifteen.)
+READERS_WAITING = 8
+WAITING_CHUNK_BYTES, DIRECT_CHUNK_BYTES = 2**21, 2**22
+BUFFERS_BYTES_MAX = 128 * 2**20  # of all threads
+STRAIGHT_BYTES = 2**22  # of extents that one call reads to their places: it digests each while a core's cache has it
+COPIED_BYTES_MIN = 2**19  # at once: a core's cache has it still, and many calls to copy little keep other threads waiting
+PROBES = 64  # places looked at to tell which it is
+
+
+class Manner(NamedTuple):
+    """How many threads read, how much at a time, and how past the page cache, if they do."""
+
+    readers: int
+    chunk_bytes: int
+    past_cache: direct_io.Reader | None = None
+    straight: bool = False  # nothing is waited for, and one call brings many extents to their places and proves them
+
+    @property
+    def straight_bytes(self) -> int:
+        """How much is read at a time that goes straight to its place."""
+        return max(STRAIGHT_BYTES, self.chunk_bytes) if self.straight else self.chunk_bytes
+
+
+class Part(NamedTuple):
+    """Extents of a run that are read together: bytes [start, stop) of the file."""
+
+    run: Run
+    extents: Sequence[Extent]
+    start: int
+    stop: int
+
+
+Job = Sequence[Part]  # they follow each other in the file
+
+
+def check(source: Source, pieces: Iterable[Piece]) -> None:
+    """Read and check a few pieces. Raises `CorruptExtent` with file, tensor and byte range."""
+    reading = _Reading(source, Manner(1, source.chunk_bytes))
+    for piece in pieces:
+        reading.check(piece)
+
+
+def prove(source: Source, runs: Sequence[Run], cores: int) -> None:
+    """Read and check runs; nothing is handed over. Raises `CorruptExtent` with file, tensor and byte range."""
+    manner = _manner(source, runs, cores, again=True)._replace(straight=False)
+    _on_threads(runs, manner, lambda: _Prover(source, manner).take)
+
+
+def hand_over(source: Source, runs: Sequence[Run], cores: int, proven: bool) -> None:
+    """Read them into who receives them. Raises `CorruptExtent` where something is not what was written.
+
+    Of an extent that is damaged nothing is handed over; of those before it, everything. Its place may hold zeros then, and
+    that of what was read with it. What `prove` has just read is looked for in the page cache.
+    """
+    manner = _manner(source, runs, cores, again=proven)
+    _on_threads(runs, manner, lambda: _Giver(source, manner).take)
+
+
+def _jobs(runs: Sequence[Run], bytes_max: int, straight_bytes_max: int) -> deque[Job]:
+    """Extents that follow each other in the file together, so that small ones cost one read.
+
+    A run that can be read as it is, and is no small one, shares its jobs with no other; they have up to
+    `straight_bytes_max` where `bytes_max` has room for one of its extents.
+    """
+    found: deque[Job] = deque()
+    job: list[Part] = []
+    for run in runs:
+        alone = run.octets is not None and len(run.octets) >= bytes_max
+        long = alone and run.entry.extents[run.first].length <= bytes_max
+        for part in _parts(run, straight_bytes_max if long else bytes_max):
+            follows = job and not alone and job[-1].stop == part.start and job[-1].run.entry.file == run.entry.file
+            if follows and part.stop - job[0].start <= bytes_max:
+                job.append(part)
+            else:
+                job = [part]
+                found.append(job)
+        if alone:
+            job = []
+    return found
+
+
+def _parts(run: Run, bytes_max: int) -> Iterator[Part]:
+    """A run's extents, as many together as `bytes_max` allows; at least one."""
+    extents, base = run.entry.extents, run.entry.start
+    first, offset = run.first, run.offset
+    if run.stop == first + 1:
+        yield Part(run, extents[first : run.stop], base + offset, base + offset + extents[first].length)
+        return
+    end = offset
+    for index in range(run.first, run.stop):
+        reach = end + extents[index].length
+        if reach - offset > bytes_max and index > first:
+            yield Part(run, extents[first:index], base + offset, base + end)
+            first, offset = index, end
+        end = reach
+    yield Part(run, extents[first : run.stop], base + offset, base + end)
+
+
+def _on_threads(runs: Sequence[Run], manner: Manner, worker: Callable[[], Callable[[Job], None]]) -> None:
+    """Take all jobs, each thread with a worker of its own; the first error ends it and is raised."""
+    jobs = _jobs(runs, manner.chunk_bytes, manner.straight_bytes)
+    if not jobs:
+        return
+    largest = max(max(job[-1].stop - job[0].start for job in jobs), manner.chunk_bytes)
+    count = min(manner.readers, max(BUFFERS_BYTES_MAX // largest, 1), len(jobs))
+
+    def drain() -> None:
+        act = worker()
+        try:
+            while True:
+                try:
+                    job = jobs.popleft()
+                except IndexError:
+                    return
+                act(job)
+        except BaseException:
+            jobs.clear()
+            raise
+
+    if count == 1:
+        drain()
+        return
+    with ThreadPoolExecutor(count, "holdfast-read") as threads:
+        running = [threads.submit(drain) for _ in range(count)]
+        try:
+            for finished in running:
+                finished.result()
+        finally:
+            jobs.clear()
+
+
+def _manner(source: Source, runs: Sequence[Run], cores: int, again: bool) -> Manner:
+    """How these runs are read fastest. What is to be read `again` afterwards is left in the page cache."""
+    waiting = [source.waits(file, start) for file, start in _places(runs)]
+    if not any(waiting):
+        return Manner(cores, source.chunk_bytes, straight=native_verify.available())
+    past_cache = source.past_cache() if not again and 2 * sum(waiting) > len(waiting) else None
+    if past_cache is not None:
+        return Manner(READERS_WAITING, max(source.chunk_bytes, DIRECT_CHUNK_BYTES), past_cache)
+    return Manner(READERS_WAITING, max(source.chunk_bytes, WAITING_CHUNK_BYTES))
+
+
+def _places(runs: Sequence[Run]) -> Iterator[tuple[str, int]]:
+    """Some extents' first bytes, all over the runs."""
+    step = max(sum(run.stop - run.first for run in runs) // PROBES, 1)
+    at = 0
+    for run in runs:
+        for index in range(run.first + -at % step, run.stop, step):
+            yield run.entry.file, run.entry.start + run.entry.extents[index].offset
+        at += run.stop - run.first
+
+
+class _Reading:
+    """One thread's buffer, and the source."""
+
+    def __init__(self, source: Source, manner: Manner) -> None:
+        self._source, self._manner = source, manner
+        self._memory = memoryview(b"")
+
+    def all(self, file: str, start: int, size: int) -> memoryview:
+        """Bytes of a file, seen where they are or read; fewer only where it ends before; good until the next call."""
+        view = self._source.view(file, start, start + size)
+        return self.read(file, start, size) if view is None else view
+
+    def read(self, file: str, start: int, size: int) -> memoryview:
+        """The same of bytes that the source does not show."""
+        room = max(size, self._manner.chunk_bytes)
+        if self._manner.past_cache is not None:
+            if len(self._memory) < room + 2 * direct_io.ALIGNMENT:
+                self._memory = direct_io.memory_for(room)
+            found = self._manner.past_cache(file, start, size, self._memory)
+            if found is not None:
+                return found
+        elif len(self._memory) < room:
+            self._memory = np.empty(room, np.uint8).data
+        buffer = self._memory[:size]
+        return buffer[: self._source.read_into(file, start, buffer)]
+
+    def check(self, piece: Piece, into: memoryview | None = None) -> None:
+        """Read a piece in parts that stay in the cache, into a buffer or in place, and check it."""
+        found, held, step = digest.running(), 0, self._manner.chunk_bytes
+        for at in range(0, piece.length, step):
+            size = min(step, piece.length - at)
+            if into is None:
+                part = self.all(piece.file, piece.start + at, size)
+            else:
+                part = into[at : at + size]
+                part = part[: self._source.read_into(piece.file, piece.start + at, part)]
+            found.update(part)
+            held += len(part)
+            if len(part) < size:
+                break
+        proof.check_found(piece, held, found.hexdigest())
+
+
+class _Prover:
+    def __init__(self, source: Source, manner: Manner) -> None:
+        self._reading = _Reading(source, manner)
+        self._chunk_bytes = manner.chunk_bytes
+
+    def take(self, job: Job) -> None:
+        first, start, stop = job[0], job[0].start, job[-1].stop
+        if stop - start > self._chunk_bytes and len(job) == len(first.extents) == 1:
+            self._reading.check(_piece(first, first.extents[0]))
+            return
+        data = self._reading.all(first.run.entry.file, start, stop - start)
+        if native_verify.available() and _extents(job, proven_only=True).take(data):
+            return
+        for part in job:
+            _check(part, data[part.start - start : part.stop - start])
+
+
+class _Giver:
+    def __init__(self, source: Source, manner: Manner) -> None:
+        self._source, self._manner = source, manner
+        self._reading = _Reading(source, manner)
+
+    def take(self, job: Job) -> None:
+        first, start, stop = job[0], job[0].start, job[-1].stop
+        data = self._source.view(first.run.entry.file, start, stop)
+        if data is None:
+            if len(job) == 1 and first.run.octets is not None and self._manner.past_cache is None:
+                self._straight(first, first.run.octets)
+                return
+            data = self._reading.read(first.run.entry.file, start, stop - start)
+        taken = native_verify.available() and _extents(job).take(data)
+        for part in job:
+            mine = data[part.start - start : part.stop - start]
+            if not taken:
+                _check(part, mine, part.run.octets)
+            if part.run.octets is None:
+                for receiver in part.run.receivers:
+                    receiver.take(part.extents[0].offset, mine)
+
+    def _straight(self, part: Part, octets: memoryview) -> None:
+        """Read where the bytes belong, and check them there; if anything is wrong, nothing of it stays (I7)."""
+        at = part.extents[0].offset - part.run.offset
+        into = octets[at : at + part.stop - part.start]
+        try:
+            file = self._source.file(part.run.entry.file) if self._manner.straight else None
+            cached = max(extent.length for extent in part.extents) <= self._manner.chunk_bytes  # by a core, once it is read
+            if file is not None and cached and _extents([part]).take_from(file, part.start):
+                return
+            if len(part.extents) == 1:
+                self._reading.check(_piece(part, part.extents[0]), into)
+            else:
+                _check(part, into[: self._source.read_into(part.run.entry.file, part.start, into)])
+        except BaseException:
+            np.frombuffer(into, np.uint8)[:] = 0
+            raise
+
+
+def _check(part: Part, data: memoryview, octets: memoryview | None = None) -> None:
+    """Check a part's extents; where the run has `octets` to be copied to, they go to their places once they are proven.
+
+    Raises `CorruptExtent`, also where `data` is shorter than the part.
+    """
+    base = part.extents[0].offset
+    shift = base - part.run.offset
+    copied = 0
+    for extent in part.extents:
+        at = extent.offset - base
+        end = at + extent.length
+        mine = data[at:end]
+        if digest.digest(mine) != extent.digest or len(mine) != extent.length:
+            proof.check(_piece(part, extent), mine)
+        if octets is not None and end - copied >= COPIED_BYTES_MIN:
+            copy(octets[shift + copied : shift + end], data[copied:end])
+            copied = end
+    if octets is not None and copied < end:
+        copy(octets[shift + copied : shift + end], data[copied:end])
+
+
+def _extents(job: Job, proven_only: bool = False) -> native_verify.Extents:
+    """A job's extents, and where they belong where they lie as in the file; with `proven_only` they go nowhere."""
+    found = native_verify.Extents()
+    for part in job:
+        octets = None if proven_only else part.run.octets
+        if octets is not None:
+            at = part.extents[0].offset - part.run.offset
+            octets = octets[at : at + part.stop - part.start]
+        found.add(part.extents, octets)
+    return found
+
+
+def _piece(part: Part, extent: Extent) -> Piece:
+    return proof.tensor_piece(part.run.group, part.run.name, part.run.entry, extent)

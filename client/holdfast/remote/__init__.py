@@ -1,0 +1,1 @@
+"""A rank that shares no memory with its daemon: slots of its own, and uploads."""

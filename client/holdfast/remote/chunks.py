@@ -1,0 +1,146 @@
+"""Sends parts of a slot over HTTP: in chunks that suit the link, packed with zstd where that is sooner there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import zstandard
+
+from holdfast.remote.own_slots import OwnSave
+from holdfast.rest.api import Api, Chunk, Part
+from holdfast_formats import rest
+from holdfast_formats.digest import digest
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES_MIN = 2**18
+CHUNK_SECONDS = 1.0  # what a chunk should take: what a break of the link costs at most, and how soon a change of it is seen
+ZSTD_LEVEL = 1
+ZSTD_GAIN_MIN = 1.25  # packing costs cores that training wants: only for a clear gain
+SAMPLE_BYTES = 2**18
+SAMPLE_EVERY = 16  # chunks
+SMOOTHING = 0.5  # weight of the newest measurement
+PROGRESS_EVERY_S = 30.0
+
+
+class Pace:
+    """What link and codec were found to do, in bytes a second, and what follows from it. Starts unpacked and small."""
+
+    def __init__(self, chunk_bytes_max: int) -> None:
+        self._chunk_bytes_max = chunk_bytes_max
+        self.link_bps = 0.0
+        self.codec_bps = 0.0
+        self.ratio = 1.0  # packed ÷ plain
+
+    @property
+    def chunk_bytes(self) -> int:
+        """How much to send at a time, before compression."""
+        wanted = int(self.link_bps * CHUNK_SECONDS / (self.ratio if self.packs else 1.0))
+        return min(max(wanted, CHUNK_BYTES_MIN), self._chunk_bytes_max)
+
+    @property
+    def packs(self) -> bool:
+        """Whether the next chunk goes packed. Packing runs beside sending, so the slower of the two sets the pace."""
+        if not self.link_bps or not self.codec_bps:
+            return False
+        return min(self.codec_bps, self.link_bps / max(self.ratio, 1e-6)) > ZSTD_GAIN_MIN * self.link_bps
+
+    def sent(self, wire_bytes: int, seconds: float) -> None:
+        """A chunk has arrived. Tiny ones tell of the round trip more than of the link, and count for want of others only."""
+        if wire_bytes >= CHUNK_BYTES_MIN // 4 or not self.link_bps:
+            self.link_bps = _smoothed(self.link_bps, wire_bytes / max(seconds, 1e-6))
+
+    def packed(self, plain_bytes: int, packed_bytes: int, seconds: float) -> None:
+        """Something was packed, be it to be sent or as a sample."""
+        self.ratio = packed_bytes / plain_bytes if not self.codec_bps else _smoothed(self.ratio, packed_bytes / plain_bytes)
+        self.codec_bps = _smoothed(self.codec_bps, plain_bytes / max(seconds, 1e-6))
+
+
+def _smoothed(before: float, measured: float) -> float:
+    return measured if not before else before + SMOOTHING * (measured - before)
+
+
+class Sent(NamedTuple):
+    """What one part cost."""
+
+    plain_bytes: int
+    wire_bytes: int
+
+
+class Sender:
+    """Sends parts of uploads of one rank, one after another. Call it from one thread; `close` it from there too."""
+
+    def __init__(self, api: Api, rank_id: str, chunk_bytes_max: int) -> None:
+        self._api, self._rank_id = api, rank_id
+        self.pace = Pace(chunk_bytes_max)
+        self._compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+        self._prepared = 0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="holdfast-pack")
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def bring(self, save: OwnSave) -> rest.Upload:
+        """Open the upload of a sealed slot or find it open, send what is not there yet, and seal it."""
+        began = time.monotonic()
+        assert save.whole is not None, "only what is sealed is brought"
+        reached = self._api.open_upload(self._rank_id, save.number, save.wanted)
+        if reached.state != "open":
+            return reached
+        data, table = save.contents()
+        sent = self.send(save, "data", data, reached.data_bytes)
+        self.send(save, "table", table, reached.table_bytes)
+        seconds = time.monotonic() - began
+        log.info("step %d: %d bytes uploaded as %d in %.1f s", save.step, sent.plain_bytes, sent.wire_bytes, seconds)
+        whole = save.whole.model_copy(update={"stall_s": save.stall_s})
+        return self._api.seal_upload(self._rank_id, save.number, whole)
+
+    def send(self, save: OwnSave, part: Part, data: memoryview, received: int) -> Sent:
+        """Send what the daemon has not `received` yet; raises what broke it, and what arrived before that stays there."""
+        began = told = time.monotonic()
+        first, wire_bytes = received, 0
+        ahead = self._prepare(data, received)
+        while received < len(data):
+            chunk = ahead()
+            received = chunk.offset + chunk.length
+            ahead = self._prepare(data, received)  # the next one is packed while this one travels
+            before = time.monotonic()
+            self._api.put_chunk(self._rank_id, save.number, part, chunk)
+            save.arrived += chunk.length
+            now = time.monotonic()
+            self.pace.sent(len(chunk.body), now - before)
+            wire_bytes += len(chunk.body)
+            if now - told > PROGRESS_EVERY_S:
+                told = now
+                log.info("upload %d: %d of %d bytes after %.0f s", save.number, received, len(data), now - began)
+        return Sent(received - first, wire_bytes)
+
+    def _prepare(self, data: memoryview, offset: int) -> Callable[[], Chunk]:
+        try:
+            return self._pool.submit(self._chunk, data, offset).result
+        except RuntimeError:  # the process is ending, and what it has sealed is sent first: no pool works any more by then
+            return partial(self._chunk, data, offset)
+
+    def _chunk(self, data: memoryview, offset: int) -> Chunk:
+        plain = data[offset : offset + self.pace.chunk_bytes]
+        chunk = Chunk(offset, len(plain), len(data), digest(plain), plain)
+        if not plain:
+            return chunk
+        self._prepared += 1
+        if self.pace.packs:
+            packed = self._pack(plain)
+            return chunk._replace(body=packed, encoding="zstd") if len(packed) < len(plain) else chunk
+        if self._prepared % SAMPLE_EVERY == 1:
+            self._pack(plain[:SAMPLE_BYTES])
+        return chunk
+
+    def _pack(self, plain: memoryview) -> bytes:
+        began = time.monotonic()
+        packed = self._compressor.compress(plain)
+        self.pace.packed(len(plain), len(packed), time.monotonic() - began)
+        return packed

@@ -1,0 +1,210 @@
+"""A rank that shares no memory with its daemon: it stages into slots of its own, and what is sealed goes out over HTTP.
+
+`RemoteLink` answers the requests that `Link` sends over the socket, so a checkpointer does not know the difference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from holdfast.remote.own_slots import OwnSave, OwnSegment
+from holdfast.remote.uploader import OPEN_TIMEOUT_S, Courier
+from holdfast.rest.api import Api
+from holdfast_formats import arena, rest, wire
+from holdfast_formats.errors import (
+    ArenaFull,
+    CheckpointError,
+    DaemonGone,
+    GenerationDropped,
+    InvalidRequest,
+    RoundAborted,
+    from_problem,
+)
+from holdfast_formats.whereabouts import RootMark
+
+REQUEST_TIMEOUT_S = 30.0
+
+_Reply = TypeVar("_Reply", bound=wire.Reply)
+
+
+class RemoteLink:
+    """One rank's conversation with a daemon over HTTP. Requests may come from any thread, outcomes come on others."""
+
+    def __init__(self, url: str, on_outcome: Callable[[wire.Outcome], None], on_lost: Callable[[CheckpointError], None]):
+        self.url = url
+        self._tellers = (on_outcome, on_lost)
+        self._api = Api(url, REQUEST_TIMEOUT_S)
+        self._ids, self._numbers = itertools.count(), itertools.count()
+        self._lock = threading.Lock()
+        self._courier: Courier | None = None
+        self._segment: OwnSegment | None = None
+        self._fds: list[int] = []
+        self._closed = False
+        self._answers: dict[type[wire.Message], Callable[[Any], wire.Reply]] = {
+            wire.Hello: self._hello,
+            wire.Reserve: self._reserve,
+            wire.Lease: self._lease,
+            wire.Seal: self._seal,
+            wire.Abandon: self._abandon,
+            wire.Choose: self._choose,
+            wire.Ended: self._ended,
+            wire.Held: lambda message: wire.HeldSlots(reply_to=message.id),  # memory that we share with nobody
+        }
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed and (self._courier is None or self._courier.lost is None)
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def request(self, message: wire.Request, kind: type[_Reply], timeout_s: float = REQUEST_TIMEOUT_S) -> _Reply:
+        """Do what the message asks for and return the reply; the waits that it states itself are kept, not `timeout_s`."""
+        if self._courier is not None and self._courier.lost is not None:
+            raise self._courier.lost
+        if type(message) not in self._answers:
+            raise InvalidRequest(f"{type(message).__name__} means nothing to a rank without shared memory")
+        reply = self._answers[type(message)](message)
+        assert isinstance(reply, kind), f"{type(message).__name__} is not answered by {kind.__name__}"
+        return reply
+
+    def ask(
+        self, message: wire.Request, kind: type[_Reply], fds: tuple[int, ...] = (), timeout_s: float = REQUEST_TIMEOUT_S
+    ) -> _Reply:
+        raise DaemonGone("a rank without shared memory sends and is sent no descriptors")
+
+    def tell(self, message: wire.Request) -> None:
+        """How long training stood still goes with the seal, where the upload has not come to that yet."""
+        save = self._courier.saves.find(message.step) if self._courier and isinstance(message, wire.Measured) else None
+        if save is not None and isinstance(message, wire.Measured):
+            save.stall_s = message.stall_s
+
+    def take_fd(self) -> int:
+        """The descriptor of the segment that was reserved last; the caller closes it."""
+        with self._lock:
+            if not self._fds:
+                raise DaemonGone("no segment was reserved")
+            return self._fds.pop(0)
+
+    def take_fds(self, count: int) -> list[int]:
+        raise DaemonGone("a rank without shared memory is sent none")
+
+    def close(self, ended: bool = False) -> None:
+        """Part from the daemon: it saves what has been uploaded, and gives up what has not."""
+        self._closed = True
+        if self._courier is not None:
+            self._courier.close()
+        self._api.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+    def _hello(self, message: wire.Hello) -> wire.Welcome:
+        meant = None if message.root is None else message.root.id
+        hello = rest.RankHello(**message.model_dump(include=set(rest.RankHello.model_fields)), root_id=meant)
+        rank_id = uuid.uuid4().hex
+        self._courier = Courier(self._api, rank_id, hello, self._tellers)
+        welcome = self._courier.welcome
+        return wire.Welcome(
+            reply_to=message.id,
+            attempt=welcome.attempt,
+            node=welcome.node,
+            root="",  # a directory of that name here would be another one
+            mark=RootMark(id=welcome.root_id),
+            version=welcome.version,
+            notices=welcome.notices,
+            url=self.url,  # the address that this rank uses, which need not be the one the daemon knows of itself
+        )
+
+    def _reserve(self, message: wire.Reserve) -> wire.Segment:
+        courier = self._known()
+        segment = OwnSegment(arena.geometry(message.slots, message.data_bytes, message.table_bytes))
+        try:
+            room = rest.Room(slots=message.slots, data_bytes=message.data_bytes, table_bytes=message.table_bytes)
+            courier.reserve(room, segment)
+        except CheckpointError:
+            os.close(segment.fd)
+            raise
+        with self._lock:
+            self._segment = segment
+            self._fds.append(segment.fd)
+        made = segment.geometry
+        return wire.Segment(
+            reply_to=message.id, slots=made.slots, data_bytes=made.data_bytes, table_bytes_max=made.table_bytes_max
+        )
+
+    def _lease(self, message: wire.Lease) -> wire.Granted:
+        courier, segment = self._known(), self._segment
+        if segment is None:
+            raise InvalidRequest("reserve a segment before leasing a slot")
+        number = next(self._numbers)
+        slot = _make_room(courier, segment, number, message)
+        save = OwnSave(courier.run, number, _wanted(message, "wait"), segment, slot)
+        try:
+            courier.begin(save, message.policy)
+        except CheckpointError:
+            segment.release(slot)
+            raise
+        return wire.Granted(reply_to=message.id, slot=slot, deadline_s=0.0)
+
+    def _seal(self, message: wire.Seal) -> wire.Sealed:
+        courier = self._known()
+        save = courier.saves.find(message.step)
+        if save is None or not save.staging or save.slot != message.slot:
+            raise RoundAborted(f"slot {message.slot} is not leased for step {message.step}")
+        save.seal(message.table_digest)
+        if not courier.deliver(save):  # another rank has given up meanwhile
+            raise from_problem(save.problem or {})
+        return wire.Sealed(reply_to=message.id)
+
+    def _abandon(self, message: wire.Abandon) -> wire.Done:
+        courier = self._known()
+        save = courier.saves.find(message.step)
+        if save is not None and save.staging:  # else the save had ended before
+            courier.abandon(save, from_problem(message.problem))
+        return wire.Done(reply_to=message.id)
+
+    def _choose(self, message: wire.Choose) -> wire.Chosen:
+        question = rest.Question(step=message.step, groups=message.groups, healthy=message.healthy)
+        answer = self._known().choose(message.turn, question, message.wait_s)
+        return wire.Chosen(reply_to=message.id, step=answer.step, notes=answer.notes)
+
+    def _ended(self, message: wire.Ended) -> wire.Judged:
+        end = rest.RestoreEnd(step=message.step, problem=message.problem, alone=message.alone)
+        found = self._known().ended(message.turn, end, message.wait_s)
+        return wire.Judged(reply_to=message.id, **found.model_dump())
+
+    def _known(self) -> Courier:
+        if self._courier is None:
+            raise InvalidRequest("the first request must be hello")
+        return self._courier
+
+
+def _wanted(message: wire.Lease, policy: wire.Policy) -> rest.UploadRequest:
+    about = {name: getattr(message.intent, name) for name in ("restored", "turn", "existing", "again")}
+    return rest.UploadRequest(step=message.step, policy=policy, groups=message.intent.groups, **about)
+
+
+def _make_room(courier: Courier, segment: OwnSegment, number: int, wanted: wire.Lease) -> int:
+    """An own slot. Where none is free the policy decides: here of what is not being uploaded, else at the daemon."""
+    attempt, policy = courier.welcome.attempt, wanted.policy
+    try:
+        return segment.lease(wanted.step, attempt, wanted.wait_s if policy == "wait" else 0.0)
+    except ArenaFull:
+        if policy == "wait":
+            raise
+    if policy == "newest-wins" and courier.take_back(wanted.step, policy):
+        return segment.lease(wanted.step, attempt, 0.0)
+    error = GenerationDropped.of(wanted.step, None, policy)
+    if not courier.ask(number, _wanted(wanted, policy)):
+        raise error
+    try:  # what the daemon let go of, or had committed, we are about to hear of
+        return segment.lease(wanted.step, attempt, OPEN_TIMEOUT_S)
+    except ArenaFull:
+        courier.give_up(number, wanted.step, error)
+        raise error from None

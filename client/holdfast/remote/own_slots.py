@@ -1,0 +1,205 @@
+"""Slots in this rank's own memory, for a rank that shares none with its daemon."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.threads import at_exit
+from holdfast_formats import arena, rest
+from holdfast_formats.arena import Geometry, SlotHeader, SlotState
+from holdfast_formats.errors import ArenaFull, CheckpointError, NoSpace, StateMismatch
+
+JOIN_POLL_S = 0.02
+
+
+class OwnSegment:
+    """Memory laid out as the daemon lays out an arena, so that staging does not know the difference."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.fd = os.memfd_create("holdfast-own", os.MFD_CLOEXEC)  # whoever takes it closes it
+        try:
+            os.ftruncate(self.fd, geometry.segment_bytes)
+            self.memory = memoryview(mmap.mmap(self.fd, geometry.segment_bytes))
+        except OSError as error:
+            os.close(self.fd)
+            hint = "free memory on this machine, or save a smaller state with fewer slots"
+            raise NoSpace(f"cannot have {geometry.segment_bytes} bytes for slots: {error.strerror}", hint=hint) from error
+        self._changed = threading.Condition()
+        self._free = set(range(geometry.slots))
+        self._lost: CheckpointError | None = None
+        arena.write_superblock(self.memory, geometry)
+        for slot in self._free:
+            arena.write_header(self.memory, geometry, slot, SlotHeader(SlotState.FREE, 0, 0, 0, 0, 0))
+
+    def lease(self, step: int, attempt: int, wait_s: float) -> int:
+        """A free slot; waits up to `wait_s` seconds for one, then `ArenaFull`."""
+        with self._changed:
+            free = self._changed.wait_for(lambda: self._free or self._lost, wait_s)
+            if self._lost is not None:
+                raise self._lost
+            if not free:
+                raise ArenaFull(
+                    f"all {self.geometry.slots} slots hold saves that have not been uploaded and written yet",
+                    hint="save less often, have a faster link to the daemon, or give the checkpointer more slots",
+                )
+            slot = min(self._free)
+            self._free.remove(slot)
+        arena.write_header(self.memory, self.geometry, slot, SlotHeader(SlotState.LEASED, step, attempt, 0, 0, 0))
+        return slot
+
+    def release(self, slot: int) -> None:
+        arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
+        with self._changed:
+            self._free.add(slot)
+            self._changed.notify_all()
+
+    def lose(self, error: CheckpointError) -> None:
+        """No slot will become free any more: whoever waits for one is told why."""
+        with self._changed:
+            self._lost = error
+            self._changed.notify_all()
+
+
+class OwnSave:
+    """One save in a slot of ours, until its end is known (`told`) and nobody fills the slot any more (not `staging`)."""
+
+    def __init__(self, run: str, number: int, wanted: rest.UploadRequest, segment: OwnSegment, slot: int) -> None:
+        self.run, self.number, self.wanted, self.segment, self.slot = run, number, wanted, segment, slot
+        self.staging = True
+        self.begun = False  # its upload, which nothing here takes back any more
+        self.delivered = False  # a daemon has all of it
+        self.arrived = 0  # bytes at the daemon
+        self.told = False
+        self.problem: dict[str, Any] | None = None
+        self.whole: rest.SealRequest | None = None
+        self.stall_s: float | None = None
+
+    @property
+    def step(self) -> int:
+        return self.wanted.step
+
+    def seal(self, table_digest: str) -> None:
+        """The slot is complete: what it holds stands in its header from now on."""
+        header = arena.read_header(self.segment.memory, self.segment.geometry, self.slot)
+        self.whole = rest.SealRequest(
+            data_bytes=header.data_bytes, table_bytes=header.table_bytes, table_digest=table_digest
+        )
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until a daemon has all of it, or its end is known; False when none of it arrived for `timeout` seconds."""
+        arrived, moved = self.arrived, time.monotonic()
+        while not (self.delivered or self.told):
+            if self.arrived != arrived:
+                arrived, moved = self.arrived, time.monotonic()
+            if timeout is not None and time.monotonic() > moved + timeout:
+                return False
+            time.sleep(JOIN_POLL_S)
+        return True
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.step}"
+
+    def contents(self) -> tuple[memoryview, memoryview]:
+        """The data and the table of a sealed slot."""
+        assert self.whole is not None, "only what is sealed has contents"
+        memory, geometry = self.segment.memory, self.segment.geometry
+        data, table = geometry.data_offset(self.slot), geometry.table_offset(self.slot)
+        return memory[data : data + self.whole.data_bytes], memory[table : table + self.whole.table_bytes]
+
+
+class OwnSaves:
+    """The saves, by step, whose end is not known or whose slot is still being filled; in the order in which they began."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._saves: dict[int, OwnSave] = {}
+
+    def add(self, save: OwnSave) -> None:
+        """`StateMismatch` while another save of the step is under way."""
+        with self._lock:
+            if self._saves.setdefault(save.step, save) is not save:
+                raise StateMismatch(f"step {save.step} is being saved already", hint="wait for its ticket first")
+
+    def find(self, step: int) -> OwnSave | None:
+        return self._saves.get(step)  # in one step: the training asks, whom signals interrupt
+
+    def forget(self, save: OwnSave) -> bool:
+        """Whether it was known until now."""
+        with self._lock:
+            known = self._saves.get(save.step) is save
+            if known:
+                del self._saves[save.step]
+        at_exit.forget(save)
+        return known
+
+    def free(self, save: OwnSave) -> None:
+        """Nobody needs its slot any more."""
+        if self.forget(save):
+            save.segment.release(save.slot)
+
+    def staged(self, save: OwnSave) -> bool:
+        """Nobody fills its slot any more; whether its end is known by now. Else this process sees its upload through."""
+        with self._lock:
+            save.staging = False
+            if not save.told:
+                at_exit.see_through(save)
+            return save.told
+
+    def end(self, save: OwnSave, problem: dict[str, Any] | None) -> bool:
+        """Note what became of it, and free its slot unless it is still being filled; False when that was known."""
+        with self._lock:
+            if save.told:
+                return False
+            save.told, save.problem = True, problem
+            staging = save.staging
+        at_exit.forget(save)
+        if not staging:
+            self.free(save)
+        return True
+
+    def begin_upload(self, save: OwnSave) -> bool:
+        """From here on the save cannot be taken back; False when it has ended already."""
+        with self._lock:
+            save.begun = save.begun or not save.told
+            return not save.told
+
+    def take_back(self, problem: Callable[[OwnSave], dict[str, Any]]) -> OwnSave | None:
+        """End the oldest save that is sealed and whose upload has not begun, and free its slot; None if there is none."""
+        with self._lock:
+            waiting = (save for save in self._saves.values() if not (save.staging or save.begun or save.told))
+            save = next(waiting, None)
+            if save is None:
+                return None
+            save.told, save.problem = True, problem(save)
+        self.free(save)
+        return save
+
+    def delivered(self, save: OwnSave, still: Callable[[], bool]) -> bool:
+        """Note that a daemon has all of it, if it is `still` the daemon that we speak to."""
+        with self._lock:
+            save.delivered = still()
+            if save.delivered:
+                at_exit.forget(save)
+            return save.delivered
+
+    def bring_again(self) -> list[OwnSave]:
+        """Those that a daemon had completely, and that its successor knows nothing of."""
+        with self._lock:
+            again = [save for save in self._saves.values() if save.delivered and not save.told]
+            for save in again:
+                save.delivered = False
+                at_exit.see_through(save)
+            return again
+
+    def lose(self) -> None:
+        """The end of none of them will be told."""
+        with self._lock:
+            for save in self._saves.values():
+                save.told = True
+                at_exit.forget(save)

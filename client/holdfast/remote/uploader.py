@@ -1,0 +1,348 @@
+"""Brings sealed slots to a daemon over HTTP and hears what becomes of them, whatever breaks on the way.
+
+A slot is free again when its save has ended, not when it was uploaded. So a daemon that was started anew gets the bytes once
+more, and no step is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from holdfast.remote.chunks import Sender
+from holdfast.remote.own_slots import OwnSave, OwnSaves, OwnSegment
+from holdfast.rest.api import Api
+from holdfast_formats import rest, wire
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    ArenaFull,
+    CheckpointError,
+    DaemonGone,
+    DeadlineExceeded,
+    GenerationDropped,
+    InvalidRequest,
+    NoSuchResource,
+    RunBusy,
+    StaleAttempt,
+    StorageFailed,
+    from_problem,
+)
+
+log = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = (
+    2.0  # how long save() waits to hear whether a step may be saved; after that it is found out in the background
+)
+POLL_S = 10.0
+CHOICE_WAIT_S = 2.0
+BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 3.0
+LOST_AFTER_S = 120.0  # of trying without any answer
+SILENT_WAIT_S = 60.0  # a dead job falls silent within this, though its last request may still be under way
+BUSY_PAUSE_MAX_S = 5.0
+RESUMES_MAX = 8  # of one upload, for chunks that the daemon found wrong
+CLOSE_TIMEOUT_S = 5.0
+
+_PASSING = (DaemonGone, ArenaFull, DeadlineExceeded, StorageFailed)  # a later try may pass
+
+_Result = TypeVar("_Result")
+Tellers = tuple[Callable[[wire.Outcome], None], Callable[[CheckpointError], None]]  # of outcomes, and of the daemon's loss
+
+
+class _Patience:
+    """Waits longer and longer between tries."""
+
+    def __init__(self) -> None:
+        self._delay_s = BACKOFF_MIN_S
+
+    def wait(self, unless: threading.Event) -> None:
+        unless.wait(self._delay_s)
+        self._delay_s = min(2 * self._delay_s, BACKOFF_MAX_S)
+
+
+class Courier:
+    """What one rank has under way to a daemon. Two threads: one uploads save after save, one listens for their ends."""
+
+    def __init__(self, api: Api, rank_id: str, hello: rest.RankHello, tellers: Tellers) -> None:
+        """Says hello; raises what the daemon refuses it with."""
+        self._api, self._rank_id, self._hello = api, rank_id, hello
+        self.run = hello.run
+        self._on_outcome, self._on_lost = tellers
+        self.welcome = _join(api, rank_id, hello)
+        self.lost: CheckpointError | None = None
+        self._lock = threading.Lock()
+        self._rejoining = threading.Lock()
+        self._generation = 0  # how many daemons this rank has outlived
+        self._room: rest.Room | None = None
+        self._segment: OwnSegment | None = None
+        self.saves = OwnSaves()
+        self._sealed: queue.SimpleQueue[OwnSave | None] = queue.SimpleQueue()
+        self._heard = time.monotonic()
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._guard, args=(loop,), name=name, daemon=True)
+            for name, loop in (("holdfast-uploader", self._upload_loop), ("holdfast-listener", self._listen_loop))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def reserve(self, room: rest.Room, segment: OwnSegment) -> None:
+        """Have the daemon keep as much as we have ourselves from now on."""
+        before, self._room = self._room, room  # before it is asked for: a daemon started anew is asked for it, too
+        try:
+            self._persist(lambda: self._api.reserve(self._rank_id, room), time.monotonic())
+        except CheckpointError:
+            self._room = before
+            raise
+        self._segment = segment
+
+    def begin(self, save: OwnSave, policy: wire.Policy) -> None:
+        """Ask whether the step may be saved; raises what refuses it. A link that is slow to answer stops no save."""
+        self.saves.add(save)
+        try:
+            self.ask(save.number, save.wanted.model_copy(update={"policy": policy}))
+        except CheckpointError:
+            self.saves.forget(save)
+            raise
+
+    def ask(self, number: int, wanted: rest.UploadRequest) -> bool:
+        """Begin an upload at the daemon, where the policy decides if no slot is free; whether it could be asked by now."""
+        try:
+            self._api.open_upload(self._rank_id, number, wanted, OPEN_TIMEOUT_S)
+        except CheckpointError as error:
+            # A daemon that was started anew may not know us quite yet.
+            if not (isinstance(error, (*_PASSING, NoSuchResource)) or _may_go_on(error)):
+                raise
+            log.info("the daemon does not take step %d yet: %s", wanted.step, error.detail)
+            return False
+        return True
+
+    def take_back(self, step: int, policy: wire.Policy) -> bool:
+        """Drop, for `step`, the oldest save whose upload has not begun, for all ranks; False when there is none."""
+
+        save = self.saves.take_back(lambda save: GenerationDropped.of(save.step, step, policy).problem())
+        if save is None:
+            return False
+        self._on_outcome(self._outcome(save))
+        self.give_up(save.number, save.step, from_problem(save.problem or {}), OPEN_TIMEOUT_S)
+        return True
+
+    def deliver(self, save: OwnSave) -> bool:
+        """The slot is sealed: upload it in the background. False when the save has ended already; then its slot is free."""
+        if self.saves.staged(save):
+            self.saves.free(save)
+            return False
+        self._sealed.put(save)
+        return True
+
+    def abandon(self, save: OwnSave, error: CheckpointError) -> None:
+        """The slot was not filled after all: free it, and let the other ranks know."""
+        self.saves.free(save)
+        self.give_up(save.number, save.step, error)
+
+    def choose(self, turn: int, question: rest.Question, wait_s: float) -> rest.Answer:
+        """Which step to restore; waits up to `wait_s` seconds for saves that the daemon is writing."""
+        asked = question.model_copy(update={"wait_s": min(wait_s, CHOICE_WAIT_S)})
+        return self._persist(lambda: self._api.choose(self._rank_id, turn, asked), time.monotonic() + wait_s)
+
+    def ended(self, turn: int, end: rest.RestoreEnd, wait_s: float) -> rest.RestoreVerdict:
+        """How a restore ended; waits up to `wait_s` seconds for the other ranks."""
+        said = end.model_copy(update={"wait_s": min(wait_s, CHOICE_WAIT_S)})
+        return self._persist(lambda: self._api.restore_ended(self._rank_id, turn, said), time.monotonic() + wait_s)
+
+    def close(self) -> None:
+        """Part from the daemon; what it has not got by now is given up."""
+        self._closing.set()
+        self.saves.lose()
+        self._sealed.put(None)
+        if self.lost is None:
+            try:
+                self._api.leave(self._rank_id)
+            except CheckpointError as error:
+                log.info("%s was not told that this rank parts: %s", self._api.url, error.detail)
+        for thread in self._threads:
+            thread.join(CLOSE_TIMEOUT_S)
+
+    def _tell(self, save: OwnSave, problem: dict[str, Any] | None) -> None:
+        """Say once what became of a save, and free its slot unless it is still being filled."""
+        if self.saves.end(save, problem):
+            self._on_outcome(self._outcome(save))
+
+    def _outcome(self, save: OwnSave) -> wire.Outcome:
+        state: Literal["committed", "aborted"] = "committed" if save.problem is None else "aborted"
+        return wire.Outcome(step=save.step, attempt=self.welcome.attempt, state=state, problem=save.problem)
+
+    def _guard(self, loop: Callable[[], None]) -> None:
+        """Run a thread; what ends it early ends everything that is under way, by name."""
+        try:
+            loop()
+        except CheckpointError as error:
+            self._lose(error)
+        except RuntimeError as error:
+            if not self._closing.is_set():  # else the connection was closed under it, as it should be
+                raise
+            log.debug("%s ended: %s", threading.current_thread().name, error)
+
+    def _lose(self, error: CheckpointError) -> None:
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+            self.lost = error
+        self.saves.lose()
+        self._sealed.put(None)
+        log.warning("the daemon at %s is lost: %s", self._api.url, error.detail)
+        if self._segment is not None:
+            self._segment.lose(error)
+        self._on_lost(error)
+
+    def _persist(self, act: Callable[[], _Result], limit: float) -> _Result:
+        """Try until it is done or refused, but not beyond `limit` when the daemon says that it takes longer."""
+        patience = _Patience()
+        while True:
+            seen = self._generation
+            try:
+                return act()
+            except CheckpointError as error:
+                if isinstance(error, DeadlineExceeded) and time.monotonic() > limit:
+                    raise
+                self._recover(error, seen, patience)
+
+    def _recover(self, error: CheckpointError, seen: int, patience: _Patience) -> None:
+        """Do what makes another try worth it, or raise the error again."""
+        if isinstance(error, NoSuchResource):
+            try:
+                self._rejoin(seen)
+                return
+            except _PASSING as failure:
+                error = failure
+        if isinstance(error, ArenaFull | DeadlineExceeded):
+            self._heard = time.monotonic()  # it does answer
+        silent_s = time.monotonic() - self._heard
+        if not isinstance(error, _PASSING) or self._closing.is_set() or silent_s > LOST_AFTER_S:
+            raise error
+        patience.wait(self._closing)
+
+    def _rejoin(self, seen: int) -> None:
+        """The daemon does not know us: it is another one. Say hello again, and bring everything whose end we do not know."""
+        with self._rejoining:
+            if self._generation != seen:
+                return
+            hello = self._hello.model_copy(update={"root_id": self.welcome.root_id})
+            attempt = self._api.join(self._rank_id, hello).attempt
+            if attempt != self.welcome.attempt:
+                raise StaleAttempt(f"attempt {self.welcome.attempt} is over: this launch is attempt {attempt} now")
+            if self._room is not None:
+                self._api.reserve(self._rank_id, self._room)
+            self._generation += 1
+            for save in self.saves.bring_again():
+                self._sealed.put(save)
+
+    def _listen_loop(self) -> None:
+        after, patience = 0, _Patience()
+        while not self._closing.is_set():
+            seen = self._generation
+            try:
+                found = self._api.outcomes(self._rank_id, after, POLL_S)
+            except CheckpointError as error:
+                if self._closing.is_set():
+                    return
+                self._recover(error, seen, patience)
+                after = after if self._generation == seen else 0
+                continue
+            self._heard, patience = time.monotonic(), _Patience()
+            for ended in found.items:
+                save = self.saves.find(ended.step)
+                if save is not None and save.number == ended.number:
+                    self._tell(save, _problem_of(ended))
+            after = found.next if self._generation == seen else 0  # another daemon counts anew
+
+    def _upload_loop(self) -> None:
+        sender = Sender(self._api, self._rank_id, self.welcome.chunk_bytes_max)
+        try:
+            while (save := self._sealed.get()) is not None:
+                try:
+                    self._bring(sender, save)
+                except CheckpointError as error:
+                    if self._closing.is_set():
+                        return
+                    log.warning("step %d could not be uploaded: %s", save.step, error.detail)
+                    self._tell(save, error.problem())
+                    self.give_up(save.number, save.step, error)
+        finally:
+            sender.close()
+
+    def give_up(self, number: int, step: int, error: CheckpointError, timeout_s: float | None = None) -> None:
+        """The other ranks of the world are to hear at once that this step is not saved."""
+        try:
+            self._api.abandon_upload(self._rank_id, number, rest.AbandonRequest(problem=error.problem()), timeout_s)
+        except CheckpointError as unheard:
+            log.info("%s was not told that step %d is given up: %s", self._api.url, step, unheard.detail)
+
+    def _bring(self, sender: Sender, save: OwnSave) -> None:
+        """Bring a sealed slot to the daemon; what breaks is taken up where it broke."""
+        patience, resumes = _Patience(), 0
+        while self.saves.begin_upload(save):
+            seen = self._generation
+            try:
+                reached = sender.bring(save)
+                self._heard = time.monotonic()
+            except InvalidRequest as error:
+                resumes += 1
+                if resumes > RESUMES_MAX or not _may_go_on(error):
+                    raise
+                log.info("step %d: %s; going on", save.step, error.detail)
+                with self._rejoining:  # the other thread may be half through
+                    patience.wait(self._closing)
+            except AlreadyCommitted:
+                # The daemon before this one may have committed it, and died before it told us.
+                found = self._api.checkpoint(self.run, save.step)
+                if (found.attempt, found.turn) != (self.welcome.attempt, save.wanted.turn):
+                    raise
+                self._tell(save, None)
+            except CheckpointError as error:
+                self._recover(error, seen, patience)
+            else:
+                if not self.saves.delivered(save, lambda seen=seen: self._generation == seen):  # type: ignore[misc]
+                    continue  # a daemon that was started anew in this very moment has nothing of it
+                if reached.state in ("committed", "aborted"):
+                    self._tell(save, _problem_of(reached))
+                return
+
+
+def _problem_of(ended: rest.Upload) -> dict[str, Any] | None:
+    return (ended.problem or {}) if ended.state == "aborted" else None
+
+
+def _may_go_on(error: CheckpointError) -> bool:
+    """Whether a refusal says where an upload stands, rather than that it must not be."""
+    return isinstance(error, InvalidRequest) and bool({"reason", "received"} & error.members.keys())
+
+
+def _join(api: Api, rank_id: str, hello: rest.RankHello) -> rest.RankWelcome:
+    """Say hello. A job that was killed a moment ago counts as alive until it was silent for a while: that is awaited.
+
+    What it had sent before it died may count as a word of it later, so this is tried until a time is over in which a job
+    that is dead has surely fallen silent.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            return api.join(rank_id, hello)
+        except RunBusy as error:
+            left_s = float(error.members.get("retry_after_s") or 0)
+            waited_s = time.monotonic() - began
+            if left_s <= 0 or waited_s > SILENT_WAIT_S:
+                raise _still_busy(error, waited_s) from None
+            log.warning("%s; trying again in %.0f s", error.detail, min(left_s, BUSY_PAUSE_MAX_S))
+            time.sleep(min(left_s, BUSY_PAUSE_MAX_S))
+
+
+def _still_busy(error: RunBusy, waited_s: float) -> RunBusy:
+    if waited_s < 1:
+        return error
+    told = f"{error.detail}; its ranks were waited for to fall silent for {waited_s:.0f} s, and were heard of meanwhile"
+    return RunBusy(told, hint=error.hint, **error.members)

@@ -1,0 +1,334 @@
+"""The REST API, typed: one method a route, lists as iterators over their pages, problems as the errors they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from holdfast import config
+from holdfast.rest import owner_token
+from holdfast.rest.filters import NO_FILTER, Filter
+from holdfast.rest.jobs import JobsApi
+from holdfast_formats import rest
+from holdfast_formats.errors import CheckpointError, DaemonGone, StorageFailed, from_problem
+from holdfast_formats.observed import Difference, Layers, TensorStatistics
+
+PAGE_ITEMS = 500
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 60.0
+IDLE_S = 2.0  # a connection is kept unused: the service hangs up after 5, and a request at that moment would be lost
+CONNECTIONS_MAX = 16
+SEND_BYTES = (
+    256 * 2**10
+)  # a body goes out in pieces of this size: sending a large one in one go copies its rest again and again
+Step = int | Literal["latest", "latest-healthy"]
+StatisticsSort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
+Model = TypeVar("Model", bound=BaseModel)
+Part = Literal["data", "table"]
+
+
+class Chunk(NamedTuple):
+    """A piece of an upload as it is sent: where it stands, its digest before compression, and its bytes."""
+
+    offset: int
+    length: int
+    total: int
+    digest: str
+    body: memoryview | bytes
+    encoding: str | None = None
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A body as it goes out; it can be sent again, where the first time was refused."""
+
+    body: memoryview | bytes
+
+    def __iter__(self) -> Iterator[bytes]:
+        for at in range(0, len(self.body), SEND_BYTES):
+            yield bytes(self.body[at : at + SEND_BYTES])
+
+
+class Api(JobsApi):
+    """A connection to one service; safe for threads. A context manager.
+
+    `token` is shown to the service; without it HOLDFAST_TOKEN is, or what this user's own daemon left for its user, or what
+    stands in ~/.config/holdfast/token.
+    """
+
+    def __init__(self, url: str, timeout_s: float = READ_TIMEOUT_S, token: str | None = None) -> None:
+        """`InvalidRequest` for what cannot be a token, or a file of one that others can read."""
+        self.url = url.rstrip("/")
+        shown = config.stated_token() if token is None else config.check_token(token, "token=")
+        own = owner_token.OwnersToken(self.url) if shown is None else None
+        if own is not None and not own.found:
+            shown = config.given_token()
+        self._http = httpx.Client(
+            base_url=self.url,
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
+            limits=httpx.Limits(max_connections=CONNECTIONS_MAX, keepalive_expiry=IDLE_S),
+            headers={} if shown is None else {"Authorization": f"Bearer {shown}"},
+            auth=own,
+            trust_env=False,  # a proxy meant for the web must not stand between a node and its own daemon
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Api:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def health(self) -> rest.Health:
+        return self._get("/healthz", rest.Health)
+
+    def runs(self, prefix: str = "") -> Iterator[rest.Run]:
+        """Runs by name; with `prefix`, those whose names begin so."""
+        return self._pages("/v1/runs", rest.Run, {"prefix": prefix or None})
+
+    def run(self, run: str) -> rest.Run:
+        return self._get(_run_path(run), rest.Run)
+
+    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Iterator[rest.Checkpoint]:
+        """The run's checkpoints, newest step first; those that `wanted` lets through."""
+        return self._pages(f"{_run_path(run)}/checkpoints", rest.Checkpoint, wanted.query())
+
+    def checkpoint(self, run: str, step: Step = "latest") -> rest.Checkpoint:
+        return self._get(_step_path(run, step), rest.Checkpoint)
+
+    def best(self, run: str, metric: str, mode: Literal["min", "max"] = "min") -> rest.Checkpoint:
+        """The verified and healthy checkpoint whose metric is lowest, or highest."""
+        with self._translated():
+            answer = self._http.get(f"{_run_path(run)}/checkpoints/best", params={"metric": metric, "mode": mode})
+            return rest.Checkpoint.model_validate_json(self._checked(answer).content)
+
+    def statistics(
+        self, run: str, step: Step = "latest", group: str | None = None, sort: StatisticsSort = "name", part: str = ""
+    ) -> Iterator[TensorStatistics]:
+        """What the tensors' numbers are like, of those with `part` in their name; `NoSuchResource` before they were read."""
+        query = {"group": group, "sort": sort, "q": part or None}
+        return self._pages(f"{_step_path(run, step)}/statistics", TensorStatistics, query)
+
+    def layers(self, run: str, group: str = "model", last: int = 50) -> Layers:
+        """Health by layer over the newest steps."""
+        with self._translated():
+            answer = self._http.get(f"{_run_path(run)}/layers", params={"group": group, "last": last})
+            return Layers.model_validate_json(self._checked(answer).content)
+
+    def remove(self, run: str, step: int) -> None:
+        """Remove a checkpoint; `Pinned`, `InUse`, `NewestVerified` or `NewestHealthy` when it may not. See `retention`."""
+        self.request("DELETE", _step_path(run, step))
+
+    def get(self, path: str, model: type[Model]) -> Model:
+        """What a route answers, as the model that it is; for the routes that have no method here."""
+        return self._get(path, model)
+
+    def pages(self, path: str, item: type[Model], query: Mapping[str, str | None] | None = None) -> Iterator[Model]:
+        """The items of any list, page by page."""
+        return self._pages(path, item, query)
+
+    def request(self, method: str, path: str, **parts: Any) -> httpx.Response:
+        """Any request, as httpx takes it; what is not a success is raised as the error it stands for."""
+        with self._translated():
+            return self._checked(self._http.request(method, path, **parts))
+
+    def manifest_bytes(self, run: str, step: Step = "latest") -> bytes:
+        """The manifest as it is stored; compressed on the way when both sides can."""
+        with self._translated():
+            return self._checked(self._http.get(f"{_step_path(run, step)}/manifest")).content
+
+    def tensors(self, run: str, step: Step = "latest", group: str | None = None) -> Iterator[rest.Tensor]:
+        return self._pages(f"{_step_path(run, step)}/tensors", rest.Tensor, {"group": group})
+
+    def files(self, run: str, step: Step = "latest") -> Iterator[rest.File]:
+        return self._pages(f"{_step_path(run, step)}/files", rest.File)
+
+    def file_range(self, run: str, step: Step, name: str, offset: int, buffer: memoryview) -> int:
+        """Read a file from `offset` on into `buffer`; return the bytes read, fewer than asked for only at its end.
+
+        The service sends proven bytes alone. Where it meets damage behind the first byte it can only cut the connection:
+        then the rest is asked for, and the answer to that is the damage by name.
+        """
+        done = 0
+        while done < len(buffer):
+            before = done
+            try:
+                for chunk in self._range(
+                    f"{_step_path(run, step)}/files/{quote(name, safe='')}", offset + done, len(buffer) - done
+                ):
+                    part = chunk[: len(buffer) - done]
+                    buffer[done : done + len(part)] = part
+                    done += len(part)
+            except httpx.TransportError as error:
+                if done == before:
+                    raise self._gone(error) from error
+                continue
+            break
+        return done
+
+    def rounds(self, run: str | None = None, state: str | None = None, wanted: Filter = NO_FILTER) -> Iterator[rest.Round]:
+        """Rounds, newest first; of this run, in this state, and those that `wanted` lets through."""
+        return self._pages("/v1/rounds", rest.Round, {**wanted.query(), "run": run, **({"state": state} if state else {})})
+
+    def compare(self, run: str, a: Step, b: Step, **how: str | int | bool) -> Iterator[Difference]:
+        """Two checkpoints, tensor by tensor; `how` is `run_b`, `group`, `state`, `q`, `exact` and `limit`, as in API.md."""
+        query = {"a": a, "b": b, **how}
+        return self._pages(f"{_run_path(run)}/compare", Difference, {name: str(value) for name, value in query.items()})
+
+    def nodes(self) -> list[rest.Node]:
+        return list(self._pages("/v1/nodes", rest.Node))
+
+    def join(self, rank_id: str, hello: rest.RankHello) -> rest.RankWelcome:
+        """Say hello as a rank that shares no memory with the daemon; repeating it is harmless."""
+        return self._send("PUT", _rank_path(rank_id), hello, rest.RankWelcome)
+
+    def leave(self, rank_id: str) -> None:
+        """The rank parts; what it has not sealed ends."""
+        with self._translated():
+            self._checked(self._http.delete(_rank_path(rank_id)))
+
+    def reserve(self, rank_id: str, room: rest.Room) -> None:
+        """Have memory kept for the rank's slots; `LimitExceeded` when the daemon's arena has not that much."""
+        with self._translated():
+            self._checked(self._http.put(f"{_rank_path(rank_id)}/segment", json=room.model_dump()))
+
+    def open_upload(
+        self, rank_id: str, number: int, wanted: rest.UploadRequest, timeout_s: float | None = None
+    ) -> rest.Upload:
+        """Begin the rank's `number`-th upload; refuses by name a step that may not be saved."""
+        return self._send("PUT", _upload_path(rank_id, number), wanted, rest.Upload, timeout_s)
+
+    def upload(self, rank_id: str, number: int) -> rest.Upload:
+        """How far an upload is."""
+        return self._get(_upload_path(rank_id, number), rest.Upload)
+
+    def put_chunk(self, rank_id: str, number: int, part: Part, chunk: Chunk) -> rest.Upload:
+        """Send one chunk; when this returns it has been received and proven."""
+        headers = {
+            "Content-Length": str(len(chunk.body)),
+            "Content-Range": f"bytes {chunk.offset}-{chunk.offset + chunk.length - 1}/{chunk.total}",
+            "X-Content-Digest": f"xxh3-64={chunk.digest}",
+        }
+        if chunk.encoding is not None:
+            headers["Content-Encoding"] = chunk.encoding
+        with self._translated():
+            answer = self._http.put(f"{_upload_path(rank_id, number)}/{part}", content=Pieces(chunk.body), headers=headers)
+            return rest.Upload.model_validate_json(self._checked(answer).content)
+
+    def seal_upload(self, rank_id: str, number: int, whole: rest.SealRequest) -> rest.Upload:
+        """Hand a complete slot over; from then on the daemon saves it, whatever becomes of the rank."""
+        return self._send("POST", f"{_upload_path(rank_id, number)}/seal", whole, rest.Upload)
+
+    def abandon_upload(
+        self, rank_id: str, number: int, why: rest.AbandonRequest, timeout_s: float | None = None
+    ) -> rest.Upload:
+        """Give an upload up, and the save of its step with it."""
+        return self._send("POST", f"{_upload_path(rank_id, number)}/abandon", why, rest.Upload, timeout_s)
+
+    def outcomes(self, rank_id: str, after: int, wait_s: float) -> rest.Outcomes:
+        """Uploads that have ended, waiting for one; asking also says that the rank is alive."""
+        with self._translated():
+            answer = self._http.get(f"{_rank_path(rank_id)}/outcomes", params={"after": after, "wait_s": wait_s})
+            return rest.Outcomes.model_validate_json(self._checked(answer).content)
+
+    def choose(self, rank_id: str, turn: int, question: rest.Question) -> rest.Answer:
+        """Which step to restore; `DeadlineExceeded` while older saves are being written: ask again."""
+        return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}", question, rest.Answer)
+
+    def restore_ended(self, rank_id: str, turn: int, end: rest.RestoreEnd) -> rest.RestoreVerdict:
+        """How a restore ended: whether this rank goes on; `DeadlineExceeded` while others are at it: ask again."""
+        return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}/end", end, rest.RestoreVerdict)
+
+    def _send(self, method: str, path: str, body: BaseModel, model: type[Model], timeout_s: float | None = None) -> Model:
+        headers = {"Content-Type": "application/json"}
+        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
+        content = body.model_dump_json().encode()
+        with self._translated():
+            answer = self._http.request(method, path, content=content, headers=headers, timeout=timeout)
+            return model.model_validate_json(self._checked(answer).content)
+
+    def _range(self, path: str, first: int, length: int) -> Iterator[bytes]:
+        headers = {"Range": f"bytes={first}-{first + length - 1}", "Accept-Encoding": "identity"}
+        with self._http.stream("GET", path, headers=headers) as response:
+            if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+                return
+            if response.is_error:
+                response.read()
+            self._checked(response)
+            if response.status_code != httpx.codes.PARTIAL_CONTENT:
+                raise StorageFailed(
+                    f"{self.url} answered a range with {response.status_code}", hint="is it a holdfast service?"
+                )
+            yield from response.iter_raw()
+
+    def _pages(self, path: str, item: type[Model], query: Mapping[str, str | None] | None = None) -> Iterator[Model]:
+        page_of: TypeAdapter[rest.Page[Model]] = TypeAdapter(rest.Page[item])  # type: ignore[valid-type]
+        params: dict[str, str | int] = {name: value for name, value in (query or {}).items() if value is not None}
+        params.setdefault("limit", PAGE_ITEMS)
+        while True:
+            with self._translated():
+                page = page_of.validate_json(self._checked(self._http.get(path, params=params)).content)
+            yield from page.items
+            if page.next is None:
+                return
+            params["cursor"] = page.next
+
+    def _get(self, path: str, model: type[Model]) -> Model:
+        with self._translated():
+            return model.model_validate_json(self._checked(self._http.get(path)).content)
+
+    def _checked(self, response: httpx.Response) -> httpx.Response:
+        if response.is_success:
+            return response
+        raise _rebuilt(response)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise self._gone(error) from error
+        except ValidationError as error:
+            first = error.errors()[0]["msg"]
+            hint = "is it a holdfast service, and of this version?"
+            raise StorageFailed(f"{self.url} sent an answer that is not understood: {first}", hint=hint) from error
+
+    def _gone(self, error: httpx.HTTPError) -> DaemonGone:
+        hint = "start it with `holdfast serve`, or name another address with --url or HOLDFAST_URL"
+        return DaemonGone(f"no answer from {self.url}: {error or type(error).__name__}", hint=hint)
+
+
+def _rebuilt(response: httpx.Response) -> CheckpointError:
+    try:
+        body: Any = response.json()
+    except ValueError:
+        body = None
+    if isinstance(body, dict) and "code" in body:
+        return from_problem(body)
+    hint = "is it a holdfast service?"
+    return StorageFailed(f"{response.url} answered {response.status_code} {response.reason_phrase}", hint=hint)
+
+
+def _run_path(run: str) -> str:
+    return f"/v1/runs/{quote(run, safe='')}"
+
+
+def _rank_path(rank_id: str) -> str:
+    return f"/v1/ranks/{rank_id}"
+
+
+def _upload_path(rank_id: str, number: int) -> str:
+    return f"{_rank_path(rank_id)}/uploads/{number}"
+
+
+def _step_path(run: str, step: Step) -> str:
+    return f"{_run_path(run)}/checkpoints/{step}"

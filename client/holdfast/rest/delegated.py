@@ -1,0 +1,65 @@
+"""Work that somebody else does for the command line: the service, as a job, or a program of the service's here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from holdfast.rest.api import Api
+from holdfast_formats.errors import CheckpointError, RoundAborted, StorageFailed, from_problem
+from holdfast_formats.operations import Job, JobRequest
+
+ENDED = ("done", "failed", "cancelled")
+WAIT_S = 20.0
+_PROGRAM = "holdfast_service.offline"
+
+
+def as_job(api: Api, wanted: JobRequest, on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
+    """Have the service do it, and wait; what came of it. Raises the problem that the job ended with.
+
+    Whoever stops waiting leaves the job to go on. `on_bytes` hears how far it is.
+    """
+    job = _parsed(api.request("POST", "/v1/jobs", json=wanted.model_dump()).content)
+    while job.state not in ENDED:
+        on_bytes(job.done_bytes, job.total_bytes)
+        job = _parsed(api.request("GET", f"/v1/jobs/{job.id}", params={"wait_s": WAIT_S}).content)
+    if job.state == "cancelled":
+        raise RoundAborted(f"job {job.id} was cancelled", hint="ask for it anew")
+    if job.problem is not None:
+        raise from_problem(job.problem)
+    return job.result or {}
+
+
+def offline(*arguments: str) -> dict[str, Any]:
+    """Do it in a directory that no daemon serves; `RootBusy` where one does. Needs what the daemon needs."""
+    done = subprocess.run([sys.executable, "-m", _PROGRAM, *arguments], capture_output=True, text=True, check=False)
+    try:
+        said = json.loads(done.stdout)
+    except ValueError:
+        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise CheckpointError(
+            f"{_PROGRAM} ended with {done.returncode}: {why}", hint="pip install 'holdfast-checkpoint[service]'"
+        ) from None
+    if done.returncode:
+        raise from_problem(said)
+    return dict(said)
+
+
+def _parsed(content: bytes) -> Job:
+    try:
+        return Job.model_validate_json(content)
+    except ValidationError as error:
+        raise StorageFailed(
+            f"the service sent an answer that is not understood: {error.errors()[0]['msg']}",
+            hint="is it a holdfast service, and of this version?",
+        ) from error
+
+
+def words(option: str, values: Sequence[object]) -> list[str]:
+    """The option with each value, as a command line has it."""
+    return [word for value in values for word in (option, str(value))]

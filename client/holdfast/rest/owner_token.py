@@ -1,0 +1,90 @@
+"""The token that this user's own daemon left for this user's programs, found by the daemon's address."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Generator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import ValidationError
+
+from holdfast import config
+from holdfast_formats import owner_key
+from holdfast_formats.owner_key import OwnerKey
+
+
+class Found(NamedTuple):
+    """A token, and the address that it is good at: never another one."""
+
+    url: str
+    token: str
+
+
+def owners(url: str) -> Found | None:
+    """What the daemon at `url` left for this user; None where none did, or where that could be another daemon."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or 80
+    except ValueError:
+        return None
+    if parts.scheme != "http" or host is None or parts.path.strip("/"):
+        return None
+    for directory in (config.runtime_directory(), Path(owner_key.SYSTEM_DIRECTORY)):
+        key = _read(directory / owner_key.file_name(port))
+        address = key.address(host, port) if key is not None else None
+        if key is not None and address is not None:
+            return Found(address, key.token)
+    return None
+
+
+class OwnersToken(httpx.Auth):
+    """Shows the token of this user's daemon, and looks for it again when it is refused: each start has another one."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._found = owners(url)
+
+    @property
+    def found(self) -> bool:
+        return self._found is not None
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        if self._found is None:
+            self._found = owners(self._url)
+        shown = self._show(request)
+        answer = yield request
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            self._found = owners(self._url)
+            if self._found is not None and self._found != shown:
+                self._show(request)
+                yield request
+
+    def _show(self, request: httpx.Request) -> Found | None:
+        found = self._found
+        if found is not None:
+            there = httpx.URL(found.url)
+            request.url = request.url.copy_with(host=there.host, port=there.port)
+            request.headers["Authorization"] = f"Bearer {found.token}"
+        return found
+
+
+def _read(path: Path) -> OwnerKey | None:
+    """A key in a file of this user's alone; None for anything else. Root may read everybody's."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(descriptor)
+        ours = found.st_uid == os.geteuid() or os.geteuid() == 0
+        if not stat.S_ISREG(found.st_mode) or not ours or stat.S_IMODE(found.st_mode) & 0o077:
+            return None
+        return OwnerKey.model_validate_json(os.read(descriptor, owner_key.BYTES_MAX))
+    except (OSError, ValidationError):
+        return None
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,23 @@
+"""Replicas over the REST API. One function a route."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from pydantic import ValidationError
+
+from holdfast.rest.api import Api, Step
+from holdfast_formats import rest
+from holdfast_formats.errors import StorageFailed
+from holdfast_formats.operations import Replica
+
+
+def of(api: Api, run: str, step: Step = "latest") -> list[Replica]:
+    """The copies of a checkpoint in other tiers, by tier."""
+    answer = api.request("GET", f"/v1/runs/{quote(run, safe='')}/checkpoints/{step}/replicas")
+    try:
+        return rest.Page[Replica].model_validate_json(answer.content).items
+    except ValidationError as error:
+        first = error.errors()[0]["msg"]
+        hint = "is it a holdfast service, and of this version?"
+        raise StorageFailed(f"{answer.url} sent an answer that is not understood: {first}", hint=hint) from error

@@ -1,0 +1,97 @@
+"""What a run keeps, over the REST API: its policy, previews, pins, labels, removal. One function a route."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, get_args
+from urllib.parse import quote
+
+import httpx
+from pydantic import ValidationError
+
+from holdfast.rest.api import Api, Model
+from holdfast_formats import rest
+from holdfast_formats.errors import StorageFailed
+from holdfast_formats.retention import Force, Preview, RetentionPolicy, check_label
+
+FORCES: tuple[str, ...] = get_args(Force)
+
+
+class InForce(NamedTuple):
+    """The policy of a run, and the validator with which it can be changed."""
+
+    policy: RetentionPolicy
+    tag: str
+
+
+def policy(api: Api, run: str) -> InForce:
+    """The policy that holds now; the trainer's `keep_last` while none has been set."""
+    answer = api.request("GET", f"{_run(run)}/policy")
+    return InForce(_parsed(answer, RetentionPolicy), answer.headers.get("etag", ""))
+
+
+def set_policy(api: Api, run: str, wanted: RetentionPolicy, tag: str) -> Preview:
+    """Set the policy, and return what it keeps and removes; `PreconditionFailed` when `tag` is not the present one's."""
+    return _parsed(_put(api, run, wanted, headers={"If-Match": tag}), Preview)
+
+
+def preview(api: Api, run: str, wanted: RetentionPolicy | None = None) -> Preview:
+    """What the policy in force, or this one, keeps and removes and why; nothing is changed."""
+    if wanted is None:
+        return _parsed(api.request("GET", f"{_run(run)}/retention"), Preview)
+    return _parsed(_put(api, run, wanted, params={"dry_run": "true"}), Preview)
+
+
+def pin(api: Api, run: str, step: int) -> None:
+    """Nothing removes this checkpoint from now on."""
+    api.request("PUT", f"{_step(run, step)}/pin")
+
+
+def unpin(api: Api, run: str, step: int) -> None:
+    api.request("DELETE", f"{_step(run, step)}/pin")
+
+
+def label(api: Api, run: str, step: int, name: str) -> None:
+    """Give the checkpoint a label, which other ones may have as well; nothing removes it while it has one."""
+    api.request("PUT", f"{_step(run, step)}/labels/{check_label(name)}")
+
+
+def unlabel(api: Api, run: str, step: int, name: str) -> None:
+    api.request("DELETE", f"{_step(run, step)}/labels/{quote(name, safe='')}")
+
+
+def remove(api: Api, run: str, step: int, force: Force | None = None) -> None:
+    """Remove a checkpoint; the newest verified and the newest healthy one of its run only where `force` names it."""
+    api.request("DELETE", _step(run, step), params=_forced(force))
+
+
+def try_remove(api: Api, run: str, step: int, force: Force | None = None) -> rest.Checkpoint:
+    """What `remove` would remove, or the error it would raise."""
+    answer = api.request("DELETE", _step(run, step), params={**_forced(force), "dry_run": "true"})
+    return _parsed(answer, rest.Checkpoint)
+
+
+def _forced(force: Force | None) -> dict[str, str]:
+    return {} if force is None else {"force": force}
+
+
+def _put(api: Api, run: str, wanted: RetentionPolicy, **parts: Any) -> httpx.Response:
+    return api.request("PUT", f"{_run(run)}/policy", json=wanted.model_dump(), **parts)
+
+
+def _parsed(answer: httpx.Response, model: type[Model]) -> Model:
+    try:
+        return model.model_validate_json(answer.content)
+    except ValidationError as error:
+        first = error.errors()[0]["msg"]
+        raise StorageFailed(
+            f"{answer.url} sent an answer that is not understood: {first}",
+            hint="is it a holdfast service, and of this version?",
+        ) from error
+
+
+def _run(run: str) -> str:
+    return f"/v1/runs/{quote(run, safe='')}"
+
+
+def _step(run: str, step: int) -> str:
+    return f"{_run(run)}/checkpoints/{step}"

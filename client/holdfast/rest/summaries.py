@@ -1,0 +1,25 @@
+"""How the checkpointing of runs goes, over the REST API. One function a route."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Literal
+from urllib.parse import quote
+
+from holdfast.rest.api import Api
+from holdfast_formats.observed import RunSummary
+
+PAGE_ITEMS = 100
+Order = Literal["name", "attention"]
+
+
+def summary(api: Api, run: str) -> RunSummary:
+    """How one run's checkpointing goes; `NoSuchRun`."""
+    return api.get(f"/v1/runs/{quote(run, safe='')}/summary", RunSummary)
+
+
+def summaries(api: Api, prefix: str = "", order: Order = "name", most: int | None = None) -> Iterator[RunSummary]:
+    """How it goes for all runs whose name begins with `prefix`, page by page; at most so many."""
+    query = {"prefix": prefix or None, "sort": order, "limit": str(PAGE_ITEMS if most is None else min(most, PAGE_ITEMS))}
+    return islice(api.pages("/v1/summaries", RunSummary, query), most)

@@ -1,0 +1,82 @@
+"""Bearer tokens, over REST or, where no service runs, in a root's catalog."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import quote
+
+from holdfast.rest.api import PAGE_ITEMS, Api
+from holdfast_formats.errors import CheckpointError, InvalidRequest, from_problem
+from holdfast_formats.operations import NewToken, Token, TokenRequest
+
+_PATH = "/v1/tokens"
+
+
+class TokenStore(Protocol):
+    """Where tokens are made. What refuses is raised by name; only admins of all runs are let in over REST."""
+
+    def create(self, wanted: TokenRequest) -> NewToken: ...
+    def all(self) -> list[Token]: ...
+    def revoke(self, name: str) -> None: ...
+
+
+class ServiceTokens(NamedTuple):
+    """The tokens of a service that runs."""
+
+    api: Api
+
+    def create(self, wanted: TokenRequest) -> NewToken:
+        return NewToken.model_validate(self.api.request("POST", _PATH, json=wanted.model_dump()).json())
+
+    def all(self) -> list[Token]:
+        """Newest first, revoked and expired ones among them."""
+        found: list[Token] = []
+        cursor: dict[str, str] = {}
+        while True:
+            page = self.api.request("GET", _PATH, params={"limit": PAGE_ITEMS, **cursor}).json()
+            found += [Token.model_validate(item) for item in page["items"]]
+            if page["next"] is None:
+                return found
+            cursor = {"cursor": page["next"]}
+
+    def revoke(self, name: str) -> None:
+        self.api.request("DELETE", f"{_PATH}/{quote(name, safe='')}")
+
+
+class RootTokens(NamedTuple):
+    """The tokens of a root, served or not, by way of the service's tool: whoever may write there may make the first one."""
+
+    root: Path
+    catalog: str | None = None
+
+    def create(self, wanted: TokenRequest) -> NewToken:
+        expires = [] if wanted.expires_s is None else ["--expires-s", str(wanted.expires_s)]
+        asked = ["create", "--scope", wanted.scope, "--runs", wanted.runs, *expires, "--", wanted.name]
+        return NewToken.model_validate(self._tool(asked))
+
+    def all(self) -> list[Token]:
+        return [Token.model_validate(item) for item in self._tool(["ls"])]
+
+    def revoke(self, name: str) -> None:
+        self._tool(["revoke", "--", name])
+
+    def _tool(self, arguments: list[str]) -> Any:
+        if importlib.util.find_spec("holdfast_service") is None:  # asked for here because the client may not import it
+            raise InvalidRequest(
+                "a root's tokens are the daemon's to change", hint="pip install 'holdfast-checkpoint[service]'"
+            )
+        catalog = [] if self.catalog is None else ["--catalog", self.catalog]
+        command = [sys.executable, "-m", "holdfast_service.token_tool", "--root", str(self.root), *catalog, *arguments]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+        try:
+            answer = json.loads(done.stdout)
+        except ValueError:
+            raise CheckpointError(f"the token tool ended with {done.returncode}", hint="what it wrote says why") from None
+        if done.returncode != 0:
+            raise from_problem(answer)
+        return answer

@@ -1,0 +1,127 @@
+"""Restoring the newest checkpoint that is sound: where one turns out damaged, all ranks of a launch take the one before it.
+
+Which step it is the daemon says, to all ranks the same, and each tells it how reading ended before it goes on. So no rank
+goes on from a step that another could not read. Without a daemon only a rank that is alone can fall back by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from holdfast.link.session import Choice, Judgement, Session
+from holdfast.read.overwrite_guard import OVERWRITTEN
+from holdfast.restore.load import RestoreReport
+from holdfast_formats.errors import CheckpointError, Damaged, StateMismatch
+
+log = logging.getLogger(__name__)
+
+LATE = "other ranks have gone on from this step: end this launch; the next one restores an older step"
+NO_DAEMON = (
+    "with no daemon, ranks cannot agree on another step: start `holdfast serve` on this directory, or restore(step=…)"
+)
+
+
+class Asked(NamedTuple):
+    """What is to be restored: a step by name, or the newest, of a checkpoint that has these groups."""
+
+    step: int | None
+    groups: tuple[str, ...]
+    training: bool  # goes on from what it restores, so that a daemon is there for it sooner or later
+    healthy: bool = False  # the newest without new NaN or infinities, where no step is named
+    strict: bool = True  # without it, the most of the groups that there is will do
+
+
+class Loading(NamedTuple):
+    """How a step is loaded, and who is told when one that was cannot be kept, because another rank could not read it."""
+
+    load: Callable[[Choice], RestoreReport]
+    taken_back: Callable[[], None]
+
+
+def restore(session: Session, world: int, asked: Asked, loading: Loading) -> RestoreReport | None:
+    """Load what was asked for, or the newest sound step below what turns out damaged; None when there is nothing at all.
+
+    A step that was asked for by name is that one or an error. Raises what `load` raises, `Damaged` where nothing sound is
+    left, or where ranks cannot agree any more.
+    """
+    damages: list[tuple[int, CheckpointError]] = []  # that this restore has met, the newest step first
+    below: int | None = None
+    while True:
+        try:
+            choice = _choose(session, asked, asked.training and world > 1, below)
+        except (Damaged, StateMismatch):
+            if damages:
+                raise damages[0][1] from None  # it knows what became of live tensors
+            raise
+        if choice.step is None:
+            if damages:
+                raise damages[0][1]  # nobody starts from nothing because of it without being asked to
+            return None
+        made, own, judged = _load(session, choice, asked, loading.load)
+        if judged.error is None and made is not None:
+            return _told(session, made, [*choice.notes, *_unsaid(damages, choice)])
+        error = own or judged.error
+        assert error is not None
+        if own is None:  # this rank has all of a step that another one could not read
+            loading.taken_back()
+            error.hint = OVERWRITTEN
+        damages.append((choice.step, error))
+        if asked.step is not None:
+            if judged.newest is not None:
+                error.hint = f"{error.hint}; the newest step that is not known to be damaged is {judged.newest}"
+            raise error
+        if judged.late:
+            error.hint = f"{error.hint}; {LATE if choice.turn is not None else NO_DAEMON}"
+            raise error
+        log.warning("step %d is damaged, an older one is looked for: %s", choice.step, error.detail)
+        below = choice.step
+
+
+def _choose(session: Session, asked: Asked, start: bool, below: int | None) -> Choice:
+    try:
+        return session.choose(asked.step, asked.groups, start, below, asked.healthy)
+    except StateMismatch as lacking:
+        offered, missing = (tuple(lacking.members.get(name, ())) for name in ("offered", "missing"))
+        if asked.strict or not offered:
+            raise
+        choice = session.choose(asked.step, offered, start, below, asked.healthy)
+        note = f"no checkpoint has all groups of the live state: {', '.join(missing)} stay as they were"
+        return choice._replace(notes=(*choice.notes, note))
+
+
+def _load(
+    session: Session, choice: Choice, asked: Asked, load: Callable[[Choice], RestoreReport]
+) -> tuple[RestoreReport | None, Damaged | None, Judgement]:
+    """Load once, or once more where the daemon says that all is well now; what came of it, and what is to be done."""
+    named = asked.step is not None
+    while True:
+        made: RestoreReport | None = None
+        error: Damaged | None = None
+        try:
+            made = load(choice)
+        except Damaged as damage:
+            error = damage
+        except Exception as failure:
+            own = (
+                failure if isinstance(failure, CheckpointError) else CheckpointError(f"{type(failure).__name__}: {failure}")
+            )
+            session.ended(choice, own, alone=True)  # it is this rank's own matter: the others do not wait for it
+            raise
+        judged = session.ended(choice, error, alone=named)
+        if not judged.again:
+            return made, error, judged
+
+
+def _unsaid(damages: list[tuple[int, CheckpointError]], choice: Choice) -> list[str]:
+    """What no daemon says: it knows what is damaged, and its notes tell."""
+    if choice.turn is not None:
+        return []
+    return [f"step {step} is damaged ({error.detail}): step {choice.step} is restored instead" for step, error in damages]
+
+
+def _told(session: Session, made: RestoreReport, notes: list[str]) -> RestoreReport:
+    for note in notes:
+        session.say(note)
+    return made._replace(notes=(*made.notes, *notes))

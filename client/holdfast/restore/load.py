@@ -1,0 +1,109 @@
+"""From a committed checkpoint into the live state: what is wanted, where it comes from, and what became of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from holdfast.config import launch_info
+from holdfast.launch import Launch
+from holdfast.layout import rules_choice
+from holdfast.link.session import Session
+from holdfast.read.held_slots import fill
+from holdfast.read.overwrite_guard import OVERWRITTEN, Overwriting
+from holdfast.read.reader import CheckpointReader
+from holdfast.read.sources import HttpSource
+from holdfast.restore.rank_values import Heritage, heritage
+from holdfast.restore.targets import finish, targets_of
+from holdfast.state.masters import Masters
+from holdfast.state.train_state import Stored, TrainState
+from holdfast.tensors.leaves import Leaf
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.manifest import Manifest
+
+
+class RestoreReport(NamedTuple):
+    """What a restore did. Names are `group/name`."""
+
+    step: int
+    missing: tuple[str, ...]  # wanted by the live state, not in the checkpoint, left as they were
+    unexpected: tuple[str, ...]  # in the checkpoint, not wanted
+    notes: tuple[str, ...]  # what was mapped by a rule rather than restored as it was
+    bytes: int
+    seconds: float
+    source: Literal["slot", "directory", "http"] = "directory"  # "slot": out of the memory that it was saved from
+    bytes_read: int = 0  # of the checkpoint's files: whole extents, each counted once
+    node_bytes: int = 0  # of the directory's pieces that the daemon read and proved once, for several ranks of this machine
+    own_bytes: int = 0  # of those that this rank read and proved for itself; both are 0 from slots
+
+
+class Wanted(NamedTuple):
+    """Which part of a checkpoint is to be restored, whether names may be missing, and whether all of it is proven first."""
+
+    groups: Collection[str] | None
+    ignore: Sequence[str]
+    strict: bool
+    prove_first: bool = False
+    masters: Masters | None = None
+
+
+def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch], wanted: Wanted) -> RestoreReport:
+    """Fill the live state of this rank, out of the slots that hold the step where there are any.
+
+    Raises `StateMismatch` before anything is touched, `CorruptExtent` naming file, tensor and range. Live tensors that are
+    overwritten then, in part, are noted in `state.wholeness`, and the error says so.
+    """
+    session, launch = who
+    reader.cores = _own_cores()
+    layout = None if state.declared is None else state.declared.layout
+    own = heritage(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
+    config = None if layout is None else rules_choice.config_of(reader)
+    restoration = state.prepare(_stored(reader.manifest, own, config), *wanted[:3], wanted.masters)
+    targets = targets_of([_own(leaf, reader.manifest, own) for leaf in restoration.leaves])
+    wants = [target.want for target in targets]
+    cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
+    neighbours = session.neighbours(launch.peers) if cold == "directory" else None
+    names = [leaf.path for leaf in restoration.leaves]
+    into = Overwriting(lambda: state.wholeness.tear(names), wanted.prove_first)
+    try:
+        filled = fill(reader, wants, session.held, launch.rank, into, neighbours)
+        finish(targets)
+        restoration.apply()
+    except CheckpointError as error:
+        if state.wholeness.torn:
+            error.hint = OVERWRITTEN
+        raise
+    state.wholeness.mend(names)
+    return RestoreReport(
+        step=reader.manifest.step,
+        missing=tuple(restoration.missing),
+        unexpected=tuple(restoration.unexpected),
+        notes=(*restoration.notes, *own.notes, *filled.notes),
+        bytes=sum(want.into.nbytes for want in wants),
+        seconds=0.0,
+        source="slot" if filled.from_slots else cold,
+        bytes_read=filled.bytes_read,
+        node_bytes=filled.node_bytes,
+        own_bytes=filled.own_bytes,
+    )
+
+
+def _own(leaf: Leaf, manifest: Manifest, heritage: Heritage) -> Leaf:
+    """The leaf under the name of what this rank gets of it."""
+    group, name = heritage.own(manifest, leaf.group, leaf.name)
+    return leaf if name == leaf.name else leaf._replace(group=group, name=name)
+
+
+def _own_cores() -> int:
+    """This rank's part of the machine: all of it that it may use, unless others restore beside it on the same cores."""
+    allowed = len(os.sched_getaffinity(0))
+    return allowed if allowed < (os.cpu_count() or 1) else max(allowed // (launch_info().local_world or 1), 1)
+
+
+def _stored(manifest: Manifest, own: Heritage, config: Mapping[str, Any] | None) -> Stored:
+    specs = {
+        group: {name: (entry.dtype, entry.shape) for name, entry in tensors.items()}
+        for group, tensors in manifest.tensors.items()
+    }
+    return Stored(specs, manifest.aliases, own.values, config, own.stream)

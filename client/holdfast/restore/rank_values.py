@@ -1,0 +1,91 @@
+"""What a rank gets of what ranks kept for themselves, in the world that saved or in another, and what to say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from holdfast.state import rng
+from holdfast.state.optimizers import GROUP as OPTIM
+from holdfast.tensors import optimizer_documents
+from holdfast_formats import claims, roles, values
+from holdfast_formats.manifest import Manifest
+from holdfast_formats.mesh import Mesh
+from holdfast_formats.roles import Heir
+
+_OWN_ACCOUNT = f"{rng.GROUP}/{rng.KEY}"  # random streams say themselves what became of them
+
+
+class Heritage(NamedTuple):
+    """The JSON values that this rank restores, whose random streams it continues, and notes for people.
+
+    `position` and `place` are the saved ranks whose own tensors it takes, where ranks had some apart: of the group `extra`,
+    and of all others.
+    """
+
+    values: values.Values
+    stream: Heir | None
+    notes: tuple[str, ...]
+    position: int = 0
+    place: int = 0
+
+    def own(self, manifest: Manifest, group: str, name: str) -> tuple[str, str]:
+        """The group and name under which this rank's tensor is stored, where ranks may have had others of that name."""
+        apart = claims.apart(self.position if group == claims.HOME else self.place, group, name)
+        return (claims.HOME, apart) if apart in manifest.tensors.get(claims.HOME, {}) else (group, name)
+
+
+def heritage(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) -> Heritage:
+    """What `rank` gets of the document `state.json`; `now` is the mesh of its layout, where it has one.
+
+    Optimizers' documents are put together of all ranks': each rank knew the parameters of its own stage only.
+    """
+    saved = roles.read(manifest.mesh) if now is not None else None
+    if now is None or saved is None or saved.world != manifest.world:
+        held = values.for_rank(encoded, rank)
+        notes = [f"{name}: taken from another rank of the saved world" for name in _told(held.remapped)]
+        writer = rank % manifest.world
+        return Heritage(_merged(encoded, held), None, tuple(notes), writer, writer)
+    position, stream = roles.position(saved, now, rank), roles.stream(saved, now, rank)
+
+    def heir(group: str, key: str) -> int:
+        return position.rank if group == rng.GROUP and key != rng.KEY else stream.rank
+
+    held = values.for_rank(encoded, rank, heir)
+    differing = list(_told(held.ranked))
+    positions = [name for name in differing if name.startswith(f"{rng.GROUP}/")]
+    notes = _of_positions(positions, position, (saved, now), rank)
+    if not stream.exact:
+        own = [name for name in differing if name not in positions]
+        notes += [f"{name}: rank {rank} stands where no rank stood, and has rank {stream.rank}'s" for name in own]
+    notes += [f"{name}: that rank saved none, taken from another one" for name in _told(held.remapped)]
+    return Heritage(_merged(encoded, held), stream, tuple(notes), position.rank, stream.rank)
+
+
+def _of_positions(names: Sequence[str], heir: Heir, meshes: tuple[Mesh, Mesh], rank: int) -> list[str]:
+    saved, now = meshes
+    index, count = roles.index(now, now.coordinate(rank)), roles.indices(saved)
+    notes = []
+    if not heir.exact:
+        text = f"data-parallel index {index} is new ({count} were saved): it starts where rank {heir.rank} was, as others do"
+        notes += [f"{name}: {text}" for name in names]
+    left = roles.left(saved, now)
+    if left:
+        text = f"indices {left.start} to {left.stop - 1} of {count} are continued by nobody: there are {left.start} now"
+        notes += [f"{name}: {text}" for name in names]
+    return notes
+
+
+def _told(names: Iterable[str]) -> Iterable[str]:
+    return (name for name in names if not name.startswith(f"{OPTIM}/") and name != _OWN_ACCOUNT)
+
+
+def _merged(encoded: bytes, held: values.RankValues) -> values.Values:
+    if not any(name.startswith(f"{OPTIM}/") for name in held.ranked):
+        return held.values
+    written = values.by_rank(encoded, OPTIM)
+    merged = {
+        key: optimizer_documents.merged(list(dict.fromkeys([own, *written.get(key, {}).values()])))
+        for key, own in held.values[OPTIM].items()
+    }
+    return {**held.values, OPTIM: merged}

@@ -1,0 +1,41 @@
+"""Live tensors as the places that a restore fills."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from holdfast.read.requests import Want
+from holdfast.tensors.fragments import Piece
+from holdfast.tensors.leaves import Leaf
+from holdfast.tensors.torch_dtypes import UNSIGNED, as_integers
+
+
+class Target(NamedTuple):
+    """A want, and the device copy that must follow it when the live tensor cannot be written by the CPU."""
+
+    want: Want
+    piece: Piece
+    bounce: torch.Tensor | None
+
+
+def targets_of(leaves: Sequence[Leaf]) -> list[Target]:
+    """Where the bytes of every leaf must go: straight into live CPU memory, or into a bounce tensor beside a device's."""
+    found = []
+    for leaf in leaves:
+        for piece in leaf.pieces:
+            raw = as_integers(piece.tensor, UNSIGNED)
+            bounce = None if raw.device.type == "cpu" else torch.empty(raw.shape, dtype=raw.dtype, device="cpu")
+            array = (raw if bounce is None else bounce).numpy()
+            found.append(Target(Want(leaf.group, leaf.name, piece.box, array), piece, bounce))
+    return found
+
+
+def finish(targets: Sequence[Target]) -> None:
+    """Bring what was read into bounce tensors to its device."""
+    with torch.no_grad():
+        for target in targets:
+            if target.bounce is not None:
+                as_integers(target.piece.tensor, UNSIGNED).copy_(target.bounce)

@@ -1,0 +1,106 @@
+"""Which of the live state only an optimizer's step changes. Such tensors may be copied while forward and backward run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from holdfast.stage import cuda_copy
+from holdfast.stage.staging import LONG_BYTES_MIN
+from holdfast.state.optimizer_wrappers import innermost
+from holdfast.state.train_state import EXTRA
+from holdfast.tensors.fragments import Piece, local_tensor
+from holdfast.tensors.leaves import RANK_PREFIX, Leaf
+from holdfast_formats.arena import PAGE_BYTES
+from holdfast_formats.errors import InvalidRequest
+
+
+class Judge:
+    """A judge of this state's pieces, for one save.
+
+    Settled are parameters, masters, optimizer state and EMA copies, if the state has an optimizer whose step can be waited
+    for; and any tensor but buffers, if the caller has promised to fence (`fenced`). Restless are buffers (a forward changes
+    them), what is on a device that cannot be waited for in the background, and whatever the user may change at any time.
+    """
+
+    def __init__(self, state: Mapping[str, Any], fenced: bool) -> None:
+        self._state, self._fenced = state, fenced
+        self._any = fenced or bool(innermost(state))
+
+    def __call__(self, leaf: Leaf, piece: Piece) -> bool:
+        kind = piece.tensor.device.type
+        if not self._any or not (kind == "cpu" or kind in cuda_copy.KINDS) or leaf.name.startswith(RANK_PREFIX):
+            return False
+        return (leaf.group != EXTRA or self._fenced) and piece.tensor.data_ptr() not in self._buffers
+
+    @cached_property
+    def _buffers(self) -> frozenset[int]:
+        modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
+        return frozenset(local_tensor(buffer).data_ptr() for module in modules for buffer in module.buffers())
+
+
+class Growth(NamedTuple):
+    """How much more there will be to save, per rank."""
+
+    bytes: int
+    tensors: int
+
+
+def expected_growth(state: Mapping[str, Any]) -> Growth:
+    """Bytes and tensors that optimizers which have not stepped yet will add: two moments for each parameter, as Adam keeps.
+
+    An estimate for the size of a slot; a state that turns out larger gets a larger one.
+    """
+    size = count = 0
+    for optimizer in innermost(state):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and not optimizer.state.get(parameter):
+                    local = local_tensor(parameter)
+                    size += 2 * (local.nbytes + (PAGE_BYTES if local.nbytes >= LONG_BYTES_MIN else 0)) + 256
+                    count += 3
+    return Growth(size, count)
+
+
+class StepHooks:
+    """Asks to be called before and after each step of the optimizers of a state, also of those that come into it later.
+
+    `optimizers` are those that were found so far.
+    """
+
+    def __init__(
+        self, state: Mapping[str, Any], before_step: Callable[..., None], after_step: Callable[..., None] = lambda *_: None
+    ) -> None:
+        self._state = state
+        # torch.compile of a step would trace into hooks.
+        self._before_step, self._after_step = map(torch.compiler.disable, (before_step, after_step))
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._handles: list[RemovableHandle] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Hook the optimizers that are new in the state. Raises `InvalidRequest` for one whose step cannot be waited for."""
+        for optimizer in innermost(self._state):
+            if not any(optimizer is known for known in self.optimizers):
+                try:
+                    handles = (
+                        optimizer.register_step_pre_hook(self._before_step),
+                        optimizer.register_step_post_hook(self._after_step),
+                    )
+                except AttributeError:
+                    raise InvalidRequest(
+                        f"the step of a {type(optimizer).__name__} cannot be waited for: it has no hooks",
+                        hint="its class must call torch.optim.Optimizer.__init__; or hand over the optimizer inside it",
+                    ) from None
+                self.optimizers.append(optimizer)
+                self._handles += handles
+
+    def remove(self) -> None:
+        """Call nobody any more."""
+        while self._handles:
+            self._handles.pop().remove()

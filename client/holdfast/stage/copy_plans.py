@@ -1,0 +1,130 @@
+"""The ways from live tensors into each slot, laid once and used at every save while tensors and slots stay the same."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from holdfast.stage import cuda_copy, staging
+from holdfast.stage.background_copy import Move, Track, lay_tracks
+from holdfast.stage.cuda_copy import Lane, Load, Side
+from holdfast.stage.slots import Slot, Slots
+from holdfast.stage.staging import ALIGNMENT_BYTES, Copy, Layout
+
+PARCEL_BYTES_MAX = 4096  # a tensor up to here costs less to copy at the call than to watch
+_GAP = np.zeros(ALIGNMENT_BYTES, np.uint8)
+
+
+class Parcel(NamedTuple):
+    """Small tensors that follow each other in the slot, with what lies between them: one call copies all."""
+
+    sources: list[NDArray[Any]]
+    target: NDArray[Any]
+
+    def copy(self) -> None:
+        np.concatenate(self.sources, out=self.target)
+
+
+class Ways(NamedTuple):
+    """How one layout gets into one slot: what is copied when the save is called, and what may be copied behind its back."""
+
+    parcels: tuple[Parcel, ...]
+    at_once: tuple[Move, ...]
+    tracks: tuple[Track, ...]
+    lanes: tuple[Lane, ...]  # those of GPUs
+
+    def copy_at_once(self) -> None:
+        """Copy what training may change at any time, and what is small, before returning. Lanes have a turn of their own."""
+        for parcel in self.parcels:
+            parcel.copy()
+        _copy(self.at_once)
+
+
+NO_WAYS = Ways((), (), (), ())
+
+
+def _copy(moves: Sequence[Move]) -> None:
+    with torch.no_grad():
+        for move in moves:
+            move.target.copy_(move.source)
+
+
+class Routes:
+    """They hold on to the memory of the tensors they lead from until a later save finds others."""
+
+    def __init__(self) -> None:
+        self._slots: Slots | None = None
+        self._laid: dict[int, tuple[Sequence[Copy], Ways]] = {}
+        self._sides: dict[torch.device, Side] = {}
+
+    def into(self, slot: Slot, layout: Layout) -> Ways:
+        """The ways of this layout into this slot."""
+        return self._into(slot.slots, slot.index, slot.data, layout)
+
+    def lay_ahead(self, slots: Slots, layout: Layout) -> None:
+        """Lay the ways into every slot now, so that the first saves find them."""
+        for index in range(slots.geometry.slots):
+            self._into(slots, index, slots.data(index), layout)
+
+    def _into(self, slots: Slots, index: int, data: memoryview, layout: Layout) -> Ways:
+        if slots is not self._slots:
+            self._slots = slots
+            self._laid.clear()
+        steady, rest = layout.copies[: layout.steady], layout.copies[layout.steady :]
+        before, ways = self._laid.get(index, ((), NO_WAYS))
+        if len(before) != len(steady) or not all(map(is_, before, steady)):
+            ways = self._lay(steady, data)
+            self._laid[index] = steady, ways
+        more = self._lay(rest, data)
+        more_moves = (ways.at_once + more.at_once, ways.tracks + more.tracks)
+        return Ways(ways.parcels + more.parcels, *more_moves, ways.lanes + more.lanes)
+
+    def _lay(self, copies: Sequence[Copy], data: memoryview) -> Ways:
+        loads: dict[torch.device | None, Load] = defaultdict(lambda: Load([], [], []))
+        for copy, move in staging.place(copies, data):
+            home = move.source.device
+            load = loads[home if home.type in cuda_copy.KINDS else None]
+            if home.type in ("cpu", *cuda_copy.KINDS) and _is_small(move):
+                load.small.append((copy.slot_offset, move))
+            else:
+                (load.at_once if copy.restless else load.behind).append(move)
+        small, at_once, watched = loads.pop(None, Load([], [], []))
+        lanes = [Lane(self._side(home), load, data) for home, load in loads.items() if home is not None]
+        return Ways(tuple(_pack(small, data)), tuple(at_once), tuple(lay_tracks(watched)), tuple(lanes))
+
+    def _side(self, home: torch.device) -> Side:
+        """One for all saves of this checkpointer: a save is enqueued whole before the next one begins."""
+        if home not in self._sides:
+            self._sides[home] = Side(home)
+        return self._sides[home]
+
+
+def _is_small(move: Move) -> bool:
+    """Whether this is a few bytes, one behind the other."""
+    octets = move.source.dtype is torch.uint8 and move.source.dim() == 1 and move.source.is_contiguous()
+    return octets and move.nbytes <= PARCEL_BYTES_MAX
+
+
+def _pack(small: Sequence[tuple[int, Move]], data: memoryview) -> Iterator[Parcel]:
+    """Parcels of neighbours, in the order of the slot: what alignment leaves between two is filled with zeros."""
+    slot = np.frombuffer(data, np.uint8)
+    sources: list[NDArray[Any]] = []
+    first = end = 0
+    for offset, move in small:
+        if sources and not 0 <= offset - end < ALIGNMENT_BYTES:
+            yield Parcel(sources, slot[first:end])
+            sources = []
+        if not sources:
+            first = end = offset
+        if offset > end:
+            sources.append(_GAP[: offset - end])
+        sources.append(move.source.numpy())
+        end = offset + move.nbytes
+    if sources:
+        yield Parcel(sources, slot[first:end])

@@ -1,0 +1,380 @@
+"""Copies device memory into a slot on a stream of its own, while the streams of the training compute on.
+
+A save leaves three things on the device, and waits for none of them:
+
+    current stream   what came before, copies of what is restless, samples, *ready*, forward, backward, wait for *end*, step
+    side stream      wait for *ready*, chunks of all else, samples, *end*
+
+The side stream never waits for anything that was enqueued after `save()`. Ranks wait for each other in collectives: a seal
+that depended on later work could wait for a rank that waits for this very save.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from holdfast.stage.background_copy import Move, torn, version
+from holdfast.stage.slots import Slots
+from holdfast.stage.staging import ALIGNMENT_BYTES
+from holdfast.tensors.leaves import Leaf
+from holdfast_formats.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+KINDS = frozenset({"cuda"})  # devices that are copied from behind the training's back; others are waited for in `save()`
+CHUNK_BYTES = 16 * 2**20  # what another copy to the host, such as that of a loss, may have to wait for
+CHUNKS_A_CALL = 64  # torch enqueues so many without the interpreter's lock
+WORD_BYTES = 8
+SAMPLE_WORDS = 16  # of a chunk, at least, where its memory is contiguous
+STRETCH_BYTES = 2**14  # a word for so many bytes, at most: all of 32 KiB that changed is seen
+SAMPLES_A_DIMENSION = {1: 16, 2: 4, 3: 3}  # else 2, where it is not contiguous: some sixteen elements
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of this process
+
+
+class Side:
+    """A device's side stream, kept from save to save, and its events.
+
+    torch names all of this alike for every kind of device, and has stand-ins that do nothing for the CPU.
+    """
+
+    def __init__(self, home: torch.device) -> None:
+        self.home, self._is_cuda = home, home.type == "cuda"
+        self._module: Any = torch.get_device_module(home)
+        # CUDA's default priority is its lowest: where both have kernels to run, the training's are not held back by ours.
+        self.stream = self._module.Stream(device=home) if self._is_cuda else self._module.Stream()
+
+    def event(self) -> Any:
+        """A new event. Who waits for it sleeps: the default of CUDA is to keep a core busy."""
+        return self._module.Event(blocking=True) if self._is_cuda else self._module.Event()
+
+    def current(self) -> Any:
+        """The stream that the calling thread computes on."""
+        return self._module.current_stream(self.home)
+
+    def capturing(self) -> bool:
+        """Whether the current stream records a graph: what it is given now runs when that is replayed, and may not wait."""
+        return self._is_cuda and bool(self._module.is_current_stream_capturing())
+
+    def selected(self) -> Any:
+        """For the length of a block, the calling thread's work goes to the side stream."""
+        return self._module.stream(self.stream)
+
+    def enter_thread(self) -> None:
+        """Make this the device of a thread of ours, or CUDA would make itself at home on device 0 as well."""
+        self._module.set_device(self.home)
+
+    def host_buffer(self, *shape: int) -> torch.Tensor:
+        """Bytes on the host that a copy need not wait for; taken once, as page-locking memory may stall a device."""
+        return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=self._is_cuda)
+
+
+class Bundle(NamedTuple):
+    """Small tensors that follow each other in the slot, with the bytes of gap before each: gathered and copied as one."""
+
+    sources: list[torch.Tensor]
+    gaps: list[int]
+    target: torch.Tensor
+
+    def parts(self, zeros: torch.Tensor) -> list[torch.Tensor]:
+        """The sources with zeros in the gaps."""
+        pairs = zip(self.gaps, self.sources, strict=True)
+        return [part for gap, source in pairs for part in ((zeros[:gap], source) if gap else (source,))]
+
+
+class Load(NamedTuple):
+    """What goes from one device into one slot: small tensors with their offsets, restless ones, settled ones."""
+
+    small: list[tuple[int, Move]]
+    at_once: list[Move]
+    behind: list[Move]
+
+
+class _Samples:
+    """Words of every chunk: views of the live memory and of the slot, and room on the host for what was there.
+
+    They stand at even distances from a place that is drawn once for each chunk: views cost too much to be made at each save.
+    """
+
+    def __init__(self, chunks: Sequence[Move], side: Side) -> None:
+        flat = [chunk for chunk in chunks if _has_windows(chunk)]
+        strided = [chunk for chunk in chunks if not _has_windows(chunk)]
+        self.names = [chunk.name for chunk in (*flat, *strided)]
+        begins = [_begin(chunk.source) for chunk in flat]
+        self._windows = [_windows(chunk.source, begin) for chunk, begin in zip(flat, begins, strict=True)]
+        self._elements = [chunk.source[_few(chunk.source)] for chunk in strided]
+        self._counts = [view.numel() * view.element_size() for view in (*self._windows, *self._elements)]
+        self._copied = [_windows(chunk.target, begin).numpy() for chunk, begin in zip(flat, begins, strict=True)]
+        self._copied += [chunk.target[_few(chunk.target)].numpy() for chunk in strided]
+        self._before, self._after = side.host_buffer(sum(self._counts)), side.host_buffer(sum(self._counts))
+
+    def take(self, after: bool) -> None:
+        """Enqueue on the current stream: note what the live memory holds."""
+        found = [torch.cat(self._windows).view(-1)] if self._windows else []
+        plain = (view.clone(memory_format=torch.contiguous_format) for view in self._elements)
+        found += [elements.view(-1).view(torch.uint8) for elements in plain]
+        if found:
+            (self._after if after else self._before).copy_(torch.cat(found), non_blocking=True)
+
+    def changed(self) -> set[str]:
+        """The names of what is not, live or in the slot, what it was. Call it when all that was enqueued is done."""
+        if not self.names:
+            return set()
+        before, after = self._before.numpy(), self._after.numpy()
+        copied = np.concatenate([np.ascontiguousarray(view).reshape(-1).view(np.uint8) for view in self._copied])
+        if np.array_equal(before, after) and np.array_equal(before, copied):
+            return set()
+        different: NDArray[np.bool_] = (before != after) | (before != copied)
+        ends = np.cumsum(self._counts)
+        return {
+            name for name, end, size in zip(self.names, ends, self._counts, strict=True) if different[end - size : end].any()
+        }
+
+
+class Lane:
+    """The way from one device into one slot, with all the views that this takes: laid once, used at every save."""
+
+    def __init__(self, side: Side, load: Load, data: memoryview) -> None:
+        """`data` are the slot's bytes, into which the targets of all moves point."""
+        self.side = side
+        self._bundles = list(_bundles(load.small, torch.frombuffer(data, dtype=torch.uint8)))
+        self._at_once = [chunk for move in load.at_once for chunk in _chunks(move)]
+        self._behind = [chunk for move in load.behind for chunk in _chunks(move)]
+        self._watched = load.behind
+        self.samples = _Samples(self._behind, side)
+        self._gathered: list[list[torch.Tensor]] = []
+
+    def copy_at_once(self) -> None:
+        """Enqueue on the current stream what training may change at any time, and what is small."""
+        if not self._gathered and self._bundles:  # the zeros are made on the stream that reads them first
+            zeros = torch.zeros(ALIGNMENT_BYTES, dtype=torch.uint8, device=self.side.home)
+            self._gathered = [bundle.parts(zeros) for bundle in self._bundles]
+        for bundle, parts in zip(self._bundles, self._gathered, strict=True):
+            bundle.target.copy_(torch.cat(parts), non_blocking=True)
+        _enqueue(self._at_once)
+
+    def copy_behind(self) -> None:
+        """Enqueue on the current stream what only an optimizer's step changes."""
+        _enqueue(self._behind)
+
+    def versions(self) -> list[int]:
+        return [version(move.source) for move in self._watched]
+
+    def moved(self, before: Sequence[int], now: Sequence[int]) -> set[str]:
+        """The names of what torch has written to between two looks at the versions."""
+        return {move.name for move, a, b in zip(self._watched, before, now, strict=True) if a != b}
+
+
+class DeviceCopy:
+    """One save's turn of a lane: `begin()`, then `do()` and `finish()` in threads of ours, `fence()` any time.
+
+    The caching allocator does not know of the side stream. It need not: the lane holds on to every tensor, so that no memory
+    is given to anybody else before `finish()` has seen the end of the copies. What is gathered is freed on the stream on
+    which it was made and used.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane, self._side = lane, lane.side
+        self._ready, self._end = self._side.event(), self._side.event()
+        self._before: list[int] = []
+        self._now: dict[str, list[int]] = {}
+        self._enqueued = self._finished = self._copied = False
+
+    def begin(self, full: bool = False) -> None:
+        """Leave on the current stream what belongs to this very moment; with `full` all there is, and wait for it."""
+        with torch.no_grad():
+            self._lane.copy_at_once()
+            self._lane.samples.take(after=False)
+            if full:
+                self._lane.copy_behind()
+                self._lane.samples.take(after=True)
+        self._ready.record(self._side.current())
+        self._before = self._lane.versions()
+        if full:
+            self._ready.synchronize()
+            self._note_versions()
+            self._copied = True
+
+    def do(self) -> None:
+        """Enqueue the rest on the side stream. It may block where the slot is not page-locked."""
+        if self._copied:
+            return
+        self._side.enter_thread()
+        with torch.no_grad(), self._side.selected():
+            try:
+                self._side.stream.wait_event(self._ready)
+                self._lane.copy_behind()
+                # Taken after the copies, before the step: what changed a tensor under its copy has changed it by now.
+                self._lane.samples.take(after=True)
+            finally:
+                self._end.record(self._side.stream)
+                self._enqueued = True
+
+    def fence(self) -> None:
+        """What the caller enqueues from now on comes after the copies; nobody waits. Call it after `do()`."""
+        self._note_versions()
+        if not self._finished and not self._side.capturing():
+            self._side.current().wait_event(self._end if self._enqueued else self._ready)
+
+    def finish(self) -> None:
+        """Wait until the slot has everything; `TornSnapshot` where that is not what was there when the save was called."""
+        self._side.enter_thread()
+        (self._end if self._enqueued else self._ready).synchronize()
+        self._finished = True
+        now = self._note_versions()
+        changed = self._lane.moved(self._before, now)
+        if self._enqueued or self._copied:
+            changed |= self._lane.samples.changed()
+        if changed:
+            raise torn(sorted(changed))
+
+    def settle(self) -> None:
+        """After a failure: see that nothing is on its way into the slot any more, for it goes to somebody else."""
+        with suppress(RuntimeError):  # a device that has failed writes nothing either
+            event = self._side.event()
+            event.record(self._side.current())
+            event.synchronize()
+
+    def _note_versions(self) -> list[int]:
+        """The versions when the fence opened, else when all was copied: whatever comes later may change them."""
+        # In one step, without a lock: a signal handler may fence, too, in the thread that it interrupted here.
+        return self._now.get("now") or self._now.setdefault("now", self._lane.versions())
+
+
+def finish(copies: Iterable[DeviceCopy], error: CheckpointError | None) -> CheckpointError | None:
+    """Wait for all of them, whatever has failed before, as the slot may not be written to any more; the first error."""
+    for copy in copies:
+        try:
+            copy.finish()
+        except CheckpointError as torn_copy:
+            error = error or torn_copy
+        except Exception as unforeseen:
+            error = error or CheckpointError(f"the copy from the device failed: {unforeseen!r}")
+    return error
+
+
+def homes(leaves: Iterable[Leaf]) -> tuple[torch.device, ...]:
+    """The devices of these leaves that are copied from behind the training's back."""
+    found = dict.fromkeys(piece.tensor.device for leaf in leaves for piece in leaf.pieces)
+    return tuple(home for home in found if home.type in KINDS)
+
+
+def pin(slots: Slots, devices: Sequence[torch.device]) -> None:
+    """Page-lock this memory, so that CUDA devices write into it by themselves, until the slots are gone.
+
+    Without it copies are slower, and hold up the thread that enqueues them, but are as right.
+    """
+    cuda = [home for home in devices if home.type == "cuda"]
+    if not cuda:
+        return
+    with slots.pinning:  # who comes second finds it done
+        if slots.pinned is not None:
+            return
+        slots.pinned = False
+        if slots.spilled:  # pages of a file cannot be locked for long
+            return
+        address, size = torch.frombuffer(slots.memory, dtype=torch.uint8).data_ptr(), len(slots.memory)
+        problem = _cudart(cuda[0], "cudaHostRegister", address, size, PORTABLE)
+        if problem:
+            log.warning("the slots are not page-locked, copies from the GPU are slower: %s", problem)
+            return
+        slots.pinned = True
+        # Whoever fills a slot holds on to the slots, and they to the mapping: nothing is on its way when this is called.
+        slots.unlock_pages = weakref.finalize(slots, _unlock, cuda[0], address)
+        slots.unlock_pages.atexit = False  # at exit the driver does it
+
+
+def unpin(slots: Slots) -> None:
+    """Unlock the pages now, for good, or the daemon could not have them back. Nothing may be on its way into a slot."""
+    with slots.pinning:
+        slots.pinned = False
+        if slots.unlock_pages is not None:
+            slots.unlock_pages()
+
+
+def _unlock(home: torch.device, address: int) -> None:
+    problem = _cudart(home, "cudaHostUnregister", address)
+    if problem:
+        log.warning("slots that are not used any more stay page-locked: %s", problem)
+
+
+def _cudart(home: torch.device, name: str, *arguments: int) -> str:
+    """Call the CUDA runtime on a device; what it had against it, empty if nothing."""
+    try:
+        with torch.cuda.device(home):
+            status = int(getattr(torch.cuda.cudart(), name)(*arguments))  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as failure:  # no driver, a build without CUDA
+        return str(failure)
+    return f"{name} says {status}" if status else ""
+
+
+def _enqueue(chunks: Sequence[Move]) -> None:
+    for start in range(0, len(chunks), CHUNKS_A_CALL):
+        some = chunks[start : start + CHUNKS_A_CALL]
+        torch._foreach_copy_([move.target for move in some], [move.source for move in some], non_blocking=True)
+
+
+def _chunks(move: Move) -> list[Move]:
+    """A move in parts of about one size, along the first dimension."""
+    parts = -(-move.nbytes // CHUNK_BYTES)
+    if parts <= 1:
+        return [move]
+    rows = -(-len(move.source) // parts)
+    if move.source.dim() == 1:
+        rows = -(-rows // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    pairs = zip(torch.split(move.source, rows), torch.split(move.target, rows), strict=True)
+    return [Move(move.name, source, target) for source, target in pairs]
+
+
+def _has_windows(chunk: Move) -> bool:
+    octets = chunk.source.dtype is torch.uint8 and chunk.source.dim() == 1 and chunk.source.is_contiguous()
+    return octets and chunk.nbytes >= SAMPLE_WORDS * WORD_BYTES
+
+
+def _step(octets: torch.Tensor) -> int:
+    return min(STRETCH_BYTES, len(octets) // SAMPLE_WORDS)
+
+
+def _begin(octets: torch.Tensor) -> int:
+    """Where the first word of contiguous memory stands; not by torch's random numbers, which are the user's."""
+    return int.from_bytes(os.urandom(4), "little") % (_step(octets) - WORD_BYTES + 1)
+
+
+def _windows(octets: torch.Tensor, begin: int) -> torch.Tensor:
+    """Words of contiguous memory at even distances, from `begin` on; as bytes, whatever the alignment."""
+    step = _step(octets)
+    words = (len(octets) - begin - WORD_BYTES) // step + 1
+    return octets.as_strided((words, WORD_BYTES), (step, 1), octets.storage_offset() + begin)
+
+
+def _few(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Where some sixteen elements of any other memory are."""
+    count = SAMPLES_A_DIMENSION.get(tensor.dim(), 2)
+    return tuple(slice(0, None, max(-(-size // count), 1)) for size in tensor.shape)
+
+
+def _bundles(small: Sequence[tuple[int, Move]], slot: torch.Tensor) -> Iterator[Bundle]:
+    """Bundles of neighbours, in the order of the slot, none larger than a chunk."""
+    sources: list[torch.Tensor] = []
+    gaps: list[int] = []
+    first = end = 0
+    for offset, move in small:
+        # In a gap of less than an alignment no tensor of another device can have its place.
+        if sources and (not 0 <= offset - end < ALIGNMENT_BYTES or offset + move.nbytes - first > CHUNK_BYTES):
+            yield Bundle(sources, gaps, slot[first:end])
+            sources, gaps = [], []
+        if not sources:
+            first = end = offset
+        sources.append(move.source)
+        gaps.append(offset - end)
+        end = offset + move.nbytes
+    if sources:
+        yield Bundle(sources, gaps, slot[first:end])

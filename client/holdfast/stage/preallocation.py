@@ -1,0 +1,42 @@
+"""Getting ready for the first save while the model is still being set up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from holdfast.stage import cuda_copy
+from holdfast.stage.slots import Slots
+from holdfast_formats.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+class Preparation:
+    """A background thread that reserves this rank's slots and touches their memory, and page-locks it for these devices."""
+
+    def __init__(self, reserve: Callable[[], Slots], devices: Sequence[torch.device] = ()) -> None:
+        self._reserve, self._devices = reserve, devices
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-prepare", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End early; the memory stays reserved."""
+        self._stop.set()
+
+    def join(self) -> None:
+        """Wait until the memory is ready, or cannot be had now."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            slots = self._reserve()
+            slots.touch(self._stop)
+            if not self._stop.is_set():
+                cuda_copy.pin(slots, self._devices)
+        except CheckpointError as error:
+            log.info("not prepared for saves: %s", error.detail)  # the first save tries again, and says so

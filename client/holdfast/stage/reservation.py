@@ -1,0 +1,68 @@
+"""The shared memory that a rank has reserved for its saves; made anew where it is too small or the daemon is another."""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast.link.session import Session
+from holdfast.stage import cuda_copy, growth
+from holdfast.stage.preallocation import Preparation
+from holdfast.stage.save_task import Handover
+from holdfast.stage.slots import Slots
+from holdfast.tensors.leaves import Leaf
+
+log = logging.getLogger(__name__)
+
+TABLE_HEADROOM = 4  # a table may grow by this factor (JSON state, metrics) before the segment is made anew
+TABLE_BYTES_MIN = 2**16
+
+
+class Reservation:
+    """Not safe for threads: its owner's lock guards it. What the user should know of the memory, the session says."""
+
+    def __init__(self, session: Session, count: int) -> None:
+        """Nothing is reserved yet; `count` slots are asked for when the first room is."""
+        self._session, self._count = session, count
+        self._slots: Slots | None = None
+        self._leaves: tuple[Leaf, ...] = ()  # what room was last asked for
+        self._touching: Preparation | None = None
+
+    @property
+    def slots(self) -> Slots | None:
+        """This rank's slots, if it has any at its present daemon."""
+        return self._slots if self._slots is not None and self._slots.link is self._session.link else None
+
+    def room_for(self, need: growth.Need, last: Handover | None = None) -> Slots:
+        """This rank's slots; larger ones, and a notice, where the state has outgrown them. The session is connected.
+
+        `last` is the save that may be on its way into the old ones still.
+        """
+        link = self._session.link
+        assert link is not None
+        known = self.slots
+        change, self._leaves = growth.compare(self._leaves, need.leaves), need.leaves
+        if known is not None and known.fits(need.data_bytes, need.table_bytes):
+            if any(change):
+                log.info("this save is of other tensors than the last one, and fits its slots (%s)", change)
+            return known
+        if known is not None and last is not None:
+            last.join()  # once it is sealed the daemon can save it, and has the old memory back
+        if known is not None:
+            cuda_copy.unpin(known)
+        self._slots = None  # the old ones are given back, whether or not there is room for new ones
+        room = max(TABLE_HEADROOM * need.table_bytes, TABLE_BYTES_MIN)
+        made = self._slots = Slots(link, self._count, need.data_bytes, room)
+        if known is not None and (any(change) or need.table_bytes > known.geometry.table_bytes_max):
+            self._session.say(growth.outgrown(change, known.geometry.slot_bytes, made.geometry.slot_bytes))
+        if made.notice:
+            self._session.say(made.notice)
+        self._touching = Preparation(lambda: made, cuda_copy.homes(need.leaves))
+        return made
+
+    def close(self) -> None:
+        """Stop touching memory, and unlock its pages. The memory itself goes with the session's end."""
+        if self._touching is not None:
+            self._touching.stop()
+        if self._slots is not None:
+            cuda_copy.unpin(self._slots)
+            self._slots = None

@@ -1,0 +1,88 @@
+"""What one call of `save` asked for, and what becomes of it where a signal handler called at a bad moment."""
+
+from __future__ import annotations
+
+import logging
+import math
+import numbers
+import operator
+from collections.abc import Callable, Collection, Mapping
+from typing import Literal, NamedTuple, SupportsIndex, get_args
+
+from holdfast.threads.calls import CLOSE, RESTORE, Later
+from holdfast.tickets import SaveTicket, Tickets
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, InvalidRequest, StateOverwritten, TornSnapshot
+from holdfast_formats.lineage import Existing
+
+log = logging.getLogger(__name__)
+
+Wait = Literal["staged", "durable"]
+Check = Literal["sampled", "full"]
+_IN_THE_LOOP = "set a flag in the handler, and save in the loop"
+
+
+class SaveRequest(NamedTuple):
+    ticket: SaveTicket
+    groups: Collection[str] | None
+    metrics: Mapping[str, float]
+    wait: Wait | None
+    full: bool  # compare all that was copied
+    existing: Existing = "refuse"
+
+    def put_off(self, during: str, save: Callable[[], object], tickets: Tickets) -> Later:
+        """To be saved when the call has ended that a signal handler interrupted, which the ticket says; refused by name
+        where that is no use."""
+        ticket = self.ticket
+        handler = f"in a signal handler that interrupted {during}"
+        if during in (RESTORE, CLOSE):
+            raise StateOverwritten(f"step {ticket.step} cannot be saved {handler}", hint=_IN_THE_LOOP)
+        if self.wait is not None:
+            raise InvalidRequest(
+                f"save(wait={self.wait!r}) {handler} would wait for itself",
+                hint=f"leave wait= out: the save is made when {during} has ended. Or {_IN_THE_LOOP}",
+            )
+
+        def make() -> None:
+            ticket.awaits = ""
+            try:
+                save()
+            except Exception as error:  # there is nobody to raise it to
+                tickets.fail(
+                    ticket, error if isinstance(error, CheckpointError) else CheckpointError(f"not saved: {error!r}")
+                )
+
+        def give_up() -> None:
+            ticket.awaits = ""
+            text = f"step {ticket.step} was to be saved when {during} had ended, but an exception ended that half-way"
+            tickets.fail(ticket, TornSnapshot(text, hint=_IN_THE_LOOP))
+
+        ticket.awaits = during
+        return Later(during, make, give_up)
+
+
+def check_step(step: SupportsIndex) -> int:
+    """Whatever is an integer, numpy's too; `InvalidRequest` for the rest."""
+    try:
+        return naming.check_step(step if isinstance(step, bool) else operator.index(step))
+    except TypeError:
+        raise InvalidRequest(f"a step is a whole number, not {step!r}") from None
+
+
+def check_check(check: str) -> str:
+    if check not in get_args(Check):
+        raise InvalidRequest(f"check must be one of {', '.join(get_args(Check))}, not {check!r}")
+    return check
+
+
+def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Those that JSON can say, as Python's floats; `InvalidRequest` for what is no number."""
+    kept: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise InvalidRequest(f"metric {name!r} must be a number, not {type(value).__name__}", hint="call .item() on it")
+        if math.isfinite(value):
+            kept[name] = float(value)
+        else:
+            log.warning("metric %s is %s, which JSON cannot say: it is not remembered", name, value)
+    return kept

@@ -1,0 +1,96 @@
+"""This rank's part of the node's arena: map it, lease a slot, seal it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+from holdfast.memory.mapping import Mapping
+from holdfast.transport import Transport
+from holdfast_formats import arena, wire
+from holdfast_formats.arena import SlotHeader, SlotState
+from holdfast_formats.digest import digest
+from holdfast_formats.errors import CheckpointError, DaemonGone, LimitExceeded
+from holdfast_formats.lineage import NO_INTENT, Intent
+
+LEASE_MARGIN_S = 10.0  # how much longer than the daemon itself we wait for its answer
+
+
+class Slot:
+    """A leased slot: `data` is shared memory to fill; `seal` or `abandon` ends the lease."""
+
+    def __init__(self, slots: Slots, index: int, step: int, attempt: int, turn: int) -> None:
+        self.slots, self.index = slots, index
+        self._step, self._attempt, self._turn = step, attempt, turn
+        self.data = slots.data(index)
+
+    def seal(self, table: bytes, data_bytes: int) -> None:
+        """Declare the slot complete. When this returns the daemon has taken it over and saves it, whatever becomes of us."""
+        geometry, memory = self.slots.geometry, self.slots.memory
+        if len(table) > geometry.table_bytes_max:
+            raise LimitExceeded(f"a table of {len(table)} bytes does not fit the slot's {geometry.table_bytes_max}")
+        start = geometry.table_offset(self.index)
+        memory[start : start + len(table)] = table
+        proof = digest(table)
+        header = SlotHeader(SlotState.LEASED, self._step, self._attempt, data_bytes, len(table), 0)
+        arena.seal(memory, geometry, self.index, header, proof)
+        link = self.slots.link
+        about = {"slot": self.index, "step": self._step, "turn": self._turn}
+        link.request(wire.Seal(id=link.next_id(), table_digest=proof, **about), wire.Sealed)
+
+    def measured(self, stall_s: float) -> None:
+        """Tell the daemon, in passing, how long training stood still for this save."""
+        link = self.slots.link
+        link.tell(wire.Measured(id=link.next_id(), step=self._step, stall_s=stall_s))
+
+    def abandon(self, error: CheckpointError) -> None:
+        """Give the lease back unsealed, so that the other ranks learn at once that this step is not saved."""
+        link = self.slots.link
+        message = wire.Abandon(id=link.next_id(), slot=self.index, step=self._step, problem=error.problem())
+        link.request(message, wire.Done)
+
+
+class Slots:
+    """The segment that the daemon made for this rank. `notice` says why it is less than was asked for, if it is."""
+
+    def __init__(self, link: Transport, count: int, data_bytes: int, table_bytes: int) -> None:
+        self.link = link
+        message = wire.Reserve(id=link.next_id(), slots=count, data_bytes=data_bytes, table_bytes=table_bytes)
+        given = link.request(message, wire.Segment)
+        self.notice, self.spilled = given.notice, given.spilled
+        self._touching, self._touched = threading.Lock(), False
+        self.pinning = threading.Lock()
+        self.pinned: bool | None = None  # page-locked for GPUs; None before that was tried (device.pin)
+        self.unlock_pages: weakref.finalize[..., Slots] | None = None
+        fd = link.take_fd()
+        try:
+            self._mapping = Mapping(fd, write=True)
+        except OSError as error:
+            raise DaemonGone(f"the daemon's shared memory cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+        self.memory = self._mapping.memory
+        self.geometry = arena.read_superblock(self.memory)
+
+    def touch(self, stop: threading.Event) -> None:
+        """Map every page now, so that the first save costs what the others cost; ends early when `stop` is set."""
+        with self._touching:  # who comes second finds it done
+            if not self._touched and not self.spilled:  # a spilled one would be written to the disk by it
+                self._touched = self._mapping.touch(stop)
+
+    def data(self, index: int) -> memoryview:
+        """A slot's room for tensors."""
+        start = self.geometry.data_offset(index)
+        return self.memory[start : start + self.geometry.data_bytes]
+
+    def fits(self, data_bytes: int, table_bytes: int) -> bool:
+        return data_bytes <= self.geometry.data_bytes and table_bytes <= self.geometry.table_bytes_max
+
+    def lease(
+        self, step: int, attempt: int, wait_s: float, policy: wire.Policy = "wait", intent: Intent = NO_INTENT
+    ) -> Slot:
+        """A slot for this rank's part of `step`; where none is free the policy decides, see `wire.Lease`."""
+        message = wire.Lease(id=self.link.next_id(), step=step, wait_s=wait_s, policy=policy, intent=intent)
+        granted = self.link.request(message, wire.Granted, wait_s + LEASE_MARGIN_S)
+        return Slot(self, granted.slot, step, attempt, intent.turn)

@@ -1,0 +1,1 @@
+"""The trainer's live objects as named leaves, and back."""

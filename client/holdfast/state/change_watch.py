@@ -1,0 +1,204 @@
+"""Whether the live state is still made up as an earlier save found it, found out without walking through it again.
+
+What a walk went through is noted: the containers, with what stood in them, who holds them, and the tensors, with their
+memory. As long as every holder has the very same containers, these hold the very same things, and every tensor is the same
+stretch of memory, another walk would find the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import eq, is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from holdfast.state import optimizer_wrappers
+from holdfast.state.modules import wrapped
+from holdfast.tensors.fragments import Fragment, Storable, is_dtensor
+
+_PLAIN_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_CONTAINERS = ("_parameters", "_buffers", "_modules", "_state_dict_pre_hooks", "_state_dict_hooks")
+
+
+class _Seen(NamedTuple):
+    """A mapping and what it held: its keys and values in order."""
+
+    mapping: Mapping[Any, Any]
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
+
+    @property
+    def unchanged(self) -> bool:
+        held = self.mapping
+        return len(held) == len(self.keys) and all(map(is_, held, self.keys)) and all(map(is_, held.values(), self.values))
+
+
+class Watch:
+    """What one walk found. `possible` is False when it met something of which only a new walk can tell the state."""
+
+    def __init__(self) -> None:
+        self.possible = True
+        self._seen: list[_Seen] = []
+        self._lists: list[tuple[list[Any], tuple[Any, ...]]] = []
+        self._modules = _Modules()
+        self._optimizers: list[tuple[object, tuple[torch.optim.Optimizer, ...]]] = []
+        self._held: list[tuple[Mapping[str, Any], str, object]] = []  # who holds a container: mapping, key, container
+        self._transient: list[tuple[nn.Module, frozenset[str]]] = []  # modules, and their buffers that are not saved
+        self._hooked: list[tuple[nn.Module, str]] = []
+        self._sharded: list[tuple[Any, torch.Tensor, object]] = []
+        self._fragments: list[tuple[Fragment, tuple[Any, ...]]] = []
+        self._forms = _Forms(())
+
+    def unchanged(self) -> bool:
+        """Whether a new walk would find the very same tensors at the very same places."""
+        if not self.possible:
+            return False
+        for module, prefix in self._hooked:  # FSDP2 brings its parameters back to their shards here
+            for hook in module._state_dict_pre_hooks.values():
+                hook(module, prefix, True)
+        return (
+            self._modules.unchanged
+            and all(
+                len(found := optimizer_wrappers.find(value).optimizers) == len(before) and all(map(is_, found, before))
+                for value, before in self._optimizers
+            )
+            and all(holder.get(key) is held for holder, key, held in self._held)
+            and all(seen.unchanged for seen in self._seen)
+            and all(len(held) == len(before) and all(map(is_, held, before)) for held, before in self._lists)
+            and all(module._non_persistent_buffers_set == names for module, names in self._transient)
+            and all(tensor._local_tensor is local and tensor._spec is spec for tensor, local, spec in self._sharded)
+            and all(all(map(is_, _place(fragment), before)) for fragment, before in self._fragments)
+            and self._forms.unchanged
+        )
+
+    def see(self, mapping: Mapping[Any, Any]) -> None:
+        """Note a container and what stands in it now."""
+        self._seen.append(_Seen(mapping, tuple(mapping), tuple(mapping.values())))
+
+    def see_module(self, module: nn.Module) -> None:
+        """Note everything that decides what a module's `state_dict` holds."""
+        while (inner := module.module if isinstance(module, AveragedModel) else wrapped(module)) is not None:
+            self._modules.see(module)  # a wrapper: what it wraps, and what it counts
+            for mapping in (module._modules, module._buffers):
+                self.see(mapping)
+            module = inner
+        for prefix, part in module.named_modules(remove_duplicate=False):
+            if not _is_plain(part):
+                self.possible = False
+                return
+            self._modules.see(part)
+            for container in _CONTAINERS:
+                self.see(vars(part)[container])
+            if part._buffers:
+                self._transient.append((part, frozenset(part._non_persistent_buffers_set)))
+            if part._state_dict_pre_hooks:
+                self._hooked.append((part, f"{prefix}." if prefix else ""))
+
+    def see_optimizers(self, value: object) -> None:
+        """Note the optimizers of an entry, their parameters, and the tensors and values that they keep for each."""
+        found = optimizer_wrappers.find(value).optimizers
+        self._optimizers.append((value, found))
+        for optimizer in found:
+            for name in ("state", "param_groups"):  # load_state_dict puts others in their place
+                if name in vars(optimizer):
+                    self._held.append((vars(optimizer), name, vars(optimizer)[name]))
+                else:  # a property, of whatever
+                    self.possible = False
+            self.see(optimizer.state)
+            for kept in optimizer.state.values():
+                self.see(kept)
+            self._lists.append((optimizer.param_groups, tuple(optimizer.param_groups)))
+            for group in optimizer.param_groups:
+                self._held.append((group, "params", group["params"]))
+                self._lists.append((group["params"], tuple(group["params"])))
+
+    def see_memory(self, tensors: Iterable[Storable]) -> None:
+        """Note where tensors lie, and in what form. Call it once, with all of them."""
+        memory: list[torch.Tensor] = []
+        for value in tensors:
+            if isinstance(value, Fragment):
+                self._fragments.append((value, _place(value)))
+                memory.append(value.tensor)
+            elif is_dtensor(value):
+                local = value._local_tensor  # type: ignore[attr-defined]
+                self._sharded.append((value, local, value._spec))  # type: ignore[attr-defined]
+                memory.append(local)
+            else:
+                memory.append(value)
+        self._forms = _Forms(memory)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module's `state_dict` is what its containers hold; TorchScript's are no dicts that could be compared."""
+    held = vars(module)
+    return (
+        all(isinstance(held.get(container), dict) for container in _CONTAINERS)
+        and not module._state_dict_hooks
+        and not any(_is_special(module, method) for method in _PLAIN_METHODS)
+    )
+
+
+def _is_special(module: nn.Module, method: str) -> bool:
+    return method in vars(module) or getattr(type(module), method) is not getattr(nn.Module, method)
+
+
+def _place(fragment: Fragment) -> tuple[Any, ...]:
+    """What a fragment is: any of it may be set to another."""
+    return fragment.tensor, fragment.held, fragment.shape, fragment.offset, fragment.flat
+
+
+class _Modules:
+    """Modules, and the containers that each of them had: also these can be set to others."""
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._classes: list[type] = []
+        self._attributes: list[dict[str, Any]] = []
+        self._containers: dict[str, list[Any]] = {name: [] for name in _CONTAINERS}
+
+    def see(self, module: nn.Module) -> None:
+        self._modules.append(module)
+        self._classes.append(type(module))
+        self._attributes.append(vars(module))
+        for name, held in self._containers.items():
+            held.append(vars(module)[name])
+
+    @property
+    def unchanged(self) -> bool:
+        return (
+            all(map(is_, map(type, self._modules), self._classes))
+            and all(all(map(is_, map(itemgetter(name), self._attributes), held)) for name, held in self._containers.items())
+            and not any(method in held for method in _PLAIN_METHODS for held in self._attributes)
+        )
+
+
+class _Forms:
+    """Where tensors lie and what they are. Strides are compared only where they do not follow from the shape."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._dtypes = [tensor.dtype for tensor in tensors]
+        self._contiguous = [tensor.is_contiguous() for tensor in tensors]
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._strided = [(tensor, tensor.stride()) for tensor in tensors if not tensor.is_contiguous()]
+
+    @property
+    def unchanged(self) -> bool:
+        tensors = self._tensors
+        try:
+            return (
+                [tensor.data_ptr() for tensor in tensors] == self._addresses
+                and [tensor.dtype for tensor in tensors] == self._dtypes
+                and [tensor.is_contiguous() for tensor in tensors] == self._contiguous
+                # One at a time: a list of as many new tuples would set off Python's garbage collection.
+                and all(map(eq, (tensor.shape for tensor in tensors), self._shapes))
+                and all(tensor.stride() == stride for tensor, stride in self._strided)
+                and not any(tensor.is_neg() for tensor in tensors)
+                and not any(tensor.is_conj() for tensor in tensors if tensor.is_complex())
+            )
+        except (RuntimeError, NotImplementedError):
+            return False  # one has no memory any more: the walk says which

@@ -1,0 +1,147 @@
+"""Values that came back, put into the containers, arrays and tensors that the user holds: these stay the same objects."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.tensors import json_values
+from holdfast.tensors.fragments import Fragment, Storable, is_dtensor, local_tensor
+from holdfast.tensors.matching import Restoration
+from holdfast_formats.digest import digest
+
+_ABSENT = object()
+
+
+class Keeper:
+    """Puts values into live ones, for one restore, and notes where another object had to take a live one's place.
+
+    A live object may stand at several places of a state, and hold one value only: where the values that came back for them
+    differ, the first place keeps it, and the others get objects of their own.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._given: dict[int, tuple[Any, Any]] = {}  # id of a live object -> it, and what it was given
+
+    def noting(self, restoration: Restoration) -> Restoration:
+        """The restoration, whose notes will have this keeper's."""
+        self.notes = restoration.late
+        return restoration
+
+    def put(self, live: Any, value: Any, path: str) -> Any:
+        """What is to stand where `live` stands: `live` with the new value, or `value` where it cannot take it.
+
+        What is in both at the same place is kept so at every depth.
+        """
+        if type(live) is tuple and type(value) is tuple:
+            items = self._items(live, value, path)
+            return (
+                live if len(items) == len(live) and all(a is b for a, b in zip(items, live, strict=True)) else tuple(items)
+            )
+        if not is_mutable(live):
+            return value
+        if not can_take(live, value):
+            self.notes.append(_replaced(path, live, value))
+            return value
+        before = self._given.get(id(live))
+        if before is not None:
+            if _fingerprint(before[1]) == _fingerprint(value):
+                return live
+            self.notes.append(f"{path}: one object here and elsewhere in the state, saved as several that differ: a new one")
+            return value
+        self._given[id(live)] = live, value
+        return live if value is live else self._give(live, value, path)
+
+    def _give(self, live: Any, value: Any, path: str) -> Any:
+        if isinstance(live, torch.Tensor | Fragment):
+            with torch.no_grad():
+                local_tensor(live).copy_(local_tensor(value))
+        elif isinstance(live, np.ndarray):
+            live[...] = value
+        elif isinstance(live, dict):
+            merged = [(k, self.put(live[k], v, f"{path}/{k}") if k in live else v) for k, v in value.items()]
+            live.clear()
+            for key, item in merged:
+                live[key] = item
+            if isinstance(live, defaultdict):
+                live.default_factory = value.default_factory
+        elif isinstance(live, list):
+            live[:] = self._items(live, value, path)
+        elif isinstance(live, deque):
+            items = self._items(live, value, path)
+            live.clear()
+            live.extend(items)
+        elif isinstance(live, set):
+            live.clear()
+            live.update(value)
+        else:
+            return self._give_bytes(live, value, path)
+        return live
+
+    def _give_bytes(self, live: bytearray, value: bytearray, path: str) -> bytearray:
+        try:
+            live[:] = value
+        except BufferError:  # a memoryview of it is held, and it would change its length
+            self.notes.append(_replaced(path, live, value))
+            return value
+        return live
+
+    def _items(self, live: Iterable[Any], value: Iterable[Any], path: str) -> list[Any]:
+        both = enumerate(zip_longest(live, value, fillvalue=_ABSENT))
+        return [
+            new if old is _ABSENT else self.put(old, new, f"{path}/{at}") for at, (old, new) in both if new is not _ABSENT
+        ]
+
+
+_KINDS = frozenset({dict, OrderedDict, Counter, defaultdict, list, deque, set, bytearray, np.ndarray})
+
+
+def is_mutable(live: object) -> bool:
+    """Whether somebody who holds this object would miss a value that another object gets."""
+    return type(live) in _KINDS or isinstance(live, torch.Tensor | Fragment)
+
+
+def can_take(live: object, value: object) -> bool:
+    """Whether a mutable object can become equal to `value` and stay the object that it is."""
+    if live is value:
+        return True
+    if isinstance(live, torch.Tensor | Fragment):
+        return (
+            isinstance(value, torch.Tensor | Fragment)
+            and _place(live) == _place(value)
+            and not local_tensor(live).is_inference()
+        )
+    if type(live) is not type(value):
+        return False
+    if isinstance(live, np.ndarray) and isinstance(value, np.ndarray):
+        return live.shape == value.shape and live.dtype == value.dtype and live.flags.writeable
+    return not isinstance(live, deque) or not isinstance(value, deque) or live.maxlen == value.maxlen
+
+
+def _place(value: Storable) -> tuple[object, ...]:
+    """What has to agree for one tensor's bytes to be another's."""
+    local = local_tensor(value)
+    if isinstance(value, Fragment):
+        return local.dtype, local.shape, value.shape, value.offset, value.flat
+    sharding = (value.placements, value.device_mesh) if is_dtensor(value) else ()  # type: ignore[attr-defined]
+    return local.dtype, local.shape, value.shape, sharding
+
+
+def _replaced(path: str, live: object, value: object) -> str:
+    return f"{path}: the {type(live).__name__} that was here cannot take the {type(value).__name__} saved: a new one is here"
+
+
+def _fingerprint(value: Any) -> str:
+    def beside(_: json_values.Trail, item: Any) -> str:
+        if isinstance(item, np.ndarray):
+            return f"{item.dtype} {item.shape} {digest(item.tobytes())}"
+        raw = local_tensor(item).cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{_place(item)} {digest(raw.numpy().tobytes())}"
+
+    return json_values.dumps(value, "value", beside)

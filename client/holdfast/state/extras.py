@@ -1,0 +1,156 @@
+"""What is no model and no optimizer: schedulers, data loaders, counters. It all lands in the group `extra`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holdfast.state.containers import Keeper, can_take, is_mutable
+from holdfast.tensors import json_values, trees
+from holdfast.tensors.fragments import Fragment, Storable, is_dtensor
+from holdfast.tensors.json_values import referred
+from holdfast.tensors.leaves import RANK_PREFIX, Content, Plan, Selection, Stored
+from holdfast_formats.errors import InvalidRequest
+
+GROUP = "extra"
+
+
+class Stateful(NamedTuple):
+    """An object with `state_dict` and `load_state_dict`. Its tensors are this rank's own, except DTensors and Fragments."""
+
+    key: str
+    target: Any
+    rank: int
+
+    @property
+    def groups(self) -> frozenset[str]:
+        return frozenset({GROUP})
+
+    def collect(self, content: Content) -> None:
+        _collect(content, self.key, self._tree())
+
+    def plan(self, stored: Stored, selection: Selection) -> Plan:
+        """Want the stored document and its tensors, in new memory: the object gets them in `load_state_dict`."""
+        return _plan(self.key, stored, selection, self._shards, self.target.load_state_dict)
+
+    def _tree(self) -> trees.Tree:
+        return trees.grow(self.target.state_dict(), self.key, self.key, f"{RANK_PREFIX}{self.rank:05d}/{self.key}")
+
+    def _shards(self, names: frozenset[str]) -> Mapping[str, Storable]:
+        """For the names that are not one rank's, memory laid out as the live object's: only that says how it is sharded."""
+        if all(name.startswith(RANK_PREFIX) for name in names):
+            return {}
+        live = self._tree().tensors
+        return {name: _like(value) for name, value in live.items() if is_dtensor(value) or isinstance(value, Fragment)}
+
+
+class Value(NamedTuple):
+    """A nested plain value, perhaps with tensors: restored into the live containers, arrays and tensors, else put into them.
+
+    Every save reads what stands in the state's mapping then.
+    """
+
+    key: str
+    state: Mapping[str, Any]
+    keeper: Keeper
+
+    @property
+    def groups(self) -> frozenset[str]:
+        return frozenset({GROUP})
+
+    def collect(self, content: Content) -> None:
+        _collect(content, self.key, trees.grow(self.state[self.key], self.key, self.key))
+
+    def plan(self, stored: Stored, selection: Selection) -> Plan:
+        """Want the stored document; live tensors at the same places are filled, whatever is mutable there stays itself."""
+        live = trees.grow(self.state[self.key], self.key, self.key).tensors
+        plan = _plan(self.key, stored, selection, lambda _: _filled(live), self._install)
+        text = stored.value(GROUP, self.key)
+        if text is not None and selection.takes(GROUP, self.key):
+            self._check_installable(
+                json_values.loads(text, self.key, lambda kind, _: np.empty(0) if kind == "array" else None)
+            )
+            offered = {leaf.name for leaf in plan.wanted} | {name for name in live if not selection.takes(GROUP, name)}
+            plan.missing += [
+                f"{GROUP}/{name}" for name in live if name not in offered and f"{GROUP}/{name}" not in plan.missing
+            ]
+        return plan
+
+    def _check_installable(self, value: Any) -> None:
+        """Refuse, before anything is touched, a value that nobody could be given back; of an array the form is compared."""
+        live = self.state[self.key]
+        if isinstance(live, np.ndarray) and isinstance(value, np.ndarray):
+            fits = live.flags.writeable
+        else:
+            fits = is_mutable(live) and can_take(live, value)
+        if not (fits or isinstance(self.state, MutableMapping)):
+            raise self._read_only(value)
+
+    def _read_only(self, value: Any) -> InvalidRequest:
+        return InvalidRequest(
+            f"{self.key}: a plain {type(value).__name__} cannot be put into a state that is read-only",
+            hint="hand over the state as a dict, or wrap the value in a dict or list",
+        )
+
+    def _install(self, value: Any) -> None:
+        live = self.state[self.key]
+        kept = self.keeper.put(live, value, self.key)
+        if kept is not live:
+            if not isinstance(self.state, MutableMapping):
+                raise self._read_only(value)
+            self.state[self.key] = kept
+
+
+def _filled(live: Mapping[str, Storable]) -> dict[str, Storable]:
+    """Memory to fill by name: the live tensor's own; other memory where it stands in the state more than once, or where its
+    name is one that several keys share (1 and "1"): which of them has which depends on their order."""
+    times = Counter(map(id, live.values()))
+    bases = {name: base for name in live if (base := name.rpartition("~")[0]) in live}
+    shared = {*bases, *bases.values()}
+    return {name: _like(value) if times[id(value)] > 1 or name in shared else value for name, value in live.items()}
+
+
+def _like(value: Storable) -> Storable:
+    return value.with_tensor(value.tensor.detach().clone()) if isinstance(value, Fragment) else value.detach().clone()
+
+
+def _install(install: Callable[[Any], object], regrown: trees.Regrown) -> None:
+    install(regrown.build())
+
+
+def _collect(content: Content, key: str, tree: trees.Tree) -> None:
+    content.add_value(GROUP, key, tree.text)
+    for name, tensor in tree.tensors.items():
+        content.add(GROUP, name, tensor)
+
+
+def _plan(
+    key: str,
+    stored: Stored,
+    selection: Selection,
+    live: Callable[[frozenset[str]], Mapping[str, Storable]],
+    install: Callable[[Any], object],
+) -> Plan:
+    plan = Plan()
+    text = stored.value(GROUP, key)
+    if not selection.takes(GROUP, key):
+        plan.claimed.update((GROUP, name) for name in stored.specs.get(GROUP, {}) if name.startswith(f"{key}/"))
+        return plan
+    plan.documents.append((GROUP, key))
+    if text is None:
+        return plan
+    held = live(frozenset(referred(text)))
+    regrown = trees.regrow(text, key, partial(stored.spec, GROUP), held)
+    plan.missing += [f"{GROUP}/{name}" for name in regrown.unknown]
+    for name, tensor in regrown.tensors.items():
+        if name in held and not selection.takes(GROUP, name):
+            plan.claimed.add((GROUP, name))  # ignored: the value is put together with what is live there
+        else:
+            plan.want(GROUP, name, tensor)
+    if not regrown.unknown:
+        plan.actions.append(partial(_install, install, regrown))
+    return plan

@@ -1,0 +1,218 @@
+"""Modules and mappings of tensors: their tensors by the model's own names, tied ones once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from holdfast.state import fsdp1
+from holdfast.tensors import trees
+from holdfast.tensors.fragments import Fragment, Storable, local_tensor
+from holdfast.tensors.leaves import RANK_PREFIX, Content, Plan, Selection, Stored
+from holdfast.tensors.torch_dtypes import has_memory
+from holdfast_formats.errors import InvalidRequest
+
+EXTRA_STATE = "_extra_state"
+# What wrappers put into the names of a module that they wrap in place; none of it is the model's own name.
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPER_CLASSES = ("DistributedDataParallel", "DataParallel")
+
+
+def wrapped(module: nn.Module) -> nn.Module | None:
+    """The module inside DDP, torch.compile or activation checkpointing; None where this is none of them."""
+    kind = type(module).__name__
+    if kind in _WRAPPER_CLASSES:
+        inner = module.module
+    elif kind == "OptimizedModule":
+        inner = module._orig_mod
+    elif kind == "CheckpointWrapper":
+        inner = module._checkpoint_wrapped_module
+    else:
+        return None
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's module inside all of its wrappers."""
+    while (inner := wrapped(module)) is not None:
+        module = inner
+    return module
+
+
+def clean(name: str) -> str:
+    """A tensor's name without the parts that wrappers inside the model added."""
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+class ModuleState(NamedTuple):
+    """The live tensors of a module by clean name, and by clean name the submodules with a value of their own.
+
+    `release` is to be called once tensors were restored.
+    """
+
+    tensors: dict[str, Storable]
+    extras: dict[str, tuple[nn.Module, Any]]
+    release: tuple[Callable[[], None], ...] = ()
+
+
+def module_state(module: nn.Module, path: str) -> ModuleState:
+    """Every persistent tensor of the module, live: parameters, buffers, and what `get_extra_state` gives."""
+    if isinstance(module, AveragedModel):
+        inner = module_state(module.module, path)
+        if "n_averaged" in inner.tensors:
+            raise InvalidRequest(f"{path}: the averaged model has a tensor of its own called 'n_averaged'")
+        return ModuleState({**inner.tensors, "n_averaged": module.n_averaged}, inner.extras, inner.release)
+    module = unwrap(module)
+    if fsdp1.is_flat(module):
+        found = fsdp1.flat_state(module, path)
+        cleaned = {clean(name): value for name, value in found.tensors.items()}
+        return ModuleState(cleaned, {clean(name): value for name, value in found.extras.items()}, found.release)
+    owners = {clean(_below(name, EXTRA_STATE)): child for name, child in module.named_modules(remove_duplicate=False)}
+    tensors: dict[str, Storable] = {}
+    extras: dict[str, tuple[nn.Module, Any]] = {}
+    given = module.state_dict(keep_vars=True)
+    _refuse_temporaries(module, given, path)
+    for raw, value in given.items():
+        name = clean(raw)
+        if name in tensors or name in extras:
+            raise InvalidRequest(f"{path}: two tensors are called {name!r} once wrappers are left out")
+        if name in owners and name.rpartition(".")[2] == EXTRA_STATE:
+            extras[name] = owners[name], value
+        elif isinstance(value, torch.Tensor):
+            tensors[name] = value
+        else:
+            raise InvalidRequest(f"{path}.{name}: state_dict() gives a {type(value).__name__}, not a tensor")
+    return ModuleState(tensors, extras)
+
+
+def _refuse_temporaries(module: nn.Module, found: Mapping[str, Any], path: str) -> None:
+    """Refuse, by name, tensors that the module made for its `state_dict`: what is restored into them, it never sees."""
+    own = {id(value) for value in (*module.parameters(), *module.buffers())}
+    foreign = {name: value for name, value in found.items() if isinstance(value, torch.Tensor) and id(value) not in own}
+    if not foreign:
+        return
+    held = [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    memory = {_storage(value) for value in (*module.parameters(), *module.buffers(), *held)}
+    for name, value in foreign.items():
+        if has_memory(local := local_tensor(value)) and local.numel() and _storage(value) not in memory:
+            raise InvalidRequest(
+                f"{path}.{name}: state_dict() makes this tensor anew, it is no memory of a parameter, buffer or attribute, "
+                "and a restore into it would be lost",
+                hint="keep it with register_buffer, or hand the object over inside one that is no module and has the same "
+                "state_dict and load_state_dict: these are called then",
+            )
+
+
+def _storage(value: torch.Tensor) -> int:
+    local = local_tensor(value)
+    return local.untyped_storage().data_ptr() if has_memory(local) else 0
+
+
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def parameter_names(tensors: Mapping[str, Storable], prefix: str = "") -> dict[int, tuple[str, Storable]]:
+    """Names by the identity of what an optimizer holds of each. The first name counts."""
+    named: dict[int, tuple[str, Storable]] = {}
+    for name, value in tensors.items():
+        held = value.held if isinstance(value, Fragment) else value
+        named.setdefault(id(held), (prefix + name, value))
+    return named
+
+
+def tied(tensors: Mapping[str, Storable]) -> dict[str, str]:
+    """Alias -> first name, for tensors that are the same elements of the same memory."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases: dict[str, str] = {}
+    fragments: dict[int, str] = {}
+    for name, value in tensors.items():
+        if isinstance(value, Fragment) and fragments.setdefault(id(value), name) != name:
+            aliases[name] = fragments[id(value)]  # also where this rank's part of both is empty
+            continue
+        local = local_tensor(value)
+        if not has_memory(local) or local.numel() == 0:
+            continue  # the first is refused by name where the leaf is made
+        storage = local.untyped_storage().data_ptr()
+        place = (local.device, storage, local.storage_offset(), local.shape, local.stride(), local.dtype)
+        # Shards that happen to be one memory are the same tensor only where they are the same part of it.
+        part = (tuple(value.shape), value.boxes if isinstance(value, Fragment) else str(getattr(value, "placements", "")))
+        canonical = first.setdefault((*place, *part), name)
+        if canonical != name:
+            aliases[name] = canonical
+    return aliases
+
+
+class NamedTensors(NamedTuple):
+    """Named tensors that make up a group, or share one under a prefix: a module's or a plain mapping's."""
+
+    group: str
+    path: str
+    state: ModuleState
+    prefix: str
+    rank: int
+
+    @property
+    def groups(self) -> frozenset[str]:
+        return frozenset({self.group})
+
+    def tensors(self) -> Iterator[Storable]:
+        """The live tensors."""
+        return iter(self.state.tensors.values())
+
+    def collect(self, content: Content) -> None:
+        """Add the live tensors, each memory once, and the modules' own values."""
+        aliases = tied(self.state.tensors)
+        for name, value in self.state.tensors.items():
+            if name not in aliases:
+                content.add(self.group, self._stored_name(name), value)
+        for alias, canonical in aliases.items():
+            content.aliases.setdefault(self.group, {})[self._stored_name(alias)] = self._stored_name(canonical)
+        for name, (_, value) in self.state.extras.items():
+            tree = self._tree(name, value)
+            content.add_value(self.group, name, tree.text)
+            for tensor_name, tensor in tree.tensors.items():
+                content.add(self.group, tensor_name, tensor)
+
+    def plan(self, stored: Stored, selection: Selection) -> Plan:
+        """Want every live tensor that is taken, and every module's own value."""
+        plan = Plan()
+        aliases = tied(self.state.tensors)
+        for name, value in self.state.tensors.items():
+            stored_name = self._stored_name(name)
+            if name not in aliases and selection.takes(self.group, stored_name):
+                plan.want(self.group, stored_name, value)
+        plan.actions += self.state.release
+        names = {self._stored_name(alias): self._stored_name(canonical) for alias, canonical in aliases.items()}
+        plan.aliases[self.group] = {a: c for a, c in names.items() if selection.takes(self.group, a)}
+        for name, (owner, _) in self.state.extras.items():
+            if selection.takes(self.group, name):
+                self._plan_extra(plan, stored, name, owner)
+        return plan
+
+    def _plan_extra(self, plan: Plan, stored: Stored, name: str, owner: nn.Module) -> None:
+        plan.documents.append((self.group, name))
+        text = stored.value(self.group, name)
+        if text is None:
+            return
+        regrown = trees.regrow(text, f"{self.path}.{name}", partial(stored.spec, self.group), {})
+        plan.missing += [f"{self.group}/{unknown}" for unknown in regrown.unknown]
+        for tensor_name, tensor in regrown.tensors.items():
+            plan.want(self.group, tensor_name, tensor)
+        plan.actions.append(lambda: owner.set_extra_state(regrown.build()))
+
+    def _tree(self, name: str, value: Any) -> trees.Tree:
+        return trees.grow(value, f"{self.path}.{name}", name, f"{RANK_PREFIX}{self.rank:05d}/{name}")
+
+    def _stored_name(self, name: str) -> str:
+        if name.startswith(RANK_PREFIX) and not self.prefix:
+            raise InvalidRequest(f"{self.path}: tensor names beginning with {RANK_PREFIX!r} are the checkpoint's own")
+        return self.prefix + name

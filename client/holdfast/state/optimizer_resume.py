@@ -1,0 +1,204 @@
+"""A checkpoint's optimizer state on its way into live optimizers: into the tensors they have, or into new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from holdfast.state.containers import Keeper
+from holdfast.state.optimizers import (
+    GROUP,
+    IMPLEMENTATION,
+    LOCAL,
+    MASTER_GROUP,
+    MESH,
+    PLAIN,
+    OptimizerState,
+    Parameter,
+    placed,
+)
+from holdfast.tensors import trees
+from holdfast.tensors.fragments import Fragment, global_shape, is_dtensor, local_tensor
+from holdfast.tensors.leaves import Key, Plan, Selection, Stored
+from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
+from holdfast_formats.errors import CorruptManifest
+from holdfast_formats.region import Shape
+
+
+def plan(state: OptimizerState, stored: Stored, selection: Selection, keeper: Keeper) -> Plan:
+    """Want the live state and what a fresh optimizer lacks of the stored one, to be installed once filled.
+
+    Nothing of the optimizer changes before the plan's actions run. A parameter without stored and without live
+    state (frozen, never stepped) stays as it is.
+    """
+    made = Plan()
+    if selection.takes(GROUP, state.key):
+        made.documents.append((GROUP, state.key))
+    text = stored.value(GROUP, state.key)
+    if text is None or not selection.takes(GROUP, state.key):
+        state.want_live(made, selection, set())
+        return made
+    return _Resumption(state, stored, selection, made, keeper).prepare(text)
+
+
+class _Resumption:
+    """The optimizers of one key and a checkpoint's document of them, on the way to a plan."""
+
+    def __init__(self, state: OptimizerState, stored: Stored, selection: Selection, plan: Plan, keeper: Keeper) -> None:
+        self.state = state
+        self.stored = stored
+        self.selection = selection
+        self.plan = plan
+        self.keeper = keeper
+        self.shards = state.shard_keys()
+        self.done: set[Key] = set()
+        self.created: list[tuple[Parameter, str, torch.Tensor]] = []
+
+    def prepare(self, text: str) -> Plan:
+        key = self.state.key
+        regrown = trees.regrow(text, key, partial(self.stored.spec, GROUP), {})
+        self.plan.missing += [f"{GROUP}/{name}" for name in regrown.unknown]
+        for name, tensor in regrown.tensors.items():
+            self.plan.want(GROUP, name, tensor)
+        self.plan.claimed |= {(GROUP, name) for name in regrown.tensors}
+        if regrown.unknown:
+            return self.plan
+        document = regrown.build()
+        if not isinstance(document, dict) or not {"groups", "state", "masters", "kinds"} <= set(document):
+            raise CorruptManifest(f"the stored value of {key} is not an optimizer's", file="state.json")
+        parameters = {parameter.name: parameter for parameter in self.state.parameters()}
+        self._tensors(parameters, document["kinds"])
+        self._masters(parameters, document["masters"], document["kinds"])
+        self._values(parameters, document["state"])
+        self.state.want_live(self.plan, self.selection, self.done)
+        hyper = self._hyper(document["groups"])
+        self.plan.actions.append(lambda: self._install(parameters, document["state"], hyper))
+        return self.plan
+
+    def _tensors(self, parameters: Mapping[str, Parameter], kinds: Mapping[str, str]) -> None:
+        for name in self.stored.specs.get(GROUP, {}):
+            owner, _, key = name.rpartition("/")
+            if owner in parameters and (GROUP, name) not in self.plan.claimed and self.selection.takes(GROUP, name):
+                self._claim(parameters[owner], key, (GROUP, name), kinds.get(key, ""))
+
+    def _values(self, parameters: Mapping[str, Parameter], stored: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, parameter in parameters.items():
+            for key, value in self.state.state_of(parameter).items():
+                if not isinstance(value, torch.Tensor) and key not in stored.get(name, {}):
+                    self.plan.missing.append(f"{GROUP}/{name}/{key}")
+
+    def _masters(
+        self, parameters: Mapping[str, Parameter], masters: Mapping[str, list[str]], kinds: Mapping[str, str]
+    ) -> None:
+        for key, names in masters.items():
+            for name in names:
+                stored = self.stored.spec(MASTER_GROUP, name) is not None
+                if name in parameters and stored and self.selection.takes(MASTER_GROUP, name):
+                    self._claim(parameters[name], key, (MASTER_GROUP, name), kinds.get(key, ""))
+                elif name in parameters and key not in self.state.state_of(parameters[name]):
+                    self.plan.notes.append(
+                        f"{self.state.key}: {name} is restored without its {key}, which is in group master"
+                    )
+
+    def _claim(self, parameter: Parameter, key: str, target: Key, kind: str) -> None:
+        """Fill the live tensor under this key, or a new one made after the stored spec."""
+        self.done.add(target)
+        live = self.state.state_of(parameter).get(key)
+        spec = self.stored.spec(*target)
+        assert spec is not None
+        made = Made(live, key in self.shards) if isinstance(live, torch.Tensor) else None
+        if made is None:
+            made = _fresh(parameter, key, (torch_dtype(spec[0], target[1]), spec[1]), kind)
+            self.created.append((parameter, key, made.tensor))
+        self.plan.want(*target, *placed(parameter, *made))
+
+    def _hyper(self, groups: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+        """Per live group the stored hyper-parameters: of the stored group that its first known parameter was in."""
+        by_name = {name: group for group in groups.values() for name in group["params"]}
+        chosen = []
+        for position, group in enumerate(self.state.groups_of_parameters()):
+            names = [self.state.names[id(p)][0] for p in group["params"]]
+            found = [by_name[name] for name in names if name in by_name]
+            where = f"{self.state.key}.param_groups[{position}]"
+            hypers = [
+                {k: v for k, v in entry.items() if k not in IMPLEMENTATION} for entry in {id(f): f for f in found}.values()
+            ]
+            if not hypers and names:
+                self.plan.notes.append(f"{where}: none of its parameters is in the checkpoint, its hyper-parameters stay")
+            if any(not _agree(hyper, hypers[0]) for hyper in hypers):
+                self.plan.notes.append(
+                    f"{where}: its parameters were in groups that differ, the first one's values are taken"
+                )
+            chosen.append(hypers[0] if hypers else {})
+        return chosen
+
+    def _install(
+        self, parameters: Mapping[str, Parameter], values: Mapping[str, Mapping[str, Any]], hyper: list[dict[str, Any]]
+    ) -> None:
+        # Not through load_state_dict: it would cast every state tensor to its parameter's dtype.
+        for parameter, key, value in self.created:
+            parameter.optimizer.state[parameter.tensor][key] = value
+        for name, kept in values.items():
+            if name in parameters:
+                tensor = parameters[name].tensor
+                self._put(
+                    parameters[name].optimizer.state[tensor],
+                    tree_map_only(torch.Tensor, partial(_moved, tensor.device), kept),
+                    name,
+                )
+        for group, stored in zip(self.state.groups_of_parameters(), hyper, strict=True):
+            self._put(group, {key: _merged(group.get(key), value) for key, value in stored.items()}, "param_groups")
+
+    def _put(self, live: dict[str, Any], values: Mapping[str, Any], where: str) -> None:
+        for key, value in values.items():
+            live[key] = self.keeper.put(live.get(key), value, f"{self.state.key}/{where}/{key}")
+
+
+def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device)
+
+
+def _merged(live: Any, value: Any) -> Any:
+    """The stored hyper-parameter in the live one's kind: a tensor keeps its identity, for schedulers and graphs hold it."""
+    if isinstance(live, torch.Tensor) and isinstance(value, float | int | torch.Tensor):
+        with torch.no_grad():
+            return live.copy_(torch.as_tensor(value))
+    if isinstance(live, float | int) and isinstance(value, torch.Tensor) and value.numel() == 1:
+        return type(live)(value.item())
+    return value
+
+
+def _agree(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    # Tensors among them are not filled yet when this is asked; numbers and text decide.
+    plain = [{k: repr(v) for k, v in hyper.items() if not isinstance(v, torch.Tensor)} for hyper in (a, b)]
+    return plain[0] == plain[1]
+
+
+class Made(NamedTuple):
+    """A state tensor and whether it is, though plain, this rank's shard of the state of a sharded parameter."""
+
+    tensor: torch.Tensor
+    shard: bool
+
+
+def _fresh(parameter: Parameter, key: str, spec: tuple[torch.dtype, Shape], kind: str) -> Made:
+    """A state tensor as the optimizer would have made it itself, to be filled whole."""
+    dtype, shape = spec[0], local_shape(*spec)
+    value, held = parameter.value, parameter.tensor.detach()
+    if key == "step" and not shape:
+        on_device = parameter.group.get("capturable") or parameter.group.get("fused")
+        return Made(torch.zeros((), dtype=dtype, device=held.device if on_device else "cpu"), False)
+    if shape == global_shape(value) and kind != PLAIN:
+        shard = kind == LOCAL or isinstance(value, Fragment)
+        return Made(torch.empty_like(local_tensor(value) if shard else held, dtype=dtype), shard)
+    plain = torch.empty(shape, dtype=dtype, device=held.device)
+    if kind == MESH and is_dtensor(held):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh = held.device_mesh  # type: ignore[attr-defined]
+        plain = DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return Made(plain, False)

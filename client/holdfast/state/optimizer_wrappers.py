@@ -1,0 +1,185 @@
+"""torch's optimizers inside the objects that frameworks wrap around them, and what such an object holds beside them.
+
+accelerate, torchtitan, Megatron, apex and Lightning hand out an object with `param_groups` whose steps are those of one or
+more torch optimizers inside. What is trained is in the innermost ones: they are saved, restored, watched and waited for.
+Whatever asks for the optimizers of a state asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from holdfast.tensors.fragments import Fragment, Storable, local_tensor
+from holdfast_formats.errors import InvalidRequest
+
+NESTED_MAX = 4  # lists in lists of a wrapper's attributes that are looked through for tensors
+_PROPERTIES = ("optimizer", "optimizers", "chained_optimizers")  # also where they are no plain attributes
+_OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
+_NO_OPTIMIZERS = (nn.Module, torch.Tensor, Fragment, str, bytes, int, float, type(None))
+
+
+class Found(NamedTuple):
+    """The optimizers that step, in a fixed order, and the objects around them that only pass the step on."""
+
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    wrappers: tuple[Any, ...]
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether an entry of the state is an optimizer, an object that looks like one, or a collection of nothing else."""
+    if isinstance(value, torch.optim.Optimizer):
+        return True
+    if isinstance(value, _NO_OPTIMIZERS):
+        return False
+    if isinstance(value, list | tuple | Mapping):
+        items = value.values() if isinstance(value, Mapping) else value
+        return bool(value) and all(is_optimizer(item) for item in items)
+    return _attribute(value, "param_groups") is not None and callable(_attribute(value, "step"))
+
+
+def find(value: object) -> Found:
+    """The innermost optimizers of an entry for which `is_optimizer` holds; none, where none of torch's is inside."""
+    optimizers: dict[int, torch.optim.Optimizer] = {}
+    wrappers: dict[int, Any] = {}
+    _gather(value, optimizers, wrappers)
+    return Found(tuple(optimizers.values()), tuple(wrappers.values()))
+
+
+def innermost(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
+    """All optimizers of a state whose steps change it."""
+    found = {id(inner): inner for value in state.values() if is_optimizer(value) for inner in find(value).optimizers}
+    return list(found.values())
+
+
+def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Storable]) -> Found:
+    """The innermost optimizers of an entry; refuses one without any, and what would be lost with a wrapper.
+
+    `known` are tensors that are stored anyway.
+    """
+    found = find(value)
+    if not found.optimizers:
+        raise InvalidRequest(
+            f"{key}: a {type(value).__name__} has param_groups, but is no torch optimizer and has none inside",
+            hint="hand over the torch.optim.Optimizer that takes the steps, or what its state_dict() returns as a mapping "
+            "that is filled before each save",
+        )
+    for optimizer in found.optimizers:
+        _refuse_more(key, optimizer)
+    if found.wrappers:
+        inner = {id(kept) for optimizer in found.optimizers for kept in optimizer.state.values()}
+        memory = {_address(tensor) for tensor in (*known, *_tensors_of(found.optimizers))}
+        for wrapper in found.wrappers:
+            _refuse_own(key, wrapper, (inner, memory), state)
+    return found
+
+
+def _refuse_more(key: str, optimizer: torch.optim.Optimizer) -> None:
+    """`InvalidRequest` for what a class or a hook of its own adds to `state_dict()`: nobody would store it."""
+    plain = type(optimizer).state_dict is torch.optim.Optimizer.state_dict and "state_dict" not in vars(optimizer)
+    if plain and not getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
+        return
+    more = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
+    if more:
+        raise InvalidRequest(
+            f"{key}: state_dict() of the {type(optimizer).__name__} has {', '.join(more)} beside state and param_groups, "
+            "which would not be stored",
+            hint="keep it in an object of its own with state_dict() and load_state_dict(), and give that a key in the state",
+        )
+
+
+def _gather(value: object, optimizers: dict[int, torch.optim.Optimizer], wrappers: dict[int, Any]) -> None:
+    if isinstance(value, list | tuple | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _gather(item, optimizers, wrappers)
+        return
+    if id(value) in optimizers or id(value) in wrappers:
+        return
+    inside = list(_held(value))
+    if not inside:
+        if isinstance(value, torch.optim.Optimizer):
+            optimizers[id(value)] = value
+        return
+    wrappers[id(value)] = value  # met already, should it be inside what it holds
+    for held in inside:
+        _gather(held, optimizers, wrappers)
+    theirs = {id(p) for optimizer in optimizers.values() for p in _parameters(optimizer)}
+    if isinstance(value, torch.optim.Optimizer) and any(id(p) not in theirs for p in _parameters(value)):
+        del wrappers[id(value)]  # it steps parameters of its own, and has help for others
+        optimizers[id(value)] = value
+
+
+def _held(value: object) -> Iterator[object]:
+    """The optimizers, and collections of them, among an object's attributes."""
+    attributes = dict(getattr(value, "__dict__", {}))
+    attributes.update((name, _attribute(value, name)) for name in _PROPERTIES if name not in attributes)
+    for name, item in attributes.items():
+        if item is not None and item is not value and name not in _OF_EVERY_OPTIMIZER and is_optimizer(item):
+            yield item
+
+
+def _attribute(value: object, name: str) -> Any:
+    try:
+        return getattr(value, name, None)
+    except Exception:  # a property of somebody's class that is not ready yet may raise anything
+        return None
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in _attribute(optimizer, "param_groups") or () for parameter in group["params"])
+
+
+def _refuse_own(key: str, wrapper: Any, known: tuple[set[int], set[int]], state: Mapping[str, Any]) -> None:
+    """Refuse state that a wrapper holds itself: it would not be in the checkpoint."""
+    inner, memory = known
+    where, what = f"{key}: the {type(wrapper).__name__} around the optimizer", ""
+    own = _attribute(wrapper, "state")
+    if hasattr(own, "items") and any(kept and id(kept) not in inner for _, kept in own.items()):
+        what = "keeps state of its own for its parameters"
+    for name, item in getattr(wrapper, "__dict__", {}).items():
+        if name in _OF_EVERY_OPTIMIZER or what:
+            continue
+        if _is_lost(item, state):
+            what = f"holds {name}, a {type(item).__name__} with state, which is not in the state"
+        elif any(tensor.numel() > 1 and _address(tensor) not in memory for tensor in _tensors(item)):
+            what = f"holds tensors of its own in {name}, which are not in the state"
+    if what:
+        raise InvalidRequest(
+            f"{where} {what}",
+            hint="give what it holds an entry of its own in the state (full-precision copies as 'master', by the names of "
+            "the parameters; a scaler or scheduler under a key), or, if it need not be kept, hand over the optimizer inside",
+        )
+
+
+def _is_lost(item: object, state: Mapping[str, Any]) -> bool:
+    """Whether this is an object with a state that no entry of the state stores."""
+    stateful = callable(_attribute(item, "state_dict")) and callable(_attribute(item, "load_state_dict"))
+    if not stateful or isinstance(item, nn.Module | type) or is_optimizer(item):
+        return False
+    return all(item is not value for value in state.values()) and bool(item.state_dict())  # type: ignore[attr-defined]
+
+
+def _tensors(item: object, depth: int = 0) -> Iterator[torch.Tensor]:
+    if isinstance(item, torch.Tensor):
+        yield item
+    elif isinstance(item, list | tuple | Mapping) and depth < NESTED_MAX:
+        for inner in item.values() if isinstance(item, Mapping) else item:
+            yield from _tensors(inner, depth + 1)
+
+
+def _tensors_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    for optimizer in optimizers:
+        yield from _parameters(optimizer)
+        for kept in optimizer.state.values():
+            yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
+
+
+def _address(tensor: Storable) -> int:
+    """Where the memory behind a tensor begins; 0 for one without memory."""
+    try:
+        return local_tensor(tensor).untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0

@@ -1,0 +1,257 @@
+"""Optimizer state by parameter: `layers.0.q.weight/exp_avg`, never by index, so that it survives regrouping.
+
+Per optimizer the group `optim` holds one JSON document under the optimizer's key in the state:
+
+    {"groups": {first name: {"params": [names], "lr": …}}, "state": {name: {key: value}},
+     "masters": {key: [names]}, "kinds": {key: kind}}
+
+`groups` are the hyper-parameters, by the group's first parameter; `state` is what is kept per parameter besides tensors;
+`masters` the parameters whose full-precision copy, kept under that key, is stored in the group `master`; `kinds` says of a
+key's tensors what a restore cannot see from their shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.tensors import trees
+from holdfast.tensors.fragments import Fragment, Storable, global_shape, is_dtensor, local_tensor
+from holdfast.tensors.leaves import Content, Key, Plan, Selection
+from holdfast.tensors.torch_dtypes import has_memory
+from holdfast_formats.errors import InvalidRequest
+
+GROUP = "optim"
+MASTER_GROUP = "master"
+
+# Names under which optimizers keep a parameter's full-precision copy in their per-parameter state.
+MASTER_KEYS = frozenset(
+    {
+        "master_param",  # Transformer Engine, apex
+        "master_params",
+        "master_weight",
+        "master_weights",
+        "master",
+        "fp32_param",
+        "fp32_params",
+        "fp32_master",
+        "fp32_weight",
+        "main_param",  # Megatron
+        "param_fp32",
+        "param_master",
+    }
+)
+# How a step is computed, not what has been trained: the live optimizer's choice stays.
+IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+
+_SCALARS = frozenset({bool, int, float, str, type(None)})  # `repr` tells them apart, and they never change
+
+LOCAL, PLAIN, MESH = "local", "plain", "mesh"
+
+
+class Parameter(NamedTuple):
+    """A parameter an optimizer holds: its name, the tensor itself, and the state's view of it (a Fragment, perhaps)."""
+
+    name: str
+    tensor: torch.Tensor
+    value: Storable
+    group: dict[str, Any]
+    optimizer: torch.optim.Optimizer
+
+
+class OptimizerState(NamedTuple):
+    """The torch optimizers under one key in the state, mostly one, with the names of everything they may hold.
+
+    Several have one document: which of them steps a parameter does not matter to what is kept of it.
+    """
+
+    key: str
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    names: Mapping[int, tuple[str, Storable]]
+
+    @property
+    def groups(self) -> frozenset[str]:
+        return frozenset({GROUP, MASTER_GROUP})
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Its parameters in order; `InvalidRequest`, by position, for one that belongs to nothing in the state."""
+        groups = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
+        for position, (optimizer, group) in enumerate(groups):
+            for index, tensor in enumerate(group["params"]):
+                if id(tensor) not in self.names:
+                    raise InvalidRequest(
+                        f"{self.key}.param_groups[{position}]['params'][{index}], of shape {list(tensor.shape)}, "
+                        "belongs to nothing in the state",
+                        hint="hand over the module that owns it, or its full-precision copies as 'master'",
+                    )
+                name, value = self.names[id(tensor)]
+                yield Parameter(name, tensor, value, group, optimizer)
+
+    def groups_of_parameters(self) -> Iterator[dict[str, Any]]:
+        """The param_groups of all of them, in order."""
+        for optimizer in self.optimizers:
+            yield from optimizer.param_groups
+
+    def has_masters(self) -> bool:
+        held = (parameter.optimizer.state.get(parameter.tensor, {}) for parameter in self.parameters())
+        return any(not MASTER_KEYS.isdisjoint(state) for state in held)
+
+    def masters(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
+        """Every parameter with a full-precision copy in an optimizer's state, and that copy."""
+        for parameter in self.parameters():
+            for key, value in self.state_of(parameter).items():
+                if isinstance(value, torch.Tensor) and is_master(parameter, key, value):
+                    yield parameter, value
+
+    def tensors(self) -> Iterator[Storable]:
+        """The live tensors of its state."""
+        for optimizer in self.optimizers:
+            for kept in optimizer.state.values():
+                yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
+
+    def collect(self, content: Content) -> None:
+        """Add every state tensor under its parameter's name, and the document with all that is not a tensor."""
+        self.collect_tensors(content).collect(content)
+
+    def collect_tensors(self, content: Content) -> OptimizerDocument:
+        """Add every state tensor; what the document says of them, until there are others, comes back."""
+        parameters = list(self.parameters())
+        self._refuse_ownerless(parameters)
+        shards = self.shard_keys()
+        document: dict[str, Any] = {"state": {}, "masters": {}, "kinds": {}}
+        for parameter in parameters:
+            for key, value in self.state_of(parameter).items():
+                if not isinstance(value, torch.Tensor):
+                    document["state"].setdefault(parameter.name, {})[key] = value
+                    continue
+                group, name = target(parameter, key, value)
+                if kind := _kind(parameter, value, key in shards):
+                    document["kinds"].setdefault(key, kind)
+                if group == MASTER_GROUP:
+                    document["masters"].setdefault(key, []).append(parameter.name)
+                if not _holds(content, (group, name), value):  # the mapping `master` may hold this very tensor
+                    content.add(group, name, *placed(parameter, value, key in shards))
+        return OptimizerDocument(self, document)
+
+    def want_live(self, plan: Plan, selection: Selection, done: set[Key]) -> None:
+        shards = self.shard_keys()
+        for parameter in self.parameters():
+            for key, value in self.state_of(parameter).items():
+                if isinstance(value, torch.Tensor):
+                    at = target(parameter, key, value)
+                    if at not in done and selection.takes(*at):
+                        plan.want(*at, *placed(parameter, value, key in shards))
+
+    def shard_keys(self) -> frozenset[str]:
+        """Keys under which plain tensors are this rank's shards, as optimizers that work on local tensors keep them.
+
+        A key is one of these if its tensors have the local shape of every sharded parameter: a single one may by chance.
+        """
+        alike: dict[str, bool] = {}
+        for parameter in self.parameters():
+            if not is_sharded(parameter.value):
+                continue
+            local = tuple(local_tensor(parameter.value).shape)
+            for key, value in self.state_of(parameter).items():
+                if isinstance(value, torch.Tensor) and value.dim() and not is_dtensor(value):
+                    alike[key] = alike.get(key, True) and tuple(value.shape) == local
+        return frozenset(key for key, every in alike.items() if every)
+
+    def state_of(self, parameter: Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = parameter.optimizer.state.get(parameter.tensor, {})
+        for key in state:
+            if not isinstance(key, str) or not key or "/" in key:
+                raise InvalidRequest(f"{self.key}: the state of {parameter.name} has the key {key!r}, not a plain name")
+        return state
+
+    def _refuse_ownerless(self, parameters: Sequence[Parameter]) -> None:
+        """Refuse what is kept for anything but the parameters: under no name, it would not be in the checkpoint."""
+        owned = {(id(parameter.optimizer), id(parameter.tensor)) for parameter in parameters}
+        for optimizer in self.optimizers:
+            for key, kept in optimizer.state.items():
+                if not isinstance(key, torch.Tensor):
+                    raise InvalidRequest(f"{self.key}.state[{key!r}] belongs to no parameter and cannot be stored")
+                if kept and (id(optimizer), id(key)) not in owned:
+                    name = self.names[id(key)][0] if id(key) in self.names else "a tensor that is not in the state"
+                    raise InvalidRequest(
+                        f"{self.key} keeps {', '.join(map(str, kept))} for {name}, of shape {list(key.shape)}, "
+                        "which is in none of its param_groups",
+                        hint="put the tensor into a param_group, or drop what is kept of it: del optimizer.state[tensor]",
+                    )
+
+    def hyper(self) -> dict[str, dict[str, Any]]:
+        """The hyper-parameters of every group, by the name of its first parameter."""
+        groups = {}
+        for position, group in enumerate(self.groups_of_parameters()):
+            names = [self.names[id(tensor)][0] for tensor in group["params"]]
+            kept = {k: v for k, v in group.items() if k not in IMPLEMENTATION}
+            groups[names[0] if names else f"#{position}"] = {"params": names, **kept}
+        return groups
+
+
+class OptimizerDocument:
+    """All of one optimizer that is not a tensor of its state, as JSON: hyper-parameters may change from save to save."""
+
+    def __init__(self, state: OptimizerState, known: Mapping[str, Any]) -> None:
+        self._state, self._known = state, known
+        kept = [value for values in known["state"].values() for value in values.values()]
+        self._constant = all(type(value) in _SCALARS for value in kept)
+        self._written: tuple[str, trees.Tree] | None = None
+
+    def collect(self, content: Content) -> None:
+        """Add the document, written anew where anything in it may be another."""
+        hyper = [{k: v for k, v in group.items() if k != "params"} for group in self._state.groups_of_parameters()]
+        plain = self._constant and all(_is_scalar(value) for group in hyper for value in group.values())
+        seen = repr(hyper) if plain else ""
+        if self._written is None or not plain or self._written[0] != seen:
+            document = {"groups": self._state.hyper(), **self._known}
+            self._written = seen, trees.grow(document, self._state.key, self._state.key)
+        tree = self._written[1]
+        content.add_value(GROUP, self._state.key, tree.text)
+        for name, tensor in tree.tensors.items():
+            content.add(GROUP, name, tensor)
+
+
+def _is_scalar(value: object) -> bool:
+    return all(type(item) in _SCALARS for item in (value if type(value) is tuple else (value,)))
+
+
+def _holds(content: Content, key: Key, value: torch.Tensor) -> bool:
+    """Whether a leaf of this name is this tensor's memory already."""
+    leaf = content.leaves.get(key)
+    if leaf is None or not has_memory(local := local_tensor(value)):
+        return False
+    memory = local.untyped_storage().data_ptr()
+    return all(piece.tensor.untyped_storage().data_ptr() == memory for piece in leaf.pieces)
+
+
+def placed(parameter: Parameter, value: torch.Tensor, shard: bool) -> tuple[Storable, torch.Tensor | None]:
+    """The state tensor as it lies: by itself, or as memory in the place of its parameter."""
+    shard = shard and bool(value.dim()) and is_sharded(parameter.value) and not is_dtensor(value)
+    return (parameter.value, local_tensor(value)) if shard else (value, None)
+
+
+def is_master(parameter: Parameter, key: str, value: torch.Tensor) -> bool:
+    return key in MASTER_KEYS and value.numel() in (parameter.tensor.numel(), local_tensor(parameter.value).numel())
+
+
+def target(parameter: Parameter, key: str, value: torch.Tensor) -> Key:
+    return (MASTER_GROUP, parameter.name) if is_master(parameter, key, value) else (GROUP, f"{parameter.name}/{key}")
+
+
+def is_sharded(value: Storable) -> bool:
+    return isinstance(value, Fragment) or is_dtensor(value)
+
+
+def _kind(parameter: Parameter, value: torch.Tensor, shard: bool) -> str:
+    """What a restore must know to make such a tensor anew, where shape alone would suggest another."""
+    if not is_dtensor(parameter.value):
+        return ""
+    alike = tuple(value.shape) == global_shape(parameter.value)
+    if is_dtensor(value):
+        return "" if alike else MESH
+    if shard:
+        return LOCAL
+    return PLAIN if alike and value.dim() else ""

@@ -1,0 +1,209 @@
+"""The random streams of this process: Python's, numpy's, torch's on the CPU and on every CUDA device.
+
+Each stream is a tensor `ranks/<rank>/rng/<stream>` of the group `extra`; what is no array stands in the JSON value `rng`.
+Where save and restore both have a layout, a rank continues the streams of the rank that stood at its place
+(`holdfast_formats.roles`), else those of its own number. A rank without either continues another rank's, that of the
+coordinates modulo the saved sizes or else of `rank mod saved ranks`, mixed with its own number, so that no two ranks draw
+the same: each stream is seeded anew from a digest of the saved stream's bytes and the rank.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast.tensors import json_values
+from holdfast.tensors.leaves import RANK_PREFIX, Content, Plan, Selection, Stored
+from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
+from holdfast_formats.digest import digest
+from holdfast_formats.errors import CorruptManifest, InvalidRequest
+from holdfast_formats.roles import Heir
+
+GROUP = "extra"
+KEY = "rng"
+_PYTHON, _NUMPY, _TORCH, _CUDA = "python", "numpy", "torch", "cuda."
+
+
+class Streams(NamedTuple):
+    """The state of every stream at one moment: arrays as tensors by stream name, and what is no array."""
+
+    tensors: dict[str, torch.Tensor]
+    residual: dict[str, Any]
+
+
+def capture() -> Streams:
+    """Copy the streams as they are now."""
+    version, words, gauss = random.getstate()
+    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    tensors = {_PYTHON: _words(words), _TORCH: torch.get_rng_state()}
+    if isinstance(numpy_state["state"].get("key"), np.ndarray):
+        tensors[_NUMPY] = torch.from_numpy(numpy_state["state"]["key"].copy())
+        numpy_state["state"] = {k: int(v) for k, v in numpy_state["state"].items() if k != "key"}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # before that no CUDA stream has been drawn from
+        for device in range(torch.cuda.device_count()):
+            tensors[f"{_CUDA}{device}"] = torch.cuda.get_rng_state(device)
+    return Streams(tensors, {"python": {"version": version, "gauss": gauss}, "numpy": numpy_state})
+
+
+def install(streams: Streams) -> None:
+    """Continue these streams; CUDA devices that this process does not have are passed over."""
+    residual = streams.residual
+    if _PYTHON in streams.tensors:
+        words = tuple(streams.tensors[_PYTHON].tolist())
+        random.setstate((residual["python"]["version"], words, residual["python"]["gauss"]))
+    if "numpy" in residual:
+        state = dict(residual["numpy"])
+        if _NUMPY in streams.tensors:
+            state["state"] = {**state["state"], "key": streams.tensors[_NUMPY].numpy()}
+        np.random.set_state(state)
+    if _TORCH in streams.tensors:
+        torch.set_rng_state(streams.tensors[_TORCH])
+    for name, stream in streams.tensors.items():
+        if name.startswith(_CUDA) and int(name.removeprefix(_CUDA)) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(stream, int(name.removeprefix(_CUDA)))
+
+
+def mixed(streams: Streams, rank: int) -> Streams:
+    """Streams for a rank that has none, each seeded from the given stream's bytes and the rank's number."""
+    seeds = {
+        name: int(digest(tensor.contiguous().numpy().tobytes() + rank.to_bytes(8, "little")), 16)
+        for name, tensor in streams.tensors.items()
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    residual = dict(streams.residual)
+    for name, seed in seeds.items():
+        if name == _PYTHON:
+            version, words, gauss = random.Random(seed).getstate()
+            tensors[name] = _words(words)
+            residual["python"] = {"version": version, "gauss": gauss}
+        elif name == _NUMPY:
+            seeded: Any = np.random.RandomState(np.random.MT19937(seed)).get_state(legacy=False)
+            tensors[name] = torch.from_numpy(seeded["state"]["key"].copy())
+            residual["numpy"] = {**seeded, "state": {"pos": int(seeded["state"]["pos"])}}
+        elif name == _TORCH:
+            tensors[name] = torch.Generator().manual_seed(seed % 2**63).get_state()
+        elif int(name.removeprefix(_CUDA)) < torch.cuda.device_count():
+            tensors[name] = torch.Generator(f"cuda:{name.removeprefix(_CUDA)}").manual_seed(seed % 2**63).get_state()
+    return Streams(tensors, residual)
+
+
+class Random:
+    """The streams at the moments that count: that of a save, and that from which a restored training goes on."""
+
+    def __init__(self) -> None:
+        self._saved: Streams | None = None
+        self._restored: Streams | None = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """`now` is the moment at which the block begins, and whatever is drawn in the block is put back."""
+        self._saved = before = capture()
+        try:
+            yield
+        finally:
+            self._saved = None
+            if not _equal(before, capture()):
+                install(before)
+
+    def now(self) -> Streams:
+        return self._saved or capture()
+
+    def go_on_from(self, streams: Streams) -> None:
+        """Continue these; `CorruptManifest` for what no streams can be made of."""
+        try:
+            install(streams)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CorruptManifest(f"the stored random streams are not ones this process can continue: {error}") from error
+        self._restored = streams
+
+    def install_again(self) -> None:
+        if self._restored is None:
+            raise InvalidRequest("no random streams were restored", hint="call restore() first, with the group 'extra'")
+        install(self._restored)
+
+
+class RandomState(NamedTuple):
+    """The streams as a part of the training state of one rank.
+
+    `loaders` are restored objects over which the training iterates. Each is asked for its state before the streams are
+    installed: one that makes its iterator for that, as torchdata's StatefulDataLoader does, draws a seed for it, which the
+    training that was interrupted had drawn before.
+    """
+
+    rank: int
+    random: Random
+    loaders: Sequence[Any] = ()
+
+    @property
+    def groups(self) -> frozenset[str]:
+        return frozenset({GROUP})
+
+    def collect(self, content: Content) -> None:
+        streams = self.random.now()
+        for name, tensor in streams.tensors.items():
+            content.add(GROUP, f"{_prefix(self.rank)}{name}", tensor)
+        content.add_value(GROUP, KEY, json_values.dumps(streams.residual, KEY))
+
+    def plan(self, stored: Stored, selection: Selection) -> Plan:
+        """Want this rank's streams, or those it continues. A checkpoint without any is noted, not refused."""
+        plan = Plan(claimed={(GROUP, KEY)})
+        text = stored.value(GROUP, KEY)
+        names = stored.specs.get(GROUP, {})
+        ranks = sorted({int(n[len(RANK_PREFIX) :].split("/")[0]) for n in names if _is_stream(n)})
+        if not selection.takes(GROUP, KEY):
+            return plan
+        if text is None or not ranks:
+            plan.notes.append("the checkpoint has no random streams: this process keeps its own")
+            return plan
+        source, exact = _heir(self.rank, stored.stream, ranks)
+        tensors = {}
+        for name in (name for name in names if name.startswith(_prefix(source))):
+            dtype, shape = names[name]
+            tensors[name.removeprefix(_prefix(source))] = buffer = torch.empty(
+                local_shape(torch_dtype(dtype, name), tuple(shape)), dtype=torch_dtype(dtype, name), device="cpu"
+            )
+            plan.want(GROUP, name, buffer)
+        streams = Streams(tensors, json_values.loads(text, KEY))
+        plan.actions.append(lambda: self._go_on_from(streams if exact else mixed(streams, self.rank)))
+        if not exact:
+            plan.notes.append(
+                f"rank {self.rank} has no saved random streams: it continues rank {source}'s, mixed with its number"
+            )
+        elif source != self.rank:
+            plan.notes.append(f"rank {self.rank} continues the random streams of rank {source}, which stood at its place")
+        return plan
+
+    def _go_on_from(self, streams: Streams) -> None:
+        for loader in self.loaders:
+            loader.state_dict()
+        self.random.go_on_from(streams)
+
+
+def _equal(a: Streams, b: Streams) -> bool:
+    same = a.residual == b.residual and a.tensors.keys() == b.tensors.keys()
+    return same and all(torch.equal(tensor, b.tensors[name]) for name, tensor in a.tensors.items())
+
+
+def _heir(rank: int, known: Heir | None, saved: Sequence[int]) -> Heir:
+    """Whose streams this rank continues, of the ranks that saved any."""
+    if known is not None and known.rank in saved:
+        return known
+    return Heir(rank, True) if rank in saved else Heir(saved[rank % len(saved)], False)
+
+
+def _words(words: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(words, dtype=torch.int64, device="cpu")  # whatever the default device is
+
+
+def _prefix(rank: int) -> str:
+    return f"{RANK_PREFIX}{rank:05d}/{KEY}/"
+
+
+def _is_stream(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) == 4 and name.startswith(RANK_PREFIX) and parts[1].isdecimal() and parts[2] == KEY

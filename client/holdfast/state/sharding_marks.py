@@ -1,0 +1,42 @@
+"""Parameters that a framework marks as parts of larger ones: saved as they are, without a word, the rest would be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.nn.parameter import is_lazy
+
+from holdfast.tensors.fragments import Fragment, Storable, is_dtensor
+from holdfast_formats.errors import InvalidRequest
+
+_DEEPSPEED = ("ds_id", "ds_shape")  # set on every parameter that ZeRO-3 has partitioned
+_PARTITIONED = (
+    "DeepSpeed's ZeRO-3 keeps its parameters, masters and moments in partitions of its own: shard with "
+    "torch.distributed.fsdp.fully_shard (FSDP2), or hand over mappings of what this rank holds, with layout= or as Fragments"
+)
+
+
+def check(path: str, tensors: Mapping[str, Storable], world: int, declared: bool) -> None:
+    """Refuse, by name, tensors that are parts of which nobody says where they belong; `declared` says that a layout does."""
+    plain = {name: value for name, value in tensors.items() if not isinstance(value, Fragment) and not is_dtensor(value)}
+    if any(is_lazy(value) for value in plain.values()):
+        return  # refused by name where the leaf is made
+    for name, value in plain.items():
+        if any(hasattr(value, mark) for mark in _DEEPSPEED):
+            shape = list(getattr(value, "ds_shape", ()))
+            raise InvalidRequest(
+                f"{path}: the parameter {name!r} is partitioned by DeepSpeed: its whole has shape {shape}, "
+                f"this rank's tensor {list(value.shape)}",
+                hint=_PARTITIONED,
+            )
+        if world > 1 and not declared and getattr(value, "tensor_model_parallel", False):
+            raise InvalidRequest(
+                f"{path}: the parameter {name!r} is marked tensor_model_parallel: this rank holds a part of it, "
+                "and nothing says which",
+                hint='say how ranks are laid out: Checkpointer(layout="tp=4,dp=2"); or hand over Fragments or DTensors',
+            )
+    if len(plain) > 1 and not declared and all(tuple(value.shape) == (0,) for value in tensors.values()):
+        raise InvalidRequest(
+            f"{path}: all {len(plain)} tensors are empty, as {next(iter(plain))!r}: what was trained is elsewhere",
+            hint=f"if this is DeepSpeed: {_PARTITIONED}",
+        )

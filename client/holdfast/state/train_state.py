@@ -1,0 +1,380 @@
+"""A training state as the trainer hands it over, seen as groups of named leaves and JSON values, and put back.
+
+    key and value                                             group     names
+    a module: under "model", or the only one                  model     the model's own
+    another module under k                                    k         the model's own
+    a mapping of tensors under "model" or "master"            the key   its keys
+    "ema": a module or mapping of tensors; an AveragedModel   ema       the model's own
+    torch optimizers                                          optim     <parameter>/<state key>
+    tensors and mappings of tensors under k                   extra     k, k/<name>
+    with state_dict and load_state_dict                       extra     k and ranks/<rank>/k/…
+    other plain values                                        extra     k
+    random streams, unasked                                   extra     ranks/<rank>/rng/…
+
+The groups follow the state's entries and exist without tensors too; `extra` always does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from holdfast.layout.declared import Declared, Live
+from holdfast.layout.local_views import land
+from holdfast.read.overwrite_guard import Wholeness
+from holdfast.state import extras, optimizer_resume, optimizer_wrappers, optimizers, rng, sharding_marks
+from holdfast.state.change_watch import Watch
+from holdfast.state.containers import Keeper
+from holdfast.state.extras import Stateful, Value
+from holdfast.state.masters import Masters, Pair, pairs, settle
+from holdfast.state.modules import ModuleState, NamedTensors, module_state, parameter_names
+from holdfast.state.optimizers import OptimizerDocument, OptimizerState
+from holdfast.state.rng import RandomState
+from holdfast.tensors.fragments import Fragment, Storable, is_dtensor
+from holdfast.tensors.leaves import Content, Key, Known, Leaf, Plan, Selection, Stored, check_groups
+from holdfast.tensors.matching import Restoration, restoration
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest
+
+__all__ = ["Leaf", "Restoration", "Snapshot", "Stored", "TrainState"]
+
+MODEL, MASTER, EMA, OPTIM, EXTRA = "model", optimizers.MASTER_GROUP, "ema", optimizers.GROUP, extras.GROUP
+_ORDER = (MODEL, MASTER, OPTIM, EMA, EXTRA)
+_RESERVED_KEYS = frozenset({rng.KEY, "ranks"})  # names of the group `extra` that are the checkpoint's own
+
+
+class Snapshot(NamedTuple):
+    """What this rank would save: leaves are views of live memory, everything else was copied when it was taken.
+
+    The first `steady` leaves are likely to be the same at the next save.
+    """
+
+    groups: tuple[str, ...]
+    leaves: tuple[Leaf, ...]
+    values: dict[str, dict[str, str]]
+    aliases: dict[str, dict[str, str]]
+    mesh: dict[str, int]
+    steady: int
+
+
+class Part(Protocol):
+    """An entry of the state: it can say what it consists of."""
+
+    @property
+    def groups(self) -> frozenset[str]: ...
+    def collect(self, content: Content) -> None: ...
+
+
+class Asked(Part, Protocol):
+    """An entry that is asked anew at every save, and says what it wants back."""
+
+    def plan(self, stored: Stored, selection: Selection) -> Plan: ...
+
+
+class Parts(NamedTuple):
+    """The state's entries, by how they are looked at: tensors by name, optimizers, and what is asked anew at every save."""
+
+    groups: tuple[str, ...]
+    named: tuple[NamedTensors, ...]
+    optimizers: tuple[OptimizerState, ...]
+    others: tuple[Asked, ...]
+    keeper: Keeper
+
+    @property
+    def all(self) -> tuple[Part, ...]:
+        return (*self.named, *self.optimizers, *self.others)
+
+    @property
+    def masters(self) -> list[Pair]:
+        """The weights that have full-precision copies."""
+        weights: dict[str, Storable] = {}
+        for part in self.named:
+            if part.group not in (MASTER, EMA, EXTRA):
+                prefix = "" if part.group == MODEL else f"{part.group}."
+                weights.update({prefix + name: value for name, value in part.state.tensors.items()})
+        copies = {name: value for part in self.named if part.group == MASTER for name, value in part.state.tensors.items()}
+        return pairs(self.optimizers, weights, copies)
+
+    def plans(self, stored: Stored, selection: Selection) -> list[Plan]:
+        """What each entry wants back."""
+        named = [part.plan(stored, selection) for part in self.named]
+        resumed = [optimizer_resume.plan(part, stored, selection, self.keeper) for part in self.optimizers]
+        return [*named, *resumed, *(part.plan(stored, selection) for part in self.others)]
+
+
+class _Walk(NamedTuple):
+    """What a walk through the whole state found, as long as `watch` and `entries` say that another would find the same."""
+
+    parts: Parts
+    content: Content  # of named tensors and optimizers
+    documents: tuple[OptimizerDocument, ...]
+    watch: Watch
+    entries: Mapping[str, Any]
+
+
+class TrainState:
+    """The live training state of one rank. It refers to the caller's objects and holds no copy of them."""
+
+    def __init__(self, state: Mapping[str, Any], rank: int, world: int, declared: Declared | None = None) -> None:
+        if not isinstance(state, Mapping):
+            raise InvalidRequest(f"the state must be a mapping of names to objects, not a {type(state).__name__}")
+        if not 0 <= rank < world:
+            raise InvalidRequest(f"rank {rank} of a world of {world}")
+        self.state = state
+        self.rank = rank
+        self.world = world
+        self.declared = declared
+        self.wholeness = Wholeness()
+        self.random = rng.Random()
+        self._known: dict[Key, Known] = {}  # what earlier snapshots found, so that later ones need not look again
+        self._walk: _Walk | None = None
+        self._parts()  # refuses at once what can be seen at once
+
+    def groups(self) -> tuple[str, ...]:
+        """The groups this state has now; an optimizer's first step may add `master`."""
+        return self._parts().groups
+
+    def snapshot(self, groups: Collection[str] | None = None) -> Snapshot:
+        """The live state of these groups (all, if None); `Refused` by path for anything that could not be stored."""
+        if groups is not None:
+            return self._part_of(groups)
+        walk = self._walk = self._walk if self._walk is not None and self._holds(self._walk) else self._walked()
+        content = Content(known=self._known, taken=walk.content.leaves)
+        for document in walk.documents:
+            document.collect(content)
+        for part in walk.parts.others:
+            part.collect(content)
+        leaves = (*walk.content.leaves.values(), *content.leaves.values())
+        aliases = {group: dict(names) for group, names in walk.content.aliases.items()}
+        values = self._values(walk.parts.groups, {**walk.content.values, **content.values})
+        mesh = {**walk.content.mesh, **content.mesh} if self.declared is None else self.declared.mesh
+        return Snapshot(walk.parts.groups, leaves, values, aliases, mesh, len(walk.content.leaves))
+
+    def _part_of(self, groups: Collection[str]) -> Snapshot:
+        parts = self._parts()
+        wanted = check_groups(groups, parts.groups)
+        content = Content(known=self._known)
+        for part in parts.all:
+            # What an optimizer keeps lies where its parameters do, so a layout asks for these as well.
+            if part.groups & wanted or (self.declared is not None and part in parts.named):
+                part.collect(content)
+        kept = tuple(group for group in parts.groups if group in wanted)
+        content = content if self.declared is None else self.declared.outward(content, _live(parts.named))
+        return Snapshot(
+            kept,
+            tuple(leaf for leaf in content.leaves.values() if leaf.group in wanted),
+            self._values(kept, content.values),
+            {group: aliases for group, aliases in content.aliases.items() if group in wanted},
+            content.mesh,
+            0,
+        )
+
+    def _walked(self) -> _Walk:
+        """Look at everything, and note what shows whether that must be done again."""
+        parts = self._parts()
+        content, watch = Content(known=self._known), Watch()
+        for part in parts.named:
+            part.collect(content)
+        documents = tuple(optimizer.collect_tensors(content) for optimizer in parts.optimizers)
+        self._known = {key: known for key, known in self._known.items() if key in content.leaves or key[0] == EXTRA}
+        for key, value in self.state.items():
+            if isinstance(value, nn.Module):
+                watch.see_module(value)
+            elif optimizer_wrappers.is_optimizer(value):
+                watch.see_optimizers(value)
+            elif not _is_loose(key, value) and isinstance(value, Mapping):
+                watch.see(value)
+        if watch.possible:
+            tensors = [part.tensors() for part in parts.named] + [part.tensors() for part in parts.optimizers]
+            watch.see_memory(chain.from_iterable(tensors))
+        if self.declared is not None:
+            content = self.declared.outward(content, _live(parts.named))
+        return _Walk(parts, content, documents, watch, dict(self.state))
+
+    def _holds(self, walk: _Walk) -> bool:
+        """Whether the state's entries are what the walk met; what is asked anew anyway may be another of its kind."""
+        return (
+            list(self.state) == list(walk.entries)
+            and all(now is walk.entries[key] or _is_loose(key, now) for key, now in self.state.items())
+            and all(now is walk.entries[key] or _is_loose(key, walk.entries[key]) for key, now in self.state.items())
+            and walk.watch.unchanged()
+        )
+
+    def prepare(
+        self,
+        stored: Stored,
+        groups: Collection[str] | None = None,
+        ignore: Sequence[str] = (),
+        strict: bool = True,
+        from_model: Masters | None = None,
+    ) -> Restoration:
+        """Compare the live state with what is stored and say where which bytes must go; nothing live changes.
+
+        `ignore` are patterns on `group/name`. Raises `StateMismatch` naming every tensor of a wrong shape or dtype, and,
+        if strict, every name that only one side has, and live masters whose weights alone would be restored, unless
+        `from_model` says to set them. Groups that the live state has not are left alone, with a note.
+        """
+        if isinstance(ignore, str):
+            raise InvalidRequest(
+                f"ignore must be a sequence of patterns, not the text {ignore!r}", hint=f"ignore=({ignore!r},)"
+            )
+        parts = self._parts(stored)
+        selection = Selection(check_groups(groups, parts.groups), tuple(ignore))
+        if self.declared is None:
+            found = restoration(parts.plans(stored, selection), stored, selection, strict)
+            return parts.keeper.noting(settle(found, parts.masters, from_model))
+        live = _live(parts.named)
+        shown = self.declared.inward(stored, selection.groups, live)
+        plans = parts.plans(shown.stored, selection)
+        for plan in plans:
+            plan.wanted = [leaf for leaf in plan.wanted if leaf.key in shown.held or not live.is_empty(leaf)]
+        found = settle(restoration(plans, shown.stored, selection, strict), parts.masters, from_model)
+        return parts.keeper.noting(land(found, shown.held, shown.notes))
+
+    def _streams(self, others: Sequence[Part]) -> RandomState:
+        loaders = [part.target for part in others if isinstance(part, Stateful) and hasattr(part.target, "__iter__")]
+        return RandomState(self.rank, self.random, tuple(loaders))
+
+    def _values(self, groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
+        found = _by_group(groups, values)
+        if self.declared is not None and OPTIM in found:
+            found[OPTIM] = {key: self.declared.outward_text(key, text) for key, text in found[OPTIM].items()}
+        return found
+
+    def _parts(self, stored: Stored | None = None) -> Parts:
+        """The state's entries as they are now: modules and tensors, then optimizers, then what is loaded, then RNG."""
+        for key in self.state:
+            _check_key(key)
+        modules = _module_groups(self.state)
+        collections = [_named(key, value, modules, self.rank) for key, value in self.state.items()]
+        tensors = [part for part in collections if part is not None]
+        for part in tensors:
+            sharding_marks.check(part.path, part.state.tensors, self.world, self.declared is not None)
+        optimizers_now = _optimizers(self.state, tensors)
+        others: list[Asked] = []
+        keeper = Keeper()
+        for key, value in self.state.items():
+            if _is_loose(key, value):
+                others.append(Stateful(key, value, self.rank) if _is_stateful(value) else Value(key, self.state, keeper))
+        groups = {part.group for part in tensors} | {EXTRA} | ({OPTIM} if optimizers_now else set())
+        stores_masters = stored is not None and MASTER in stored.specs and bool(stored.specs[MASTER])
+        if (stores_masters and optimizers_now) or any(optimizer.has_masters() for optimizer in optimizers_now):
+            groups.add(MASTER)
+        ordered = sorted(groups, key=lambda group: (_ORDER.index(group) if group in _ORDER else 0, group))
+        return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, self._streams(others)), keeper)
+
+
+def _by_group(groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {group: {} for group in groups}
+    for (group, key), text in values.items():
+        if group in found:
+            found[group][key] = text
+    return found
+
+
+def _live(named: Sequence[NamedTensors]) -> Live:
+    """What the named tensors say; a mapping that is no module has all its tensors for parameters."""
+    tensors = {(part.group, name): value for part in named for name, value in part.state.tensors.items()}
+    foreign = frozenset(key for key, value in tensors.items() if isinstance(value, Fragment) or is_dtensor(value))
+    model = next((part.state.tensors for group in (MODEL, MASTER) for part in named if part.group == group), {})
+    parameters = [name for name, value in model.items() if isinstance(value, nn.Parameter)]
+    return Live(
+        tuple(parameters or model), foreign, frozenset(key for key, value in tensors.items() if 0 in value.shape) - foreign
+    )
+
+
+def _check_key(key: object) -> None:
+    if not isinstance(key, str) or not key or "/" in key or key.startswith("$"):
+        raise InvalidRequest(
+            f"the state's key {key!r} is not allowed", hint="use text without '/' that does not begin with '$'"
+        )
+    if key in _RESERVED_KEYS:
+        raise InvalidRequest(f"the state's key {key!r} is reserved", hint="random streams are saved without being asked for")
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor | Fragment)
+
+
+def _is_tensors(value: object) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(name, str) and name and _is_tensor(tensor) for name, tensor in value.items())
+    )
+
+
+def _is_stateful(value: object) -> bool:
+    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
+    return not isinstance(value, type) and all(map(callable, methods))
+
+
+def _is_loose(key: str, value: object) -> bool:
+    named = isinstance(value, nn.Module) or _is_tensor(value) or _is_tensors(value) or _is_group_mapping(key, value)
+    return not named and not optimizer_wrappers.is_optimizer(value)
+
+
+def _is_group_mapping(key: str, value: object) -> bool:
+    """An entry whose key makes it a group of its own, also while it has no tensor."""
+    return key in (MODEL, MASTER, EMA) and isinstance(value, Mapping) and (not value or _is_tensors(value))
+
+
+def _module_groups(state: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> group of every module."""
+    modules = [k for k, v in state.items() if isinstance(v, nn.Module) and k != EMA and not isinstance(v, AveragedModel)]
+    averages = [k for k, v in state.items() if k == EMA or isinstance(v, AveragedModel)]
+    if len(averages) > 1:
+        raise InvalidRequest(
+            f"{' and '.join(averages)} would both be the group {EMA!r}", hint="keep one, or make one a mapping"
+        )
+    groups = {key: EMA for key in averages}
+    for key in modules:
+        group = MODEL if key == MODEL or (len(modules) == 1 and MODEL not in state) else naming.check_group(key)
+        if key in _ORDER and key != MODEL:
+            raise InvalidRequest(f"a module cannot have the key {key!r}: it is the name of another group")
+        groups[key] = group
+    return groups
+
+
+def _named(key: str, value: Any, modules: Mapping[str, str], rank: int) -> NamedTensors | None:
+    if isinstance(value, nn.Module):
+        return NamedTensors(modules[key], key, module_state(value, key), "", rank)
+    if _is_group_mapping(key, value):
+        return NamedTensors(key, key, ModuleState(dict(value), {}), "", rank)
+    if _is_tensor(value):
+        return NamedTensors(EXTRA, key, ModuleState({"": value}, {}), key, rank)
+    if _is_tensors(value):
+        return NamedTensors(EXTRA, key, ModuleState(dict(value), {}), f"{key}/", rank)
+    return None
+
+
+def _optimizers(state: Mapping[str, Any], collections: Sequence[NamedTensors]) -> list[OptimizerState]:
+    """Every torch optimizer with the names of what it may hold; refuses a parameter that has two owners or no name."""
+    names: dict[int, tuple[str, Storable]] = {}
+    by_rank = sorted(collections, key=lambda part: (part.group != MODEL, part.group == MASTER))
+    for part in by_rank:
+        if part.group not in (EMA, EXTRA):
+            prefix = "" if part.group in (MODEL, MASTER) else f"{part.group}."
+            names = {**parameter_names(part.state.tensors, prefix), **names}
+    found = []
+    owners: dict[str, str] = {}
+    stored = [value for part in collections for value in part.tensors()]
+    for key, value in state.items():
+        if isinstance(value, nn.Module) or _is_tensor(value) or not optimizer_wrappers.is_optimizer(value):
+            continue
+        if type(value).__name__ == "ZeroRedundancyOptimizer":
+            raise InvalidRequest(f"{key}: a ZeroRedundancyOptimizer hides its shards", hint="shard with fully_shard (FSDP2)")
+        optimizer = OptimizerState(key, optimizer_wrappers.check(key, value, state, stored).optimizers, names)
+        for parameter in optimizer.parameters():
+            if parameter.name in owners:
+                raise InvalidRequest(
+                    f"the parameter {parameter.name} is held twice: by {owners[parameter.name]} and by {key}"
+                )
+            owners[parameter.name] = key
+        found.append(optimizer)
+    return found

@@ -1,0 +1,180 @@
+"""The leaves of a training state: named tensors with their pieces, gathered together with the JSON beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.tensors import fragments
+from holdfast.tensors.fragments import Fragment, Piece, Placed, Storable
+from holdfast.tensors.torch_dtypes import has_memory, safetensors_name
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.region import Shape
+from holdfast_formats.roles import Heir
+from holdfast_formats.tensors import TensorSpec
+
+RANK_PREFIX = "ranks/"  # tensors that belong to one rank's process, not to the model: RNG, data loaders
+
+Key = tuple[str, str]  # group, name
+
+
+class Leaf(NamedTuple):
+    """A global tensor and the pieces of it that live in this process; shape and boxes count the format's elements.
+
+    `plain` is one that does not say itself where it lies: no DTensor, no Fragment. `alone` is one that says that no other
+    rank holds any of this.
+    """
+
+    group: str
+    name: str
+    dtype: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    placement: str
+    plain: bool = False
+    alone: bool = False
+
+    @property
+    def key(self) -> Key:
+        return self.group, self.name
+
+    @property
+    def path(self) -> str:
+        return f"{self.group}/{self.name}"
+
+
+class Stored(NamedTuple):
+    """What a checkpoint offers to this rank, by group and name."""
+
+    specs: Mapping[str, Mapping[str, tuple[str, Shape]]]
+    aliases: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, Mapping[str, str]]
+    config: Mapping[str, Any] | None = None  # the model's config.json, where a layout has to know it
+    stream: Heir | None = None  # whose random streams this rank continues, where layouts say it
+
+    def spec(self, group: str, name: str) -> tuple[str, Shape] | None:
+        found = self.specs.get(group, {}).get(name)
+        return None if found is None else (found[0], tuple(found[1]))
+
+    def value(self, group: str, key: str) -> str | None:
+        return self.values.get(group, {}).get(key)
+
+    def canonical(self, group: str, name: str) -> str | None:
+        """The name under which this tensor's bytes stand: its own, or the one it is an alias of."""
+        if name in self.specs.get(group, {}):
+            return name
+        return self.aliases.get(group, {}).get(name)
+
+
+class Selection(NamedTuple):
+    """Which part of the state an operation is about: some groups, less what patterns on `group/name` exclude."""
+
+    groups: frozenset[str]
+    ignore: tuple[str, ...] = ()
+
+    def takes(self, group: str, name: str) -> bool:
+        return group in self.groups and not any(fnmatchcase(f"{group}/{name}", pattern) for pattern in self.ignore)
+
+
+def is_ignored(group: str, ignore: Sequence[str]) -> bool:
+    """Whether these patterns exclude every name that a group could have."""
+    return any(all(fnmatchcase(f"{group}/{name}", pattern) for name in ("", "*", "\0\0")) for pattern in ignore)
+
+
+class Known(NamedTuple):
+    """A leaf as an earlier save described it, and the tensor and memory for which that holds."""
+
+    value: Storable
+    form: tuple[object, ...]
+    leaf: Leaf
+    mesh: dict[str, int]
+
+
+@dataclass
+class Content:
+    """What is collected of the live state: leaves, JSON texts by (group, key), aliases by group, mesh dimensions."""
+
+    leaves: dict[Key, Leaf] = field(default_factory=dict)
+    values: dict[Key, str] = field(default_factory=dict)
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    mesh: dict[str, int] = field(default_factory=dict)
+    known: dict[Key, Known] = field(default_factory=dict)
+    taken: Collection[Key] = ()  # names of leaves that were collected elsewhere
+
+    def add(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
+        """Take in a tensor; `local` replaces its memory, piece for piece. Refuses a second tensor of this name."""
+        leaf, mesh = self._describe(group, name, value, local)
+        if leaf.key in self.leaves or leaf.key in self.taken:
+            raise InvalidRequest(
+                f"two tensors of the state have the name {leaf.path!r}", hint="give them different names or keys"
+            )
+        self.leaves[leaf.key] = leaf
+        for dimension, size in mesh.items():
+            self.mesh.setdefault(dimension, size)
+
+    def _describe(self, group: str, name: str, value: Storable, local: torch.Tensor | None) -> tuple[Leaf, dict[str, int]]:
+        """The leaf made for an earlier save, where this is the same tensor in the same memory; else a new one."""
+        memory = fragments.local_tensor(value) if local is None else local
+        if not has_memory(memory):
+            return describe(group, name, value, local)  # which refuses it, by name
+        form: tuple[object, ...] = (memory.data_ptr(), memory.dtype, memory.shape, memory.stride())
+        if isinstance(value, Fragment):
+            form = (*form, value.shape, value.offset, value.flat)
+        before = self.known.get((group, name))
+        if before is None or before.value is not value or before.form != form:
+            before = self.known[group, name] = Known(value, form, *describe(group, name, value, local))
+        return before.leaf, before.mesh
+
+    def add_value(self, group: str, key: str, text: str) -> None:
+        if (group, key) in self.values:
+            raise InvalidRequest(f"two values of the state have the name '{group}/{key}'")
+        self.values[group, key] = text
+
+
+@dataclass
+class Plan:
+    """What a part of the state wants from a checkpoint, and what it will do once the wanted leaves are filled.
+
+    `wanted` are live tensors, or new ones that `actions` install; `documents` the JSON keys it cannot do without;
+    `claimed` what it takes of the checkpoint, or leaves there knowingly, besides those.
+    """
+
+    wanted: list[Leaf] = field(default_factory=list)
+    documents: list[Key] = field(default_factory=list)
+    claimed: set[Key] = field(default_factory=set)
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    actions: list[Callable[[], None]] = field(default_factory=list)
+
+    def want(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
+        """Ask for a tensor's bytes."""
+        leaf, _ = describe(group, name, value, local)
+        self.wanted.append(leaf)
+
+
+def describe(group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> tuple[Leaf, dict[str, int]]:
+    """The leaf of a live tensor and its mesh; refuses, by name, what no file could hold."""
+    path = f"{group}/{name}"
+    placed: Placed = fragments.pieces(value, path) if local is None else fragments.pieces_like(value, local, path)
+    typed = local if local is not None else value.tensor if isinstance(value, Fragment) else value
+    plain = not isinstance(value, Fragment) and not fragments.is_dtensor(value)
+    leaf = Leaf(group, name, safetensors_name(typed.dtype, path), *placed[:3], plain, placed.alone)
+    TensorSpec(group, name, leaf.dtype, leaf.shape).check()
+    return leaf, placed.mesh
+
+
+def check_groups(groups: Collection[str] | None, known: Sequence[str]) -> frozenset[str]:
+    """The groups an operation is about: those asked for, or all; `InvalidRequest` for one that the state has not."""
+    if groups is None:
+        return frozenset(known)
+    if isinstance(groups, str):
+        raise InvalidRequest(f"groups must be a collection of names, not the text {groups!r}", hint=f"groups=({groups!r},)")
+    unknown = sorted(set(groups) - set(known))
+    if unknown:
+        raise InvalidRequest(f"the state has no group {', '.join(unknown)}", hint=f"it has {', '.join(known)}")
+    return frozenset(groups)

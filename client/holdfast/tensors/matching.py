@@ -1,0 +1,161 @@
+"""The comparison of a live state with a checkpoint, and what follows from it: where bytes go, and what is done then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from holdfast.tensors.leaves import RANK_PREFIX, Key, Leaf, Plan, Selection, Stored
+from holdfast_formats.errors import StateMismatch
+
+LISTED_MAX = 20  # names in an error's text; its members have them all
+
+
+class Restoration(NamedTuple):
+    """Where the bytes of a checkpoint go. Fill the pieces of every leaf with the stored tensor of the leaf's name, whole
+    or part, then call `apply`. `missing` and `unexpected` are names `group/name`; `notes` say what was decided on the way,
+    and, once it was applied, `late` too.
+    """
+
+    leaves: tuple[Leaf, ...]
+    missing: list[str]
+    unexpected: list[str]
+    notes: list[str]
+    actions: tuple[Callable[[], None], ...]
+    late: list[str]
+
+    def apply(self) -> None:
+        """Install what is not tensor memory: new optimizer state, schedulers, loaders, plain values, random streams last."""
+        for action in self.actions:
+            action()
+        self.notes.extend(self.late)
+
+
+class _Comparison:
+    def __init__(self, stored: Stored, selection: Selection) -> None:
+        self.stored = stored
+        self.selection = selection
+        self.leaves: dict[tuple[object, ...], Leaf] = {}
+        self.missing: list[str] = []
+        self.mismatched: list[str] = []
+        self.notes: list[str] = []
+        self.claimed: set[Key] = set()
+        self.late: list[str] = []
+        self.checks: list[Callable[[], None]] = []
+        self._places: dict[tuple[object, ...], Leaf] = {}
+
+    def take(self, plan: Plan) -> None:
+        self.missing += plan.missing
+        self.notes += plan.notes
+        self.claimed |= plan.claimed
+        for group, key in plan.documents:
+            self.claimed.add((group, key))
+            if self.stored.value(group, key) is None:
+                self.missing.append(f"{group}/{key}")
+        for leaf in plan.wanted:
+            self._take_leaf(leaf, [a for a, c in plan.aliases.get(leaf.group, {}).items() if c == leaf.name])
+        for group, aliases in plan.aliases.items():
+            self._take_aliases(group, aliases)
+
+    def _take_leaf(self, leaf: Leaf, aliases: Iterable[str]) -> None:
+        """Find the stored tensor: under the leaf's name, one it is a stored alias of, or a name it is tied to here."""
+        names = (self.stored.canonical(leaf.group, name) for name in (leaf.name, *aliases))
+        found = next((name for name in names if name is not None), None)
+        self.claimed.add(leaf.key)
+        if found is None:
+            self.missing.append(leaf.path)
+            return
+        self.claimed.add((leaf.group, found))
+        dtype, shape = self.stored.spec(leaf.group, found) or ("nothing", ())
+        if (dtype, shape) != (leaf.dtype, leaf.shape):
+            self.mismatched.append(f"{leaf.path}: stored {dtype} {list(shape)}, live {leaf.dtype} {list(leaf.shape)}")
+            return
+        memory = tuple((piece.box, piece.tensor.data_ptr()) for piece in leaf.pieces)
+        if (leaf.group, found, memory) not in self.leaves:
+            self.leaves[leaf.group, found, memory] = self._apart(leaf._replace(name=found))
+
+    def _apart(self, leaf: Leaf) -> Leaf:
+        """The leaf; in memory of its own where another stored tensor goes into the same, compared when both are there."""
+        place = tuple((p.tensor.data_ptr(), p.tensor.dtype, p.tensor.shape, p.tensor.stride()) for p in leaf.pieces)
+        first = self._places.setdefault(place, leaf) if place else leaf
+        if first is leaf:
+            return leaf
+        apart = leaf._replace(pieces=tuple(piece._replace(tensor=torch.empty_like(piece.tensor)) for piece in leaf.pieces))
+        self.checks.append(partial(_compare, first, apart, self.late))
+        return apart
+
+    def _take_aliases(self, group: str, aliases: dict[str, str]) -> None:
+        for alias, canonical in aliases.items():
+            self.claimed.add((group, alias))
+            source, other = self.stored.canonical(group, canonical), self.stored.canonical(group, alias)
+            if other is None and source is None:  # what is tied to a tensor that was found has its bytes
+                self.missing.append(f"{group}/{alias}")
+            elif other is not None and source is not None and source != other:
+                self.claimed.add((group, other))
+                self.notes.append(
+                    f"{group}/{alias} and {group}/{canonical} are one tensor here and were saved as two: "
+                    f"both take the bytes of {source}"
+                )
+
+    def unexpected(self) -> list[str]:
+        """Stored names of the compared groups that nothing live wants; tensors of other ranks' processes do not count."""
+        offered = [
+            (group, name)
+            for names in (self.stored.specs, self.stored.aliases, self.stored.values)
+            for group, entries in names.items()
+            for name in entries
+        ]
+        return [
+            f"{group}/{name}"
+            for group, name in dict.fromkeys(offered)
+            if (group, name) not in self.claimed and not name.startswith(RANK_PREFIX) and self.selection.takes(group, name)
+        ]
+
+
+def restoration(plans: Sequence[Plan], stored: Stored, selection: Selection, strict: bool) -> Restoration:
+    """The plans of all parts, held against the checkpoint; `StateMismatch` names everything that does not fit."""
+    comparison = _Comparison(stored, selection)
+    for plan in plans:
+        comparison.take(plan)
+    unexpected = comparison.unexpected()
+    _refuse(comparison, unexpected, strict)
+    idle = sorted(group for group in {*stored.specs, *stored.values} - selection.groups if stored.specs.get(group))
+    if idle:
+        comparison.notes.append(f"groups of the checkpoint that are not restored: {', '.join(idle)}")
+    actions = (*comparison.checks, *(action for plan in plans for action in plan.actions))
+    leaves = tuple(comparison.leaves.values())
+    return Restoration(leaves, comparison.missing, unexpected, comparison.notes, actions, comparison.late)
+
+
+def _compare(first: Leaf, other: Leaf, notes: list[str]) -> None:
+    """Note that two stored tensors, which are one here, differ."""
+    for one, two in zip(first.pieces, other.pieces, strict=True):
+        if not torch.equal(*(piece.tensor.contiguous().view(-1).view(torch.uint8) for piece in (one, two))):
+            notes.append(f"{other.path} and {first.path} are one tensor here and were saved as two: {first.path} is in both")
+            return
+
+
+def _refuse(comparison: _Comparison, unexpected: list[str], strict: bool) -> None:
+    missing, mismatched = comparison.missing, comparison.mismatched
+    if not mismatched and not (strict and (missing or unexpected)):
+        return
+    parts = [_listed("do not fit", mismatched)]
+    if strict:
+        parts += [_listed("are missing in the checkpoint", missing), _listed("are unknown to the live state", unexpected)]
+    raise StateMismatch(
+        "the checkpoint does not fit the live state: " + "; ".join(part for part in parts if part),
+        hint="build the state as it was saved, choose groups=, exclude names with ignore=, or strict=False for names only",
+        mismatched=mismatched,
+        missing=missing,
+        unexpected=unexpected,
+    )
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(names[:LISTED_MAX])
+    return f"{len(names)} {what} ({shown}{', …' if len(names) > LISTED_MAX else ''})"

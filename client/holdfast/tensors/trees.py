@@ -1,0 +1,109 @@
+"""Trees: nested Python values with tensors in them, stored as one JSON document and the tensors beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast.tensors import json_values
+from holdfast.tensors.fragments import Fragment, Storable, is_dtensor
+from holdfast.tensors.json_values import Trail
+from holdfast.tensors.torch_dtypes import has_memory, local_shape, overlaps, shares_places, torch_dtype
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.region import Shape
+
+COPY_BYTES_MAX = 16 * 2**20  # tensors up to here are copied when the tree is taken: a loader's next batch changes them
+
+Allocate = Callable[[str, str, Shape], Storable]  # name, dtype, shape -> the tensor that is to be filled
+
+
+class Tree(NamedTuple):
+    """A nested value as text, and the tensors it refers to by name; arrays among them are copies."""
+
+    text: str
+    tensors: dict[str, Storable]
+
+
+def grow(value: Any, path: str, prefix: str, own: str | None = None) -> Tree:
+    """Take a nested value apart, or refuse it by path.
+
+    Tensors are named `prefix/key/…`; with `own`, a prefix of this rank, all but DTensors and Fragments, of which
+    every rank has only a part, are named below that instead.
+    """
+    tensors: dict[str, Storable] = {}
+
+    def place(trail: Trail, item: Any) -> str:
+        sharded = isinstance(item, Fragment) or is_dtensor(item)
+        name = _name(prefix if own is None or sharded else own, trail, tensors)
+        if isinstance(item, np.ndarray):
+            item = _from_array(item, json_values.render(path, trail), filled=own is None)
+        elif own is not None and not sharded and has_memory(item) and (_is_short(item) or overlaps(item)):
+            item = item.detach().clone()
+        tensors[name] = item
+        return name
+
+    return Tree(json_values.dumps(value, path, place, inside=own is not None), tensors)
+
+
+def _name(prefix: str, trail: Trail, taken: Mapping[str, Any]) -> str:
+    name = "/".join((prefix, *(step.strip("[]").replace("/", "|") for step in trail)))
+    candidate, number = name, 2
+    while candidate in taken:  # {1: …, "1": …}: the document knows which is which
+        candidate, number = f"{name}~{number}", number + 1
+    return candidate
+
+
+def _is_short(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.nbytes <= COPY_BYTES_MAX
+
+
+def _from_array(array: np.ndarray[Any, Any], path: str, filled: bool) -> torch.Tensor:
+    if filled and array.flags.writeable and shares_places((*array.shape, array.itemsize), (*array.strides, 1)):
+        raise InvalidRequest(
+            f"{path}: elements of this numpy array share a place in memory, it could not be restored",
+            hint="hand over numpy.array(value) instead",
+        )
+    try:
+        return torch.from_numpy(np.array(array, order="C", copy=True))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"{path}: a numpy array of {array.dtype} cannot be stored: {error}",
+            hint="write it as an array of numbers in this machine's byte order, text as a list",
+        ) from error
+
+
+class Regrown(NamedTuple):
+    """A tree on its way back: the tensors to fill first, then `build` gives the value."""
+
+    tensors: dict[str, Storable]
+    unknown: tuple[str, ...]
+    build: Callable[[], Any]
+
+
+def regrow(text: str, path: str, spec: Callable[[str], tuple[str, Shape] | None], live: Mapping[str, Storable]) -> Regrown:
+    """Prepare the value that `grow` took apart; `live` tensors are filled in place, the others are made anew.
+
+    `unknown` lists the names that the document refers to and the checkpoint does not have.
+    """
+    kinds = json_values.referred(text)
+    found = {name: spec(name) for name in kinds}
+    tensors: dict[str, Storable] = {}
+    for name, known in found.items():
+        if known is not None:
+            dtype = torch_dtype(known[0], name)
+            tensors[name] = (
+                live[name] if name in live else torch.empty(local_shape(dtype, known[1]), dtype=dtype, device="cpu")
+            )
+
+    def fetch(kind: str, name: str) -> Any:
+        value = tensors[name]
+        return value.numpy() if kind == "array" and isinstance(value, torch.Tensor) else value
+
+    return Regrown(
+        tensors,
+        tuple(name for name, known in found.items() if known is None),
+        lambda: json_values.loads(text, path, fetch),
+    )

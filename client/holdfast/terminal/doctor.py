@@ -1,0 +1,215 @@
+"""What `holdfast doctor` looks at: everything that has to be right before a trainer can save, each with advice."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from holdfast import __version__
+from holdfast.config import DEFAULT_ROOT, default_socket, default_url, given_url
+from holdfast.memory import native_copy
+from holdfast.read.library import PROBE_TIMEOUT_S
+from holdfast.rest.api import Api
+from holdfast.terminal import probes
+from holdfast.terminal.console import human_bytes
+from holdfast.terminal.probes import Finding
+from holdfast_formats.errors import CheckpointError
+
+PYTHON_MIN = (3, 10)
+TORCH_MIN = (2, 6)
+MEMORY_WARN_BYTES = 2 * 10**9
+DISK_WARN_BYTES = 10 * 10**9
+PROBE_BYTES = 4 * 2**20
+PROBE_WARN_S = 1.0
+CLOCK_SKEW_WARN_S = 5.0
+CLOCK_MIN_S = 1_735_689_600  # 2025-01-01: a clock before it was never set
+
+
+def examine(root: Path | None, url: str | None) -> list[Finding]:
+    """Look at everything. What the caller named has to be there; what is only a default may be missing."""
+    return [
+        *_software(),
+        *_memory(),
+        probes.descriptors(),
+        *_storage(root),
+        _socket(default_socket()),
+        *_service(url or default_url(), named=url is not None or given_url() is not None),
+    ]
+
+
+def _software() -> Iterator[Finding]:
+    python = platform.python_version()
+    if sys.version_info >= PYTHON_MIN:
+        yield Finding("python", "ok", python)
+    else:
+        yield Finding("python", "fail", python, "use Python 3.10 or newer")
+    yield Finding("holdfast", "ok", __version__)
+    torch = _version("torch")
+    if torch is None:
+        yield Finding("torch", "warn", "not installed", "trainers need it: pip install torch")
+    elif _release(torch) < TORCH_MIN:
+        yield Finding("torch", "fail", torch, "use torch 2.6 or newer")
+    else:
+        yield Finding("torch", "ok", torch)
+    if native_copy.available():
+        yield Finding("copies", "ok", "go past the cores' caches")
+    elif platform.machine() == "x86_64":
+        advice = "a third slower: install holdfast-checkpoint where there is a C compiler (cc)"
+        yield Finding("copies", "warn", "go through the cores' caches, as numpy does them", advice)
+    if importlib.util.find_spec("fastapi") and importlib.util.find_spec("sqlalchemy"):
+        yield Finding("daemon", "ok", "its dependencies are installed")
+    else:
+        yield Finding(
+            "daemon", "warn", "its dependencies are missing", "pip install 'holdfast-checkpoint[service]' where it is to run"
+        )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def _memory() -> Iterator[Finding]:
+    try:
+        os.close(os.memfd_create("holdfast-doctor"))
+        yield Finding("memfd", "ok", "shared memory can be made")
+    except (AttributeError, OSError) as error:
+        yield Finding("memfd", "fail", str(error), "the daemon needs Linux with memfd_create (not blocked by seccomp)")
+    available = available_bytes(Path("/proc/meminfo"))
+    limit = cgroup_limit_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    if available is None:
+        yield Finding(
+            "memory", "warn", "/proc/meminfo cannot be read", "see that the arena fits: two saves of a node's ranks"
+        )
+    else:
+        room = min(available, limit) if limit is not None else available
+        what = f"{human_bytes(available)} available" + (f", limited to {human_bytes(limit)}" if limit is not None else "")
+        advice = "the arena holds two saves of every rank of this node; give the machine or its container more"
+        yield Finding("memory", "ok", what) if room >= MEMORY_WARN_BYTES else Finding("memory", "warn", what, advice)
+    if os.path.isdir("/dev/shm"):
+        free = human_bytes(shutil.disk_usage("/dev/shm").free)
+        yield Finding("/dev/shm", "ok", f"{free} free (the arena does not need it: it lies in memfd)")
+    else:
+        yield Finding("/dev/shm", "warn", "not mounted", "the arena does not need it, but data loaders may")
+
+
+def available_bytes(meminfo: Path) -> int | None:
+    """MemAvailable of a meminfo file, None when it does not say."""
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    found = (line.split() for line in lines if line.startswith("MemAvailable:"))
+    return next((int(fields[1]) * 1024 for fields in found), None)
+
+
+def cgroup_limit_bytes(hierarchy: Path, membership: Path) -> int | None:
+    """The smallest memory limit on this process's cgroup and those above it, v2 or v1; None when there is none."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    limits: list[int] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = hierarchy / "memory" if controllers else hierarchy
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        here = base / path.lstrip("/")
+        for directory in (here, *here.parents):
+            if directory == base or base in directory.parents:
+                limits += _limit(directory / name)
+    return min(limits, default=None)
+
+
+def _limit(path: Path) -> list[int]:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return []  # the cgroup of another namespace, or no such controller
+    return [int(text)] if text.isdigit() and int(text) < 2**60 else []  # v1 says "none" with a number near 2**63
+
+
+def _storage(root: Path | None) -> Iterator[Finding]:
+    place = root or DEFAULT_ROOT
+    if not place.is_dir():
+        if root is not None:
+            yield Finding("root", "fail", f"{place} is not a directory", "create it, or name another with --root")
+        else:
+            yield Finding("root", "warn", f"./{place} is not there", "`holdfast serve` makes it; or name one with --root")
+        return
+    if not os.access(place, os.W_OK | os.X_OK):
+        yield Finding("root", "fail", f"{place} is not writable", "let the daemon's user write there")
+        return
+    yield Finding("root", "ok", f"{place} is writable")
+    yield probes.file_system(place)
+    usage = shutil.disk_usage(place)
+    free = f"{human_bytes(usage.free)} of {human_bytes(usage.total)} free"
+    advice = "a save needs room for a whole checkpoint beside those that are kept"
+    yield Finding("disk", "ok", free) if usage.free >= DISK_WARN_BYTES else Finding("disk", "warn", free, advice)
+    yield from _probe(place)
+
+
+def _probe(place: Path) -> Iterator[Finding]:
+    descriptor, name = tempfile.mkstemp(prefix=".holdfast-doctor-", dir=place)
+    os.close(descriptor)
+    try:
+        began = time.perf_counter()
+        descriptor = os.open(name, os.O_WRONLY | os.O_DSYNC)  # a synchronous write, so that the disk is timed
+        try:
+            os.write(descriptor, bytes(PROBE_BYTES))
+        finally:
+            os.close(descriptor)
+        took = time.perf_counter() - began
+        skew = abs(os.stat(name).st_mtime - time.time())
+        tried = [probes.direct_io(Path(name)), probes.fsync(Path(name))]
+    except OSError as error:
+        yield Finding("write", "fail", f"a durable write failed: {error.strerror}", "check the disk and its mount options")
+        return
+    finally:
+        os.unlink(name)
+    what = f"{human_bytes(PROBE_BYTES)} durable in {took * 1000:.0f} ms"
+    slow = "slow storage delays commits, not the training; see that saves do not come faster than it writes"
+    yield Finding("write", "ok", what) if took < PROBE_WARN_S else Finding("write", "warn", what, slow)
+    yield from tried
+    if time.time() < CLOCK_MIN_S:
+        yield Finding("clock", "fail", time.strftime("%Y-%m-%d %H:%M:%S"), "set this machine's clock")
+    elif skew > CLOCK_SKEW_WARN_S:
+        yield Finding("clock", "warn", f"{skew:.0f} s apart from the storage's", "synchronise both clocks (NTP)")
+    else:
+        yield Finding("clock", "ok", "agrees with the storage's")
+
+
+def _socket(path: Path) -> Finding:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            link.settimeout(PROBE_TIMEOUT_S)
+            link.connect(str(path))
+    except OSError as error:
+        advice = "start the daemon with `holdfast serve`; a trainer without one starts its own"
+        return Finding("socket", "warn", f"{path}: {error.strerror or error}", advice)
+    return Finding("socket", "ok", f"a daemon listens at {path}")
+
+
+def _service(url: str, named: bool) -> Iterator[Finding]:
+    try:
+        with Api(url, PROBE_TIMEOUT_S) as api:
+            yield from probes.service(api, __version__)
+    except CheckpointError as error:
+        yield Finding("service", "fail" if named else "warn", error.detail, error.hint)

@@ -1,0 +1,134 @@
+"""What `holdfast doctor` tries out: the file system under the root, its fsync, and the way to the service."""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from holdfast.rest.api import Api
+from holdfast_formats.errors import CheckpointError
+
+FSYNCS = 16
+FSYNC_WARN_S = 0.1
+FSYNC_BYTES = 4096
+ROUND_TRIPS = 5
+ROUND_TRIP_WARN_S = 0.2
+DESCRIPTORS_MIN = 1024
+VOLATILE = ("tmpfs", "ramfs")
+NETWORKED = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "beegfs", "gpfs", "glusterfs", "fuse")
+
+
+class Finding(NamedTuple):
+    """One thing looked at. `advice` says what to do, and is empty when there is nothing to do."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    what: str
+    advice: str = ""
+
+
+def file_system(place: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Finding:
+    """What the root lies on: whether it outlives the machine, and whether it is on a network."""
+    kind = mounted_as(place.resolve(), mounts)
+    if kind is None:
+        return Finding("file system", "warn", f"what {place} lies on cannot be told", "see that it is a durable one")
+    if kind in VOLATILE:
+        return Finding(
+            "file system", "warn", f"{kind}: it is memory", "name a root on a disk: this one ends with the machine"
+        )
+    if kind.partition(".")[0] in NETWORKED:
+        advice = "see that it is mounted `hard` and `sync` on close, and that renames within it are atomic"
+        return Finding("file system", "warn", f"{kind}, on a network", advice)
+    return Finding("file system", "ok", kind)
+
+
+def mounted_as(place: Path, mounts: Path) -> str | None:
+    """The type of the mount that a path lies on, by the kernel's list; None when it does not say."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return None
+    best: tuple[int, str] | None = None
+    for line in lines:
+        before, dash, after = line.partition(" - ")
+        if not dash:
+            continue
+        point = Path(before.split()[4].encode().decode("unicode_escape"))
+        if (place == point or point in place.parents) and (best is None or len(point.parts) >= best[0]):
+            best = (len(point.parts), after.split()[0])
+    return None if best is None else best[1]
+
+
+def fsync(path: Path) -> Finding:
+    """How long a small durable write takes: a commit is about ten of them. The file is there already, and stays."""
+    times = []
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        for _ in range(FSYNCS):
+            os.pwrite(descriptor, os.urandom(FSYNC_BYTES), 0)
+            began = time.perf_counter()
+            os.fsync(descriptor)
+            times.append(time.perf_counter() - began)
+    finally:
+        os.close(descriptor)
+    median, worst = statistics.median(times), max(times)
+    what = f"median {median * 1000:.1f} ms, worst {worst * 1000:.1f} ms of {FSYNCS}"
+    if median < FSYNC_WARN_S:
+        return Finding("fsync", "ok", what)
+    return Finding("fsync", "warn", what, "every commit takes about ten of these; training does not wait for it")
+
+
+def direct_io(path: Path) -> Finding:
+    """Whether large writes can go past the page cache."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        advice = "saves are written through the page cache, which is slower and takes memory for a while"
+        return Finding("O_DIRECT", "warn", "this file system has none", advice)
+    return Finding("O_DIRECT", "ok", "large files go past the page cache")
+
+
+def descriptors() -> Finding:
+    """How many files this user's processes may hold open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    what = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
+    if soft == resource.RLIM_INFINITY or soft >= DESCRIPTORS_MIN:
+        return Finding("descriptors", "ok", what)
+    return Finding("descriptors", "warn", what, f"raise it to {DESCRIPTORS_MIN} or more: ulimit -n {DESCRIPTORS_MIN}")
+
+
+def service(api: Api, version: str) -> Iterator[Finding]:
+    """The service that answers: its version beside ours, the way to it, and whether catalog and storage work."""
+    times = []
+    health = api.health()
+    for _ in range(ROUND_TRIPS):
+        began = time.perf_counter()
+        api.health()
+        times.append(time.perf_counter() - began)
+    told = (
+        "it tells its version to whoever has a token"
+        if health.version is None
+        else f"version {health.version}{f', {health.root}' if health.root else ''}"
+    )
+    yield Finding("service", "ok", f"{api.url}: {told}")
+    if health.version is not None and health.version.split(".")[:2] != version.split(".")[:2]:
+        advice = "use the same minor version on both sides: pip install -U holdfast-checkpoint"
+        yield Finding("versions", "warn", f"the service is {health.version}, this is {version}", advice)
+    median = statistics.median(times)
+    what = f"{median * 1000:.1f} ms a request"
+    slow = "saves of ranks that share no memory with the daemon go this way"
+    yield Finding("network", "ok", what) if median < ROUND_TRIP_WARN_S else Finding("network", "warn", what, slow)
+    try:
+        api.request("GET", "/readyz")
+        if health.status != "ok":
+            waits = "; ".join(node.catalog for node in api.nodes() if node.catalog) or "it was away a moment ago"
+            yield Finding("catalog", "warn", waits, "saves go on; see to its database, and it is told what it missed")
+            return
+        yield Finding("catalog", "ok", "catalog and storage answer")
+    except CheckpointError as error:
+        yield Finding("catalog", "fail", error.detail, error.hint)
