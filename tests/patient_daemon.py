@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import runpy
 
-from holdfast_service.daemon import loader
+from holdfast_service.daemon.shared_reads import loader
 
 PATIENCE_S = 30.0
 

@@ -17,9 +17,9 @@ from holdfast_service.api.app import Services, create_app
 from holdfast_service.api.connections import server as bounded
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.daemon.checking import Checker
-from holdfast_service.daemon.repair import Repairer
-from holdfast_service.daemon.saver import Saver
+from holdfast_service.daemon.checking.checker import Checker
+from holdfast_service.daemon.copying.repair import Repairer
+from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.scrub import CheckJobs, Plan, Scrub
 from holdfast_service.storage import PosixTier
 from holdfast_service.transfers import Transfers

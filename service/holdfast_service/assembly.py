@@ -25,21 +25,21 @@ from holdfast_service.control.database import Database, Trouble
 from holdfast_service.control.decisions import Decisions, utc_now
 from holdfast_service.control.job_runner import JobRunner
 from holdfast_service.daemon import scrub as scrubbing
-from holdfast_service.daemon.adoption import Adoption
-from holdfast_service.daemon.arena import Arena
-from holdfast_service.daemon.budget import Budget
-from holdfast_service.daemon.callers import Callers
-from holdfast_service.daemon.checking import Checker
-from holdfast_service.daemon.disk_limit import PROBE_BYTES
-from holdfast_service.daemon.keeping import FdStore, HolderProcess, Keeper, OfRoot
-from holdfast_service.daemon.loader import Loader
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.arena.budget import Budget
+from holdfast_service.daemon.arena.callers import Callers
+from holdfast_service.daemon.arena.fd_keeper import FdStore, HolderProcess, Keeper, OfRoot
+from holdfast_service.daemon.arena.spill import Spill
+from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.remote import RemoteRanks
-from holdfast_service.daemon.saver import Saver
+from holdfast_service.daemon.saving.adoption import Adoption
+from holdfast_service.daemon.saving.saver import Saver
+from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.daemon.scrub import CheckJobs, Scrub
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
-from holdfast_service.daemon.spill import Spill
-from holdfast_service.daemon.sweeping import Sweeper
+from holdfast_service.daemon.shared_reads.loader import Loader
+from holdfast_service.daemon.writing.disk_limit import PROBE_BYTES
 from holdfast_service.replication import Copies, copying
 from holdfast_service.storage import disk_speed
 from holdfast_service.storage.identity import Identity, settle

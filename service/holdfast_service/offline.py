@@ -15,7 +15,7 @@ from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
 from holdfast_service.control import roots
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.daemon.repair import Repairer
+from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixTier, Tier, lock_root
 
 from .transfers import Quiet, Transfers, open_source

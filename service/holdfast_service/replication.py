@@ -16,8 +16,8 @@ from holdfast_formats.operations import ReplicaLag
 from holdfast_service.config import Config, check_apart
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.replicas import RepairBook, ReplicaBook
-from holdfast_service.daemon.repair import Lend, Repairer
-from holdfast_service.daemon.replicas import Replicator, reached
+from holdfast_service.daemon.copying.repair import Lend, Repairer
+from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.storage import PosixTier, RootLock, Tier, lock_root
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.transfers import Transfers

@@ -12,12 +12,12 @@ from holdfast_formats.manifest import Manifest
 from holdfast_formats.operations import Job, JobRequest
 from holdfast_service.control import commit
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.daemon import exporting, importing
-from holdfast_service.daemon.copies import Going, read_pair
-from holdfast_service.daemon.exporting import Export
-from holdfast_service.daemon.importing import Goal
-from holdfast_service.daemon.repair import Repairer, detail_of
-from holdfast_service.daemon.verifier import verify
+from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.copying import exporting, importing
+from holdfast_service.daemon.copying.copies import Going, read_pair
+from holdfast_service.daemon.copying.exporting import Export
+from holdfast_service.daemon.copying.importing import Goal
+from holdfast_service.daemon.copying.repair import Repairer, detail_of
 from holdfast_service.storage import PosixTier, Readable, Tier, snapshot
 from holdfast_service.storage.tier import split_leaf
 

@@ -12,10 +12,10 @@ from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import Decisions, utc_now
 from holdfast_service.control.job_runner import JobRunner, Progress
 from holdfast_service.control.jobs import Jobs
-from holdfast_service.daemon import comparing as bytewise
-from holdfast_service.daemon.comparing import Side
-from holdfast_service.daemon.priority import give_way
+from holdfast_service.daemon.checking import comparing as bytewise
+from holdfast_service.daemon.checking.comparing import Side
 from holdfast_service.daemon.scrub import CheckJobs
+from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
 from holdfast_service.transfers import Transfers
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from holdfast_formats import naming
-from holdfast_service.daemon import sampling
-from holdfast_service.daemon.verifier import examine, read_manifest
+from holdfast_service.daemon.checking import layout_trials
+from holdfast_service.daemon.checking.verifier import examine, read_manifest
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build
 
@@ -48,8 +48,8 @@ def main() -> None:
         made = read_manifest(tier, directory)
         parts = {
             "read back and prove": measured(lambda: examine(tier, directory)),
-            "other layouts": measured(lambda: sampling.try_layouts(tier, directory, made)),
-            "compare with the one before": measured(lambda: sampling.identical(made, read_manifest(tier, directory))),
+            "other layouts": measured(lambda: layout_trials.try_layouts(tier, directory, made)),
+            "compare with the one before": measured(lambda: layout_trials.identical(made, read_manifest(tier, directory))),
         }
     whole = statistics.median(parts["read back and prove"])
     print(f"{made.bytes / 2**20:.0f} MiB, {TENSORS} tensors, {ROUNDS} rounds")

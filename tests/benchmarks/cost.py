@@ -52,8 +52,9 @@ class NoDigest:
 
 def serve(root: Path, switch: Path) -> int:
     """The daemon as it is, but for what the switch says not to do."""
-    from holdfast_service import __main__ as service
-    from holdfast_service.daemon import gathering, health, verifier
+    from holdfast_service import __main__
+    from holdfast_service.daemon.checking import health, verifier
+    from holdfast_service.daemon.writing import gathering
 
     digested, checked, passed = gathering.running, verifier.proof.check, health.Examination.passed
 
@@ -63,7 +64,7 @@ def serve(root: Path, switch: Path) -> int:
     gathering.running = lambda: NoDigest() if mode() == "neither" else digested()  # type: ignore
     verifier.proof.check = lambda piece, data: None if mode() == "neither" else checked(piece, data)  # type: ignore
     health.Examination.passed = lambda *given: passed(*given) if mode() == "both" else None  # type: ignore
-    return service.main(["--root", str(root), "--socket", f"{root}.sock", "--listen", "127.0.0.1:0", "--keep", "2"])
+    return __main__.main(["--root", str(root), "--socket", f"{root}.sock", "--listen", "127.0.0.1:0", "--keep", "2"])
 
 
 class Daemon:

@@ -16,7 +16,7 @@ from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import DeadlineExceeded
 from holdfast_formats.operations import Job, JobRequest
-from holdfast_service.control import events as ring
+from holdfast_service.control import events
 from holdfast_service.control.job_runner import Progress
 from tests.checkpoints import build_root, flip
 from tests.serving import Served, served
@@ -123,8 +123,8 @@ def test_watch_shows_events(service: Served) -> None:
 
 def test_watch_says_what_is_forgotten(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gap, on stderr or as a line of its own."""
-    monkeypatch.setattr(ring, "EVENTS_MAX", 2)
-    monkeypatch.setattr(ring, "TRIM_EVERY", 2)
+    monkeypatch.setattr(events, "EVENTS_MAX", 2)
+    monkeypatch.setattr(events, "TRIM_EVERY", 2)
     for step in range(6):
         service.services.events.add("checkpoint-committed", "it is", "a", step)
     lines = call("watch", "--after", 1, "-n", 1, "--json").output.splitlines()

@@ -19,7 +19,7 @@ from holdfast_formats import manifest as manifests
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, CorruptExtent
 from holdfast_formats.manifest import Manifest
-from holdfast_service.daemon.sharing import WANTED_BY_MIN_CACHED
+from holdfast_service.daemon.shared_reads.sharing import WANTED_BY_MIN_CACHED
 from tests.checkpoints import flip, forget
 from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back
 

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast_formats.errors import CorruptExtent, InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.operations import Job, JobRequest
-from holdfast_service.control import job_runner as module
+from holdfast_service.control import job_runner
 from holdfast_service.control.database import Database
 from holdfast_service.control.decisions import utc_now
 from holdfast_service.control.events import Events
@@ -33,8 +33,8 @@ def database(tmp_path: Path) -> Iterator[Database]:
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every report written, and signs of life given all the time."""
-    monkeypatch.setattr(module, "REPORT_EVERY_S", 0.0)
-    monkeypatch.setattr(module, "ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr(job_runner, "REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(job_runner, "ALIVE_EVERY_S", 0.01)
 
 
 def a_runner(database: Database, handler: Handler, **options: Any) -> JobRunner:

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast_formats.errors import Forbidden, InvalidRequest, NoSuchResource, NoSuchRun, Unauthenticated
 from holdfast_formats.operations import TokenRequest
-from holdfast_service.control import tokens as module
+from holdfast_service.control import tokens
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.events import Events
 from holdfast_service.control.schema import TokenRow
@@ -70,7 +70,7 @@ def test_what_is_no_token_is_told_without_the_database(world: World, spoil) -> N
     """The CRC tells what was cut or mistyped; nothing is asked for it."""
     text = spoil(world.tokens.create(TokenRequest(name="a")).token)
     world.catalog.close()
-    assert not module.well_formed(text)
+    assert not tokens.well_formed(text)
     with pytest.raises(Unauthenticated) as caught:
         world.tokens.verify(text)
     assert caught.value.hint and (not text or text not in str(caught.value))
@@ -79,7 +79,7 @@ def test_what_is_no_token_is_told_without_the_database(world: World, spoil) -> N
 def test_a_token_of_another_catalog(world: World) -> None:
     """One that is well formed and that nobody made here is not known."""
     with pytest.raises(Unauthenticated, match="not known"):
-        world.tokens.verify(module.make_text())
+        world.tokens.verify(tokens.make_text())
 
 
 def test_tokens_end(world: World) -> None:

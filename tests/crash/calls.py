@@ -19,7 +19,7 @@ from unittest import mock
 
 from sqlalchemy.engine.default import DefaultDialect
 
-from holdfast_service.daemon import segment
+from holdfast_service.daemon.arena import segment
 from holdfast_service.storage import direct, directories, posix, scratch, writeback
 
 _OF_STORAGE = frozenset(

@@ -75,7 +75,7 @@ def calls(pattern: str, but: set[str]) -> list[str]:
 def test_two_modules_publish_and_one_renames() -> None:
     """I2: only commit and removal move what is under checkpoints/; only storage renames, syncs and unlinks there."""
     assert calls(r"\btier\.publish\(", {"control/commit.py", "control/removal.py"}) == []
-    assert calls(r"\btier\.supplant\(", {"daemon/mending.py"}) == []
+    assert calls(r"\btier\.supplant\(", {"daemon/copying/file_repair.py"}) == []
     assert (
         calls(
             r"\bos\.(rename|replace|renames|fsync|fdatasync|link)\(|\brenameat2\(", {"storage/posix.py", "storage/libc.py"}

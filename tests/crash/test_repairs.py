@@ -21,9 +21,9 @@ from holdfast_formats import naming, proof
 from holdfast_formats.errors import CheckpointError, Damaged
 from holdfast_service.control.commit import publish_copy
 from holdfast_service.control.removal import sweep
-from holdfast_service.daemon.copies import Going, carry, read_pair
-from holdfast_service.daemon.repair import Elsewhere, Outcome, mend
-from holdfast_service.daemon.verifier import verify
+from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.copying.copies import Going, carry, read_pair
+from holdfast_service.daemon.copying.repair import Elsewhere, Outcome, mend
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build, flip
 from tests.crash import ledger, power

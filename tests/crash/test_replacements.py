@@ -22,7 +22,7 @@ from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control import commit, planner
 from holdfast_service.control.removal import sweep
-from holdfast_service.daemon import writer
+from holdfast_service.daemon.writing import writer
 from holdfast_service.storage import PosixTier, posix
 from tests.crash import power
 from tests.crash.calls import Fault, steered

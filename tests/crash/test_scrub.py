@@ -15,7 +15,7 @@ import pytest
 from holdfast.rest.api import Api
 from holdfast_formats import naming, proof
 from holdfast_formats.errors import Damaged
-from holdfast_service.daemon.saver import Saver
+from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.scrub import Plan, Scrub
 from tests.checking import RUN, Checked, Copies, checked_root
 from tests.checkpoints import build_root, flip

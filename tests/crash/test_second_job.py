@@ -13,9 +13,9 @@ import pytest
 from holdfast.remote import uploader
 from holdfast_formats import rest
 from holdfast_formats.errors import RunBusy
-from holdfast_service.daemon import fencing
 from holdfast_service.daemon.remote import RemoteRanks
-from holdfast_service.daemon.rounds import Participant
+from holdfast_service.daemon.saving import run_busy
+from holdfast_service.daemon.saving.rounds import Participant
 from tests.daemon.saver_world import Rank, saver_world
 from tests.daemon.test_remote import hello
 from tests.daemons import RunningDaemon, running
@@ -110,8 +110,8 @@ class TestDistantRanks:
         ranks.hello("a" * 32, hello(launch="one", process="p"))
         with pytest.raises(RunBusy) as refused:
             ranks.hello("b" * 32, hello(launch="two", process="q"))
-        assert 0 < refused.value.members["retry_after_s"] <= fencing.SILENCE_MAX_S
-        monkeypatch.setattr(fencing, "SILENCE_MAX_S", 0.0)
+        assert 0 < refused.value.members["retry_after_s"] <= run_busy.SILENCE_MAX_S
+        monkeypatch.setattr(run_busy, "SILENCE_MAX_S", 0.0)
         assert ranks.hello("b" * 32, hello(launch="two", process="q")).who.attempt == 2
 
     def test_ranks_of_one_launch_and_of_one_process_are_one_job(self, ranks: RemoteRanks) -> None:
@@ -186,10 +186,10 @@ def test_the_ranks_of_one_launch_may_all_come_at_once(world_size: int, monkeypat
             return present(run)
 
         monkeypatch.setattr(world.saver, "present", others_come_first)
-        joined = [fencing.let_in((world.saver, world.decisions), hello(0, world_size, "launch-1"), lambda attempt: attempt)]
+        joined = [run_busy.let_in((world.saver, world.decisions), hello(0, world_size, "launch-1"), lambda attempt: attempt)]
         assert joined == [1]
         with pytest.raises(RunBusy):
-            fencing.let_in(
+            run_busy.let_in(
                 (world.saver, world.decisions), hello(0, world_size, "launch-2", process="another"), joined.append
             )
         assert joined == [1]
@@ -200,7 +200,7 @@ def test_the_ranks_of_one_launch_may_all_come_at_once(world_size: int, monkeypat
 @pytest.mark.parametrize("tries", [20])
 def test_of_two_jobs_that_start_at_once_one_is_let_in(tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither has joined when the other one is looked for: one is refused all the same, every time."""
-    monkeypatch.setattr(fencing, "DYING_S", 0.05)
+    monkeypatch.setattr(run_busy, "DYING_S", 0.05)
     for number in range(tries):
         with saver_world() as world:
             ranks = RemoteRanks((world.arena, world.saver, world.decisions))

@@ -16,8 +16,7 @@ import pytest
 from holdfast.read.root_directory import committed_steps
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, NoSpace, StorageFailed
-from holdfast_service.storage import PosixTier
-from holdfast_service.storage import posix as posix_module
+from holdfast_service.storage import PosixTier, posix
 from tests.crash import ledger
 from tests.crash.calls import Fault, steered
 from tests.daemon.saver_world import RUN, SIZE, SaverWorld
@@ -153,8 +152,8 @@ def test_every_cause_at_every_call(root: Path, code: int, says: str) -> None:
 def test_shared_memory_that_cannot_be_made_or_mapped(root: Path) -> None:
     """`NoSpace` names the bytes, nothing of the budget is gone, and the next reservation works."""
     from holdfast_formats import arena
-    from holdfast_service.daemon.arena import Arena
-    from holdfast_service.daemon.budget import Budget
+    from holdfast_service.daemon.arena.arena import Arena
+    from holdfast_service.daemon.arena.budget import Budget
 
     made = Arena(Budget(2**30))
     asked = arena.geometry(2, SIZE, 4096)
@@ -234,7 +233,7 @@ def test_a_failed_sync_is_not_tried_again(root: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         os.fsync(descriptor)
 
-    with mock.patch.object(posix_module, "_fsync", once):
+    with mock.patch.object(posix, "_fsync", once):
         problem = trial.save()
     assert problem is not None and problem["code"] == StorageFailed.code
     assert trial.visible() == [1] and synced.count(synced[0]) == 1

@@ -24,12 +24,12 @@ from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_formats.wire import Outcome, Policy
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.daemon.arena import Arena
-from holdfast_service.daemon.budget import Budget
-from holdfast_service.daemon.rounds import Participant
-from holdfast_service.daemon.saver import Saver
-from holdfast_service.daemon.segment import Segment
-from holdfast_service.daemon.verifier import verify
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.arena.budget import Budget
+from holdfast_service.daemon.arena.segment import Segment
+from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.saving.rounds import Participant
+from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.storage import MemoryTier, Tier
 from tests.daemons import wait_until
 

@@ -11,7 +11,7 @@ from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_service.control import admission
 from holdfast_service.control.planner import plan
-from holdfast_service.daemon.writer import write
+from holdfast_service.daemon.writing.writer import write
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import RUN, Rank, SaverWorld, saver_world
 

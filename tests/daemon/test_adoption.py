@@ -18,14 +18,14 @@ from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_formats.wire import Outcome
 from holdfast_service.control.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.daemon.adoption import Adoption
-from holdfast_service.daemon.arena import Arena
-from holdfast_service.daemon.budget import Budget
-from holdfast_service.daemon.keeping import MemoryKeeper
-from holdfast_service.daemon.rounds import Participant
-from holdfast_service.daemon.saver import Saver
-from holdfast_service.daemon.segment import Segment
-from holdfast_service.daemon.verifier import verify
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.arena.budget import Budget
+from holdfast_service.daemon.arena.fd_keeper import MemoryKeeper
+from holdfast_service.daemon.arena.segment import Segment
+from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.saving.adoption import Adoption
+from holdfast_service.daemon.saving.rounds import Participant
+from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import RUN, SIZE, content
 from tests.daemons import wait_until

@@ -13,13 +13,13 @@ import pytest
 from holdfast_formats import arena
 from holdfast_formats.arena import Owner
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
-from holdfast_service.daemon import arena as arena_module
-from holdfast_service.daemon import segment as segments
-from holdfast_service.daemon.arena import Arena
-from holdfast_service.daemon.budget import Bound, Budget
-from holdfast_service.daemon.peer import Peer
-from holdfast_service.daemon.segment import Segment
-from holdfast_service.daemon.spill import Spill
+from holdfast_service.daemon.arena import arena as arena_module
+from holdfast_service.daemon.arena import segment as segments
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.arena.budget import Bound, Budget
+from holdfast_service.daemon.arena.peer import Peer
+from holdfast_service.daemon.arena.segment import Segment
+from holdfast_service.daemon.arena.spill import Spill
 
 ASKED = arena.geometry(2, 2**20, 4096)
 ONE = ASKED._replace(slots=1)

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast_formats import arena
 from holdfast_formats.errors import LimitExceeded
-from holdfast_service.daemon.budget import Bound, Budget, Room, find_bounds, fitting
+from holdfast_service.daemon.arena.budget import Bound, Budget, Room, find_bounds, fitting
 
 GIB = 2**30
 GROUPS = "31 23 0:28 / {at}/pids rw - cgroup cgroup rw,pids\n"

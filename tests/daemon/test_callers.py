@@ -18,9 +18,9 @@ import pytest
 from holdfast.link import connect as place
 from holdfast_formats import wire
 from holdfast_formats.errors import Forbidden, InvalidRequest
-from holdfast_service.daemon import holder, keeping
-from holdfast_service.daemon.callers import Caller, Callers, prepare_directory
-from holdfast_service.daemon.keeping import HolderProcess
+from holdfast_service.daemon.arena import fd_keeper, holder
+from holdfast_service.daemon.arena.callers import Caller, Callers, prepare_directory
+from holdfast_service.daemon.arena.fd_keeper import HolderProcess
 from tests.daemons import RunningDaemon, running
 
 NOBODY, GROUP = 65_534, 12  # a user that has nothing here, and a group of most systems: man
@@ -208,7 +208,7 @@ def test_a_holder_of_somebody_else_is_not_believed(place_: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE) as impostor:
         assert impostor.stdout is not None and impostor.stdout.readline()
         with pytest.raises(PermissionError, match="somebody else's"):
-            keeping._connected(path)
+            fd_keeper._connected(path)
         impostor.wait(20)
 
 

@@ -20,8 +20,8 @@ from holdfast_formats.errors import (
     NotCommitted,
     RoundAborted,
 )
-from holdfast_service.daemon import saver
-from holdfast_service.daemon.checking import Checks
+from holdfast_service.daemon.checking.checker import Checks
+from holdfast_service.daemon.saving import saver
 from tests.checking import RUN, Checked, Copies, checked_root
 from tests.checkpoints import build, flip, varied_arrays
 from tests.daemon.saver_world import saver_world

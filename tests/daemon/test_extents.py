@@ -14,8 +14,8 @@ import pytest
 from holdfast_formats import naming, proof
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
 from holdfast_formats.proof import Piece
-from holdfast_service.daemon import extents
-from holdfast_service.daemon.extents import SLAB_BYTES, ProvenExtents, Source
+from holdfast_service.daemon.shared_reads import extent_cache
+from holdfast_service.daemon.shared_reads.extent_cache import SLAB_BYTES, ProvenExtents, Source
 from holdfast_service.storage import PosixTier
 from holdfast_service.storage.tier import Buffer
 from tests.checkpoints import Built, build, flip
@@ -96,7 +96,7 @@ def test_what_is_kept_is_read_once(tmp_path: Path, built: Built) -> None:
 
 def test_few_slabs_serve_many_threads(tmp_path: Path, built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one or two slabs for eight threads, all get right bytes, and there are never more slabs."""
-    monkeypatch.setattr(extents, "KEPT_BYTES_MIN", 1)
+    monkeypatch.setattr(extent_cache, "KEPT_BYTES_MIN", 1)
     everything = pieces(built)
     for slabs in (1, 2):
         held = ProvenExtents(PosixTier(tmp_path), slabs)

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast_formats.errors import ArenaFull, GenerationDropped, RoundAborted, StateMismatch
 from holdfast_formats.wire import Policy
-from holdfast_service.daemon.generations import gives_way
+from holdfast_service.daemon.saving.slot_policy import gives_way
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import RUN, GatedTier, Rank, SaverWorld, refused, saver_world
 

@@ -14,8 +14,8 @@ from holdfast_formats import naming, statistics
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.observed import TensorStatistics
 from holdfast_formats.statistics import Statistics
-from holdfast_service.daemon.health import Examination, examination, report
-from holdfast_service.daemon.verifier import verify
+from holdfast_service.daemon.checking.health import Examination, examination, report
+from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import Arrays, build, flip, varied_arrays
 from tests.daemon.saver_world import RUN, SaverWorld, saver_world
@@ -146,7 +146,7 @@ def test_a_failure_is_no_statistics(
 ) -> None:
     """Whatever goes wrong while bytes pass: the check goes on to its end, and says once what it was."""
     two = pair(tmp_path, varied_arrays(1), varied_arrays(2))
-    monkeypatch.setattr("holdfast_service.daemon.health.measure", lambda *_: 1 / 0)
+    monkeypatch.setattr("holdfast_service.daemon.checking.health.measure", lambda *_: 1 / 0)
     with caplog.at_level(logging.ERROR):
         assert two.found(two.before) is None
     assert "no statistics of tiny@10" in caplog.text
@@ -183,7 +183,7 @@ def test_every_save_is_examined(world: SaverWorld) -> None:
 
 def test_no_save_fails_for_its_statistics(world: SaverWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is committed and verified; how healthy it is nobody knows."""
-    monkeypatch.setattr("holdfast_service.daemon.health.measure", lambda *_: 1 / 0)
+    monkeypatch.setattr("holdfast_service.daemon.checking.health.measure", lambda *_: 1 / 0)
     (rank,) = world.launch(1)
     rank.save(1)
     assert rank.wait(1).state == "committed"

@@ -14,9 +14,10 @@ import pytest
 from holdfast_formats import rest
 from holdfast_formats.errors import RoundAborted, StorageFailed
 from holdfast_formats.observed import SaveTimes
-from holdfast_service.daemon import disk_limit, history
-from holdfast_service.daemon.disk_limit import DiskLimit
-from holdfast_service.daemon.timing import FsyncTimed
+from holdfast_service.daemon.saving import save_costs
+from holdfast_service.daemon.writing import disk_limit
+from holdfast_service.daemon.writing.disk_limit import DiskLimit
+from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
 from holdfast_service.storage import MemoryTier, PosixTier, disk_speed
 from tests.daemon.saver_world import GatedTier, SaverWorld, saver_world
 
@@ -113,12 +114,12 @@ def test_a_save_costs_one_more_transaction_at_most(monkeypatch: pytest.MonkeyPat
 
 def test_who_never_says_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of an older version tells nothing; closing keeps what there is at once."""
-    monkeypatch.setattr(history, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(save_costs, "PATIENCE_S", 0.05)
     with saver_world() as world:
         (rank,) = world.launch(1)
         rank.save(1)
         assert "stall_s" not in awaited(world, 1, lambda kept: "verify_s" in kept)
-        monkeypatch.setattr(history, "PATIENCE_S", 3600.0)
+        monkeypatch.setattr(save_costs, "PATIENCE_S", 3600.0)
         rank.save(2)
         rank.wait(2)
         world.saver.close()
@@ -176,7 +177,7 @@ def test_a_rank_that_speaks_while_the_round_ends_is_heard(monkeypatch: pytest.Mo
 
 def test_only_the_newest_saves_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks say of saves that never were cannot fill the memory."""
-    monkeypatch.setattr(history, "KEPT_MAX", 3)
+    monkeypatch.setattr(save_costs, "KEPT_MAX", 3)
     with saver_world() as world:
         (rank,) = world.launch(1)
         for step in range(10):

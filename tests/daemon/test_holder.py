@@ -16,8 +16,8 @@ import pytest
 from holdfast_formats import arena
 from holdfast_formats.arena import SlotHeader, SlotState
 from holdfast_service.config import fd_store
-from holdfast_service.daemon import holder
-from holdfast_service.daemon.keeping import FdStore, HolderProcess, Keeper, MemoryKeeper
+from holdfast_service.daemon.arena import holder
+from holdfast_service.daemon.arena.fd_keeper import FdStore, HolderProcess, Keeper, MemoryKeeper
 from tests.daemons import wait_until
 
 

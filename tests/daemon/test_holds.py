@@ -17,11 +17,11 @@ from holdfast_formats import arena as formats
 from holdfast_formats.arena import Owner
 from holdfast_formats.errors import ArenaFull, DaemonGone
 from holdfast_formats.wire import HeldPart
-from holdfast_service.daemon.arena import Arena
-from holdfast_service.daemon.budget import Budget
-from holdfast_service.daemon.holds import HELD_S
-from holdfast_service.daemon.peer import Peer
-from holdfast_service.daemon.segment import Segment
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.arena.budget import Budget
+from holdfast_service.daemon.arena.held_slots import HELD_S
+from holdfast_service.daemon.arena.peer import Peer
+from holdfast_service.daemon.arena.segment import Segment
 from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, content, saver_world
 
 GEOMETRY = formats.geometry(2, SIZE, 4096)

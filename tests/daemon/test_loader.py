@@ -18,12 +18,12 @@ from holdfast_formats import listing, naming, proof, wire
 from holdfast_formats.errors import DaemonGone, InvalidRequest
 from holdfast_formats.listing import Listing
 from holdfast_formats.proof import Piece
-from holdfast_service.daemon import arena as arena_module
-from holdfast_service.daemon.arena import Arena
-from holdfast_service.daemon.budget import Budget
-from holdfast_service.daemon.lent import LentMemory as Lent
-from holdfast_service.daemon.lent import read_listing
-from holdfast_service.daemon.loader import Key, Loader, Wish
+from holdfast_service.daemon.arena import arena
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.arena.budget import Budget
+from holdfast_service.daemon.shared_reads.loader import Key, Loader, Wish
+from holdfast_service.daemon.shared_reads.sealed_memory import LentMemory as Lent
+from holdfast_service.daemon.shared_reads.sealed_memory import read_listing
 from holdfast_service.storage import PosixTier, Tier
 from tests.checkpoints import Built, build, flip
 from tests.daemons import wait_until
@@ -320,7 +320,7 @@ def test_slots_wait_for_lent_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         giving.join()
         close(first, second)
     with loading(tmp_path / "never", asked.segment_bytes) as world:
-        monkeypatch.setattr(arena_module, "RETURN_WAIT_S", 0.05)
+        monkeypatch.setattr(arena, "RETURN_WAIT_S", 0.05)
         first, second = world.ranks(2)
         first.ask(world.pieces), second.ask(world.pieces)
         first.told(), second.told()

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, Refused, StateMismatch
-from holdfast_service.daemon.importing import Goal, plan_import
+from holdfast_service.daemon.copying.importing import Goal, plan_import
 from holdfast_service.storage import snapshot
 
 GOAL = Goal("run", 1, 1, "staging")

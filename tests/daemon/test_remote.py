@@ -26,8 +26,8 @@ from holdfast_formats.region import Box
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_service.daemon import remote
+from holdfast_service.daemon.arena.upload import Chunk
 from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
-from holdfast_service.daemon.upload import Chunk
 from tests.daemon.saver_world import RUN, SIZE, SaverWorld, content, refused, saver_world
 from tests.daemons import wait_until
 

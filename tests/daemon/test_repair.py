@@ -11,8 +11,8 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptExtent, Damaged, NoSuchCheckpoint
-from holdfast_service.daemon.repair import Repairer
-from holdfast_service.daemon.verifier import verify
+from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build, flip, varied_arrays
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world

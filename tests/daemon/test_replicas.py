@@ -19,8 +19,8 @@ from holdfast_service.control import run_files
 from holdfast_service.control.decisions import utc_now
 from holdfast_service.control.roots import load_manifest
 from holdfast_service.control.schema import ReplicaRow
-from holdfast_service.daemon.copies import Stopped
-from holdfast_service.daemon.verifier import verify
+from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.copying.copies import Stopped
 from holdfast_service.storage import MemoryTier, PosixTier
 from tests.checkpoints import build, flip, varied_arrays
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world

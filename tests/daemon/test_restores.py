@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from holdfast_formats.errors import CorruptExtent, Damaged, DeadlineExceeded, StateMismatch, StorageFailed
-from holdfast_service.daemon import restores as module
-from holdfast_service.daemon.restores import GO_ON, Restores, Verdict
-from holdfast_service.daemon.rounds import Participant
+from holdfast_service.daemon.saving import restore_agreement
+from holdfast_service.daemon.saving.restore_agreement import GO_ON, Restores, Verdict
+from holdfast_service.daemon.saving.rounds import Participant
 
 BAD = CorruptExtent("bytes [0, 9) are not what was written", file="model.safetensors")
 
@@ -131,7 +131,7 @@ def test_a_look_that_fails_believes_the_rank_at_last() -> None:
 
 def test_it_forgets_old_turns_and_lets_go_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns are bounded, and a daemon that ends keeps nobody waiting."""
-    monkeypatch.setattr(module, "TURNS_MAX", 3)
+    monkeypatch.setattr(restore_agreement, "TURNS_MAX", 3)
     restores, _ = made()
     for turn in range(10):
         restores.told(rank(0), turn, 500, named=False)

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, RoundAborted, StaleAttempt
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.daemon import attendance
+from holdfast_service.daemon.saving import connected_ranks
 from tests.daemon.saver_world import RUN, Rank, refused, saver_world
 from tests.daemons import wait_until
 
@@ -84,6 +84,6 @@ def test_a_rank_that_went_without_a_goodbye_is_awaited_a_while(monkeypatch: pyte
         back.leave()
         first.lease(2)
         with monkeypatch.context() as patch:
-            patch.setattr(time, "monotonic", lambda now=time.monotonic: now() + attendance.BACK_S)
+            patch.setattr(time, "monotonic", lambda now=time.monotonic: now() + connected_ranks.BACK_S)
             world.saver.expire()
         assert first.wait(2).state == "aborted"

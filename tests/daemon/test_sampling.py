@@ -8,8 +8,8 @@ import pytest
 
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
 from holdfast_formats.holding import Held, Holding
-from holdfast_service.daemon import sampling
-from holdfast_service.daemon.sampling import TRIED, identical, try_layouts
+from holdfast_service.daemon.checking import layout_trials
+from holdfast_service.daemon.checking.layout_trials import TRIED, identical, try_layouts
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build, varied_arrays
 
@@ -26,7 +26,7 @@ def test_whatever_is_drawn_restores_what_is_stored(tmp_path: Path) -> None:
         assert len(tried.layouts) == TRIED and tried.bytes > 0
         assert try_layouts(tier, str(step), made) == tried
         drawn |= {text.partition(" rank ")[0] for text in tried.layouts}
-    assert drawn == set(sampling.LAYOUTS)
+    assert drawn == set(layout_trials.LAYOUTS)
 
 
 def test_bytes_that_were_not_proven_are_not_compared(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_layout_that_loses_a_tensor_is_named(tmp_path: Path, monkeypatch: pyte
 def test_a_layout_that_misplaces_bytes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes put together otherwise than they stand: layout, rank and tensor are named."""
     made = build(tmp_path / "c").manifest
-    monkeypatch.setattr(sampling.transfer, "move", lambda *of: 0)
+    monkeypatch.setattr(layout_trials.transfer, "move", lambda *of: 0)
     with pytest.raises(CorruptManifest, match=r"layout .*, rank \d+: tensor .* something else"):
         try_layouts(PosixTier(tmp_path), "c", made)
 

@@ -23,7 +23,7 @@ from holdfast_formats.errors import (
     StateMismatch,
 )
 from holdfast_formats.wire import Policy
-from holdfast_service.daemon import saver as saver_module
+from holdfast_service.daemon.saving import saver
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import RUN, GatedTier, Rank, SaverWorld, content, refused, saver_world
 
@@ -132,7 +132,7 @@ def test_ranks_that_disagree_on_the_world_are_refused() -> None:
 
 def test_a_lease_that_is_not_sealed_in_time_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the deadline the round is aborted and names the ranks that were late; a late seal is refused."""
-    monkeypatch.setattr(saver_module, "LEASE_DEADLINE_S", -1.0)
+    monkeypatch.setattr(saver, "LEASE_DEADLINE_S", -1.0)
     with saver_world() as world:
         first, second = world.launch(WORLD)
         first.save(1)

@@ -13,7 +13,7 @@ import pytest
 from holdfast_formats.errors import CorruptExtent, DaemonGone, InvalidRequest
 from holdfast_formats.operations import Job
 from holdfast_service.daemon import scrub as scrubbing
-from holdfast_service.daemon.saver import Saver
+from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.scrub import CheckJobs, Plan, Rate, Scrub
 from tests.checking import RUN, Checked, checked_root
 from tests.checkpoints import flip

@@ -14,7 +14,7 @@ from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_formats.region import Box
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
-from holdfast_service.daemon.holds import Holds
+from holdfast_service.daemon.arena.held_slots import Holds
 from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, saver_world
 
 

@@ -11,11 +11,11 @@ from holdfast_formats import arena
 from holdfast_formats.arena import Owner
 from holdfast_formats.errors import LimitExceeded
 from holdfast_service.config import RUN_SHARE_PERCENT
-from holdfast_service.daemon.arena import Arena
-from holdfast_service.daemon.budget import Bound, Budget
-from holdfast_service.daemon.segment import Segment
-from holdfast_service.daemon.shares import Holder, left
-from holdfast_service.daemon.spill import Spill
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.arena.budget import Bound, Budget
+from holdfast_service.daemon.arena.segment import Segment
+from holdfast_service.daemon.arena.shares import Holder, left
+from holdfast_service.daemon.arena.spill import Spill
 
 ONE = arena.geometry(1, 2**20, 4096)
 TOTAL = 100 * ONE.segment_bytes

@@ -11,7 +11,7 @@ from holdfast_formats import listing
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.listing import Listing
 from holdfast_formats.proof import Piece
-from holdfast_service.daemon.sharing import ALIGNMENT, decide, jobs
+from holdfast_service.daemon.shared_reads.sharing import ALIGNMENT, decide, jobs
 
 BOUNDLESS = 2**50
 FILES = ("a", "b", "c")

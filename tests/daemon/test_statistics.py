@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from holdfast_formats import dtypes
 from holdfast_formats.statistics import Part, merge
-from holdfast_service.daemon import statistics
-from holdfast_service.daemon.statistics import measure
+from holdfast_service.daemon.checking import statistics
+from holdfast_service.daemon.checking.statistics import measure
 
 NUMBERS = [name for name in dtypes.BITS if name not in ("F4", "F6_E2M3", "F6_E3M2", "C64")]
 PRECISION = 2e-6

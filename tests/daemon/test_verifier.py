@@ -10,8 +10,8 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptExtent, CorruptManifest, NotCommitted, StorageFailed
-from holdfast_service.daemon import verifier
-from holdfast_service.daemon.verifier import examine, verify
+from holdfast_service.daemon.checking import verifier
+from holdfast_service.daemon.checking.verifier import examine, verify
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import Built, build, flip
 

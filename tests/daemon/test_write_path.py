@@ -18,8 +18,8 @@ from holdfast_formats.table import Blob, SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_formats.transfer import element_dtype
 from holdfast_service.control import commit, planner
-from holdfast_service.daemon import writer
-from holdfast_service.daemon.verifier import verify
+from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.writing import writer
 from holdfast_service.storage.memory import MemoryTier
 
 DTYPES = ["F32", "BF16", "U8", "I64", "F8_E4M3", "BOOL", "F4"]

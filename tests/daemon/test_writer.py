@@ -22,10 +22,10 @@ from holdfast_formats.errors import StorageFailed
 from holdfast_formats.region import Box, whole
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control import planner
-from holdfast_service.daemon import gathering, writer
-from holdfast_service.daemon.priority import NICE, give_way
-from holdfast_service.daemon.verifier import verify
-from holdfast_service.daemon.windows import WINDOW_BYTES, Windows
+from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.writing import gathering, writer
+from holdfast_service.daemon.writing.buffers import WINDOW_BYTES, Windows
+from holdfast_service.daemon.writing.priority import NICE, give_way
 from holdfast_service.storage import Buffer, FileWriter, MemoryTier, PosixTier
 from tests.daemon.test_write_path import Shards, files_of
 

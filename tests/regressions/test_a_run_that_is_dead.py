@@ -18,8 +18,8 @@ from holdfast.rest.api import Api
 from holdfast_formats.observed import RunSummary
 from holdfast_formats.rest import RankHello
 from holdfast_formats.wire import PROTOCOL
-from holdfast_service.daemon.lives import Lives
-from holdfast_service.daemon.rounds import Participant
+from holdfast_service.daemon.saving.lives import Lives
+from holdfast_service.daemon.saving.rounds import Participant
 from tests.daemon.saver_world import SaverWorld, saver_world
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.forked import Forked

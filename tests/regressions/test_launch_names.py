@@ -11,7 +11,7 @@ from holdfast import Checkpointer
 from holdfast_formats import wire
 from holdfast_formats.errors import RunBusy, StaleAttempt
 from holdfast_service.control.attempts import Attempts, Member
-from holdfast_service.daemon import fencing
+from holdfast_service.daemon.saving import run_busy
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import saver_world
 from tests.daemons import running
@@ -66,10 +66,10 @@ def test_the_name_of_a_job_that_lives_is_no_way_past_its_fence() -> None:
             hello = wire.Hello(id=0, rank=rank, **about)
 
             def join(attempt: int) -> int:
-                world.saver.join(fencing.NearParticipant(hello, attempt, lambda outcome: None, lambda: False))
+                world.saver.join(run_busy.NearParticipant(hello, attempt, lambda outcome: None, lambda: False))
                 return attempt
 
-            return fencing.let_in((world.saver, world.decisions), hello, join)
+            return run_busy.let_in((world.saver, world.decisions), hello, join)
 
         assert [come(0, "a", "p"), come(1, "b", "q"), come(0, "a", "p")] == [1, 1, 1]
         with pytest.raises(RunBusy):

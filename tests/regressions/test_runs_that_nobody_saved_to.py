@@ -18,10 +18,10 @@ from holdfast_formats.errors import LimitExceeded, NoSuchRun, StorageFailed
 from holdfast_formats.retention import RetentionPolicy
 from holdfast_service.control import empty_runs, roots
 from holdfast_service.control.empty_runs import EmptyRuns
-from holdfast_service.daemon.lives import Lives
+from holdfast_service.daemon.arena.shares import Asker
 from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
-from holdfast_service.daemon.shares import Asker
-from holdfast_service.daemon.sweeping import Sweeper
+from holdfast_service.daemon.saving.lives import Lives
+from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.storage import PosixTier, Tier
 from tests.crash.test_faults import ACTS, FaultyTier, Plan
 from tests.daemon.saver_world import SaverWorld

@@ -18,7 +18,8 @@ from holdfast_service.api.contents import OpenedCheckpoints
 from holdfast_service.control import roots
 from holdfast_service.control.readers import Readers
 from holdfast_service.control.run_files import read_run_file
-from holdfast_service.daemon import copies, verifier, vouching
+from holdfast_service.daemon.checking import verifier
+from holdfast_service.daemon.copying import copies, manifest_repair
 from holdfast_service.storage import PosixTier, vouched
 from tests.control.checkpoints import a_manifest, put_checkpoint
 
@@ -87,7 +88,7 @@ def test_what_is_no_plain_file_is_damage(tmp_path: Path, name: str, how: str) ->
     for reader in READERS.values():
         with pytest.raises(Damaged):
             reader(tmp_path)
-    assert vouching.stored(tier, f"{DIRECTORY}/{name}") == b""
+    assert manifest_repair.stored(tier, f"{DIRECTORY}/{name}") == b""
 
 
 @pytest.mark.parametrize("how", ["fifo", "directory", "link"])

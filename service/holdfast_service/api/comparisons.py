@@ -12,8 +12,8 @@ from holdfast_formats.comparing import Pair
 from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.observed import Difference, DifferenceState
 from holdfast_formats.packing import natural_key
-from holdfast_service.daemon import comparing as reading
-from holdfast_service.daemon.comparing import Side
+from holdfast_service.daemon.checking import comparing as reading
+from holdfast_service.daemon.checking.comparing import Side
 
 from . import contents, problems
 from .contents import OpenedCheckpoints, decode_cursor, encode_cursor

@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast_formats import owner_key
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.owner_key import OwnerKey
-from holdfast_service.daemon.callers import prepare_directory
+from holdfast_service.daemon.arena.callers import prepare_directory
 
 log = logging.getLogger(__name__)
 

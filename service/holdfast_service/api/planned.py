@@ -17,7 +17,7 @@ from holdfast_formats.errors import CorruptManifest, NoSuchResource, StateMismat
 from holdfast_formats.holding import Held, Holding
 from holdfast_formats.reading import ReadPlan, Wanted
 from holdfast_formats.shard_file import Placed
-from holdfast_service.daemon.extents import Source
+from holdfast_service.daemon.shared_reads.extent_cache import Source
 from holdfast_service.storage import Tier
 
 from .contents import Contents, decode_cursor, encode_cursor

@@ -18,7 +18,7 @@ from holdfast_formats.proof import Piece
 from holdfast_formats.region import Box, Shape, byte_span, byte_view
 from holdfast_formats.shard_file import ShardFile, Strip
 from holdfast_formats.transfer import Direction, Elements
-from holdfast_service.daemon.extents import Octets, ProvenExtents, Source
+from holdfast_service.daemon.shared_reads.extent_cache import Octets, ProvenExtents, Source
 from holdfast_service.storage import Tier
 
 from .delivery import parts_of

@@ -22,9 +22,9 @@ from holdfast_formats.errors import (
     NoSuchResource,
     from_problem,
 )
+from holdfast_service.daemon.arena.shares import Asker
+from holdfast_service.daemon.arena.upload import Chunk
 from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
-from holdfast_service.daemon.shares import Asker
-from holdfast_service.daemon.upload import Chunk
 
 from . import problems
 from .needs import READS_STATED, WRITES_CHUNKS, WRITES_STATED, WRITES_STATED_JSON

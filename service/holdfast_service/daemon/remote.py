@@ -29,15 +29,15 @@ from holdfast_formats.errors import (
     from_problem,
 )
 from holdfast_formats.lineage import NO_INTENT, Intent
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.arena.segment import Segment
+from holdfast_service.daemon.arena.shares import ADMIN, Asker, Holder, left
+from holdfast_service.daemon.arena.upload import Chunk, Part, Upload
+from holdfast_service.daemon.saving.rounds import Participant
+from holdfast_service.daemon.saving.run_busy import DistantParticipant, let_in
+from holdfast_service.daemon.saving.saver import Saver
 
-from .arena import Arena
-from .fencing import DistantParticipant, let_in
 from .ports import Decisions
-from .rounds import Participant
-from .saver import Saver
-from .segment import Segment
-from .shares import ADMIN, Asker, Holder, left
-from .upload import Chunk, Part, Upload
 
 log = logging.getLogger(__name__)
 

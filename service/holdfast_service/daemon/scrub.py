@@ -20,13 +20,13 @@ from typing import Any, NamedTuple, Protocol
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, InvalidRequest
 from holdfast_formats.operations import Job
+from holdfast_service.daemon.checking.checker import Checker, Ended, told
+from holdfast_service.daemon.checking.verifier import read_manifest
+from holdfast_service.daemon.saving.saver import Saver
+from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
 
-from .checking import Checker, Ended, told
 from .ports import Decisions
-from .priority import give_way
-from .saver import Saver
-from .verifier import read_manifest
 
 log = logging.getLogger(__name__)
 

@@ -20,21 +20,21 @@ from holdfast_formats.errors import (
     LimitExceeded,
     from_problem,
 )
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.arena.callers import Caller, Callers, listen
+from holdfast_service.daemon.arena.peer import Peer, hung_up
+from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, Segment
+from holdfast_service.daemon.arena.shares import NOBODY, Asker, Holder
+from holdfast_service.daemon.saving.adoption import Adoption
+from holdfast_service.daemon.saving.lives import Lives
+from holdfast_service.daemon.saving.rounds import Participant
+from holdfast_service.daemon.saving.run_busy import NearParticipant, let_in
+from holdfast_service.daemon.saving.saver import Saver
+from holdfast_service.daemon.shared_reads.loader import Key, Loader, Wish
+from holdfast_service.daemon.shared_reads.sealed_memory import read_listing
 
-from .adoption import Adoption
-from .arena import Arena
-from .callers import Caller, Callers, listen
-from .fencing import NearParticipant, let_in
-from .lent import read_listing
-from .lives import Lives
-from .loader import Key, Loader, Wish
-from .peer import Peer, hung_up
 from .ports import Decisions
-from .rounds import Participant
-from .saver import Saver
-from .segment import LEASE_DEADLINE_S, Segment
 from .serving import Serving
-from .shares import NOBODY, Asker, Holder
 
 log = logging.getLogger(__name__)
 

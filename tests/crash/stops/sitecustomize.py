@@ -70,7 +70,7 @@ POINTS = {
     "before an event": Point("holdfast_service.control.events", "Events.add"),
     "after an event": Point("holdfast_service.control.events", "Events.add", after=True),
     "a round has ended": Point("holdfast_service.control.catalog", "Catalog.end_round", after=True),
-    "mid check": Point("holdfast_service.daemon.sampling", "try_layouts"),
+    "mid check": Point("holdfast_service.daemon.checking.layout_trials", "try_layouts"),
     # in the command line
     "mid export": Point("holdfast.export.copy", "write", after=True),
     "before COMMIT of the export": Point(

@@ -1,0 +1,263 @@
+"""The node's shared memory. The daemon makes it, hands it to ranks as a memfd, and keeps it when they die."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from holdfast_formats.arena import Geometry, Owner
+from holdfast_formats.errors import CheckpointError, InvalidRequest
+from holdfast_service.daemon.arena.budget import Budget, Room, fitting
+from holdfast_service.daemon.arena.fd_keeper import Keeper
+from holdfast_service.daemon.arena.segment import Segment, memfd
+from holdfast_service.daemon.arena.shares import Holder, left
+from holdfast_service.daemon.arena.spill import Spill, fewer_notice, refusal
+
+log = logging.getLogger(__name__)
+
+RETURN_WAIT_S = 30.0  # how long a rank's new segment waits for its old one, or a loan, where memory has no room for both
+NAMED_MAX = 10  # runs that a refusal names in the log
+
+
+class Loan:
+    """Memory of the arena's budget that is no segment, for a while. `touched` says how much of it is in use by now."""
+
+    def __init__(self, size: int, holder: Holder) -> None:
+        self.bytes, self.holder = size, holder
+        self.touched: Callable[[], int] = lambda: 0
+
+
+class Arena:
+    """All segments of a node, within its budget. With a `spill`, what memory has no room for is staged on disk.
+
+    `make_room` is called before anybody gets less memory than asked for. `run_share` is how many percent of what others do
+    not hold a run may, of memory and of the disk (`shares`).
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        keeper: Keeper | None = None,
+        spill: Spill | None = None,
+        make_room: Callable[[], None] = lambda: None,
+        run_share: int = 100,
+    ) -> None:
+        self._budget, self._keeper, self._spill, self._make_room = budget, keeper, spill, make_room
+        self.run_share = run_share
+        self._lock = threading.Condition()
+        self._segments: set[Segment] = set()
+        self._loans: set[Loan] = set()
+
+    @property
+    def bytes(self) -> int:
+        """Memory that segments and loans take; segments on disk take none."""
+        with self._lock:
+            return self._taken()
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """The slots of all segments: free, held (free, with the newest commit in them) and taken (leased or sealed)."""
+        with self._lock:
+            segments = list(self._segments)
+        free, held, taken = (sum(counts) for counts in zip((0, 0, 0), *(segment.uses for segment in segments), strict=True))
+        return {"free": free, "held": held, "taken": taken}
+
+    @property
+    def holders(self) -> dict[str, int]:
+        """The bytes of memory that each run holds, those first that hold most."""
+        with self._lock:
+            return dict(self._by_run().most_common())
+
+    def has(self, run: str) -> bool:
+        """Whether there is a segment of this run's, in memory or on disk, of whatever attempt."""
+        with self._lock:
+            return any(segment.holder.run == run for segment in self._segments)
+
+    def reserve(self, asked: Geometry, label: str, owner: Owner | None = None, holder: Holder | None = None) -> Segment:
+        """A new segment of as many of the slots as memory has room for, or of one on disk; `notice` says if it is not all.
+
+        Where the owner's outgrown segment is in the way, or memory that is lent, it is waited for. `LimitExceeded`, with
+        the numbers, when neither memory nor disk has room for one slot. With an owner, its descriptor is kept beyond this
+        daemon's death. `holder` is whose share it counts for: the owner's run, unless it says more.
+        """
+        holder = holder or Holder(label if owner is None else owner.run)
+        with self._lock:
+            short = self._fitting(asked, holder) < asked.slots
+        if short:
+            self._make_room()
+        with self._lock:
+            if self._fitting(asked, holder) < asked.slots:
+                self._lock.wait_for(
+                    lambda: self._fitting(asked, holder) == asked.slots or not self._leaving(owner), RETURN_WAIT_S
+                )
+            segment = self._make(asked, label, owner, holder)
+            self._segments.add(segment)
+        if segment.notice:
+            log.warning("%s: %s", label, segment.notice)
+        self._keep(segment)
+        return segment
+
+    def lend(self, size: int, run: str) -> Loan:
+        """Room for so many bytes, or for as many as the run may have: perhaps none. Who has it soon calls `take_back`."""
+        with self._lock:
+            loan = Loan(min(size, self._room(Holder(run)).bytes), Holder(run))
+            self._loans.add(loan)
+            return loan
+
+    def take_back(self, loan: Loan) -> None:
+        """What was lent is free again; doing so twice is harmless."""
+        with self._lock:
+            self._loans.discard(loan)
+            self._lock.notify_all()
+
+    def take_over(self, geometry: Geometry, owner: Owner) -> Segment | None:
+        """The segment that this rank had in an earlier attempt, if it fits and its process is gone; else None.
+
+        It is the owner's from here on, with every page in place and with what is held in it.
+        """
+        with self._lock:
+            return next((segment for segment in self._segments if segment.pass_on(owner, geometry)), None)
+
+    def recover(self) -> list[Segment]:
+        """The segments that an earlier daemon left with the keeper; what is not one of ours is let go."""
+        if self._keeper is None:
+            return []
+        found = []
+        try:
+            for name, fd in self._keeper.take():
+                try:
+                    found.append(Segment.adopt(fd, name))
+                except (CheckpointError, OSError, ValueError) as error:
+                    log.warning("shared memory %s is not adopted: %s", name, error)
+                    os.close(fd)
+                    self._keeper.drop(name)
+        except OSError as error:
+            log.error("shared memory of an earlier daemon may be lost: %s", error)
+        with self._lock:
+            self._segments |= set(found)
+        return found
+
+    def attach(self, fd: int, owner: Owner) -> tuple[Segment, list[int]]:
+        """The owner's segment at a descriptor, which stays the caller's, and its slots that were taken unbeknown to us."""
+        with self._lock:
+            for segment in self._segments:
+                if segment.owner == owner and segment.is_at(fd):
+                    segment.revive()
+                    return segment, segment.find_taken()
+            ours = os.dup(fd)
+            try:
+                segment = Segment.adopt(ours, uuid.uuid4().hex)
+            except (CheckpointError, OSError, ValueError) as error:
+                os.close(ours)
+                raise InvalidRequest(f"the descriptor is of no staging arena: {error}") from error
+            if segment.owner != owner:
+                segment.close()
+                raise InvalidRequest(f"{owner} brings a segment of {segment.owner}")
+            self._segments.add(segment)
+        self._keep(segment)
+        return segment, segment.taken
+
+    def drop(self, segment: Segment, outgrown: bool = False) -> None:
+        """Nobody needs the segment any more: give its memory back once what it holds is saved.
+
+        A rank that has outgrown it may map it still: then its pages are given back all the same.
+        """
+        segment.outgrown = outgrown
+        segment.retire(lambda: self._remove(segment))
+
+    def _remove(self, segment: Segment) -> None:
+        with self._lock:
+            if segment not in self._segments or not segment.retired:
+                return
+            self._segments.discard(segment)
+            if segment.outgrown:
+                segment.give_back()
+            self._lock.notify_all()
+        if self._keeper is not None and segment.owner is not None:
+            try:
+                self._keeper.drop(segment.name)
+            except OSError as error:
+                log.warning("the holder could not be told to drop %s: %s", segment.name, error)
+        segment.close()
+
+    def _make(self, asked: Geometry, label: str, owner: Owner | None, holder: Holder) -> Segment:
+        room = self._room(holder)
+        slots = fitting(asked, room)
+        if slots:
+            given = asked._replace(slots=slots)
+            segment = Segment.make(memfd(label, given.segment_bytes), given, owner)
+            segment.notice = fewer_notice(asked, slots, room) if slots < asked.slots else ""
+        else:
+            segment = self._make_on_disk(asked, label, owner, holder, room)
+        segment.holder = holder
+        return segment
+
+    def _make_on_disk(self, asked: Geometry, label: str, owner: Owner | None, holder: Holder, room: Room) -> Segment:
+        try:
+            if self._spill is None:
+                raise refusal(label, asked, self._taken(), room, "")
+            try:
+                fd, given, notice = self._spill.make(asked, room, self._room_on_disk(holder, self._spill.free_bytes()))
+            except CheckpointError as error:
+                why = f"; nor can it be staged on disk: {error.detail}"
+                raise refusal(label, asked, self._taken(), room, why) from error
+        except CheckpointError:
+            held = ", ".join(f"{run} {size}" for run, size in self._by_run().most_common(NAMED_MAX))
+            log.warning("%s gets no memory; bytes held: %s", label, held or "none")
+            raise
+        segment = Segment.make(fd, given, owner, spilled=True)
+        segment.notice = notice
+        return segment
+
+    def _held(self) -> Iterator[tuple[Holder, int]]:
+        """Whose memory is whose."""
+        for segment in self._segments:
+            if not segment.spilled:
+                yield segment.holder, segment.geometry.segment_bytes
+        for loan in self._loans:
+            yield loan.holder, loan.bytes
+
+    def _by_run(self) -> Counter[str]:
+        sizes: Counter[str] = Counter()
+        for holder, size in self._held():
+            sizes[holder.run] += size
+        return sizes
+
+    def _taken(self) -> int:
+        return sum(size for _, size in self._held())
+
+    def _room(self, holder: Holder) -> Room:
+        """What this holder may have now: what there is, or what its share leaves it."""
+        touched = sum(segment.touched_bytes for segment in self._segments if not segment.spilled)
+        touched += sum(loan.touched() for loan in self._loans)
+        room = self._budget.room(self._taken(), touched)
+        share = left(self.run_share, self._budget.bytes_max, self._held(), holder)
+        return min(room, Room(share.left, f"{self._budget.name}, {self._budget.bytes_max} bytes, {share.name}"))
+
+    def _room_on_disk(self, holder: Holder, free: int) -> Room:
+        spilled = [(s.holder, s.geometry.segment_bytes) for s in self._segments if s.spilled]
+        total = free + sum(size for _, size in spilled)
+        share = left(self.run_share, total, spilled, holder)
+        return Room(share.left, f"the disk's {total} bytes, {share.name}")
+
+    def _fitting(self, asked: Geometry, holder: Holder) -> int:
+        return fitting(asked, self._room(holder))
+
+    def _leaving(self, owner: Owner | None) -> bool:
+        """Whether memory is lent, or a segment of this rank's, be it of an earlier attempt, goes once it is saved."""
+        if self._loans:
+            return True
+        who = owner and owner._replace(attempt=0)
+        return any(s.retired and s.owner is not None and s.owner._replace(attempt=0) == who for s in self._segments)
+
+    def _keep(self, segment: Segment) -> None:
+        if self._keeper is None or segment.owner is None:
+            return
+        try:
+            self._keeper.keep(segment.name, segment.fd)
+        except OSError as error:
+            log.warning("nobody keeps shared memory while no daemon lives, but the ranks themselves: %s", error)

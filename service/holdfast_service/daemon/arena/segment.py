@@ -1,0 +1,342 @@
+"""One rank's segment of the node's shared memory: its slots, which of them are free, and what a sealed one holds."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+from holdfast_formats import arena, table
+from holdfast_formats.arena import Geometry, Owner, SlotHeader, SlotState
+from holdfast_formats.digest import digest
+from holdfast_formats.errors import ArenaFull, CheckpointError, InvalidRequest, NoSpace, StateMismatch
+from holdfast_formats.table import SlotTable
+from holdfast_service.daemon.arena.peer import Peer
+from holdfast_service.daemon.arena.shares import Holder
+from holdfast_service.daemon.arena.spill import emptier
+from holdfast_service.storage import scratch
+
+log = logging.getLogger(__name__)
+
+LEASE_DEADLINE_S = 600.0
+GONE_POLL_S = 0.5  # nor does it call when a process ends that waits here
+READ_POLL_S = 0.05  # the kernel does not tell when a reader unlocks a slot
+SPARE_FACTOR_MAX = 2  # a segment is not taken over by who needs less than half of it
+
+
+class Segment:
+    """One rank's shared memory: its slots, and which of them are free. Owns the mapping; closes it when nobody looks.
+
+    A spilled one is a file on the storage's disk. `notice` is what its rank should know of how it was made.
+    """
+
+    def __init__(self, fd: int, geometry: Geometry, owner: Owner | None, name: str, spilled: bool = False) -> None:
+        self.fd, self.geometry, self.owner, self.name = fd, geometry, owner, name
+        self.holder = Holder(owner.run if owner is not None else "")  # for whose share it counts
+        self.spilled, self.notice = spilled, ""
+        self._empty: Callable[[int], None] = emptier(fd, geometry) if spilled else lambda slot: None
+        self.user: object = None  # the conversation that uses it now
+        self._peer: Peer | None = None  # the process that last did
+        try:
+            self._map = mmap.mmap(fd, geometry.segment_bytes)
+        except OSError as error:
+            raise NoSpace(f"cannot map {geometry.segment_bytes} bytes: {error.strerror}", hint=_MEMORY_HINT) from error
+        self.memory = memoryview(self._map)
+        self._free = set(range(geometry.slots))
+        self._kept: dict[int, Callable[[], None]] = {}  # of the free ones; what to do when such a slot is leased after all
+        self._when_idle: Callable[[], None] | None = None
+        self.outgrown = False  # its rank has a larger one: what is still saved from it is not held
+        self._changed = threading.Condition()
+
+    @classmethod
+    def make(cls, fd: int, geometry: Geometry, owner: Owner | None, spilled: bool = False) -> Segment:
+        """A new one in what `fd` is of, all slots free. The descriptor is the segment's, also if this raises."""
+        try:
+            made = cls(fd, geometry, owner, uuid.uuid4().hex, spilled)
+        except NoSpace:
+            os.close(fd)
+            raise
+        arena.write_superblock(made.memory, geometry, owner)
+        for slot in range(geometry.slots):
+            arena.write_header(made.memory, geometry, slot, SlotHeader(SlotState.FREE, 0, 0, 0, 0, 0))
+        return made
+
+    @classmethod
+    def adopt(cls, fd: int, name: str) -> Segment:
+        """One that another daemon made: leased and sealed slots stay taken. `InvalidRequest` for what is not one of ours.
+
+        The descriptor is the segment's only if this returns.
+        """
+        spilled = _is_spilled(fd)
+        with mmap.mmap(fd, arena.PAGE_BYTES, prot=mmap.PROT_READ) as page, memoryview(page) as seen:
+            geometry, owner = arena.read_measures(seen), arena.read_owner(seen)
+        if geometry.segment_bytes > os.fstat(fd).st_size:
+            raise InvalidRequest("a staging arena that is cut short")
+        found = cls(fd, geometry, owner, name, spilled)
+        for slot in range(geometry.slots):
+            if found.state(slot) is not SlotState.FREE:
+                found._free.remove(slot)
+        return found
+
+    def find_taken(self) -> list[int]:
+        """The slots that their rank has taken for itself, while no daemon was there to lease it one."""
+        with self._changed:
+            found = [slot for slot in sorted(self._free) if self.state(slot) is not SlotState.FREE]
+            self._free.difference_update(found)
+            when_leased = [self._kept.pop(slot) for slot in found if slot in self._kept]
+        for forget in when_leased:
+            forget()
+        return found
+
+    def is_at(self, fd: int) -> bool:
+        """Whether a descriptor is of this very memory."""
+        mine, other = os.fstat(self.fd), os.fstat(fd)
+        return (mine.st_dev, mine.st_ino) == (other.st_dev, other.st_ino)
+
+    def state(self, slot: int) -> SlotState:
+        """What a slot's header says; a header that is not one is made a free slot's."""
+        try:
+            return arena.read_header(self.memory, self.geometry, slot).state
+        except InvalidRequest:
+            arena.write_header(self.memory, self.geometry, slot, SlotHeader(SlotState.FREE, 0, 0, 0, 0, 0))
+            return SlotState.FREE
+
+    def disown(self, slot: int) -> None:
+        """A rank declares a slot sealed that it does not hold: whatever its header says now, it is free."""
+        with self._changed:
+            if slot in self._free:
+                arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
+
+    def lease(self, step: int, attempt: int, wait_s: float, is_gone: Callable[[], bool] = lambda: False) -> int:
+        """A free slot, now leased for `step`; waits up to `wait_s` seconds, then `ArenaFull`. Kept ones come last.
+
+        Who is gone waits no longer.
+        """
+        limit = time.monotonic() + wait_s
+        with self._changed:
+            while (slot := self._claim(SlotHeader(SlotState.LEASED, step, attempt, 0, 0, 0))) is None:
+                left = limit - time.monotonic()
+                if left <= 0 or is_gone():
+                    raise ArenaFull(
+                        f"all {self.geometry.slots} slots hold saves that storage has not taken yet",
+                        hint="save less often, or give the arena more slots",
+                    )
+                self._changed.wait(min(left, READ_POLL_S if self._free else GONE_POLL_S))
+            when_leased = self._kept.pop(slot, None)
+        if when_leased is not None:
+            when_leased()
+        return slot
+
+    def _claim(self, header: SlotHeader) -> int | None:
+        """Take a slot that is free, and that nobody is reading, and write its header."""
+        for slot in sorted(self._free, key=lambda slot: (slot in self._kept, slot)):
+            if _lock(self.fd, self.geometry, slot, fcntl.F_WRLCK):
+                self._empty(slot)
+                arena.write_header(self.memory, self.geometry, slot, header)
+                _lock(self.fd, self.geometry, slot, fcntl.F_UNLCK)
+                self._free.remove(slot)
+                return slot
+        return None
+
+    def keep(self, slot: int, when_leased: Callable[[], None]) -> None:
+        """What stands in this slot may be wanted once more: lease it last, and do not retire before `unkeep`."""
+        with self._changed:
+            self._kept[slot] = when_leased
+
+    def unkeep(self, slot: int) -> None:
+        """Nobody wants what stands in this slot any more."""
+        with self._changed:
+            self._kept.pop(slot, None)
+            idle = self._when_idle if self._idle else None
+        if idle is not None:
+            idle()
+
+    @property
+    def _idle(self) -> bool:
+        return len(self._free) == self.geometry.slots and not self._kept
+
+    def release(self, slot: int) -> None:
+        """Give a slot back; doing so twice is harmless."""
+        arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
+        with self._changed:
+            self._free.add(slot)
+            self._changed.notify_all()
+            idle = self._when_idle if self._idle else None
+        if idle is not None:
+            idle()
+
+    @property
+    def taken(self) -> list[int]:
+        """The slots that are not free."""
+        with self._changed:
+            return [slot for slot in range(self.geometry.slots) if slot not in self._free]
+
+    @property
+    def uses(self) -> tuple[int, int, int]:
+        """How many slots are free, are free and hold what may be wanted once more, and are taken."""
+        with self._changed:
+            held = len(self._free & self._kept.keys())
+            return len(self._free) - held, held, self.geometry.slots - len(self._free)
+
+    @property
+    def touched_bytes(self) -> int:
+        """How much of it is in memory, or on the disk, by now."""
+        return min(os.fstat(self.fd).st_blocks * 512, self.geometry.segment_bytes)
+
+    @property
+    def retired(self) -> bool:
+        return self._when_idle is not None
+
+    def revive(self) -> None:
+        """Its rank is back: the segment stays when it falls idle."""
+        with self._changed:
+            self._when_idle = None
+
+    def retire(self, when_idle: Callable[[], None]) -> None:
+        """Call `when_idle` as soon as no slot is leased, sealed or kept any more: now, or at the last release."""
+        with self._changed:
+            self._when_idle = when_idle
+            idle = self._idle
+        if idle:
+            when_idle()
+
+    def used_by(self, user: object, peer: Peer) -> None:
+        """A conversation uses the segment from here on, and the process at its other end."""
+        if self._peer is not None:
+            self._peer.close()
+        self.user, self._peer = user, peer
+
+    def pass_on(self, owner: Owner, geometry: Geometry) -> bool:
+        """Become `owner`'s, if this was the same rank's in an earlier attempt, has the room, and its process is gone."""
+        mine = self.owner
+        if mine is None or self.spilled or (mine.run, mine.rank, mine.world) != (owner.run, owner.rank, owner.world):
+            return False
+        with self._changed:
+            fits = all(have >= need for have, need in zip(self.geometry, geometry, strict=True))
+            fits = fits and self.geometry.segment_bytes <= SPARE_FACTOR_MAX * geometry.segment_bytes
+            left = mine.attempt < owner.attempt and len(self._free) == self.geometry.slots and self._when_idle is not None
+            if not fits or not left or self._peer is None or not self._peer.gone:
+                return False
+            arena.write_superblock(self.memory, self.geometry, owner)
+            self.owner, self._when_idle = owner, None
+            return True
+
+    def take_sealed(self, slot: int, step: int, table_digest: str) -> SealedSlot:
+        """What a sealed slot holds, proven by its header, its seal word and its table's digest; `InvalidRequest` if not."""
+        if not 0 <= slot < self.geometry.slots:
+            raise InvalidRequest(f"there is no slot {slot}")
+        header = arena.read_header(self.memory, self.geometry, slot)
+        if header.state is not SlotState.SEALED or header.step != step:
+            raise InvalidRequest(f"slot {slot} is {header.state.name.lower()} for step {header.step}, not sealed for {step}")
+        start = self.geometry.table_offset(slot)
+        encoded = bytes(self.memory[start : start + header.table_bytes])
+        if digest(encoded) != table_digest or int(table_digest, 16) != header.seal:
+            raise InvalidRequest(f"slot {slot}: the table does not have the digest it was sealed with")
+        data_start = self.geometry.data_offset(slot)
+        data = self.memory[data_start : data_start + header.data_bytes]
+        return SealedSlot(self, slot, table.decode(encoded, header.data_bytes), data)
+
+    def give_back(self) -> None:
+        """Empty all slots, so that memory is free though others map it. Superblock and headers stay as they are."""
+        if self.spilled:
+            return  # its blocks stay reserved: a late write into it must not want for one
+        for slot in range(self.geometry.slots):
+            if _lock(self.fd, self.geometry, slot, fcntl.F_WRLCK):  # never to be read again; a slot that is read stays
+                size = self.geometry.slot_bytes - arena.PAGE_BYTES
+                self._map.madvise(mmap.MADV_REMOVE, self.geometry.data_offset(slot), size)
+
+    def close(self) -> None:
+        """Give the memory back to the machine, once the last view of it is gone."""
+        self.user = self._when_idle = None  # who refers to the segment: in a circle, memory waits for the collector
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class SealedSlot:
+    """A complete slot: its decoded table and its data. Read-only by agreement until it is released."""
+
+    def __init__(self, segment: Segment, slot: int, slot_table: SlotTable, data: memoryview) -> None:
+        self.segment, self.slot = segment, slot
+        self.table = slot_table
+        self.data = data
+
+    def release(self) -> None:
+        self.segment.release(self.slot)
+
+
+def check_identity(sealed: SealedSlot, owner: Owner, step: int) -> None:
+    """`StateMismatch` for a slot whose table is of another rank or save than the one that sealed it."""
+    if (sealed.table.owner, sealed.table.step) != (owner, step):
+        stated = f"{sealed.table.owner} at step {sealed.table.step}"
+        raise StateMismatch(f"the slot's table is of {stated}, the rank that sealed it is {owner} at step {step}")
+
+
+def find_sealed(segment: Segment, slot: int) -> SealedSlot | None:
+    """What a slot holds if it is sealed, whole, and its owner's; None otherwise."""
+    try:
+        header = arena.read_header(segment.memory, segment.geometry, slot)
+        sealed = segment.take_sealed(slot, header.step, f"{header.seal:016x}")
+        if segment.owner is not None:
+            check_identity(sealed, segment.owner, header.step)
+    except CheckpointError as error:
+        log.debug("slot %d of %s is not sealed: %s", slot, segment.owner, error.detail)
+        return None
+    return sealed
+
+
+def _lock(fd: int, geometry: Geometry, slot: int, kind: int) -> bool:
+    """Lock or unlock a slot against readers; False while one reads it. Where no file can be locked nobody reads a slot."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, arena.slot_lock(geometry, slot, kind))
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        log.debug("slots cannot be locked: %s", error)
+    return True
+
+
+_DESCRIPTORS_HINT = "raise the daemon's limit of open files (ulimit -n)"
+_MEMORY_HINT = "free memory on this machine, or save a smaller state with fewer slots"
+
+
+_MEMFD_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a rank cannot pull the memory away from under the daemon
+
+
+def _is_spilled(fd: int) -> bool:
+    """Whether a segment is a file on disk, or memory whose size nobody can change; `InvalidRequest` for what is neither.
+
+    Files have no seals. That ranks do not truncate theirs is trusted: they are the same user's as the daemon.
+    """
+    try:
+        fixed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _MEMFD_SEALS == _MEMFD_SEALS
+        spilled = False
+    except OSError:
+        fixed = spilled = scratch.is_scratch(fd)
+    if not fixed:
+        raise InvalidRequest("shared memory whose size can change under us is not a staging arena")
+    return spilled
+
+
+def memfd(label: str, size: int) -> int:
+    """A descriptor of new shared memory of a fixed size; `NoSpace` when it, or one more descriptor, is not to be had."""
+    fd = -1
+    try:
+        fd = os.memfd_create(f"holdfast-{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _MEMFD_SEALS)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        hint = _DESCRIPTORS_HINT if error.errno in (errno.EMFILE, errno.ENFILE) else _MEMORY_HINT
+        raise NoSpace(f"cannot make {size} bytes of shared memory: {error.strerror}", hint=hint) from error
+    return fd

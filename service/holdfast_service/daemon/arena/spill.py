@@ -1,0 +1,94 @@
+"""Staging through the storage's disk, for a rank whose state memory has no room for; and what such a rank is told.
+
+The segment is a file without a name, mapped as memory is. The kernel's page cache is the ring between the rank and the disk:
+staging goes at memory's speed as far as memory reaches, and at the disk's beyond.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast_formats.arena import Geometry
+from holdfast_formats.errors import CheckpointError, LimitExceeded, NoSpace
+from holdfast_service.daemon.arena.budget import Room
+from holdfast_service.storage import scratch
+
+GIB = 2**30
+MIB = 2**20
+
+
+class Spilled(NamedTuple):
+    """A segment's file, made and reserved, and what its rank should know of it."""
+
+    fd: int
+    geometry: Geometry
+    notice: str
+
+
+class Spill:
+    """Makes segments on the disk of the storage root."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def free_bytes(self) -> int:
+        """What the disk has room for, as this user may fill it."""
+        return scratch.free_bytes(self._root)
+
+    def make(self, asked: Geometry, room: Room, disk: Room) -> Spilled:
+        """One slot on the disk; `NoSpace` or `StorageFailed`, with the numbers, where the disk cannot have it either.
+
+        `disk` is how much of the disk may be had by who asks.
+        """
+        one = asked._replace(slots=1)
+        if disk.bytes < one.segment_bytes <= self.free_bytes():
+            raise NoSpace(f"it takes {one.segment_bytes} bytes there, and {disk.bytes} are left ({disk.name})")
+        fd = scratch.open_scratch(self._root, one.segment_bytes, one.data_bytes)
+        try:
+            speed = scratch.write_speed(fd, one.segment_bytes)
+        except CheckpointError:
+            os.close(fd)
+            raise
+        notice = (
+            f"memory has room for {_amount(room.bytes)} more ({room.name}), less than one slot of "
+            f"{_amount(one.slot_bytes)}: staging goes through {_amount(one.segment_bytes)} of the disk of "
+            f"{self._root} at about {speed / MIB:.0f} MiB/s. That holds training up by up to {one.slot_bytes / speed:.1f} s "
+            f"a save, and writes every byte to that disk twice; {_amount(one.segment_bytes - room.bytes)} more "
+            "memory would spare it"
+        )
+        return Spilled(fd, one, notice)
+
+
+def fewer_notice(asked: Geometry, slots: int, room: Room) -> str:
+    """What a rank is told that gets fewer slots than it asked for."""
+    return (
+        f"{slots} slot{'s' * (slots > 1)} instead of {asked.slots}: memory has room for {_amount(room.bytes)} "
+        f"({room.name}), and {asked.slots} slots of {_amount(asked.slot_bytes)} need "
+        f"{_amount(asked.segment_bytes - room.bytes)} more. A save that comes while {slots} "
+        f"{'are' if slots > 1 else 'is'} being written finds no free slot"
+    )
+
+
+def refusal(label: str, asked: Geometry, taken: int, room: Room, why: str) -> LimitExceeded:
+    """What a rank is told that gets nothing."""
+    one = asked._replace(slots=1)
+    return LimitExceeded(
+        f"{label} needs {one.segment_bytes} bytes of shared memory for one slot, {asked.segment_bytes} for {asked.slots}; "
+        f"{taken} are taken, and {room.bytes} are left of {room.name}{why}",
+        hint="free memory, start the daemon with a larger --arena-bytes-max or --run-share, or save a smaller state",
+        needed=one.segment_bytes,
+        taken=taken,
+        left=room.bytes,
+    )
+
+
+def _amount(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"
+
+
+def emptier(fd: int, geometry: Geometry) -> Callable[[int], None]:
+    """Gives up what a slot of a spilled segment held: a page of a mapped file is read in before it can be written over."""
+    return lambda slot: scratch.empty(fd, geometry.data_offset(slot), geometry.data_bytes)

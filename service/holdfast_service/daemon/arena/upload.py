@@ -1,0 +1,38 @@
+"""What a rank brings over HTTP for one of its slots, chunk by chunk."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from holdfast_formats import wire
+from holdfast_service.daemon.arena.segment import Segment
+
+Part = Literal["data", "table"]
+
+
+class Chunk(NamedTuple):
+    """Bytes of one part of an upload, and the digest that their sender says they have."""
+
+    offset: int
+    data: bytes | bytearray | memoryview
+    digest: str
+
+
+class Upload:
+    """One slot that a rank brings: how far it is, and how it ended."""
+
+    def __init__(self, number: int, step: int, segment: Segment, turn: int) -> None:
+        self.number, self.step, self.segment, self.turn = number, step, segment, turn
+        self.slot = -1
+        self.received: dict[str, int] = {"data": 0, "table": 0}
+        self.sealed = False
+        self.outcome: wire.Outcome | None = None
+
+    def span(self, part: Part) -> memoryview:
+        """Where in the slot this part stands."""
+        geometry = self.segment.geometry
+        if part == "data":
+            start, length = geometry.data_offset(self.slot), geometry.data_bytes
+        else:
+            start, length = geometry.table_offset(self.slot), geometry.table_bytes_max
+        return self.segment.memory[start : start + length]

@@ -1,0 +1,1 @@
+"""Checkpoints read back: verified, tried in other layouts, looked at for NaN."""

@@ -1,0 +1,318 @@
+"""The restore check: a checkpoint is read back, proven (I7), tried in other layouts, and mended or marked if damaged.
+
+Every commit is followed by one, behind the back of the next save: only then may older ones go (I10). Scrubs, jobs and what
+readers complain of go the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from enum import Enum
+from typing import Any, NamedTuple
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NotFound
+from holdfast_formats.manifest import Manifest
+from holdfast_service.daemon.checking import layout_trials
+from holdfast_service.daemon.checking.health import examination, report
+from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Examined, Heed, Passed, examine, read_manifest
+from holdfast_service.daemon.ports import Decisions, Repairs
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+REPAIR_ROUNDS_MAX = 2 * DAMAGES_MAX  # what is damaged again after so many repairs stays so
+SUSPICIONS_MAX = 1000
+CATALOG_WAIT_S = 1.0
+
+
+class Ended(Enum):
+    """How a check ended."""
+
+    SOUND = "sound"
+    DAMAGED = "damaged"
+    GONE = "gone"
+    FAILED = "could not be read"
+
+
+class Counts:
+    """What checks of all kinds have read and found since the start. Thread-safe enough for counters that are scraped."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = {"bytes": 0, "checks": 0, "damages": 0, "repaired": 0}
+
+    def add(self, what: str, count: int = 1) -> None:
+        with self._lock:
+            self._counts[what] += count
+
+    def all(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
+
+
+class Checker:
+    """Checks one checkpoint at a time, for whoever asks. Safe for threads.
+
+    `repairs` mends what is damaged, where it can; it may be set later, by whoever wires.
+    """
+
+    def __init__(self, tier: Tier, decisions: Decisions, repairs: Repairs | None = None) -> None:
+        self._tier, self._decisions = tier, decisions
+        self.repairs = repairs
+        self.counts = Counts()
+
+    def check(self, run: str, step: int, heed: Heed | None = None, hold: bool = True) -> dict[str, Any]:
+        """Read a checkpoint back, whole; record what was found, and return what was done: seconds, bytes, layouts, repaired.
+
+        Raises the first `Damaged` that could not be repaired, after it was recorded; `NoSuchCheckpoint` for one that is, or
+        goes, away; what stands in the way of reading; and whatever `heed` raises to stop. Without `hold` it does not keep
+        the checkpoint from being removed meanwhile: what looks like damage then is looked at again while it does.
+        """
+        began = time.monotonic()
+        directory = naming.checkpoint_path(run, step)
+        counted = self._counting(heed)
+        with (
+            self._decisions.reading(run, step) if hold else nullcontext(),
+            examination(self._tier, self._decisions, run, step) as examined,
+        ):
+            made, damages = self._examined(directory, (run, step), counted, examined.passed if examined else None)
+            repaired: list[str] = []
+            if damages or made is None:
+                made, repaired = self._mend(run, step, damages)
+            try:
+                tried = layout_trials.try_layouts(self._tier, directory, made, heed)
+                same_as = self._same_as(made)
+            except NotFound:
+                raise self._gone(run, step) from None
+            except Damaged as error:
+                with self._decisions.reading(run, step):
+                    self._give_up(run, step, [error])
+                raise
+            report(self._decisions, made, examined)  # before it counts as verified: retention asks how healthy it is
+        self.counts.add("checks")
+        check = {
+            "seconds": round(time.monotonic() - began, 3),
+            "bytes": made.bytes,
+            "layouts": list(tried.layouts),
+            "repaired": repaired,
+        }
+        self._decisions.findings.sound(run, step, check, same_as, made)
+        return check
+
+    def suspect(self, run: str, step: int, error: Damaged) -> Damaged | None:
+        """A reader was not given what was written. Look there, mend it or record it; None where all is well again, or was.
+
+        `NoSuchCheckpoint` when the checkpoint is being removed.
+        """
+        with self._decisions.reading(run, step):
+            only = _files([error])
+            found = examine(self._tier, naming.checkpoint_path(run, step), self._counting(None), only)
+            if not found.damages:
+                return None
+            try:
+                self._mend(run, step, found.damages)
+            except Damaged as damage:
+                return damage
+        return None
+
+    def _examined(self, directory: str, at: tuple[str, int], heed: Heed, passed: Passed | None) -> Examined:
+        found = examine(self._tier, directory, heed, passed=passed)
+        if found.damages and not self._tier.list(directory):
+            raise self._gone(*at)
+        return found
+
+    def _mend(self, run: str, step: int, damages: Sequence[Damaged]) -> tuple[Manifest, list[str]]:
+        """Have damages repaired, and read again where they were. Raises the first one that is left, once it is recorded."""
+        directory = naming.checkpoint_path(run, step)
+        sources: list[str] = []
+        with self._decisions.reading(run, step):
+            for _ in range(REPAIR_ROUNDS_MAX + 1):
+                # Is it so, now that nobody removes it? And is it mended, after a repair?
+                found = examine(self._tier, directory, self._counting(None), _files(damages))
+                if found.manifest is not None and not found.damages:
+                    return found.manifest, sources
+                damages = found.damages
+                source = self._repair(run, step, damages[0])  # which may mend the others as well
+                if source is None:
+                    break
+                sources.append(source)
+            self._give_up(run, step, damages)
+            raise damages[0]
+
+    def _repair(self, run: str, step: int, error: Damaged) -> str | None:
+        if self.repairs is None:
+            return None
+        try:
+            source = self.repairs.repair(run, step, error)
+        except CheckpointError as failure:
+            log.warning("%s@%s could not be repaired: %s", run, step, failure.detail)
+            return None
+        if source is not None:
+            self.counts.add("repaired")
+            self._decisions.findings.repaired(run, step, error, source)
+        return source
+
+    def _give_up(self, run: str, step: int, damages: Sequence[Damaged]) -> None:
+        self.counts.add("damages", len(damages))
+        first = damages[0]
+        if len(damages) > 1:
+            more = f"at least {DAMAGES_MAX - 1}" if len(damages) >= DAMAGES_MAX else str(len(damages) - 1)
+            log.error("%s@%s: %s more damages than the one that is named", run, step, more)
+            first.members["more"] = len(damages) - 1
+        self._decisions.findings.damaged(run, step, first, checked=True)
+
+    def _same_as(self, made: Manifest) -> int | None:
+        """The checkpoint before, where this one holds the very same tensors: a save of something that does not train."""
+        before = self._decisions.findings.before(made.run, made.step)
+        if before is None:
+            return None
+        try:
+            other = read_manifest(self._tier, naming.checkpoint_path(made.run, before))
+        except CheckpointError as error:  # it may be on its way out; its own check says what is wrong with it
+            log.info("%s@%s is not compared with step %s: %s", made.run, made.step, before, error.detail)
+            return None
+        return before if layout_trials.identical(made, other) else None
+
+    def _counting(self, heed: Heed | None) -> Heed:
+        def counted(size: int) -> None:
+            if heed is not None:
+                heed(size)
+            self.counts.add("bytes", size)
+
+        return counted
+
+    def _gone(self, run: str, step: int) -> NoSuchCheckpoint:
+        return NoSuchCheckpoint(f"{run}@{step} was removed while it was read", hint=f"holdfast ls {run} lists what there is")
+
+
+def _files(damages: Sequence[Damaged]) -> set[str] | None:
+    """The files that these damages name; None, for all, where one names none, or one that vouches for the others."""
+    names = {str(error.members.get("file")) for error in damages}
+    return None if names & {"None", naming.COMMIT, naming.MANIFEST} else names
+
+
+class Committed(NamedTuple):
+    """What is remembered of a commit until it is checked: where saves outpace the checks, that is of many."""
+
+    run: str
+    step: int
+    attempt: int
+    bytes: int
+
+
+class Checks:
+    """A thread that checks committed checkpoints one after the other, and what readers complain of."""
+
+    def __init__(
+        self,
+        checker: Checker,
+        took: Callable[[Committed, float], None] = lambda made, seconds: None,
+        waits: tuple[Heed | None, Callable[[float], bool]] = (None, lambda wait_s: True),
+    ) -> None:
+        """`took` is told of every commit that was found sound, and how many seconds that took. `waits`: what may wait in a
+        check, and what waits, so many seconds, for the catalog: nothing is checked that it does not know yet.
+        """
+        self._checker, self._took = checker, took
+        self._heed, self._recorded = waits
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[str, int, Committed | Damaged]] = deque()
+        self._pending: set[tuple[str, int]] = set()  # committed, and not checked yet
+        self._left = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="holdfast-verifier", daemon=True)
+        self._thread.start()
+
+    @property
+    def left(self) -> int:
+        """How many are still to be done."""
+        return self._left
+
+    def add(self, made: Manifest) -> None:
+        """Check this checkpoint, which was committed just now."""
+        with self._changed:
+            self._pending.add((made.run, made.step))
+        self._put((made.run, made.step, Committed(made.run, made.step, made.attempt, made.bytes)))
+
+    def awaits(self, run: str, step: int) -> bool:
+        """Whether this checkpoint's first check is still to come."""
+        with self._changed:
+            return (run, step) in self._pending
+
+    def suspect(self, run: str, step: int, error: Damaged) -> None:
+        """Look at what a reader complains of; the same complaint once."""
+        with self._changed:
+            complaints = [(r, s, str(e)) for r, s, e in self._waiting if isinstance(e, Damaged)]
+            known = (run, step, str(error)) in complaints
+            if known or len(self._waiting) >= SUSPICIONS_MAX:
+                return
+        self._put((run, step, error))
+
+    def close(self) -> None:
+        """Do what is left, stop."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _put(self, task: tuple[str, int, Committed | Damaged]) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._left += 1
+            self._waiting.append(task)
+            self._changed.notify_all()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                run, step, what = self._waiting[0]
+            if not self._recorded(CATALOG_WAIT_S):
+                if self._closed:
+                    return  # the next start finds what was not checked
+                continue
+            try:
+                told(run, step, self._task(run, step, what))
+            except CatalogUnavailable as away:
+                log.warning("what the check of %s@%s found is not recorded: %s", run, step, away.detail)
+                with self._changed:
+                    if self._changed.wait_for(lambda: self._closed, CATALOG_WAIT_S):
+                        return
+                continue
+            with self._changed:
+                self._waiting.popleft()
+                self._left -= 1
+                self._pending.discard((run, step))
+
+    def _task(self, run: str, step: int, what: Committed | Damaged) -> Callable[[], object]:
+        if isinstance(what, Damaged):
+            return lambda: self._checker.suspect(run, step, what)
+        return lambda: self._took(what, self._checker.check(run, step, self._heed)["seconds"])
+
+
+def told(run: str, step: int, act: Callable[[], object]) -> Ended:
+    """How a check ended; why, the log says. Damage is recorded by the check itself. Raises `CatalogUnavailable`."""
+    try:
+        act()
+    except NoSuchCheckpoint:
+        log.info("%s@%s was removed before it was checked", run, step)
+        return Ended.GONE
+    except Damaged:
+        return Ended.DAMAGED
+    except CatalogUnavailable:
+        raise
+    except CheckpointError as error:
+        log.warning("%s@%s could not be verified: %s", run, step, error.detail)
+        return Ended.FAILED
+    except Exception:
+        log.exception("verification of %s@%s failed", run, step)
+        return Ended.FAILED
+    return Ended.SOUND

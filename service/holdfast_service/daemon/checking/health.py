@@ -1,0 +1,170 @@
+"""The health of a checkpoint, found while it is read back after its commit: the bytes pass anyway, off every save's path.
+
+How far each tensor has moved since the checkpoint before takes the bytes of that one as well: extents with equal digests
+have not moved, and of the others both are read. While another save is being written they are left alone: saves come first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+from holdfast_formats import naming, proof
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.holdings import Bytes
+from holdfast_formats.manifest import Manifest, TensorEntry
+from holdfast_formats.proof import Piece
+from holdfast_formats.statistics import Part, Statistics, collect, merge, tensors_of
+from holdfast_service.daemon.checking.statistics import measure
+from holdfast_service.daemon.checking.verifier import WORKERS
+from holdfast_service.daemon.ports import Decisions
+from holdfast_service.daemon.writing import writer
+from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, Windows
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+_windows = Windows(WORKERS)  # of what was there before
+
+
+class _Passed(NamedTuple):
+    """A proven piece, its bytes, and the piece of the checkpoint before that has its place in the tensor."""
+
+    piece: Piece
+    data: Bytes
+    before: Piece | None
+
+
+class Examination:
+    """The statistics of one checkpoint, from proven pieces that pass in any order, in several threads.
+
+    What goes wrong here is logged and fails nothing else: there are no statistics then.
+    """
+
+    def __init__(self, tier: Tier, before: Manifest | None) -> None:
+        self._tier, self._before = tier, before
+        self._lock = threading.Lock()
+        self._parts: dict[tuple[str, str], dict[int, Part]] = {}
+        self._failed = False
+
+    def passed(self, made: Manifest, pieces: Sequence[Piece], data: Sequence[Bytes]) -> None:
+        """These pieces, of one file, have been proven; their bytes are on loan until this returns. Some may pass twice."""
+        if self._failed:
+            return
+        try:
+            wanted = [(piece, held) for piece, held in zip(pieces, data, strict=True) if piece.tensor is not None]
+            self._take(made, [_Passed(piece, held, self._piece_before(made, piece)) for piece, held in wanted])
+        except Exception:
+            self._failed = True
+            log.exception("there are no statistics of %s@%s", made.run, made.step)
+
+    def result(self, made: Manifest) -> Statistics | None:
+        """The statistics of every tensor, now that all pieces have passed; None when some have not, or something failed."""
+        if self._failed:
+            return None
+        step = self._before.step if self._before is not None else None
+        found = []
+        for group, name, entry in tensors_of(made):
+            parts = self._parts.get((group, name), {})
+            if len(parts) != len(entry.extents):
+                return None
+            whole = merge([parts[offset] for offset in sorted(parts)])
+            found.append((whole, step if self._twin(made, group, name) else None))
+        return collect(found)
+
+    def _take(self, made: Manifest, passed: Sequence[_Passed]) -> None:
+        changed = {}
+        hurried = writer.under_way()
+        for one in passed:
+            if one.before is None or (hurried and one.before.digest != one.piece.digest):
+                self._add(one.piece, _measured(made, one)._replace(change=None))
+            elif one.before.digest == one.piece.digest:
+                self._add(one.piece, _measured(made, one)._replace(change=0.0))
+            else:
+                changed[one.before] = one
+        for batch in proof.batches(changed):
+            with _windows.taken() as window:
+                for piece, old in self._read_before(batch, window):
+                    self._add(changed[piece].piece, _measured(made, changed[piece], old))
+
+    def _add(self, piece: Piece, part: Part) -> None:
+        with self._lock:
+            self._parts.setdefault((str(piece.group), str(piece.tensor)), {})[piece.offset] = part
+
+    def _twin(self, made: Manifest, group: str, name: str) -> TensorEntry | None:
+        """The tensor of this name in the checkpoint before, if it is of the same kind and form."""
+        if self._before is None:
+            return None
+        old, new = self._before.tensors.get(group, {}).get(name), made.tensors[group][name]
+        return old if old is not None and (old.dtype, old.shape) == (new.dtype, new.shape) else None
+
+    def _piece_before(self, made: Manifest, piece: Piece) -> Piece | None:
+        """Where its bytes stood in the checkpoint before; None where that was cut into other extents."""
+        group, name = str(piece.group), str(piece.tensor)
+        twin = self._twin(made, group, name)
+        if twin is None or not twin.extents:
+            return None
+        first = twin.extents[0].length  # all but the last are as long
+        at = piece.offset // first
+        if at >= len(twin.extents) or (twin.extents[at].offset, twin.extents[at].length) != (piece.offset, piece.length):
+            return None
+        return proof.tensor_piece(group, name, twin, twin.extents[at])
+
+    def _read_before(self, batch: Sequence[Piece], window: Bytes) -> Iterator[tuple[Piece, Bytes | None]]:
+        """The pieces of the checkpoint before, proven; None for the bytes of one that cannot be had."""
+        assert self._before is not None
+        begin = batch[0].start - batch[0].start % ALIGNMENT_MAX
+        room = window[: batch[-1].stop - begin + -batch[-1].stop % ALIGNMENT_MAX]
+        directory = naming.checkpoint_path(self._before.run, self._before.step)
+        try:
+            read = self._tier.read_stored(f"{directory}/{batch[0].file}", begin, room)
+        except CheckpointError as error:
+            log.warning("the change since %s@%s is not known: %s", self._before.run, self._before.step, error.detail)
+            read = 0
+        for piece in batch:
+            data = room[piece.start - begin : max(min(piece.stop - begin, read), piece.start - begin)]
+            try:
+                proof.check(piece, data)
+            except CheckpointError:  # whoever scrubs it says so
+                yield piece, None
+            else:
+                yield piece, data
+
+
+def _measured(made: Manifest, one: _Passed, before: Bytes | None = None) -> Part:
+    entry = made.tensors[str(one.piece.group)][str(one.piece.tensor)]
+    return measure(entry.dtype, one.data, before)
+
+
+@contextmanager
+def examination(tier: Tier, decisions: Decisions, run: str, step: int) -> Iterator[Examination | None]:
+    """The examination of a checkpoint that is about to be read back; None for one that has been examined already.
+
+    Nothing removes the one before, which it is compared with, until the end of the block.
+    """
+    with ExitStack() as held:
+        made: Examination | None = Examination(tier, None)
+        try:
+            examined = decisions.is_examined(run, step)
+            before = None if examined else decisions.before(run, step)
+            if examined:
+                made = None
+            elif before is not None:
+                held.enter_context(decisions.reading(before.run, before.step))
+                made = Examination(tier, before)
+        except CheckpointError as error:
+            log.warning("nothing to compare %s@%s with: %s", run, step, error.detail)
+        yield made
+
+
+def report(decisions: Decisions, made: Manifest, examined: Examination | None) -> None:
+    """Tell control what was found; a failure of that is logged, and fails nothing else."""
+    try:
+        found = None if examined is None else examined.result(made)
+        if found is not None:
+            decisions.examined(made, found)
+    except Exception:
+        log.exception("the statistics of %s@%s are not recorded", made.run, made.step)

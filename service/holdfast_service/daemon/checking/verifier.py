@@ -1,0 +1,177 @@
+"""Reads a checkpoint back and proves every byte against its manifest (I7), with bounded memory.
+
+It reads what is stored and not what a cache still holds, where the tier can tell the two apart.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast_formats import manifest, proof
+from holdfast_formats.errors import CorruptExtent, CorruptManifest, Damaged, NoSuchResource, NotCommitted, StorageFailed
+from holdfast_formats.holdings import Bytes
+from holdfast_formats.manifest import Manifest, TensorEntry
+from holdfast_formats.proof import Piece
+from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, Windows
+from holdfast_service.daemon.writing.priority import give_way
+from holdfast_service.storage import Tier, vouched
+
+WORKERS = 2
+DAMAGES_MAX = 100  # that are named of one checkpoint: from there on it is no news
+
+_windows = Windows(WORKERS)
+
+Heed = Callable[[int], None]  # hears how many bytes are about to be read; it may wait, and raise to stop
+Passed = Callable[
+    [Manifest, Sequence[Piece], Sequence[Bytes]], None
+]  # is lent what was proven of a file, by several threads
+
+
+class Examined(NamedTuple):
+    """What reading back has found: the manifest, None where that is damaged itself, and the damages, the first one first."""
+
+    manifest: Manifest | None
+    damages: tuple[Damaged, ...]
+
+
+def verify(tier: Tier, directory: str, passed: Passed | None = None) -> Manifest:
+    """Check COMMIT, manifest, every header, every extent and every small file under `directory`; return the manifest.
+
+    `passed` is lent what was proven, as it passes.
+
+    Raises `NotCommitted`, `CorruptManifest` or `CorruptExtent`, naming file, tensor and byte range of the first damage.
+    """
+    made, damages = examine(tier, directory, passed=passed)
+    if damages or made is None:
+        raise damages[0]
+    return made
+
+
+def examine(
+    tier: Tier,
+    directory: str,
+    heed: Heed | None = None,
+    only: Collection[str] | None = None,
+    passed: Passed | None = None,
+) -> Examined:
+    """`verify`, but for all damages, up to a limit. `only` some files, by name, beside COMMIT and manifest.
+
+    Raises what stands in the way of reading, such as `StorageFailed`; a place that the disk cannot read any more is damaged.
+    """
+    try:
+        made = read_manifest(tier, directory)
+    except Damaged as error:
+        return Examined(None, (error,))
+    files = [file for file in made.files if only is None or file.name in only]
+    damages: list[Damaged] = []
+    whole = []
+    for file in files:
+        try:
+            proof.check_size(made, file.name, tier.size(f"{directory}/{file.name}"))
+            whole.append(file.name)
+        except Damaged as error:
+            damages.append(error)
+    pieces = proof.pieces(made)
+    headers = proof.tensors_by_file(made)
+    source = Stored(tier, directory, made)
+    batches = list(proof.batches(piece for name in whole for piece in pieces[name]))
+    with ThreadPoolExecutor(WORKERS, "holdfast-verify", initializer=give_way) as pool:
+        jobs = [pool.submit(_prove, source, batch, headers, heed, passed) for batch in batches]
+        try:
+            for job in jobs:
+                damages += job.result()
+                if len(damages) >= DAMAGES_MAX:
+                    break
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    return Examined(made, tuple(damages[:DAMAGES_MAX]))
+
+
+def read_manifest(tier: Tier, directory: str) -> Manifest:
+    """COMMIT, then the manifest that it vouches for (I5); `NotCommitted` or `CorruptManifest`."""
+    commit = vouched.read_commit(tier, directory)
+    return manifest.decode(vouched.read_manifest(tier, directory, commit), commit)
+
+
+class Stored(NamedTuple):
+    """The checkpoint that is read back."""
+
+    tier: Tier
+    directory: str
+    made: Manifest
+
+
+def _prove(
+    source: Stored,
+    batch: Sequence[Piece],
+    headers: Mapping[str, Mapping[str, TensorEntry]],
+    heed: Heed | None,
+    passed: Passed | None,
+) -> list[Damaged]:
+    tier, directory, made = source
+    begin = batch[0].start - batch[0].start % ALIGNMENT_MAX
+    room = batch[-1].stop - begin + -batch[-1].stop % ALIGNMENT_MAX
+    damages: list[Damaged] = []
+    if heed is not None:
+        heed(batch[-1].stop - batch[0].start)
+    with _windows.taken() as window:
+        buffer = window if room <= WINDOW_BYTES else np.empty(room, np.uint8)  # a large header or asset
+        try:
+            read = tier.read_stored(f"{directory}/{batch[0].file}", begin, buffer[:room])
+        except NoSuchResource:
+            return [CorruptManifest(f"{batch[0].file} went missing", file=batch[0].file)]
+        except StorageFailed as error:
+            if error.members.get("errno") != errno.EIO:
+                raise
+            return _lost(tier, directory, batch, error)
+        proven: list[tuple[Piece, Bytes]] = []
+        for piece in batch:
+            data = buffer[piece.start - begin : max(min(piece.stop - begin, read), piece.start - begin)]
+            try:
+                _check(made, piece, data, headers)
+                proven.append((piece, data))
+            except Damaged as error:
+                damages.append(error)
+        if passed is not None and proven:
+            passed(made, *zip(*proven, strict=True))
+    return damages
+
+
+def _check(made: Manifest, piece: Piece, data: Bytes, headers: Mapping[str, Mapping[str, TensorEntry]]) -> None:
+    proof.check(piece, data)
+    if piece.start == 0 and piece.file in headers:
+        file = made.file(piece.file)
+        assert file is not None
+        proof.check_header(file, headers[piece.file], data.tobytes())
+
+
+def _lost(tier: Tier, directory: str, batch: Sequence[Piece], why: StorageFailed) -> list[Damaged]:
+    """The pieces of a batch that the disk cannot read. Where it cannot read anything, that is no damage: `why` is raised."""
+    try:
+        vouched.read_commit(tier, directory)
+    except NotCommitted:
+        raise why from None
+    found: list[Damaged] = []
+    for piece in batch:
+        try:
+            proof.check(piece, tier.read(f"{directory}/{piece.file}", piece.start, piece.length))
+        except Damaged as error:
+            found.append(error)
+        except StorageFailed as error:
+            what = f"tensor {piece.tensor!r} of group {piece.group!r}, " if piece.tensor is not None else ""
+            found.append(
+                CorruptExtent(
+                    f"{piece.file}: {what}bytes [{piece.start}, {piece.stop}) cannot be read: {error.detail}",
+                    hint=why.hint,
+                    file=piece.file,
+                    tensor=piece.tensor,
+                    offset=piece.start,
+                    length=piece.length,
+                )
+            )
+    return found

@@ -1,0 +1,1 @@
+"""Copies of checkpoints: replicas, repair, import, export."""

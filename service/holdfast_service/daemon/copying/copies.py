@@ -1,0 +1,118 @@
+"""A checkpoint's files carried from one tier to another: every byte is proven on the way, and read back where it arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast_formats import manifest as manifests
+from holdfast_formats import proof
+from holdfast_formats.manifest import Manifest
+from holdfast_formats.proof import Piece
+from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, Windows
+from holdfast_service.storage import FileWriter, Readable, Tier, vouched
+from holdfast_service.storage.pacing import Pace
+
+
+class Stopped(Exception):
+    """The copy was told to end; what stands in staging is garbage."""
+
+
+class Pair(NamedTuple):
+    """What vouches for a checkpoint, as it is stored, and what it says."""
+
+    commit: bytes
+    encoded: bytes
+    made: Manifest
+
+
+class Going(NamedTuple):
+    """How a copy goes on: no faster than `pace`, until `ended`; it tells `moved` of every byte that it has read."""
+
+    pace: Pace | None = None
+    ended: Callable[[], bool] = lambda: False
+    moved: Callable[[int], None] = lambda count: None
+
+
+class Proven(NamedTuple):
+    """Bytes of a file that were found to be what was written."""
+
+    file: str
+    start: int
+    data: memoryview
+
+
+def read_pair(tier: Readable, directory: str) -> Pair:
+    """COMMIT, then the manifest (I5); `NotCommitted` or `CorruptManifest` for what is missing or does not fit together."""
+    commit = vouched.read_commit(tier, directory)
+    encoded = vouched.read_manifest(tier, directory, commit)
+    return Pair(commit, encoded, manifests.decode(encoded, commit))
+
+
+def carry(source: tuple[Readable, str], target: tuple[Tier, str], made: Manifest, going: Going) -> None:
+    """Copy every file that the manifest lists into a staging directory, durably, and read it back there (I7).
+
+    Raises `Damaged`, naming file, tensor and range, for what is not what was written, on either side; `Stopped`; and what
+    the two tiers raise. What was written by then is garbage for the caller to remove.
+    """
+    tier, directory = target
+    for entry in made.files:
+        proof.check_size(made, entry.name, source[0].size(_path(source[1], entry.name)))
+    opened: dict[str, FileWriter] = {}
+    left = {entry.name: entry.bytes for entry in made.files}
+    try:
+        for part in proven(*source, made, going):
+            if part.file not in opened:
+                opened[part.file] = tier.create(f"{directory}/{part.file}", left[part.file])
+            opened[part.file].write(part.start, [part.data])
+            left[part.file] -= len(part.data)
+            if not left[part.file]:
+                opened[part.file].finish()
+    finally:
+        for writer in opened.values():
+            writer.discard()
+    read_back(tier, directory, made, going)
+
+
+def read_back(tier: Tier, directory: str, made: Manifest, going: Going) -> None:
+    """Prove every byte of a checkpoint's files as they are stored; raises as `carry` does."""
+    for entry in made.files:
+        proof.check_size(made, entry.name, tier.size(_path(directory, entry.name)))
+    for _ in proven(tier, directory, made, going):
+        pass
+
+
+def proven(tier: Readable, directory: str, made: Manifest, going: Going) -> Iterator[Proven]:
+    """All bytes of all files, a window at a time and in order; each window is good until the next one is asked for."""
+    headers = proof.tensors_by_file(made)
+    windows = Windows(1)  # its own: a copy that hangs in a disk must not keep another one's
+    for batch in proof.batches(piece for listed in proof.pieces(made).values() for piece in listed):
+        if going.ended():
+            raise Stopped
+        if going.pace is not None:
+            going.pace.take(batch[-1].stop - batch[0].start)
+        begin = batch[0].start - batch[0].start % ALIGNMENT_MAX
+        room = batch[-1].stop - begin + -batch[-1].stop % ALIGNMENT_MAX
+        with windows.taken() as window:
+            buffer = window if room <= WINDOW_BYTES else np.empty(room, np.uint8)  # a large header or asset
+            read = tier.read_stored(_path(directory, batch[0].file), begin, buffer[:room]) if room else 0
+            for piece in batch:
+                data = buffer[piece.start - begin : max(min(piece.stop - begin, read), piece.start - begin)]
+                proof.check(piece, data)
+                if piece.start == 0 and piece.file in headers:
+                    _check_header(made, piece, headers, data.tobytes())
+            yield Proven(batch[0].file, batch[0].start, buffer[batch[0].start - begin : batch[-1].stop - begin].data)
+        going.moved(batch[-1].stop - batch[0].start)
+
+
+def _check_header(made: Manifest, piece: Piece, headers: dict[str, dict[str, manifests.TensorEntry]], head: bytes) -> None:
+    entry = made.file(piece.file)
+    assert entry is not None
+    proof.check_header(entry, headers[piece.file], head)
+
+
+def _path(directory: str, name: str) -> str:
+    """A file in a directory, which is the tier's root where it is empty."""
+    return f"{directory}/{name}" if directory else name

@@ -1,0 +1,68 @@
+"""A checkpoint copied out of the root, every byte proven on the way: whole, or its model alone, as Hugging Face has it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast_formats import naming
+from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchResource
+from holdfast_formats.manifest import Manifest
+from holdfast_service.daemon.copying.copies import Going, Pair, carry, read_pair
+from holdfast_service.storage import Tier
+from holdfast_service.storage.tier import split_leaf
+
+GROUP = "model"
+
+
+class Export(NamedTuple):
+    """A checkpoint that is to go to `target` below another tier; `model_only` leaves a plain Hugging Face directory."""
+
+    run: str
+    step: int
+    target: str
+    model_only: bool = False
+
+
+def stage(source: Tier, target: Tier, wanted: Export, going: Going) -> tuple[str, Manifest]:
+    """Put the copy, durable, beside the name that it will get; where it stands, and what it consists of.
+
+    Raises `InvalidRequest` for a path that leads out of the tier, `AlreadyCommitted` where something has the name, `Damaged`
+    for what is not what was written.
+    """
+    parent, leaf = split_leaf(wanted.target)
+    if leaf.startswith("."):
+        raise InvalidRequest(f"{wanted.target!r} is hidden", hint="choose a name that does not begin with a dot")
+    staging = "/".join((*parent, f".{leaf}.partial"))
+    if leaf in target.list("/".join(parent)):
+        raise AlreadyCommitted(f"{wanted.target} is there already", hint="choose another name, or remove it")
+    directory = naming.checkpoint_path(wanted.run, wanted.step)
+    pair = read_pair(source, directory)
+    made = only_model(pair.made) if wanted.model_only else pair.made
+    target.remove_tree(staging)
+    try:
+        carry((source, directory), (target, staging), made, going)
+        if not wanted.model_only:
+            _vouch(target, staging, pair)
+        target.sync_directory(staging)
+    except BaseException:
+        target.remove_tree(staging)
+        raise
+    return staging, made
+
+
+def only_model(made: Manifest) -> Manifest:
+    """What the manifest states of the model and of the files beside it; a manifest of nothing else."""
+    if GROUP not in made.tensors:
+        raise NoSuchResource(f"there is no group {GROUP!r}", hint=f"groups: {', '.join(made.groups)}")
+    tensors = made.tensors[GROUP]
+    ours = {naming.index_file_name(group) for group in made.groups} | {naming.STATE}
+    wanted = {tensor.file for tensor in tensors.values()} | {naming.index_file_name(GROUP)}
+    files = tuple(file for file in made.files if file.name in wanted or not (file.header_bytes or file.name in ours))
+    return msgspec.structs.replace(made, files=files, tensors={GROUP: tensors}, aliases={})
+
+
+def _vouch(target: Tier, staging: str, pair: Pair) -> None:
+    target.put(f"{staging}/{naming.MANIFEST}", pair.encoded)
+    target.put(f"{staging}/{naming.COMMIT}", pair.commit)

@@ -1,0 +1,100 @@
+"""A damaged file made anew out of proven pieces, and put in the place of the damaged one (I4).
+
+Nothing is written into a file that stands under checkpoints/: the new one is written beside it, in staging, made durable,
+proven there, and renamed over it. So whoever looks finds the damaged file or the sound one, and nothing in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from holdfast_formats import naming, proof
+from holdfast_formats.errors import CorruptExtent, CorruptManifest
+from holdfast_formats.manifest import Manifest
+from holdfast_formats.proof import Piece
+from holdfast_service.daemon.copying.repair_sources import Directory, Source
+from holdfast_service.storage import Tier
+
+
+class Mended(NamedTuple):
+    """A file that is sound again: the pieces that were damaged, and where they came from."""
+
+    file: str
+    pieces: tuple[Piece, ...]
+    labels: tuple[str, ...]
+
+
+def mend_file(tier: Tier, made: Manifest, file: str, sources: Sequence[Source]) -> Mended:
+    """Make one file of a checkpoint whole; the manifest must be trusted.
+
+    Raises `CorruptExtent` for the first damaged piece that no source has, and then nothing has changed; and what the tier
+    raises: then the old file stands, or the new one.
+    """
+    directory, staging = _places(made)
+    entry = made.file(file)
+    if entry is None:
+        raise CorruptManifest(f"{directory} has no file {file!r}", file=file)
+    itself = Directory("itself", tier, directory)
+    listed = proof.pieces(made)[file]
+    damaged: list[Piece] = []
+    labels: list[str] = []
+    tier.remove_tree(staging)
+    writer = tier.create(f"{staging}/{file}", entry.bytes)
+    try:
+        for piece in listed:
+            data = itself.piece(piece)
+            if data is None:
+                label, found = _have(piece, sources)
+                damaged.append(piece)
+                labels.append(label)
+                writer.write(piece.start, [found])
+            else:
+                writer.write(piece.start, [data])
+        writer.finish()
+        _prove_again(tier, f"{staging}/{file}", listed)
+        tier.supplant(f"{staging}/{file}", f"{directory}/{file}")
+    finally:
+        writer.discard()
+        tier.remove_tree(staging)
+    return Mended(file, tuple(damaged), tuple(dict.fromkeys(labels)))
+
+
+def mend_small(tier: Tier, made: Manifest, file: str, data: bytes, label: str) -> Mended:
+    """Put these bytes, which the caller has proven, in the place of the manifest or of COMMIT."""
+    directory, staging = _places(made)
+    tier.remove_tree(staging)
+    try:
+        tier.put(f"{staging}/{file}", data)
+        if tier.read(f"{staging}/{file}") != data:
+            raise CorruptManifest(f"{staging}/{file} is not what was just written", hint="check the disk", file=file)
+        tier.supplant(f"{staging}/{file}", f"{directory}/{file}")
+    finally:
+        tier.remove_tree(staging)
+    return Mended(file, (), (label,))
+
+
+def _places(made: Manifest) -> tuple[str, str]:
+    return naming.checkpoint_path(made.run, made.step), naming.staging_path(made.run, made.step, naming.NO_ATTEMPT)
+
+
+def _have(piece: Piece, sources: Sequence[Source]) -> tuple[str, bytes | bytearray]:
+    for source in sources:
+        data = source.piece(piece)
+        if data is not None:
+            return source.label, data
+    what = f"tensor {piece.tensor!r}, " if piece.tensor is not None else ""
+    raise CorruptExtent(
+        f"{piece.file}: {what}bytes [{piece.start}, {piece.stop}) are damaged, and nothing else has them",
+        hint="restore another step; a replica would have mended it",
+        file=piece.file,
+        tensor=piece.tensor,
+        offset=piece.start,
+        length=piece.length,
+    )
+
+
+def _prove_again(tier: Tier, path: str, listed: Sequence[Piece]) -> None:
+    """Read the new file back as it is stored, before anything is replaced by it."""
+    for piece in listed:
+        proof.check(piece, tier.read(path, piece.start, piece.length))

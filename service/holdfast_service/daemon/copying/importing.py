@@ -1,0 +1,253 @@
+"""A checkpoint from elsewhere, brought into staging: a Hugging Face directory is packed anew, one of Holdfast's is copied.
+
+Nothing of the source is trusted: headers are validated, links are not followed, and what is written is digested as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from holdfast_formats import manifest as manifests
+from holdfast_formats import naming, safetensors, values
+from holdfast_formats.decoding import decoder
+from holdfast_formats.digest import digest
+from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
+from holdfast_formats.lineage import Way
+from holdfast_formats.manifest import Extent, FileEntry, Manifest
+from holdfast_formats.packing import FilePlan, pack, tensor_extent_bytes
+from holdfast_formats.plan import Plan, PlannedAsset, PlannedFile, PlannedTensor, Receipt, encode_receipt
+from holdfast_formats.table import ASSET_BYTES_MAX, Blob
+from holdfast_formats.tensors import TensorSpec
+from holdfast_service.daemon.copying import recognition
+from holdfast_service.daemon.copying.copies import Going, Pair, Stopped, carry, read_pair
+from holdfast_service.storage import Readable, Tier
+
+GROUP = "model"
+INDEX = naming.index_file_name(GROUP)
+INDEX_BYTES_MAX = 2**28
+_NOT_ASSETS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+)
+_HINT = "is it the directory of a Hugging Face model, with plain files?"
+
+
+class Goal(NamedTuple):
+    """What the imported checkpoint is to be: its run, step and attempt, where it is staged, and the rewinds to it."""
+
+    run: str
+    step: int
+    attempt: int
+    staging: str
+    rewinds: Way = ()
+
+
+class _Place(NamedTuple):
+    """Where a tensor stands in the source."""
+
+    spec: TensorSpec
+    file: str
+    start: int
+
+
+def is_checkpoint(source: Readable) -> bool:
+    """Whether the source is a checkpoint of Holdfast's."""
+    return source.size(naming.COMMIT) is not None
+
+
+def plan_import(source: Readable, goal: Goal) -> Plan:
+    """The plan of packing a Hugging Face directory.
+
+    Raises `StateMismatch` for what is more than such a model, or other (`recognition`), and when headers and index disagree;
+    `InvalidRequest` where there is no safetensors file, `CorruptManifest` for a header or an index that cannot be true,
+    `LimitExceeded` for an asset that is too large.
+    """
+    places = _places(source)
+    assets = tuple(PlannedAsset(0, Blob(name, 0, source.size(name) or 0)) for name in _assets(source))
+    return Plan(
+        run=naming.check_run(goal.run),
+        step=naming.check_step(goal.step),
+        attempt=goal.attempt,
+        world=1,
+        groups=(GROUP,),
+        files=tuple(_planned(layout) for layout in pack(place.spec for place in places.values())),
+        aliases={},
+        assets=assets,
+        metrics={},
+        mesh={},
+        state=values.merge(goal.step, {}, (GROUP,), {0: {}}),
+    )
+
+
+def pack_anew(source: Readable, target: Tier, plan: Plan, goal: Goal, going: Going) -> None:
+    """Write the planned files and their receipt into staging, durably; `Stopped`, and what the two tiers raise."""
+    places = _places(source)
+    files: list[FileEntry] = []
+    for asset in plan.assets:
+        data = source.read(asset.blob.name)
+        target.put(f"{goal.staging}/{asset.blob.name}", data)
+        files.append(FileEntry(asset.blob.name, len(data), 0, digest(data)))
+    extents: dict[str, tuple[Extent, ...]] = {}
+    for file in plan.files:
+        layout = file.layout
+        writer = target.create(f"{goal.staging}/{layout.name}", layout.bytes)
+        try:
+            writer.write(0, [layout.header])
+            for tensor in file.tensors:
+                buffer = np.empty(
+                    min(tensor_extent_bytes(tensor.spec.nbytes, plan.extent_bytes), tensor.spec.nbytes), np.uint8
+                )
+                found = []
+                for offset in range(0, tensor.spec.nbytes, max(len(buffer), 1)):
+                    part = buffer[: min(len(buffer), tensor.spec.nbytes - offset)]
+                    _fill(source, places[tensor.spec.name], offset, part, going)
+                    found.append(Extent(offset, len(part), digest(part)))
+                    writer.write(tensor.start + offset, [part])
+                extents[tensor.spec.name] = tuple(found)
+            writer.finish()
+        finally:
+            writer.discard()
+        files.append(FileEntry(layout.name, layout.bytes, len(layout.header), digest(layout.header)))
+    receipt = Receipt("import", plan.run, plan.step, plan.attempt, tuple(files), {GROUP: extents})
+    target.put(f"{goal.staging}/{naming.RECEIPTS}/import.json", encode_receipt(receipt))
+
+
+def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> Pair:
+    """Copy a checkpoint of Holdfast's into staging, every byte proven, and return what vouches for it under its new name.
+
+    Raises `Damaged` for a source that is not what was written.
+    """
+    pair = read_pair(source, "")
+    made, state = _renamed(pair.made, source.read(naming.STATE), goal)
+    carry((source, ""), (target, goal.staging), pair.made, going)
+    if made == pair.made:
+        return pair
+    target.remove_file(f"{goal.staging}/{naming.STATE}")
+    target.put(f"{goal.staging}/{naming.STATE}", state)
+    encoded = manifests.encode(made)
+    return Pair(manifests.encode_commit(made, encoded), encoded, made)
+
+
+def counted(made: Manifest) -> Plan:
+    """A plan that takes as much room as a checkpoint, for whoever asks whether it fits."""
+    files = tuple(PlannedFile(FilePlan(file.name, GROUP, b"", (), file.bytes), ()) for file in made.files)
+    return Plan(made.run, made.step, made.attempt, made.world, (), files, {}, (), made.metrics, made.mesh, b"")
+
+
+def _renamed(made: Manifest, state: bytes, goal: Goal) -> tuple[Manifest, bytes]:
+    """The manifest and state.json as they are under another run, step or attempt; the step stands in both."""
+    if made.step != goal.step:
+        document = json.loads(state)
+        document["step"] = goal.step
+        state = json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+    changed = FileEntry(naming.STATE, len(state), 0, digest(state))
+    files = tuple(changed if file.name == naming.STATE else file for file in made.files)
+    renamed = msgspec.structs.replace(made, run=goal.run, step=goal.step, attempt=goal.attempt, files=files)
+    if made.run != goal.run:  # it has come by the rewinds of another run, which lead nowhere here
+        renamed = msgspec.structs.replace(renamed, restored=None, turn=0, rewinds=goal.rewinds)
+    return renamed, state
+
+
+def _fill(source: Readable, place: _Place, offset: int, part: np.ndarray, going: Going) -> None:
+    if going.ended():
+        raise Stopped
+    if source.read_into(place.file, place.start + offset, part) != part.nbytes:
+        raise CorruptManifest(f"{place.file} became shorter while it was read", hint=_HINT, file=place.file)
+    going.moved(part.nbytes)
+
+
+def _places(source: Readable) -> dict[str, _Place]:
+    """Every tensor of the source, from its headers; the index, where there is one, must say the same."""
+    names = source.list("")
+    weight_map = _weight_map(source) if INDEX in names else None
+    files = sorted(set(weight_map.values())) if weight_map is not None else recognition.weights(names)
+    if not files:
+        raise InvalidRequest("there is no safetensors file in the source", hint=_HINT)
+    if weight_map is None:
+        recognition.check_shards(files)
+    places: dict[str, _Place] = {}
+    for file in files:
+        for place in _in_file(source, file):
+            name = place.spec.name
+            if name in places:
+                raise StateMismatch(f"tensor {name!r} stands in {places[name].file} and in {file}", hint=_HINT, tensor=name)
+            places[name] = place
+    if weight_map is not None:
+        wrong = {name for name, place in places.items() if weight_map.get(name) != place.file} | (weight_map.keys() - places)
+        if wrong:
+            raise StateMismatch(f"{INDEX} and the files disagree about tensor {min(wrong)!r}", hint=_HINT, tensor=min(wrong))
+    recognition.check_names(names, {*files, INDEX})
+    recognition.check_tensors([(place.spec, place.file) for place in places.values()], recognition.read_config(source))
+    return places
+
+
+def _weight_map(source: Readable) -> Mapping[str, str]:
+    if (source.size(INDEX) or 0) > INDEX_BYTES_MAX:
+        raise LimitExceeded(f"{INDEX} is over the limit of {INDEX_BYTES_MAX} bytes", hint=_HINT)
+    try:
+        found = _decode_index(source.read(INDEX)).weight_map
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptManifest(f"{INDEX} cannot be read: {error}", hint=_HINT, file=INDEX) from error
+    for name, file in found.items():
+        if not naming.is_file_name(file) or not file.endswith(".safetensors"):
+            raise InvalidRequest(f"{INDEX} sends tensor {name!r} to {file!r}, which is no file beside it", hint=_HINT)
+    return found
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+_decode_index = decoder(_Index)
+
+
+def _in_file(source: Readable, file: str) -> list[_Place]:
+    size = source.size(file)
+    if size is None:
+        raise InvalidRequest(
+            f"there is no plain file {file}", hint="links are not followed: copy what they lead to", file=file
+        )
+    first = source.read(file, 0, safetensors.LENGTH_BYTES)
+    try:
+        length = safetensors.header_length(first, size, file)
+        header = safetensors.decode(source.read(file, 0, safetensors.LENGTH_BYTES + length), size, file)
+    except CorruptManifest as error:
+        raise CorruptManifest(error.detail, hint=_HINT, file=file) from error
+    recognition.check_metadata(file, header.metadata)
+    places = []
+    for tensor in header.tensors:
+        spec = TensorSpec(GROUP, tensor.name, tensor.dtype, tensor.shape)
+        spec.check()
+        places.append(_Place(spec, file, header.header_bytes + tensor.start))
+    return places
+
+
+def _assets(source: Readable) -> Sequence[str]:
+    """The plain files beside the weights whose names the format does not use itself."""
+    found = []
+    for name in source.list(""):
+        size = source.size(name)
+        if size is None or name.endswith(_NOT_ASSETS) or not naming.is_asset_name(name):
+            continue
+        if size > ASSET_BYTES_MAX:
+            raise LimitExceeded(
+                f"{name} has {size} bytes, over the limit of {ASSET_BYTES_MAX} for a file beside the weights"
+            )
+        found.append(name)
+    return found
+
+
+def _planned(layout: FilePlan) -> PlannedFile:
+    return PlannedFile(layout, tuple(PlannedTensor(spec, start, (), "") for spec, start in layout.tensors))

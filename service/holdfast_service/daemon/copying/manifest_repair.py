@@ -1,0 +1,102 @@
+"""What vouches for a checkpoint (COMMIT and manifest) when one of the two, or both, cannot be trusted any more.
+
+A pair from elsewhere is believed only if something that is left here vouches for it: the manifest whose digest it has, the
+very same COMMIT, or what the catalog knows of the checkpoint together with tensors that still stand here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+
+from holdfast_formats import manifest as manifests
+from holdfast_formats import naming, proof, rest
+from holdfast_formats.decoding import decoder
+from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged
+from holdfast_formats.manifest import Manifest
+from holdfast_service.daemon.copying.copies import Pair, read_pair
+from holdfast_service.daemon.copying.repair_sources import Directory
+from holdfast_service.storage import Tier, vouched
+
+PROVEN_MIN = 0.1  # of the tensors' bytes
+_DIGEST = re.compile(rb"[0-9a-f]{64}")
+_decode = decoder(Manifest)
+
+
+def trusted_pair(
+    tier: Tier, which: tuple[str, int], others: Mapping[str, Tier], known: rest.Checkpoint | None
+) -> tuple[Pair, str | None]:
+    """The pair that this checkpoint was committed with, and where it came from: None when it stands here, sound.
+
+    `others` are the tiers that may hold the checkpoint too, by label. Raises `Damaged`, what is wrong with the pair here,
+    when nobody has one that can be believed.
+    """
+    directory = naming.checkpoint_path(*which)
+    try:
+        return _of(read_pair(tier, directory), which), None
+    except Damaged as error:
+        damage = error
+    commit, encoded = (stored(tier, f"{directory}/{name}") for name in (naming.COMMIT, naming.MANIFEST))
+    own = _from_manifest(commit, encoded, which)
+    if own is not None:
+        return own, "manifest"
+    for label, pair in _pairs(others, which):
+        if commit == pair.commit or encoded == pair.encoded:
+            return pair, label
+        described = known is not None and rest.as_committed(known) == rest.describe(pair.made)
+        if described and _proves_some(tier, directory, pair):
+            return pair, label
+    raise damage
+
+
+def same_pairs(others: Mapping[str, Tier], pair: Pair) -> list[str]:
+    """The labels of the tiers that hold this very checkpoint: their manifest is the same, byte for byte."""
+    found = _pairs(others, (pair.made.run, pair.made.step))
+    return [label for label, other in found if other.encoded == pair.encoded]
+
+
+def _of(pair: Pair, which: tuple[str, int]) -> Pair:
+    if (pair.made.run, pair.made.step) != which:
+        what = f"{pair.made.run}@{pair.made.step}, not {which[0]}@{which[1]}"
+        raise CorruptManifest(f"this is {what}", hint="it was moved or copied: give it back its name", file=naming.MANIFEST)
+    return pair
+
+
+def _pairs(others: Mapping[str, Tier], which: tuple[str, int]) -> Iterator[tuple[str, Pair]]:
+    for label, tier in others.items():
+        try:
+            yield label, _of(read_pair(tier, naming.checkpoint_path(*which)), which)
+        except CheckpointError:
+            continue
+
+
+def stored(tier: Tier, path: str) -> bytes:
+    """What COMMIT or a manifest holds now; nothing where it cannot be read, or is too long to be one."""
+    try:
+        return vouched.read_whole(tier, path, manifests.MANIFEST_BYTES_MAX) or b""
+    except CheckpointError:
+        return b""
+
+
+def _from_manifest(commit: bytes, encoded: bytes, which: tuple[str, int]) -> Pair | None:
+    """A sound manifest whose digest is still to be read in a damaged COMMIT: the rest of COMMIT follows from it."""
+    if hashlib.sha256(encoded).hexdigest().encode() not in _DIGEST.findall(commit):
+        return None
+    try:
+        made = _decode(encoded)
+        rebuilt = manifests.encode_commit(made, encoded)
+        return _of(Pair(rebuilt, encoded, manifests.decode(encoded, rebuilt)), which)
+    except (CheckpointError, ValueError):
+        return None
+
+
+def _proves_some(tier: Tier, directory: str, pair: Pair) -> bool:
+    """Whether a good part of the tensors that stand here are those that this pair's manifest states.
+
+    Headers say nothing: those of another step's are the same.
+    """
+    itself = Directory("itself", tier, directory)
+    pieces = [piece for listed in proof.pieces(pair.made).values() for piece in listed if piece.tensor is not None]
+    whole = sum(piece.length for piece in pieces)
+    return sum(piece.length for piece in pieces if itself.piece(piece) is not None) >= PROVEN_MIN * whole

@@ -1,0 +1,165 @@
+"""Repair: damaged bytes of a checkpoint become what was written, from a replica or from slots that still hold them.
+
+What is put in the place of a damaged file is proven by the manifest the checkpoint was committed with, and by nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from holdfast_formats import naming, rest
+from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, StorageFailed
+from holdfast_formats.manifest import Manifest
+from holdfast_formats.wire import HeldPart
+from holdfast_service.daemon.checking.verifier import verify
+from holdfast_service.daemon.copying.file_repair import Mended, mend_file, mend_small
+from holdfast_service.daemon.copying.manifest_repair import same_pairs, stored, trusted_pair
+from holdfast_service.daemon.copying.repair_sources import Derived, Directory, HeldSlots, Source, held_slots
+from holdfast_service.daemon.ports import Decisions, RepairRecords
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+PRIMARY = "primary"
+
+Lend = Callable[[str, int], tuple[tuple[HeldPart, ...], tuple[int, ...]]]
+
+
+class Outcome(NamedTuple):
+    """What a repair did: each file that was made anew, and the damage that nothing could mend, if any is left."""
+
+    mended: tuple[Mended, ...]
+    left: CheckpointError | None
+
+    @property
+    def source(self) -> str | None:
+        """Where the bytes came from; None where damage is left."""
+        if self.left is not None:
+            return None
+        labels = dict.fromkeys(label for mended in self.mended for label in mended.labels)
+        return ", ".join(labels) or "itself"
+
+
+class Elsewhere(NamedTuple):
+    """Where else bytes may be: tiers that may hold the checkpoint too, by label, and slots; and what the catalog knows."""
+
+    tiers: Mapping[str, Tier]
+    held: Callable[[Manifest], AbstractContextManager[HeldSlots | None]]
+    known: rest.Checkpoint | None
+
+
+class Repairer:
+    """Repairs checkpoints of one root and their replicas, one at a time. Safe for threads.
+
+    `replicas` says which tiers there are besides, now; `lend` gives the held slots of a step, as `Holds.lend` does.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        parts: tuple[Decisions, RepairRecords],
+        replicas: Callable[[], Mapping[str, Tier]],
+        lend: Lend = lambda run, step: ((), ()),
+    ) -> None:
+        self._tier, self._replicas, self._lend = tier, replicas, lend
+        self._decisions, self._records = parts
+        self._lock = threading.Lock()
+
+    def repair(self, run: str, step: int, error: CheckpointError) -> str | None:
+        """Mend the checkpoint in which `error` was found, and all else that is damaged in it; where the bytes came from.
+
+        None when something could not be mended: then what could be is sound, and the rest is as it was. When it says where,
+        the checkpoint has been read back whole since, and is recorded as verified. Raises `NoSuchCheckpoint` alone.
+        """
+        return self.run(run, step, error).source
+
+    def run(self, run: str, step: int, error: CheckpointError | None = None) -> Outcome:
+        """As `repair`, and tells all that was done; without an error it looks for damage first."""
+        outcome = self._mend(self._tier, (run, step), error, None)
+        if outcome.left is None:
+            self._records.sound(run, step)
+        return outcome
+
+    def replica(self, name: str, run: str, step: int, error: CheckpointError | None = None) -> Outcome:
+        """Mend a replica from the checkpoint itself, from other replicas, or from held slots."""
+        return self._mend(self._replicas()[name], (run, step), error, name)
+
+    def _mend(self, target: Tier, which: tuple[str, int], error: CheckpointError | None, name: str | None) -> Outcome:
+        tiers = {f"replica {other}": tier for other, tier in self._replicas().items() if other != name}
+        if name is not None:
+            tiers = {PRIMARY: self._tier, **tiers}
+        with self._lock, self._decisions.reading(*which):
+            outcome = mend(target, which, error, Elsewhere(tiers, self._held, self._records.known(*which)))
+        where = {} if name is None else {"replica": name}
+        for mended in outcome.mended:
+            self._records.repaired(*which, {**detail_of(mended), **where})
+        if outcome.left is not None:
+            log.error("%s@%s %s could not be repaired: %s", *which, where or "", outcome.left.detail)
+        return outcome
+
+    def _held(self, made: Manifest) -> AbstractContextManager[HeldSlots | None]:
+        return held_slots(self._lend(made.run, made.step), made, self._decisions)
+
+
+def mend(tier: Tier, which: tuple[str, int], error: CheckpointError | None, elsewhere: Elsewhere) -> Outcome:
+    """Make a checkpoint in `tier` whole, file by file: first what vouches for it, then what `error` names, then the rest.
+
+    Raises `NoSuchCheckpoint` for one that is not there at all; any other failure is in the outcome.
+    """
+    directory = naming.checkpoint_path(*which)
+    if not tier.list(directory):
+        raise NoSuchCheckpoint(f"{which[0]} has no checkpoint of step {which[1]}", hint=f"holdfast ls {which[0]} lists them")
+    mended: list[Mended] = []
+    try:
+        pair, label = trusted_pair(tier, which, elsewhere.tiers, elsewhere.known)
+        for name, data in ((naming.MANIFEST, pair.encoded), (naming.COMMIT, pair.commit)):
+            if label is not None and stored(tier, f"{directory}/{name}") != data:
+                mended.append(mend_small(tier, pair.made, name, data, label))
+        with elsewhere.held(pair.made) as slots:
+            sources: list[Source] = [Derived(pair.made)]
+            sources += [Directory(name, elsewhere.tiers[name], directory) for name in same_pairs(elsewhere.tiers, pair)]
+            sources += [] if slots is None else [slots]
+            _mend_files(tier, pair.made, error, sources, mended)
+    except CheckpointError as left:
+        return Outcome(tuple(mended), left)
+    return Outcome(tuple(mended), None)
+
+
+def _mend_files(
+    tier: Tier, made: Manifest, error: CheckpointError | None, sources: list[Source], mended: list[Mended]
+) -> None:
+    """Mend what is named, then whatever reading all of it finds, until nothing is found; each file is tried once."""
+    tried: set[str] = set()
+    found = error
+    while True:
+        file = None if found is None else _named_in(found, made)
+        if file is None or file in tried:
+            try:
+                verify(tier, naming.checkpoint_path(made.run, made.step))
+                return
+            except (Damaged, StorageFailed) as damage:
+                found, file = damage, _named_in(damage, made)
+                if file is None or file in tried:
+                    raise
+        tried.add(file)
+        mended.append(mend_file(tier, made, file, sources))
+        found = None
+
+
+def _named_in(error: CheckpointError, made: Manifest) -> str | None:
+    """The file of the checkpoint in which the damage is; a disk that cannot read one tells its path."""
+    file = error.members.get("file") or str(error.members.get("path", "")).rpartition("/")[2]
+    return file if made.file(file) is not None else None
+
+
+def detail_of(mended: Mended) -> dict[str, Any]:
+    """What an event says of a file that was mended: file, source, and tensor and range of the first damage."""
+    detail: dict[str, Any] = {"file": mended.file, "source": ", ".join(mended.labels) or "itself"}
+    if mended.pieces:
+        first = mended.pieces[0]
+        detail |= {"tensor": first.tensor, "offset": first.start, "length": first.length, "ranges": len(mended.pieces)}
+    return detail

@@ -1,0 +1,233 @@
+"""Copies to other tiers, made behind the back of everything else: newest first, proven on the way, at idle priority.
+
+Each tier has a worker of its own, so that one that hangs or is full holds up no other, and no save ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+
+from holdfast_formats import naming, rest
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NoSuchCheckpoint, Unavailable
+from holdfast_service.daemon.copying.copies import Going, Pair, Stopped, carry, read_back, read_pair
+from holdfast_service.daemon.ports import ReplicaBook
+from holdfast_service.daemon.writing.priority import give_way
+from holdfast_service.storage import Tier
+from holdfast_service.storage.pacing import Pace
+
+log = logging.getLogger(__name__)
+
+RETRY_S, RETRY_MAX_S = 5.0, 300.0  # a tier that fails is asked again after so long, twice as long each time
+SKIP_S = 600.0  # a checkpoint that cannot be copied is tried again after so long
+LOOK_S = 60.0  # without a sign of news
+WAIT_S = 0.5
+CLOSE_S = 10.0  # a worker that hangs in a disk is left behind
+CHECK_AGAIN = timedelta(days=7)
+
+Mend = Callable[[str, str, int, CheckpointError], object]
+_Key = tuple[str, int]
+
+
+class Replicator:
+    """The worker of one tier. `open_tier` reaches it, or raises a named error as long as it cannot be reached."""
+
+    def __init__(
+        self,
+        name: str,
+        parts: tuple[Tier, Callable[[], Tier], ReplicaBook],
+        news: Callable[[float], bool],
+        pace: Pace | None = None,
+        mend: Mend | None = None,
+    ) -> None:
+        """`news(seconds)` waits for something new to copy; `mend` is told of a damaged copy, and may repair it."""
+        self.name = name
+        self._source, self._open, self._book = parts
+        self._news, self._mend = news, mend
+        self._pace = pace
+        self._tier: Tier | None = None
+        self._closed = threading.Event()
+        self._skipped: dict[_Key, float] = {}  # until when
+        self.problem: CheckpointError | None = None
+        self._thread = threading.Thread(target=self._loop, name=f"holdfast-replica-{name}", daemon=True)
+
+    @property
+    def tier(self) -> Tier | None:
+        """The tier; None as long as it cannot be reached."""
+        return self._tier
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop soon; what is being copied is given up, and begun again at the next start."""
+        self._closed.set()
+
+    def close(self) -> None:
+        """Stop, and wait for that."""
+        self.end()
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_S)
+
+    def look(self) -> bool:
+        """Open the tier if need be, remove what has to go, copy what is due; whether anything was done.
+
+        Raises what the tier raises: then nothing more is tried there for a while.
+        """
+        tier = self._open()
+        if tier is not self._tier:
+            self._book.opened(self.name, tier)
+            self._tier = tier
+        done = self._remove(self._tier)
+        now = time.monotonic()
+        due = [c for c in self._book.due(self.name) if self._skipped.get((c.run, c.step), 0.0) <= now]
+        if due:
+            self._copy(self._tier, due[0])
+            return True
+        return done or self._check_oldest()
+
+    def check(self, run: str, step: int) -> CheckpointError | None:
+        """Read a copy back, and have it mended if it is damaged; what is wrong with it afterwards, if anything is."""
+        tier, which = self._tier, (run, step)
+        if tier is None:
+            return self.problem
+        directory = naming.checkpoint_path(run, step)
+        going = self._going()
+        try:
+            made = read_pair(tier, directory).made
+            read_back(tier, directory, made, going)
+        except Damaged as error:
+            log.error("%s@%s in replica %s is damaged: %s", run, step, self.name, error.detail)
+            self._book.failed(self.name, which, error, damaged=True)
+            return self._mended(tier, which, error)
+        self._book.present(self.name, which, made.bytes)
+        return None
+
+    def _mended(self, tier: Tier, which: _Key, error: CheckpointError) -> CheckpointError | None:
+        if self._mend is None:
+            return error
+        with suppress(NoSuchCheckpoint):  # of a lost primary, say, nothing can be had
+            self._mend(self.name, *which, error)
+        directory = naming.checkpoint_path(*which)
+        try:
+            made = read_pair(tier, directory).made
+            read_back(tier, directory, made, self._going())
+        except Damaged as left:
+            return left
+        self._book.present(self.name, which, made.bytes)
+        return None
+
+    def _remove(self, tier: Tier) -> bool:
+        gone = self._book.removals(self.name)
+        for run, step in gone:
+            self._book.remove(self.name, tier, run, step)
+            log.info("%s@%s is removed from replica %s, as it was", run, step, self.name)
+        return bool(gone)
+
+    def _copy(self, tier: Tier, checkpoint: rest.Checkpoint) -> None:
+        """Copy one checkpoint. It is not held meanwhile: a disk that hangs must not keep it from being removed."""
+        run, step = which = checkpoint.run, checkpoint.step
+        directory = naming.checkpoint_path(run, step)
+        self._book.copying(self.name, checkpoint)
+        try:
+            pair = read_pair(self._source, directory)
+            if tier.list(directory):
+                self._refuse_another(tier, pair)
+                self.check(run, step)
+                return
+            self._carry(tier, pair)
+            self._book.present(self.name, which, pair.made.bytes)
+            log.info("%s@%s is in replica %s: %d bytes", run, step, self.name, pair.made.bytes)
+        except CheckpointError as error:
+            if not self._source.list(directory):
+                log.info("%s@%s was removed before it was copied to replica %s", run, step, self.name)
+                self._skip(which)
+                return
+            if isinstance(error, Unavailable):  # the disk: of others on it nothing better is to be expected
+                self._book.failed(self.name, which, error, damaged=False)
+                raise
+            log.error("%s@%s cannot be copied to replica %s: %s", run, step, self.name, error.detail)
+            self._book.failed(self.name, which, error, damaged=False)
+            self._skip(which)
+
+    def _carry(self, tier: Tier, pair: Pair) -> None:
+        made = pair.made
+        staging = naming.staging_path(made.run, made.step, naming.NO_ATTEMPT)
+        tier.remove_tree(staging)
+        try:
+            carry((self._source, naming.checkpoint_path(made.run, made.step)), (tier, staging), made, self._going())
+            self._book.publish(tier, staging, pair.encoded, pair.commit)
+        except BaseException:
+            with suppress(CheckpointError):  # the next start sweeps what stays
+                tier.remove_tree(staging)
+            raise
+
+    def _refuse_another(self, tier: Tier, pair: Pair) -> None:
+        """`AlreadyCommitted` when what stands there is sound, and not this checkpoint."""
+        made = pair.made
+        try:
+            other = read_pair(tier, naming.checkpoint_path(made.run, made.step))
+        except Damaged:
+            return  # whose it is shows when it is mended
+        if other.encoded != pair.encoded:
+            raise AlreadyCommitted(
+                f"replica {self.name} holds another checkpoint of {made.run}@{made.step}, whose own was lost",
+                hint="it is kept: move it away if it is not needed, or train under another run's name",
+            )
+
+    def _check_oldest(self) -> bool:
+        """Read back the copy that nobody has read for longest, if that is long ago."""
+        before = (datetime.now(timezone.utc) - CHECK_AGAIN).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        stale = self._book.stale(self.name, before)
+        if stale is None:
+            return False
+        self.check(*stale)
+        return True
+
+    def _skip(self, which: _Key) -> None:
+        self._skipped[which] = time.monotonic() + SKIP_S
+
+    def _going(self) -> Going:
+        return Going(self._pace, self._closed.is_set)
+
+    def _loop(self) -> None:
+        give_way()
+        wait_s = RETRY_S
+        while not self._closed.is_set():
+            try:
+                done = self.look()
+                if self.problem is not None:
+                    log.warning("replica %s works again", self.name)
+                self.problem, wait_s = None, RETRY_S
+                if not done:
+                    self._await_news()
+            except Stopped:
+                return
+            except Exception as error:
+                self._failed(error, wait_s)
+                self._closed.wait(wait_s)
+                wait_s = min(2 * wait_s, RETRY_MAX_S)
+
+    def _failed(self, error: Exception, wait_s: float) -> None:
+        if isinstance(error, CheckpointError):
+            if self.problem is None or self.problem.code != error.code:
+                log.error("replica %s: %s; tried again in %.0f s, then less often", self.name, error.detail, wait_s)
+            self.problem = error
+        else:
+            log.exception("replica %s failed", self.name)
+            self.problem = CheckpointError(f"unexpected {type(error).__name__}", hint="see the daemon's log")
+
+    def _await_news(self) -> None:
+        limit = time.monotonic() + LOOK_S
+        while time.monotonic() < limit and not self._closed.is_set():
+            if self._news(WAIT_S):
+                return
+
+
+def reached(replicators: Mapping[str, Replicator]) -> dict[str, Tier]:
+    """The tiers that can be reached now, by name."""
+    return {name: one.tier for name, one in replicators.items() if one.tier is not None}

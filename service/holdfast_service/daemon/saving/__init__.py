@@ -1,0 +1,1 @@
+"""Saves of all ranks, from the lease of a slot to the commit."""

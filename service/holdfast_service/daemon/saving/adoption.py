@@ -1,0 +1,125 @@
+"""What a daemon does with shared memory that an earlier one left: it saves what was sealed, once, and awaits the ranks.
+
+A slot that is sealed and whole belongs to a round. A round of which all ranks had sealed is saved at once, unless its step
+is a checkpoint already; one that lacks ranks waits for them to come back, as their leased slots do. All else is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from holdfast_formats import arena as formats
+from holdfast_formats.arena import Owner, SlotState
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.wire import Outcome
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.arena.segment import Segment, find_sealed
+from holdfast_service.daemon.ports import Decisions
+from holdfast_service.daemon.saving.rounds import Participant
+from holdfast_service.daemon.saving.saver import Saver
+
+log = logging.getLogger(__name__)
+
+RETURN_S = 60.0  # how long a rank may take to find the next daemon
+
+
+class _Absent(NamedTuple):
+    """A rank that has not come back yet, and the segments that wait for it."""
+
+    who: Participant
+    segments: list[Segment]
+    deadline: float  # time.monotonic()
+
+
+class TakenUp(NamedTuple):
+    """The ids of the rounds that go on, and why steps do not."""
+
+    rounds: set[int]
+    refused: dict[int, CheckpointError]
+
+
+class Adoption:
+    """The segments found at start, until their ranks are back or given up."""
+
+    def __init__(self, arena: Arena, saver: Saver, decisions: Decisions) -> None:
+        self._arena, self._saver, self._decisions = arena, saver, decisions
+        self._absent: dict[Owner, _Absent] = {}
+
+    def start(self) -> Collection[int]:
+        """Take up all segments of an earlier daemon; returns the ids of the rounds that go on."""
+        going_on: set[int] = set()
+        recovered = self._arena.recover()
+        for segment in recovered:
+            assert segment.owner is not None
+            deadline = time.monotonic() + RETURN_S
+            absent = self._absent.setdefault(segment.owner, _Absent(_participant(segment.owner), [], deadline))
+            absent.segments.append(segment)
+            if len(absent.segments) == 1:
+                self._saver.join(absent.who)
+        for absent in self._absent.values():
+            for segment in absent.segments:
+                going_on |= self.take_up(segment, segment.taken, absent.who).rounds
+        self._saver.holds.find(recovered)
+        return going_on
+
+    def take_up(self, segment: Segment, taken: Sequence[int], who: Participant) -> TakenUp:
+        """The saver goes on with what stands in these slots of a segment."""
+        found = TakenUp(set(), {})
+        headers = [(formats.read_header(segment.memory, segment.geometry, slot), slot) for slot in taken]
+        for header, slot in sorted(headers, key=lambda found: found[0].step):  # older steps are saved before newer ones
+            sealed = find_sealed(segment, slot)
+            try:
+                if header.attempt != who.attempt or (header.state is SlotState.SEALED and sealed is None):
+                    raise CheckpointError(f"slot {slot} is not whole")
+                intent = None if sealed is None else sealed.table.intent
+                self._saver.refuse_given_up(who, header.step)
+                round_id = self._decisions.resume(who.run, header.step, who.attempt, who.world, intent)
+            except CheckpointError as error:
+                log.info("%s@%s of rank %d is not adopted: %s", who.run, header.step, who.rank, error.detail)
+                found.refused[header.step] = error
+                segment.release(slot)
+                continue
+            log.info("%s@%s of rank %d, %s, is adopted", who.run, header.step, who.rank, header.state.name.lower())
+            self._saver.adopt(who, header.step, round_id, (segment, slot, sealed))
+            found.rounds.add(round_id)
+        return found
+
+    def back(self, who: Participant, segment: Segment) -> None:
+        """A rank has come back with its segment: it is awaited no more, and its outgrown segments are given back."""
+        absent = self._absent.pop(who.owner, None)
+        if absent is not None:
+            self._saver.gone(absent.who)
+            for other in absent.segments:
+                if other is not segment:
+                    self._arena.drop(other)
+
+    def expire(self, now: float) -> None:
+        """Give up the ranks that have not come back by `now`: their incomplete rounds end, their memory is given back."""
+        for owner, absent in list(self._absent.items()):
+            if absent.deadline < now and self._absent.pop(owner, None) is not None:
+                log.info("rank %d of %s did not come back", owner.rank, owner.run)
+                self._saver.gone(absent.who)
+                for segment in absent.segments:
+                    self._arena.drop(segment)
+
+    def close(self) -> None:
+        """Give everybody up who is still awaited."""
+        self.expire(float("inf"))
+
+
+class _Unheard(Participant):
+    """A rank that an earlier daemon knew. Whether it lives shows when it comes back: until then it keeps no job out."""
+
+    def silent_s(self) -> float:
+        return float("inf")
+
+
+def _participant(owner: Owner) -> Participant:
+    return _Unheard(owner.run, owner.rank, owner.world, owner.attempt, _nobody_hears)
+
+
+def _nobody_hears(outcome: Outcome) -> None:
+    log.info("the trainer that saved step %d is not there to hear that it is %s", outcome.step, outcome.state)

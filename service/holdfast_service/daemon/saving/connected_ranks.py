@@ -1,0 +1,79 @@
+"""Which ranks are connected now, which processes belong to their job, and who is gone without a goodbye."""
+
+from __future__ import annotations
+
+import time
+
+from holdfast_formats.observed import Life
+from holdfast_service.daemon.saving.rounds import Participant
+
+BACK_S = 60.0  # how long a rank that is gone without a goodbye may take to be back
+
+
+class _Crew:
+    """The ranks of an attempt. A process that has parted belongs to the job as long as any other rank of it is here."""
+
+    def __init__(self) -> None:
+        self.present: set[Participant] = set()
+        self.processes: set[str] = set()
+        self.gone: dict[int, float] = {}  # ranks that were here, and from when on they are waited for no longer (monotonic)
+
+
+class Attendance:
+    """Not thread-safe: guarded by the saver's lock."""
+
+    def __init__(self) -> None:
+        self._crews: dict[tuple[str, int], _Crew] = {}  # by run and attempt; those of whom somebody is here
+        self._missing: dict[str, tuple[int, set[int]]] = {}  # by run: its newest attempt, and who is gone without a goodbye
+
+    @property
+    def runs(self) -> set[str]:
+        return {run for run, _ in self._crews}
+
+    def of(self, run: str) -> list[Participant]:
+        """The ranks of a run, of whatever attempt."""
+        return [who for (name, _), crew in self._crews.items() if name == run for who in crew.present]
+
+    def join(self, who: Participant) -> None:
+        crew = self._crews.setdefault((who.run, who.attempt), _Crew())
+        crew.present.add(who)
+        crew.processes.add(who.process)
+        crew.gone.pop(who.rank, None)
+        if who.attempt > self._missing.get(who.run, (-1, set()))[0]:
+            self._missing[who.run] = who.attempt, set()
+        attempt, missing = self._missing[who.run]
+        if who.attempt == attempt:
+            missing.discard(who.rank)
+
+    def leave(self, who: Participant) -> set[Participant]:
+        """Returns who is left of its attempt."""
+        crew = self._crews.get((who.run, who.attempt), _Crew())
+        crew.present.discard(who)
+        attempt, missing = self._missing.get(who.run, (-1, set()))
+        if all(other.rank != who.rank for other in crew.present):
+            crew.gone[who.rank] = time.monotonic() + (0.0 if who.parted else BACK_S)
+            if who.attempt == attempt and not who.parted:
+                missing.add(who.rank)
+        if not crew.present:
+            self._crews.pop((who.run, who.attempt), None)
+        return crew.present
+
+    def gone(self, run: str, attempt: int) -> set[int]:
+        """Ranks that were here and will not be again: they said goodbye, or have been away for `BACK_S`."""
+        crew = self._crews.get((run, attempt))
+        return set() if crew is None else {rank for rank, limit in crew.gone.items() if limit <= time.monotonic()}
+
+    def lives(self) -> dict[str, tuple[int, Life]]:
+        """The newest attempts of runs whose ranks came here, and whether they are here, have parted, or are lost."""
+        return {
+            run: (attempt, "lost" if missing else "running" if (run, attempt) in self._crews else "ended")
+            for run, (attempt, missing) in self._missing.items()
+        }
+
+    def forget(self, run: str) -> None:
+        """Nobody of this run is here, and nobody asks what became of its ranks."""
+        self._missing.pop(run, None)
+
+    def belongs(self, run: str, process: str) -> bool:
+        """Whether a process is, or was, a rank of a job that is still here."""
+        return any(process in crew.processes for (name, _), crew in self._crews.items() if name == run)

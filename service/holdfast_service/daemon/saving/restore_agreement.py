@@ -1,0 +1,207 @@
+"""One end for all ranks of a restore (I7): where one of them meets damage, none goes on from that step.
+
+Each rank says how its n-th restore ended, and is answered when all have said so, or as soon as one has met damage: then
+every one of them gets that damage, and asks for the next answer, which is an older step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from holdfast_formats.errors import CheckpointError, Damaged, DeadlineExceeded, NoSuchCheckpoint
+from holdfast_service.daemon.ports import Findings
+from holdfast_service.daemon.saving.rounds import Participant
+
+log = logging.getLogger(__name__)
+
+UNHEARD_S = 60.0  # how long ranks that never asked what to restore are waited for
+TURNS_MAX = 256
+
+Look = Callable[[str, int, Damaged], Damaged | None]
+
+
+class Verdict(NamedTuple):
+    """What a rank is to do. `again`: read once more, it is well now; `error`: it failed, for all unless it is `late`.
+
+    With none of them it goes on.
+    """
+
+    again: bool = False
+    error: Damaged | None = None
+    late: bool = False
+    newest: int | None = None  # for who asked alone: the newest step that is not known to be damaged
+
+    @property
+    def problem(self) -> dict[str, Any] | None:
+        return None if self.error is None else self.error.problem()
+
+
+GO_ON = Verdict()
+
+
+class _Turn:
+    """What is known of the n-th restore of an attempt. Ranks are `ended` however theirs did, or when they are gone."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.began = time.monotonic()
+        self.asked: set[int] = set()
+        self.reading: set[int] = set()  # those of them that were told a step
+        self.ended: set[int] = set()
+        self.doubted: set[int] = set()  # who met damage where there was none
+        self.failed: Damaged | None = None
+        self.agreed = False
+
+
+class Restores:
+    """The restores of all launches. Thread-safe. `look` examines what a rank complains of, and mends or records it."""
+
+    def __init__(self, look: Look, findings: Findings, unheard_s: float = UNHEARD_S) -> None:
+        self._look, self._findings, self.unheard_s = look, findings, unheard_s
+        self._changed = threading.Condition()
+        self._turns: OrderedDict[tuple[str, int, int], _Turn] = OrderedDict()
+        self._gone: dict[tuple[str, int], set[int]] = {}
+        self._closed = False
+
+    def join(self, who: Participant) -> None:
+        """A rank is there, for the first time or again."""
+        with self._changed:
+            self._gone.get((who.run, who.attempt), set()).discard(who.rank)
+
+    def gone(self, who: Participant) -> None:
+        """A rank is gone: nobody waits for it any more."""
+        with self._changed:
+            self._gone.setdefault((who.run, who.attempt), set()).add(who.rank)
+            self._changed.notify_all()
+
+    def told(self, who: Participant, turn: int, step: int | None, named: bool) -> tuple[str, ...]:
+        """A rank was told what to restore as its `turn`-th, and has moved on from those before. What to say with it: which
+        newer steps were passed over, unless the rank has named this one.
+        """
+        with self._changed:
+            current = self._turn(who, turn)
+            current.asked.add(who.rank)
+            if step is not None:
+                current.reading.add(who.rank)
+            for (run, attempt, number), before in self._turns.items():
+                if (run, attempt) == (who.run, who.attempt) and number < turn:
+                    before.ended.add(who.rank)
+            self._changed.notify_all()
+        return () if named else tuple(self._findings.passed_over(who.run, step))
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a rank is restoring now."""
+        with self._changed:
+            return any(
+                turn.reading - turn.ended - self._gone.get((run, attempt), set())
+                for (run, attempt, _), turn in self._turns.items()
+            )
+
+    def moved_on(self, who: Participant) -> None:
+        """A rank saves: whatever it restored, it goes on from there."""
+        with self._changed:
+            for (run, attempt, _), turn in self._turns.items():
+                if (run, attempt) == (who.run, who.attempt):
+                    turn.ended.add(who.rank)
+            self._changed.notify_all()
+
+    def judge(self, who: Participant, about: tuple[int, int, CheckpointError | None], alone: bool, wait_s: float) -> Verdict:
+        """How the restore of (turn, step) ended: what the rank is to do; `DeadlineExceeded` while others are at it still."""
+        turn, step, error = about
+        if isinstance(error, Damaged):
+            return self.damaged(who, turn, step, error, alone)
+        if alone or error is not None:
+            self.abandoned(who, turn)
+            return GO_ON
+        found = self.ended(who, turn, step, wait_s)
+        if found is None:
+            raise DeadlineExceeded(f"other ranks of {who.run} are still restoring step {step}", hint="ask again")
+        return found
+
+    def ended(self, who: Participant, turn: int, step: int, wait_s: float) -> Verdict | None:
+        """A rank has restored the step: what it is to do, once all others have said how theirs ended; None when that takes
+        longer than `wait_s`.
+        """
+        known = self._findings.damage(who.run, step)
+        with self._changed:
+            current = self._turn(who, turn)
+            if not current.agreed:
+                current.failed = current.failed or known  # what an earlier daemon was told counts
+            current.asked.add(who.rank)
+            current.ended.add(who.rank)
+            self._changed.notify_all()
+            limit = time.monotonic() + wait_s
+            while not (current.failed or current.agreed or self._complete(who, current)):
+                left = limit - time.monotonic()
+                if left <= 0 and not self._closed:
+                    return None
+                self._changed.wait(min(left, 1.0))
+                if self._closed:
+                    break
+            if current.failed is not None:
+                return Verdict(error=current.failed)
+            current.agreed = True
+            return GO_ON
+
+    def abandoned(self, who: Participant, turn: int) -> None:
+        """A rank's restore ended for another reason than damage, which is its own matter: nobody waits for it."""
+        with self._changed:
+            self._turn(who, turn).ended.add(who.rank)
+            self._changed.notify_all()
+
+    def damaged(self, who: Participant, turn: int, step: int, error: Damaged, alone: bool) -> Verdict:
+        """A rank was not given what was written. Where that is so, the turn is over, for all but when it asked `alone`.
+
+        Where it is not, or is mended, the rank reads again. If it complains again it is believed: who cannot read a step
+        cannot restore it.
+        """
+        try:
+            found = self._look(who.run, step, error)
+        except NoSuchCheckpoint:
+            found = error
+        except CheckpointError as failure:
+            log.warning("%s@%s: what rank %s complains of cannot be looked at: %s", who.run, step, who.rank, failure.detail)
+            found = None
+        with self._changed:
+            current = self._turn(who, turn)
+            if found is None and who.rank not in current.doubted:
+                current.doubted.add(who.rank)
+                return Verdict(again=True)
+        if found is None:
+            self._findings.damaged(who.run, step, error)
+        with self._changed:
+            current.ended.add(who.rank)
+            late = alone or (current.agreed and current.failed is None)
+            if not late:
+                current.failed = current.failed or found or error
+                log.warning("no rank of %s attempt %s restores step %s", who.run, who.attempt, step)
+            self._changed.notify_all()
+        newest = self._findings.newest(who.run) if alone else None
+        return Verdict(error=found or error, late=late, newest=newest)
+
+    def close(self) -> None:
+        """Whoever waits goes on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _turn(self, who: Participant, turn: int) -> _Turn:
+        key = (who.run, who.attempt, turn)
+        if key not in self._turns:
+            self._turns[key] = _Turn(who.world)
+            while len(self._turns) > TURNS_MAX:
+                self._turns.popitem(last=False)
+        return self._turns[key]
+
+    def _complete(self, who: Participant, current: _Turn) -> bool:
+        missing = set(range(current.world)) - current.ended - self._gone.get((who.run, who.attempt), set())
+        if missing and not missing & current.asked and time.monotonic() - current.began > self.unheard_s:
+            log.warning("%s attempt %s: ranks %s have not asked what to restore", who.run, who.attempt, sorted(missing))
+            return True
+        return not missing

@@ -1,0 +1,128 @@
+"""What each save cost, gathered from ranks, saver, writer and check, so that the catalog keeps it beside the round.
+
+What is known when a round ends goes into the transaction that ends it. The rest, how long the check took and what ranks say
+later, follows in one more, behind the back of every save.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from holdfast_formats.errors import CheckpointError
+from holdfast_service.daemon.checking.checker import Committed
+from holdfast_service.daemon.ports import Decisions
+from holdfast_service.daemon.saving.rounds import Participant, Round, RoundKey
+from holdfast_service.daemon.writing.disk_limit import DiskLimit
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 10.0  # how long after its end a round waits for the check and for ranks that have not said how long they stood
+KEPT_MAX = 256
+
+Measured = dict[str, float]
+
+
+class _Save:
+    """What is known of one save. `later` is what the catalog does not know yet."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.stalls: dict[int, float] = {}
+        self.told: Measured = {}  # the stall as the transaction that ends the round keeps it
+        self.round_id: int | None = None  # once it has ended
+        self.checked = False
+        self.due_at = 0.0
+        self.later: Measured = {}
+
+    @property
+    def stall(self) -> Measured:
+        return {"stall_s": max(self.stalls.values())} if self.stalls else {}
+
+    def due(self, now: float) -> bool:
+        complete = self.checked and len(self.stalls) >= self.world
+        return self.round_id is not None and bool(self.later) and (complete or now >= self.due_at)
+
+
+class History:
+    """The saves that something may still be said of; the oldest are forgotten. Thread-safe."""
+
+    def __init__(self, decisions: Decisions) -> None:
+        self._decisions = decisions
+        self._lock = threading.Lock()
+        self._saves: OrderedDict[RoundKey, _Save] = OrderedDict()
+        self.disk = DiskLimit()
+
+    def begun(self, key: RoundKey) -> None:
+        """A round begins: what its step cost when it was tried before is not counted for it."""
+        with self._lock:
+            if key in self._saves and self._saves[key].round_id is not None:
+                del self._saves[key]
+
+    def stalled(self, who: Participant, step: int, seconds: float) -> None:
+        """A rank's training stood still so long for this save; the longest counts."""
+        with self._lock:
+            save = self._of(RoundKey(who.run, step, who.attempt), who.world)
+            save.stalls[who.rank] = max(seconds, save.stalls.get(who.rank, 0.0))
+            if save.round_id is not None:
+                save.later |= save.stall
+
+    def ending(self, current: Round, **known: float) -> Measured:
+        """What there is to keep of a round that ends now, `known` with it."""
+        with self._lock:
+            save = self._of(current.key, current.world)
+            save.told = save.stall
+            limit = self.disk.bytes_per_second
+            return current.staged | known | save.stall | ({} if limit is None else {"disk_bytes_per_second": limit})
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A save is being written: the disk is its own."""
+        self.disk.writing(True)
+        try:
+            yield
+        finally:
+            self.disk.writing(False)
+
+    def ended(self, current: Round, checked: bool = False) -> None:
+        """It has ended, and what was known by then is kept; `checked`: there is nothing to be read back."""
+        with self._lock:
+            save = self._of(current.key, current.world)
+            save.round_id, save.checked = current.id, save.checked or checked
+            if save.stall != save.told:  # a rank spoke while the transaction went on
+                save.later |= save.stall
+            save.due_at = time.monotonic() + PATIENCE_S
+
+    def verified(self, made: Committed, seconds: float) -> None:
+        """A checkpoint was read back, which took so long."""
+        with self._lock:
+            save = self._saves.get(RoundKey(made.run, made.step, made.attempt))
+            if save is not None:
+                save.checked = True
+                save.later["verify_s"] = seconds
+        self.disk.checked(made.bytes)
+
+    def flush(self, everything: bool = False) -> None:
+        """Have what came later kept, of the saves of which no more is awaited, or of all."""
+        now = time.monotonic()
+        with self._lock:
+            due = [save for save in self._saves.values() if save.due(float("inf") if everything else now)]
+            told = [(save.round_id, save.later) for save in due]
+            for save in due:
+                save.later = {}
+        for round_id, later in told:
+            assert round_id is not None
+            try:
+                self._decisions.measured(round_id, later)
+            except CheckpointError as error:
+                log.warning("what the save of round %d cost is not all recorded: %s", round_id, error.detail)
+
+    def _of(self, key: RoundKey, world: int) -> _Save:
+        save = self._saves.setdefault(key, _Save(world))
+        while len(self._saves) > KEPT_MAX:
+            self._saves.popitem(last=False)
+        return save

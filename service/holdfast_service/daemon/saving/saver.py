@@ -1,0 +1,437 @@
+"""The saver: collects the sealed slots of a world, has the complete ones written and committed, and tells their ranks.
+
+A round is one attempt to save one step. It begins with the first rank's lease, is complete when every rank of the world has
+sealed, and ends committed or aborted. Nothing of an incomplete round ever reaches storage.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from holdfast_formats import naming
+from holdfast_formats.errors import (
+    ArenaFull,
+    CheckpointError,
+    GenerationDropped,
+    RoundAborted,
+    StaleAttempt,
+)
+from holdfast_formats.lineage import NO_INTENT, Intent
+from holdfast_formats.manifest import Manifest
+from holdfast_formats.observed import Life
+from holdfast_formats.wire import Outcome, Policy
+from holdfast_service.daemon.arena.held_slots import Holds
+from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find_sealed
+from holdfast_service.daemon.checking.checker import Checker, Checks
+from holdfast_service.daemon.ports import Decisions
+from holdfast_service.daemon.saving.connected_ranks import Attendance
+from holdfast_service.daemon.saving.restore_agreement import Restores
+from holdfast_service.daemon.saving.rounds import GivenUp, Lease, Participant, Round, RoundKey
+from holdfast_service.daemon.saving.save_costs import History, Measured
+from holdfast_service.daemon.saving.slot_policy import gives_way
+from holdfast_service.daemon.saving.write_queue import Backlog
+from holdfast_service.logs import about
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+_EVERY_RANK = "every rank saves the same steps, and closes its Checkpointer after the last of them"
+_NONE: Mapping[int, CheckpointError] = MappingProxyType({})
+
+ARRIVAL_S = 0.5  # from a rank's first word to its question what to restore
+CLOSE_S = 5.0  # how long the catalog is waited for, so that what was saved last is checked as well
+GIVE_WAY_MAX_S, GIVE_WAY_POLL_S = 0.5, 0.005  # for each piece that is read: a rank that hangs holds a check up, no more
+
+
+class Saver:
+    """Owner of all rounds of this node. Methods are called by the ranks' conversations, from any thread."""
+
+    def __init__(self, tier: Tier, decisions: Decisions, node: str, checker: Checker | None = None) -> None:
+        self._decisions = decisions
+        self._lock = threading.Condition()
+        self._attendance = Attendance()
+        self._entering: dict[str, threading.Lock] = {}
+        self._came = -ARRIVAL_S  # when the last rank said its first word
+        self._open: dict[RoundKey, Round] = {}
+        self._given_up = GivenUp()
+        self._pending: dict[RoundKey, Round] = {}  # complete, being saved
+        self.history = History(decisions)
+        checker = checker or Checker(tier, decisions)
+        self.checks = Checks(checker, self.history.verified, (self._give_way, decisions.recorded))
+        self.restores = Restores(checker.suspect, decisions.findings)
+        self.holds = Holds(decisions.committed)
+        self._backlog = Backlog((tier, decisions, node, self.holds), self._lock, self._saved, self.history)
+
+    @property
+    def busy(self) -> bool:
+        with self._lock:
+            return bool(self._open or self._pending or self.checks.left or self.holds.awaiting)
+
+    @property
+    def writing(self) -> bool:
+        """Whether a save is on its way to storage."""
+        with self._lock:
+            return bool(self._pending)
+
+    @property
+    def working(self) -> bool:
+        """Whether a save is under way, or a checkpoint is still to be read back."""
+        with self._lock:
+            return bool(self._open or self._pending or self.checks.left)
+
+    def _give_way(self, size: int) -> None:
+        """Reading back pauses while a rank stages, restores or has just come: these need memory's bandwidth, or the disk for
+        the catalog, and training waits for them.
+        """
+        limit = time.monotonic() + GIVE_WAY_MAX_S
+        while (self._staging or self._arriving or self.restores.under_way) and time.monotonic() < limit:
+            time.sleep(GIVE_WAY_POLL_S)
+
+    def entering(self, run: str) -> threading.Lock:
+        """Held while it is looked whether a rank may join a run, and until it has."""
+        with self._lock:
+            return self._entering.setdefault(run, threading.Lock())
+
+    def expect(self) -> None:
+        """A rank is about to join."""
+        self._came = time.monotonic()
+
+    @property
+    def _arriving(self) -> bool:
+        return time.monotonic() < self._came + ARRIVAL_S
+
+    @property
+    def _staging(self) -> bool:
+        with self._lock:
+            return any(current.leases for current in self._open.values())
+
+    @property
+    def runs(self) -> set[str]:
+        """The runs of which ranks are connected."""
+        with self._lock:
+            return self._attendance.runs
+
+    def lives(self) -> dict[str, tuple[int, Life]]:
+        """What is known of the ranks that came to this daemon, by run: their newest attempt, and what became of it."""
+        with self._lock:
+            return self._attendance.lives()
+
+    def join(self, who: Participant) -> None:
+        """A rank has said hello. Incomplete rounds of older attempts of its run end (I6); what all had sealed is saved."""
+        with self._lock:
+            self._attendance.join(who)
+            self.restores.join(who)
+            for current in [r for k, r in self._open.items() if k.run == who.run and k.attempt < who.attempt]:
+                self._abort(current, StaleAttempt(f"attempt {who.attempt} of {who.run} has begun"))
+
+    def vacate(self, run: str) -> bool:
+        """Forget whose ranks were here; False where some are, or something is being saved."""
+        with self._lock:
+            if run in self._attendance.runs or any(key.run == run for key in (*self._open, *self._pending)):
+                return False
+            self._attendance.forget(run)
+            return True
+
+    def present(self, run: str) -> list[Participant]:
+        """The ranks of a run that are connected now, of whatever attempt."""
+        with self._lock:
+            return self._attendance.of(run)
+
+    def belongs(self, run: str, process: str) -> bool:
+        """Whether a process is, or was, a rank of a job whose ranks are connected now."""
+        with self._lock:
+            return self._attendance.belongs(run, process)
+
+    def lease(
+        self,
+        who: Participant,
+        segment: Segment,
+        step: int,
+        wait_s: float,
+        policy: Policy = "wait",
+        intent: Intent = NO_INTENT,
+    ) -> int:
+        """A slot of `segment` for this rank's part of `step`. Refuses by name a step that may not be saved by this rank.
+
+        Where no slot is free, the policy decides for all ranks of the world: an older round ends for this one, or this one
+        does, as `GenerationDropped`; or a slot is awaited, for `wait_s` seconds, then `ArenaFull`.
+        """
+        key = RoundKey(who.run, step, who.attempt)
+        self.restores.moved_on(who)
+        with self._lock:
+            self._given_up.refuse(key, who.rank)
+        round_id = self._decisions.begin(*key, who.world, intent)
+        slot = -1
+        try:
+            if policy == "wait":
+                slot = segment.lease(step, who.attempt, wait_s, who.is_gone)
+            with self._lock:
+                self._given_up.refuse(key, who.rank)
+                begun = self._open.get(key) or self._pending.get(key)
+                if begun is None:
+                    round_id = self._decisions.begin(*key, who.world, intent)  # it may have ended, or been fenced off, since
+                    self.history.begun(key)
+                current = begun or Round(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S)
+                current.refuse(who)
+                if slot < 0:  # what cannot become complete takes no other's place
+                    lost = self._without_a_part(current)
+                    slot = self._make_room(current, who, segment, "oldest-durable" if lost else policy)
+                self._open[key] = current
+                current.participants[who.rank] = who
+                current.leases[who.rank] = Lease(segment, slot, time.monotonic() + LEASE_DEADLINE_S)
+                self._end_if_never_complete(current)
+        except CheckpointError as error:
+            if slot >= 0:
+                segment.release(slot)
+            with self._lock:
+                if key not in self._open and key not in self._pending:
+                    self._record_end(key, round_id, error, staging=None)
+            raise
+        return slot
+
+    def seal(self, who: Participant, slot: int, step: int, table_digest: str, turn: int = 0) -> None:
+        """Take over a slot that its rank declares complete; the last one of the world sets the round going."""
+        key = RoundKey(who.run, step, who.attempt)
+        with self._lock:
+            current = self._open.get(key)
+            if _has_taken(current or self._pending.get(key), who, slot):
+                return  # the answer to its first seal was lost with a connection
+            lease = current.leases.get(who.rank) if current else None
+            if current is None or lease is None or lease.slot != slot:
+                self._given_up.refuse(key, who.rank)
+                if current is None and self._decisions.committed(who.run, step) == (who.attempt, turn):
+                    return
+                raise self._given_up.why(key, f"rank {who.rank} holds no lease on slot {slot} for step {step}")
+            try:
+                sealed = lease.segment.take_sealed(slot, step, table_digest)
+                check_identity(sealed, who.owner, step)
+            except CheckpointError as error:
+                self._abort(current, error)
+                raise
+            del current.leases[who.rank]
+            count = self._take(current, who.rank, sealed)
+        self._decisions.sealed(current.id, count)
+
+    def adopt(self, who: Participant, step: int, round_id: int, held: tuple[Segment, int, SealedSlot | None]) -> None:
+        """A slot that an earlier daemon had leased to `who`, and that may be sealed, is this saver's from now on."""
+        key = RoundKey(who.run, step, who.attempt)
+        segment, slot, sealed = held
+        with self._lock:
+            current = self._open.setdefault(key, Round(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S))
+            current.began = None
+            current.participants[who.rank] = who
+            if sealed is None:
+                current.leases[who.rank] = Lease(segment, slot, current.deadline)
+                return
+            count = self._take(current, who.rank, sealed)
+        self._decisions.sealed(round_id, count)
+
+    def take_over(
+        self, who: Participant, awaited: Mapping[int, int], refused: Mapping[int, CheckpointError] = _NONE
+    ) -> None:
+        """A rank is back on a new connection: it is told of the steps it awaits, which come with the turns of their saves.
+
+        Its leases for others are free again. `refused` says why steps that it brought along may not be saved.
+        """
+        unknown = set(awaited)
+        with self._lock:
+            for current in [*self._open.values(), *self._pending.values()]:
+                step = current.key.step
+                if (current.key.run, current.key.attempt) != (who.run, who.attempt):
+                    continue
+                if who.rank not in current.participants:
+                    if step in unknown:
+                        self._abort(current, RoundAborted(f"rank {who.rank} has lost its part of step {step}"))
+                    continue
+                if who.rank in current.leases and step not in unknown:  # granted, but the rank never heard of it
+                    lease = current.leases.pop(who.rank)
+                    del current.participants[who.rank]
+                    lease.segment.release(lease.slot)
+                    continue
+                current.participants[who.rank] = who
+                unknown.discard(step)
+        for step in sorted(unknown):
+            committed = self._decisions.committed(who.run, step) == (who.attempt, awaited[step])
+            key = RoundKey(who.run, step, who.attempt)
+            lost = self._given_up.why(
+                key, f"step {step} was not sealed by rank {who.rank} when the daemon ended, or was given up"
+            )
+            who.notify(_outcome(key, None if committed else refused.get(step, lost)))
+
+    def give_up(self, who: Participant, step: int, error: CheckpointError) -> None:
+        """A rank cannot complete its part: the round ends, for every rank; also for those that come with theirs later."""
+        key = RoundKey(who.run, step, who.attempt)
+        with self._lock:
+            current = self._open.get(key)
+            if current is not None:
+                self._abort(current, error)
+            elif key not in self._pending and self._decisions.committed(who.run, step) is None:
+                self._given_up.know(key, who.rank, error)
+
+    def refuse_given_up(self, who: Participant, step: int) -> None:
+        """Raise what ended this step for the other ranks, if it was given up and this one has not heard of it."""
+        with self._lock:
+            self._given_up.refuse(RoundKey(who.run, step, who.attempt), who.rank)
+
+    def gone(self, who: Participant) -> None:
+        """A rank's process is gone. Rounds it had not sealed end; with the last rank, all incomplete ones do."""
+        with self._lock:
+            present = self._attendance.leave(who)
+            if not any(other.rank == who.rank for other in present):
+                self.restores.gone(who)
+            if not present:
+                self._decisions.parted(who.run, who.attempt)
+            for current in [r for k, r in self._open.items() if (k.run, k.attempt) == (who.run, who.attempt)]:
+                back = any(other.rank == who.rank for other in present)
+                if current.participants.get(who.rank) is who and who.rank not in current.sealed:
+                    self._take_left_behind(current, who)
+                elif back:
+                    continue
+                if not current.complete and (not present or who.rank not in current.sealed):
+                    self._abort(
+                        current, RoundAborted(f"rank {who.rank} was gone before step {current.key.step} was complete")
+                    )
+
+    def renew(self, who: Participant, step: int) -> None:
+        """The rank is still bringing its part, over a slow link: its lease and its round last anew."""
+        deadline = time.monotonic() + LEASE_DEADLINE_S
+        with self._lock:
+            current = self._open.get(RoundKey(who.run, step, who.attempt))
+            if current is not None and who.rank in current.leases:
+                current.leases[who.rank] = current.leases[who.rank]._replace(deadline=deadline)
+                current.deadline = deadline
+
+    def expire(self) -> None:
+        """End the rounds and the holds whose deadline has passed."""
+        now = time.monotonic()
+        self.holds.expire(now)
+        self.history.flush()
+        with self._lock:
+            for current in list(self._open.values()):
+                if self._end_if_never_complete(current):
+                    continue
+                late = sorted(rank for rank, lease in current.leases.items() if lease.deadline < now)
+                if late or current.deadline < now:
+                    missing = late or sorted(set(range(current.world)) - set(current.sealed))
+                    self._abort(
+                        current,
+                        RoundAborted(f"ranks {missing} did not seal step {current.key.step} in {LEASE_DEADLINE_S:.0f} s"),
+                    )
+
+    def settle(self, run: str, wait_s: float) -> bool:
+        """Wait until every complete round of `run` has ended, so that "the newest checkpoint" is what was really saved."""
+        with self._lock:
+            return self._lock.wait_for(lambda: all(key.run != run for key in self._pending), wait_s)
+
+    def close(self) -> None:
+        """Save and verify what is complete, end what is not, stop."""
+        with self._lock:
+            for current in list(self._open.values()):
+                self._abort(current, RoundAborted("the daemon is shutting down"))
+        self.restores.close()
+        self._backlog.close()
+        self._decisions.recorded(CLOSE_S)
+        self.checks.close()
+        self.history.disk.close()
+        self.history.flush(everything=True)
+        self.holds.close()
+
+    def _take(self, current: Round, rank: int, sealed: SealedSlot) -> int:
+        """How many ranks have sealed, now that this one has; the last one sets the round going."""
+        current.sealed[rank] = sealed
+        if current.complete:
+            current.completed = time.monotonic()
+            self._pending[current.key] = self._open.pop(current.key)
+            self._backlog.add(current)
+        return len(current.sealed)
+
+    def _take_left_behind(self, current: Round, who: Participant) -> None:
+        """A rank is gone that may have sealed its slot without living to say so."""
+        lease = current.leases.get(who.rank)
+        sealed = find_sealed(lease.segment, lease.slot) if lease else None
+        if sealed is not None and sealed.table.step == current.key.step:
+            del current.leases[who.rank]
+            self._take(current, who.rank, sealed)
+
+    def _end_if_never_complete(self, current: Round) -> bool:
+        """End a round, for those who take part, that ranks are missing in which will not come any more."""
+        gone = self._without_a_part(current)
+        if gone:
+            which = f"rank {min(gone)} has" if len(gone) == 1 else f"ranks {', '.join(map(str, sorted(gone)))} have"
+            self._abort(current, RoundAborted(f"{which} ended without saving step {current.key.step}", hint=_EVERY_RANK))
+        return bool(gone)
+
+    def _without_a_part(self, current: Round) -> set[int]:
+        """The ranks that are gone and did not bring their part: with one of them, the round is never complete."""
+        return self._attendance.gone(current.key.run, current.key.attempt) - set(current.sealed)
+
+    def _make_room(self, new: Round, who: Participant, segment: Segment, policy: Policy) -> int:
+        """A slot, by dropping older rounds until there is one; or the new round is dropped, and its error raised."""
+        while True:
+            try:
+                return segment.lease(new.key.step, who.attempt, 0.0)
+            except ArenaFull:
+                complete = [r for r in self._backlog.waiting() if r.holds(segment)]
+                incomplete = [r for r in self._open.values() if r is not new and r.holds(segment)]
+            older = gives_way(policy, complete, incomplete)
+            if older is None:
+                error = GenerationDropped.of(new.key.step, None, policy)
+                self._abort(new, error, {who.rank})
+                raise error
+            self._abort(older, GenerationDropped.of(older.key.step, new.key.step, policy))
+
+    def _abort(self, current: Round, error: CheckpointError, knowing: Collection[int] = ()) -> None:
+        """End a round that is not being written."""
+        if self._open.get(current.key) is current:
+            del self._open[current.key]
+        elif current.complete:
+            self._backlog.withdraw(current)
+        current.release()
+        self._given_up.add(current.key, {*current.participants, *knowing}, error)
+        self._end_unsaved(current, error, staging=None)
+
+    def _end_unsaved(self, current: Round, error: CheckpointError, staging: str | None) -> None:
+        how = "dropped" if isinstance(error, GenerationDropped) else "aborted"
+        log.warning("%s@%s attempt %s %s: %s", *current.key, how, error.detail, extra=about(error=error))
+        self._record_end(current.key, current.id, error, staging, self.history.ending(current))
+        self.history.ended(current, checked=True)
+        self._announce(current, error)
+
+    def _record_end(
+        self, key: RoundKey, round_id: int, error: CheckpointError, staging: str | None, measured: Measured | None = None
+    ) -> None:
+        try:
+            self._decisions.abort(round_id, error, staging, measured)
+        except CheckpointError as failure:  # the ranks must hear of it though the catalog cannot
+            log.error("the end of %s@%s attempt %s is not recorded: %s", *key, failure.detail)
+
+    def _announce(self, current: Round, error: CheckpointError | None) -> None:
+        with self._lock:  # who comes back after this asks for what is committed
+            if self._pending.get(current.key) is current:
+                del self._pending[current.key]
+                self._lock.notify_all()
+            participants = list(current.participants.values())
+        for participant in participants:
+            participant.notify(_outcome(current.key, error))
+
+    def _saved(self, current: Round, result: Manifest | CheckpointError) -> None:
+        if isinstance(result, CheckpointError):
+            self._end_unsaved(current, result, naming.staging_path(*current.key))
+            return
+        self.checks.add(result)
+        self._announce(current, None)
+
+
+def _has_taken(current: Round | None, who: Participant, slot: int) -> bool:
+    sealed = current.sealed.get(who.rank) if current else None
+    return sealed is not None and sealed.slot == slot
+
+
+def _outcome(key: RoundKey, error: CheckpointError | None) -> Outcome:
+    state: Literal["committed", "aborted"] = "committed" if error is None else "aborted"
+    return Outcome(step=key.step, attempt=key.attempt, state=state, problem=error.problem() if error else None)

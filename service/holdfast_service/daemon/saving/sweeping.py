@@ -1,0 +1,71 @@
+"""Sweeps runs to which nothing was ever saved, once their ranks are long gone. A rank that says hello meanwhile finds its
+run, or makes it anew: looking and removing are one act, and no rank of that run is let in while it lasts (`fencing`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
+
+from holdfast_formats.errors import CheckpointError
+from holdfast_service.daemon.arena.arena import Arena
+from holdfast_service.daemon.saving.saver import Saver
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 600.0
+_Declared = TypeVar("_Declared")
+
+
+class EmptyRuns(Protocol[_Declared]):
+    """What control knows of runs without a checkpoint."""
+
+    def due(self) -> Mapping[str, _Declared]: ...
+    def forget(self, run: str) -> bool: ...
+    def sweep(self, run: str, declared: _Declared) -> bool: ...
+    def restore(self, run: str) -> None: ...
+
+
+class Sweeper:
+    """A thread that looks from time to time; `look` may be called besides."""
+
+    def __init__(self, empty: EmptyRuns[_Declared], parts: tuple[Saver, Arena], look_s: float = LOOK_S) -> None:
+        self._empty = empty
+        self._saver, self._arena = parts
+        self._look_s = look_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-sweeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def look(self) -> list[str]:
+        """Sweep what is due, and say what."""
+        return [
+            run for run, declared in self._empty.due().items() if not self._closing.is_set() and self._sweep(run, declared)
+        ]
+
+    def _sweep(self, run: str, declared: Any) -> bool:
+        if run in self._saver.runs or self._arena.has(run) or not self._empty.forget(run):
+            return False
+        swept = False
+        try:
+            with self._saver.entering(run):
+                swept = not self._arena.has(run) and self._saver.vacate(run) and self._empty.sweep(run, declared)
+        finally:
+            if not swept:
+                self._empty.restore(run)
+        return swept
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._look_s):
+            try:
+                self.look()
+            except CheckpointError as error:  # the next look tries again
+                log.warning("empty runs are not swept: %s", error.detail)
+            except Exception:
+                log.exception("empty runs are not swept")

@@ -1,0 +1,110 @@
+"""Complete rounds on their way to storage: one is written and committed at a time, those behind it can be withdrawn."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import cast
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, RoundAborted
+from holdfast_formats.manifest import Manifest
+from holdfast_service.daemon.arena.held_slots import Holds
+from holdfast_service.daemon.ports import Decisions
+from holdfast_service.daemon.saving.rounds import Round
+from holdfast_service.daemon.saving.save_costs import History
+from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
+from holdfast_service.daemon.writing.writer import write
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+_END = None
+
+
+class Backlog:
+    """The thread that saves rounds in the order in which they were completed, and tells `ended` of each."""
+
+    def __init__(
+        self,
+        parts: tuple[Tier, Decisions, str, Holds],
+        lock: threading.Condition,
+        ended: Callable[[Round, Manifest | CheckpointError], None],
+        history: History,
+    ) -> None:
+        """`lock` is the saver's: what it guards and what waits here change together. `ended` is called without it."""
+        self._tier, self._decisions, self._node, self._holds = parts
+        self._lock, self._ended, self._history = lock, ended, history
+        self._waiting: deque[Round | None] = deque()
+        self._thread = threading.Thread(target=self._loop, name="holdfast-saver", daemon=True)
+        self._thread.start()
+
+    def add(self, current: Round) -> None:
+        with self._lock:
+            self._waiting.append(current)
+            self._lock.notify_all()
+
+    def waiting(self) -> list[Round]:
+        """The rounds that are not being written yet, oldest first."""
+        with self._lock:
+            return [current for current in self._waiting if current is not _END]
+
+    def withdraw(self, current: Round) -> None:
+        """Do not save this round, which waits."""
+        with self._lock:
+            self._waiting.remove(current)
+
+    def close(self) -> None:
+        """Save what waits, then stop."""
+        with self._lock:
+            self._waiting.append(_END)
+            self._lock.notify_all()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while (current := self._next()) is not _END:
+            self._ended(current, self._save(current))
+
+    def _next(self) -> Round | None:
+        with self._lock:
+            self._lock.wait_for(lambda: self._waiting)
+            return self._waiting.popleft()
+
+    def _save(self, current: Round) -> Manifest | CheckpointError:
+        """Write and commit (I3); the slots are free when this returns."""
+        try:
+            return self._write_and_commit(current)
+        except CheckpointError as error:
+            return error
+        except Exception as error:
+            log.exception("%s@%s attempt %s failed", *current.key)
+            return RoundAborted(f"unexpected {type(error).__name__} in the daemon", hint="see the daemon's log")
+        finally:
+            current.release()  # not before: until it is committed, the next daemon may need what is in the slots
+
+    def _write_and_commit(self, current: Round) -> Manifest:
+        staging = naming.staging_path(*current.key)
+        began = time.monotonic()
+        plan = self._decisions.plan([sealed.table for sealed in current.sealed.values()])
+        planned = time.monotonic()
+        self._tier.remove_tree(staging)
+        self._decisions.admit(plan)
+        timed = FsyncTimed(self._tier)
+        slots = {rank: sealed.data for rank, sealed in current.sealed.items()}
+        writing = time.monotonic()
+        with self._history.writing():
+            write(cast(Tier, timed), plan, staging, slots, self._node)
+        written = time.monotonic()
+        self._history.disk.wrote(plan.bytes, written - writing)
+        known = {"write_s": written - writing, "fsync_s": timed.seconds, "queue_s": writing - current.completed}
+        made = self._decisions.commit(current.id, plan, self._history.ending(current, **known))
+        self._history.ended(current)
+        self._holds.keep(*current.key, current.sealed)
+        phases = (planned - began, written - planned, time.monotonic() - written)
+        size = f"{made.bytes} bytes"
+        told = "%s@%s attempt %s committed: %s, planned in %.3f s, written in %.3f, published in %.3f"
+        log.info(told, *current.key, size, *phases)
+        return made

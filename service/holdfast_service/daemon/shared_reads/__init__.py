@@ -1,0 +1,1 @@
+"""One read of a file for several ranks of this machine."""

@@ -1,0 +1,1 @@
+"""From slots to durable files."""

@@ -1,0 +1,80 @@
+"""The disk's own limit, beside which a save's speed says something: a short write of its own, raised by what saves reach.
+
+It is measured only once a save as large has been committed and checked, so it never costs more than the saves do, and a
+small run none at all; again after a day; never while a save is being written; and it breaks off where one begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from holdfast_formats.errors import CheckpointError
+from holdfast_service.daemon.writing.priority import give_way
+
+log = logging.getLogger(__name__)
+
+PROBE_BYTES = 64 * 2**20
+AGAIN_S = 86_400.0
+
+Probe = Callable[[Callable[[], bool]], float | None]  # asked whether to break off; bytes a second, None where it did
+
+
+class DiskLimit:
+    """Bytes a second, None while nothing is known. Thread-safe. Without a `probe` it is what saves have reached."""
+
+    def __init__(self) -> None:
+        self.probe: Probe | None = None
+        self.bytes_per_second: float | None = None
+        self._writing = 0
+        self._measured_at: float | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def writing(self, begins: bool) -> None:
+        """A save's writing begins or ends."""
+        with self._lock:
+            self._writing += 1 if begins else -1
+
+    def wrote(self, count: int, seconds: float) -> None:
+        """A save was written in so long: what it has reached, the disk can do."""
+        if count >= PROBE_BYTES and seconds > 0:
+            with self._lock:
+                self.bytes_per_second = max(count / seconds, self.bytes_per_second or 0.0)
+
+    def checked(self, count: int) -> None:
+        """A save of so many bytes is committed and checked: if it is time to measure, that begins in the background."""
+        with self._lock:
+            fresh = self._measured_at is not None and time.monotonic() - self._measured_at < AGAIN_S
+            running = self._thread is not None and self._thread.is_alive()
+            if self.probe is None or self._closed or count < PROBE_BYTES or fresh or running:
+                return
+            self._thread = threading.Thread(target=self._measure, args=(self.probe,), name="holdfast-disk", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Break off."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _busy(self) -> bool:
+        return self._closed or self._writing > 0
+
+    def _measure(self, probe: Probe) -> None:
+        give_way()
+        try:
+            found = probe(self._busy)
+        except CheckpointError as error:
+            log.info("the disk's speed cannot be measured: %s", error.detail)
+            found = None
+        if found is not None:
+            with self._lock:
+                self._measured_at = time.monotonic()
+                self.bytes_per_second = max(found, self.bytes_per_second or 0.0)
+            log.info("the disk takes %.0f MB/s", found / 1e6)

@@ -1,0 +1,143 @@
+"""The writer: from the slots of all local ranks to durable files and a receipt. One pass: digest, gather, write.
+
+Files are written in their own order through a few windows: while the device takes some of them, the next one is digested
+and, where it does not stand in a slot as in the file, gathered. Whole blocks go past the page cache where the tier can do
+that, so a save leaves nothing in it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+from holdfast_formats import naming
+from holdfast_formats.digest import digest
+from holdfast_formats.manifest import Extent, FileEntry
+from holdfast_formats.plan import Plan, PlannedFile, PlannedTensor, Receipt, encode_receipt
+from holdfast_service.daemon.writing.buffers import Windows
+from holdfast_service.daemon.writing.gathering import FileBytes, Slots, Window
+from holdfast_service.daemon.writing.priority import give_way
+from holdfast_service.storage import FileWriter, Tier
+
+WORKERS = 3  # two windows at the device and one being digested: more gains nothing
+CORES_A_DIGEST = 2  # threads that digest at the same time get in each other's way, and in the training's
+FILES_MAX = 2  # a file's last windows and its fsync overlap with the next file's first ones
+
+_windows = Windows(WORKERS)  # of all saves of the daemon, one after the other
+
+_writing: list[str] = []  # what is being written now; changed by single operations alone
+
+_Extents = list[tuple[PlannedTensor, Extent]]
+
+
+class _Sink(NamedTuple):
+    """A new file, and how many threads may digest at the same time."""
+
+    writer: FileWriter
+    digesting: threading.Semaphore
+
+
+class _Running(NamedTuple):
+    """A file that is being written."""
+
+    file: PlannedFile
+    writer: FileWriter
+    jobs: Sequence[Future[_Extents]]
+
+
+def under_way() -> bool:
+    """Whether a save is being written now, so that what can do without the disk leaves it alone."""
+    return bool(_writing)
+
+
+def write(tier: Tier, plan: Plan, staging: str, slots: Slots, node: str) -> Receipt:
+    """Write all files and assets of `plan` under `staging`, fsync them, then the receipt (I3), and return it.
+
+    Raises `StorageFailed` or `NoSpace`; what was written by then is garbage for the caller to remove. A failed fsync is
+    never tried again (I9).
+    """
+    _writing.append(staging)
+    try:
+        return _write(tier, plan, staging, slots, node)
+    finally:
+        _writing.remove(staging)
+
+
+def _write(tier: Tier, plan: Plan, staging: str, slots: Slots, node: str) -> Receipt:
+    files: list[FileEntry] = []
+    for asset in plan.assets:
+        blob = asset.blob
+        data = bytes(slots[asset.rank][blob.slot_offset : blob.slot_offset + blob.length])
+        tier.put(f"{staging}/{blob.name}", data)
+        files.append(FileEntry(blob.name, len(data), 0, digest(data)))
+    extents: dict[str, dict[str, list[Extent]]] = {}
+    for file, written in _write_files(tier, plan, staging, slots):
+        header = file.layout.header
+        files.append(FileEntry(file.layout.name, file.layout.bytes, len(header), digest(header)))
+        for tensor, extent in written:
+            extents.setdefault(tensor.spec.group, {}).setdefault(tensor.spec.name, []).append(extent)
+    proven = {group: {name: tuple(listed) for name, listed in names.items()} for group, names in extents.items()}
+    receipt = Receipt(node, plan.run, plan.step, plan.attempt, tuple(files), proven)
+    tier.put(f"{staging}/{naming.RECEIPTS}/{node}.json", encode_receipt(receipt))
+    return receipt
+
+
+def _write_files(tier: Tier, plan: Plan, staging: str, slots: Slots) -> list[tuple[PlannedFile, _Extents]]:
+    extent_bytes = plan.extent_bytes
+    running: deque[_Running] = deque()
+    written: list[tuple[PlannedFile, _Extents]] = []
+    digesting = threading.BoundedSemaphore(max(len(os.sched_getaffinity(0)) // CORES_A_DIGEST, 1))
+    with ThreadPoolExecutor(WORKERS, "holdfast-write", initializer=give_way) as pool:
+        try:
+            for file in plan.files:
+                content = FileBytes(file, slots, extent_bytes)
+                created = tier.create(f"{staging}/{file.layout.name}", file.layout.bytes)
+                running.append(_start(_Sink(created, digesting), file, content, pool))
+                if len(running) == FILES_MAX:
+                    written.append(_settle(running))
+            while running:
+                written.append(_settle(running))
+        finally:
+            _abandon(running)
+    return written
+
+
+def _start(sink: _Sink, file: PlannedFile, content: FileBytes, pool: ThreadPoolExecutor) -> _Running:
+    alignment = sink.writer.alignment
+    jobs = [pool.submit(_write_window, sink, content, window, alignment) for window in content.windows()]
+    return _Running(file, sink.writer, jobs)
+
+
+def _write_window(sink: _Sink, content: FileBytes, window: Window, alignment: int) -> _Extents:
+    writer = sink.writer
+    with _windows.taken() as buffer:
+        with sink.digesting:
+            gathered = content.gather(window, alignment, buffer)
+        if gathered.blocks:
+            writer.write(gathered.start, gathered.blocks)
+        if gathered.tail.nbytes:
+            writer.write(gathered.start + sum(block.nbytes for block in gathered.blocks), [gathered.tail])
+        return gathered.extents
+
+
+def _settle(running: deque[_Running]) -> tuple[PlannedFile, _Extents]:
+    """Wait for the oldest file and make it durable."""
+    file, writer, jobs = running[0]
+    extents = [pair for job in jobs for pair in job.result()]
+    writer.finish()
+    running.popleft()
+    return file, extents
+
+
+def _abandon(running: deque[_Running]) -> None:
+    """After a failure: no window is written any more when its error is raised."""
+    for _, _, jobs in running:
+        for job in jobs:
+            job.cancel()
+    for _, writer, jobs in running:
+        wait(jobs)
+        writer.discard()
