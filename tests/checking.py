@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast_formats import naming, rest
 from holdfast_formats.errors import Damaged
-from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.storage import PosixTier

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_service.control.database import Database
-from holdfast_service.control.schema import Table
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import Table
 from tests.daemons import free_port
 
 KINDS = ("sqlite", "postgresql")

@@ -12,12 +12,12 @@ import pytest
 
 from holdfast_service import tracing, watching
 from holdfast_service.config import otel_environment
-from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.database.schema import JobRow
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.control.history import History
-from holdfast_service.control.rotation import seconds_of
-from holdfast_service.control.schema import JobRow
-from holdfast_service.control.spans import JobSpans
+from holdfast_service.control.insight.round_history import History
+from holdfast_service.control.insight.spans import JobSpans
+from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.storage import PosixTier
 from holdfast_service.watching import Watcher
 from tests.checkpoints import build_root

@@ -26,8 +26,8 @@ from holdfast_formats.errors import (
 from holdfast_formats.lineage import Rewind
 from holdfast_formats.operations import Job, JobRequest
 from holdfast_formats.retention import RetentionPolicy
-from holdfast_service.control import roots
-from holdfast_service.control.run_files import RunFile, write_run_file
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import PosixTier
 from holdfast_service.transfers import Quiet, Transfers, open_source

@@ -19,11 +19,12 @@ from holdfast_formats import naming, rest
 from holdfast_formats.errors import CatalogUnavailable, NoSpace
 from holdfast_service import __version__
 from holdfast_service.config import Config, fd_store
-from holdfast_service.control import ownership, salvage
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.database import Database, Trouble
+from holdfast_service.control.catalog import salvage
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import ownership
+from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.decisions import Decisions, utc_now
-from holdfast_service.control.job_runner import JobRunner
+from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.daemon import scrub as scrubbing
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget

@@ -12,8 +12,8 @@ from typing import Any
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InvalidRequest, exit_status
-from holdfast_service.control import roots
-from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixTier, Tier, lock_root

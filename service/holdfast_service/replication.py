@@ -14,8 +14,8 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, StorageFailed
 from holdfast_formats.operations import ReplicaLag
 from holdfast_service.config import Config, check_apart
+from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.control.replicas import RepairBook, ReplicaBook
 from holdfast_service.daemon.copying.repair import Lend, Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.storage import PosixTier, RootLock, Tier, lock_root

@@ -12,7 +12,8 @@ from pathlib import Path
 from holdfast_formats.consistency import CatalogAdoption
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed, exit_status
 from holdfast_service import config
-from holdfast_service.control import consistency, ownership, salvage
+from holdfast_service.control.catalog import salvage
+from holdfast_service.control.checkpoints import consistency, ownership
 from holdfast_service.control.decisions import utc_now
 from holdfast_service.storage import PosixTier, lock_root
 from holdfast_service.storage.identity import known, settle

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError
 from holdfast_service import __version__, tracing
 from holdfast_service.config import Config, notify_socket, otel_environment
-from holdfast_service.control.database import Database
-from holdfast_service.control.history import History
-from holdfast_service.control.spans import JobSpans, SaveSpans
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.insight.round_history import History
+from holdfast_service.control.insight.spans import JobSpans, SaveSpans
 
 log = logging.getLogger(__name__)
 

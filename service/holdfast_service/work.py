@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from holdfast_formats import comparing, naming
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.operations import Job, JobRequest
-from holdfast_service.control import consistency, roots
-from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import consistency, roots
 from holdfast_service.control.decisions import Decisions, utc_now
-from holdfast_service.control.job_runner import JobRunner, Progress
-from holdfast_service.control.jobs import Jobs
+from holdfast_service.control.jobs.catalog import Jobs
+from holdfast_service.control.jobs.runner import JobRunner, Progress
 from holdfast_service.daemon.checking import comparing as bytewise
 from holdfast_service.daemon.checking.comparing import Side
 from holdfast_service.daemon.scrub import CheckJobs

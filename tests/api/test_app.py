@@ -18,7 +18,7 @@ import holdfast_service
 from holdfast_formats import errors, naming
 from holdfast_service.api.app import ROOMS
 from holdfast_service.api.contents import encode_cursor
-from holdfast_service.control import run_files
+from holdfast_service.control.checkpoints import run_files
 from tests.checkpoints import build_root
 from tests.serving import Served, served
 

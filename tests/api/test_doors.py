@@ -15,7 +15,7 @@ import pytest
 from holdfast_formats.errors import StorageFailed
 from holdfast_formats.operations import Scope
 from holdfast_service.api.doors import Policy
-from holdfast_service.control.schema import JobRow
+from holdfast_service.control.database.schema import JobRow
 from tests.api.guarded import CHECKPOINT, Guarded, code, guarded
 from tests.attack.sockets import ask
 from tests.checkpoints import build_root

@@ -21,7 +21,7 @@ from holdfast_formats.operations import EVENTS, Event, Gap
 from holdfast_service.api import events as module
 from holdfast_service.api import listening
 from holdfast_service.api.doors import Policy
-from holdfast_service.control import events as ring
+from holdfast_service.control.catalog import events as ring
 from tests.api.guarded import guarded
 from tests.checkpoints import build_root
 from tests.proxies import Proxy

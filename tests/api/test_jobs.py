@@ -12,7 +12,7 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.operations import Job
-from holdfast_service.control.job_runner import Progress
+from holdfast_service.control.jobs.runner import Progress
 from tests.checkpoints import build_root
 from tests.serving import Served, served
 

@@ -15,7 +15,7 @@ from holdfast import Api
 from holdfast.rest.filters import Filter, since
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
-from holdfast_service.control.schema import CheckpointRow
+from holdfast_service.control.database.schema import CheckpointRow
 from tests.checkpoints import build_root
 from tests.serving import Served, served
 

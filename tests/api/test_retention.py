@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import update
 
 from holdfast_formats import naming
-from holdfast_service.control import roots
-from holdfast_service.control.readers import LINGER_S
-from holdfast_service.control.schema import CheckpointRow
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.readers import LINGER_S
+from holdfast_service.control.database.schema import CheckpointRow
 from tests.checkpoints import build, build_root
 from tests.serving import Served, served
 

@@ -14,8 +14,8 @@ from holdfast_formats import naming, rest
 from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchCheckpoint, NoSuchResource, NoSuchRun
 from holdfast_formats.statistics import collect, encode
 from holdfast_service.api.app import Services
+from holdfast_service.control.database.schema import StatisticsRow
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.control.schema import StatisticsRow
 from holdfast_service.daemon.checking.health import Examination
 from holdfast_service.daemon.checking.verifier import verify
 from tests.checkpoints import build

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import manifest, naming, rest
 from holdfast_service import collecting
-from holdfast_service.control import roots, salvage
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.database import Database
-from holdfast_service.control.events import Events
-from holdfast_service.control.listing import Within
+from holdfast_service.control.catalog import salvage
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.catalog.listing import Within
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.database.database import Database
 from holdfast_service.storage import PosixTier
 from tests.benchmarks import catalog_service
 from tests.benchmarks.catalog_rows import Size, at, fill, name
@@ -126,7 +127,7 @@ def queries(catalog: Catalog, events: Events, size: Size) -> dict[str, Callable[
 
 def cursor_of(catalog: Catalog, size: Size) -> str | None:
     """The cursor behind the first nine tenths of the runs."""
-    from holdfast_service.control.pages import page
+    from holdfast_service.control.catalog.pages import page
 
     return page("run", [name(size.runs * 9 // 10)] * 2, 1, str).next
 

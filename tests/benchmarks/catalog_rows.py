@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import insert
 
-from holdfast_service.control.database import Database
-from holdfast_service.control.schema import CheckpointRow, EventRow, RoundRow, RunRow
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import CheckpointRow, EventRow, RoundRow, RunRow
 
 START = datetime(2030, 1, 1, tzinfo=timezone.utc)
 

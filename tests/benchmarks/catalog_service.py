@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from holdfast_formats import naming
-from holdfast_service.control.database import Database
+from holdfast_service.control.database.database import Database
 from tests.benchmarks.catalog_rows import Size, at, fill, name
 from tests.daemons import RunningDaemon, wait_until
 

@@ -21,8 +21,8 @@ from playwright.sync_api import Browser
 from sqlalchemy import insert
 
 from holdfast_formats import naming
-from holdfast_service.control.database import Database
-from holdfast_service.control.schema import CheckpointRow, RoundRow, RunRow
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import CheckpointRow, RoundRow, RunRow
 from tests.dashboard.chromium import chromium, window
 from tests.serving import served
 

@@ -16,8 +16,8 @@ from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import DeadlineExceeded
 from holdfast_formats.operations import Job, JobRequest
-from holdfast_service.control import events
-from holdfast_service.control.job_runner import Progress
+from holdfast_service.control.catalog import events
+from holdfast_service.control.jobs.runner import Progress
 from tests.checkpoints import build_root, flip
 from tests.serving import Served, served
 

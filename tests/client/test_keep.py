@@ -17,7 +17,7 @@ from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast_formats.errors import InvalidRequest, PreconditionFailed, StorageFailed
 from holdfast_formats.retention import Best, Preview, RetentionPolicy
-from holdfast_service.control.schema import CheckpointRow
+from holdfast_service.control.database.schema import CheckpointRow
 from tests.checkpoints import build_root
 from tests.serving import Served, served
 

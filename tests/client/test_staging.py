@@ -16,7 +16,7 @@ from holdfast_formats import table
 from holdfast_formats.arena import PAGE_BYTES
 from holdfast_formats.packing import FILE_BYTES_MAX
 from holdfast_formats.tensors import box_bytes
-from holdfast_service.control import planner
+from holdfast_service.control.checkpoints import planner
 
 
 def trained(parameters: int = 4, odd: int = 3) -> dict:

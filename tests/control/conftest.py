@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.database import Database
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.database.database import Database
 from tests.databases import database, database_url
 
 __all__ = ["catalog", "database", "database_url"]

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, StaleAttempt
-from holdfast_service.control.attempts import Attempts, Declared
+from holdfast_service.control.catalog.attempts import Attempts, Declared
 from holdfast_service.storage import MemoryTier
 
 

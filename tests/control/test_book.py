@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_service.control import book as books
-from holdfast_service.control.book import Book
-from holdfast_service.control.database import Database
+from holdfast_service.control.catalog import book as books
+from holdfast_service.control.catalog.book import Book
+from holdfast_service.control.database.database import Database
 
 
 def test_who_tells_goes_on_first_and_who_waits_does_not_wait_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

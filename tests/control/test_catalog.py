@@ -25,11 +25,11 @@ from holdfast_formats.errors import (
     StateMismatch,
     StorageFailed,
 )
-from holdfast_service.control import migrations
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.engines import connect
-from holdfast_service.control.pages import PAGE_ITEMS_MAX
-from holdfast_service.control.schema import Table
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
+from holdfast_service.control.database import migrations
+from holdfast_service.control.database.engines import connect
+from holdfast_service.control.database.schema import Table
 from tests.control.checkpoints import a_row
 
 NOW, LATER = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:09.000Z"

@@ -10,10 +10,10 @@ from sqlalchemy import delete, update
 
 from holdfast_formats import rest
 from holdfast_formats.consistency import KINDS
-from holdfast_service.control import consistency, removal, roots
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.run_files import RunFile, write_run_file
-from holdfast_service.control.schema import CheckpointRow, JobRow, ReplicaRow, RunRow, StatisticsRow
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import consistency, removal, roots
+from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
+from holdfast_service.control.database.schema import CheckpointRow, JobRow, ReplicaRow, RunRow, StatisticsRow
 from holdfast_service.storage import MemoryTier, PosixTier, Tier
 from tests.control.checkpoints import a_manifest, put_checkpoint
 

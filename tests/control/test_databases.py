@@ -12,10 +12,10 @@ import pytest
 from sqlalchemy import text
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint, NoSuchRun, StorageFailed
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.database import Database
-from holdfast_service.control.engines import without_password
-from holdfast_service.control.events import Events
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.engines import without_password
 from tests.control.checkpoints import a_row
 from tests.databases import Postgres
 
@@ -211,7 +211,7 @@ class TestPostgres:
 
     def test_a_lock_that_nobody_lets_go_is_not_waited_for(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """A node that stopped in the middle of a transaction makes the others fail by name, not hang."""
-        monkeypatch.setattr("holdfast_service.control.engines.BUSY_TIMEOUT_S", 1)
+        monkeypatch.setattr("holdfast_service.control.database.engines.BUSY_TIMEOUT_S", 1)
         first, second = Catalog.open(url), Catalog.open(url)
         first.set_keep_last("run", 3)
         with first.database.write() as session:

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from holdfast_service.control import events as module
-from holdfast_service.control.database import Database
-from holdfast_service.control.events import Events
+from holdfast_service.control.catalog import events as module
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.database.database import Database
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from holdfast_formats import naming, rest
 from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.statistics import Part, collect
-from holdfast_service.control import selection
-from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.statistics import HISTORY_STEPS, NonFinite, StatisticsStore
+from holdfast_service.control.database.schema import StatisticsRow
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.control.health import judge
-from holdfast_service.control.schema import StatisticsRow
-from holdfast_service.control.statistics import HISTORY_STEPS, NonFinite, StatisticsStore
+from holdfast_service.control.findings import selection
+from holdfast_service.control.findings.health import judge
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build
 

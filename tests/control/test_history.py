@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.history import PENDING_MAX, SETTLED_S, History, Seen
-from holdfast_service.control.rotation import seconds_of
-from holdfast_service.control.schema import RoundRow
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.database.schema import RoundRow
+from holdfast_service.control.insight.round_history import PENDING_MAX, SETTLED_S, History, Seen
+from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.telemetry import SAVE_BOUNDS_S, Histogram
 from tests.control.checkpoints import a_row
 

@@ -12,12 +12,12 @@ import pytest
 
 from holdfast_formats.errors import CorruptExtent, InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.operations import Job, JobRequest
-from holdfast_service.control import job_runner
-from holdfast_service.control.database import Database
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.database.database import Database
 from holdfast_service.control.decisions import utc_now
-from holdfast_service.control.events import Events
-from holdfast_service.control.job_runner import Handler, JobRunner, Progress
-from holdfast_service.control.jobs import Jobs
+from holdfast_service.control.jobs import runner as job_runner
+from holdfast_service.control.jobs.catalog import Jobs
+from holdfast_service.control.jobs.runner import Handler, JobRunner, Progress
 
 VERIFY = JobRequest(kind="verify", run="a", step=1)
 PATIENCE_S = 30.0

@@ -10,9 +10,9 @@ import pytest
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchResource
 from holdfast_formats.operations import JobRequest
-from holdfast_service.control import jobs as module
-from holdfast_service.control.database import Database
-from holdfast_service.control.jobs import Jobs
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.jobs import catalog
+from holdfast_service.control.jobs.catalog import Jobs
 
 VERIFY = JobRequest(kind="verify", run="a", step=1)
 KINDS = ["verify", "export"]
@@ -138,14 +138,14 @@ def test_a_node_that_starts_puts_its_jobs_back(database: Database, jobs: Jobs, c
     jobs.submit(JobRequest(kind="export", run="a", step=1))
     other = Jobs(database, "node-2", clock)
     assert other.claim(["export"]) is not None
-    for tries in range(1, module.TRIES_MAX + 1):
+    for tries in range(1, catalog.TRIES_MAX + 1):
         claimed = jobs.claim(["verify"])
         assert claimed is not None and claimed.tries == tries
         ended = jobs.recover()
-        assert (jobs.get(job.id).state == "queued") == (tries < module.TRIES_MAX)
+        assert (jobs.get(job.id).state == "queued") == (tries < catalog.TRIES_MAX)
     assert [gone.id for gone in ended] == [job.id]
     problem = jobs.get(job.id).problem
-    assert problem is not None and problem["tries"] == module.TRIES_MAX and problem["hint"]
+    assert problem is not None and problem["tries"] == catalog.TRIES_MAX and problem["hint"]
     assert jobs.page(None, 10, kind="export").items[0].state == "running"
 
 
@@ -166,7 +166,7 @@ def test_a_lost_nodes_job_goes_to_another(database: Database, jobs: Jobs, clock:
     assert lost is not None
     assert jobs.recover_lost() == []
     assert jobs.claim(KINDS) is None
-    clock.minute = 1 + int(module.LOST_S) // 60
+    clock.minute = 1 + int(catalog.LOST_S) // 60
     assert jobs.recover_lost() == []
     again = jobs.claim(KINDS)
     assert again is not None and (again.id, again.node, again.tries) == (lost.id, "node-1", 2)
@@ -190,12 +190,12 @@ def test_a_closing_node_gives_its_job_back(jobs: Jobs) -> None:
 def test_what_is_too_much_is_refused(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long requests, long queues and numbers that are none, by name and with nothing stored."""
     with pytest.raises(LimitExceeded, match="bytes"):
-        jobs.submit(VERIFY.model_copy(update={"arguments": {"text": "x" * module.ARGUMENTS_BYTES_MAX}}))
+        jobs.submit(VERIFY.model_copy(update={"arguments": {"text": "x" * catalog.ARGUMENTS_BYTES_MAX}}))
     with pytest.raises(NoSuchResource):
         jobs.get(7)
     with pytest.raises(InvalidRequest):
         jobs.cancel(2**63)
-    monkeypatch.setattr(module, "QUEUED_MAX", 1)
+    monkeypatch.setattr(catalog, "QUEUED_MAX", 1)
     jobs.submit(VERIFY)
     with pytest.raises(LimitExceeded, match="waiting"):
         jobs.submit(VERIFY.model_copy(update={"step": 2}))
@@ -205,8 +205,8 @@ def test_what_is_too_much_is_refused(jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 
 def test_old_jobs_are_forgotten(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that have ended, beyond so many; what waits is never forgotten."""
-    monkeypatch.setattr(module, "KEPT_MAX", 3)
-    monkeypatch.setattr(module, "TRIM_EVERY", 5)
+    monkeypatch.setattr(catalog, "KEPT_MAX", 3)
+    monkeypatch.setattr(catalog, "TRIM_EVERY", 5)
     jobs.submit(JobRequest(kind="export", run="a", step=1))
     for step in range(9):
         jobs.submit(VERIFY.model_copy(update={"step": step}))

@@ -14,10 +14,10 @@ from sqlalchemy import update
 
 from holdfast_formats import rest
 from holdfast_formats.errors import InvalidRequest
-from holdfast_service.control import listing
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.listing import ROUND_STATES, Within
-from holdfast_service.control.schema import CheckpointRow
+from holdfast_service.control.catalog import listing
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.listing import ROUND_STATES, Within
+from holdfast_service.control.database.schema import CheckpointRow
 from tests.control.checkpoints import a_row
 
 START = datetime(2030, 1, 1, tzinfo=timezone.utc)

@@ -12,7 +12,7 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, tiles, whole
 from holdfast_formats.table import Blob, SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
-from holdfast_service.control import planner
+from holdfast_service.control.checkpoints import planner
 
 
 def table(rank: int, world: int, fragments: tuple[Fragment, ...], **more: object) -> SlotTable:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from holdfast_formats.retention import Best, RetentionPolicy
-from holdfast_service.control.retention import Candidate, decide
+from holdfast_service.control.retention.policy import Candidate, decide
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S

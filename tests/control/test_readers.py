@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast_formats.errors import NoSuchCheckpoint
-from holdfast_service.control.readers import OPENED, READ_MAX_S, Readers
+from holdfast_service.control.checkpoints.readers import OPENED, READ_MAX_S, Readers
 
 
 class Clock:

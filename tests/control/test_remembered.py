@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from holdfast_formats.errors import StorageFailed
-from holdfast_service.control.remembered import Remembered
+from holdfast_service.control.insight.cached_value import Remembered
 
 
 def test_made_once_while_it_is_fresh() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.errors import NoSuchCheckpoint, StorageFailed
-from holdfast_service.control.removal import remove_checkpoint, strangers, sweep
+from holdfast_service.control.checkpoints.removal import remove_checkpoint, strangers, sweep
 from holdfast_service.storage import MemoryTier, PosixTier, Tier
 from tests.control.checkpoints import a_manifest, put_checkpoint
 

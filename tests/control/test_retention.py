@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast_formats.lineage import ROOT
 from holdfast_formats.retention import Best, RetentionPolicy
-from holdfast_service.control.retention import Candidate, Decision, decide, foresee, span
+from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, span
 
 NOW = 1_000_000.0
 HOLDS = ("it is pinned", "it has the label best", "it is being read")

@@ -13,9 +13,9 @@ from holdfast_formats.errors import (
     StorageFailed,
 )
 from holdfast_formats.manifest import COMMIT_BYTES_MAX
-from holdfast_service.control import roots
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.run_files import RunFile, read_run_file, write_run_file
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file, write_run_file
 from holdfast_service.storage import MemoryTier
 from tests.control.checkpoints import a_manifest, a_row, put_checkpoint
 

@@ -22,13 +22,13 @@ from holdfast_formats.errors import (
     StorageFailed,
 )
 from holdfast_formats.retention import Best, RetentionPolicy
-from holdfast_service.control import run_files
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.database import Database
-from holdfast_service.control.readers import Readers
-from holdfast_service.control.retention import Candidate
-from holdfast_service.control.rotation import Rotation, seconds_of
-from holdfast_service.control.run_files import RunFiles
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import run_files
+from holdfast_service.control.checkpoints.readers import Readers
+from holdfast_service.control.checkpoints.run_files import RunFiles
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.retention.policy import Candidate
+from holdfast_service.control.retention.rotation import Rotation, seconds_of
 from holdfast_service.storage import MemoryTier, Tier
 from tests.control.checkpoints import a_manifest, a_row, put_checkpoint
 from tests.daemons import wait_until

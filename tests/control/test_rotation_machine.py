@@ -11,12 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from holdfast_formats import naming
 from holdfast_formats.errors import Conflict, NoSuchCheckpoint
 from holdfast_formats.retention import Best, RetentionPolicy
-from holdfast_service.control import run_files
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.readers import Readers
-from holdfast_service.control.retention import Candidate
-from holdfast_service.control.rotation import Rotation
-from holdfast_service.control.run_files import RunFiles
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import run_files
+from holdfast_service.control.checkpoints.readers import Readers
+from holdfast_service.control.checkpoints.run_files import RunFiles
+from holdfast_service.control.retention.policy import Candidate
+from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.storage import MemoryTier
 from tests.control.checkpoints import a_manifest, a_row, put_checkpoint
 

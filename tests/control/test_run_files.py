@@ -8,8 +8,8 @@ import pytest
 
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, PreconditionFailed
 from holdfast_formats.retention import STEPS_MAX, Best, RetentionPolicy
-from holdfast_service.control import run_files
-from holdfast_service.control.run_files import RunFile, RunFiles, read_run_file, write_run_file
+from holdfast_service.control.checkpoints import run_files
+from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles, read_run_file, write_run_file
 from holdfast_service.storage import MemoryTier
 
 POLICY = RetentionPolicy(last=2, every_seconds=3600, best=(Best(metric="loss", count=3),), steps=(7, 5, 7))

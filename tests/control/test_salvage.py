@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_service.control import salvage
-from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.catalog import salvage
+from holdfast_service.control.catalog.catalog import Catalog
 
 NOW = "2030-01-01T00:00:00.000Z"
 

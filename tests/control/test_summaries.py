@@ -11,12 +11,12 @@ from sqlalchemy import event, insert
 from holdfast_formats import rest
 from holdfast_formats.errors import InvalidRequest, NoSuchRun
 from holdfast_formats.retention import RetentionPolicy
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.rotation import seconds_of
-from holdfast_service.control.run_files import RunFile, write_run_file
-from holdfast_service.control.schema import CheckpointRow, ReplicaRow, RoundRow
-from holdfast_service.control.summaries import Summaries
-from holdfast_service.control.summary import SAVES
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
+from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RoundRow
+from holdfast_service.control.insight.summary import SAVES
+from holdfast_service.control.insight.summary_queries import Summaries
+from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.storage import PosixTier
 from tests.control.checkpoints import a_row
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.observed import Life, RunSummary
-from holdfast_service.control import intervals
-from holdfast_service.control.facts import Copies, Facts, Held, Save
-from holdfast_service.control.summary import quantile, summarise
+from holdfast_service.control.insight import intervals
+from holdfast_service.control.insight.facts import Copies, Facts, Held, Save
+from holdfast_service.control.insight.summary import quantile, summarise
 
 NOW = 1_900_000_000.0
 MEASURED = {"stall_s": 0.2, "write_s": 4.0, "bytes": 8e9, "disk_bytes_per_second": 2.5e9}

@@ -9,12 +9,12 @@ import pytest
 
 from holdfast_formats.errors import Forbidden, InvalidRequest, NoSuchResource, NoSuchRun, Unauthenticated
 from holdfast_formats.operations import TokenRequest
-from holdfast_service.control import tokens
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.events import Events
-from holdfast_service.control.schema import TokenRow
-from holdfast_service.control.tokens import Principal, Tokens
-from holdfast_service.control.visible import limited_to, matches
+from holdfast_service.control.access import tokens
+from holdfast_service.control.access.tokens import Principal, Tokens
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.database.schema import TokenRow
+from holdfast_service.control.database.visible import limited_to, matches
 
 NOW = "2026-01-01T00:00:00.000Z"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.retention import RetentionPolicy
-from holdfast_service.control import run_files
-from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build_root

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.crash.mutants import Mutation
 
 _API = "service/holdfast_service/api"
-_TOKENS = "service/holdfast_service/control/tokens.py"
+_TOKENS = "service/holdfast_service/control/access/tokens.py"
 _DOORS = "tests/api/test_doors.py"
 _CALLERS = "tests/daemon/test_callers.py"
 
@@ -41,7 +41,7 @@ DOORS = (
     ),
     Mutation(
         "the runs of a token, in lists",
-        "service/holdfast_service/control/database.py",
+        "service/holdfast_service/control/database/database.py",
         "_translated(), Session(self._reading) as session:\n            restrict(session)\n",
         "_translated(), Session(self._reading) as session:\n",
         (_DOORS,),

@@ -101,7 +101,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fsync of the staged directory",
-        "service/holdfast_service/control/commit.py",
+        "service/holdfast_service/control/checkpoints/commit.py",
         "    tier.sync_directory(staging)\n",
         "",
         (_CUT,),
@@ -123,7 +123,7 @@ MUTATIONS = (
     # the order of things (I3, I4, I10)
     Mutation(
         "COMMIT after the manifest",
-        "service/holdfast_service/control/commit.py",
+        "service/holdfast_service/control/checkpoints/commit.py",
         '    tier.put(f"{staging}/{naming.MANIFEST}", encoded)\n',
         '    tier.put(f"{staging}/{naming.COMMIT}.early", encoded)\n    tier.put(f"{staging}/{naming.MANIFEST}", encoded)\n',
         ("tests/daemon/test_write_order.py",),
@@ -137,14 +137,14 @@ MUTATIONS = (
     ),
     Mutation(
         "verified before an older one goes",
-        "service/holdfast_service/control/retention.py",
+        "service/holdfast_service/control/retention/policy.py",
         "    verified = sorted((c for c in candidates if c.verified and not c.abandoned), key=_step)\n",
         "    verified = sorted((c for c in candidates if not c.abandoned), key=_step)\n",
         ("tests/control/test_retention.py",),
     ),
     Mutation(
         "groups of what supersedes",
-        "service/holdfast_service/control/retention.py",
+        "service/holdfast_service/control/retention/policy.py",
         "    sound = [c for c in among if c.verified and not c.abandoned and wanted <= frozenset(c.groups)]\n",
         "    sound = [c for c in among if c.verified and not c.abandoned]\n",
         ("tests/control/test_retention.py",),
@@ -442,7 +442,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fence, when a round is opened",
-        "service/holdfast_service/control/attempts.py",
+        "service/holdfast_service/control/catalog/attempts.py",
         "        if attempt < newest:\n            raise StaleAttempt(\n",
         "        if False:\n            raise StaleAttempt(\n",
         ("tests/control/test_attempts.py",),
@@ -457,14 +457,14 @@ MUTATIONS = (
     # readers hold what they read, and what is lent was proven (I4, I7)
     Mutation(
         "a reader's hold against removal",
-        "service/holdfast_service/control/readers.py",
+        "service/holdfast_service/control/checkpoints/readers.py",
         "            free = all(until <= now for until in _ends(self._holds.get((run, step), {}), opened))\n",
         "            free = True\n",
         ("tests/control/test_readers.py", "tests/control/test_rotation.py"),
     ),
     Mutation(
         "a removal under way against readers",
-        "service/holdfast_service/control/readers.py",
+        "service/holdfast_service/control/checkpoints/readers.py",
         "            if (run, step) in self._removing:\n",
         "            if False:\n",
         ("tests/control/test_readers.py",),
@@ -514,7 +514,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pins",
-        "service/holdfast_service/control/rotation.py",
+        "service/holdfast_service/control/retention/rotation.py",
         "        if step in file.pins:\n            raise Pinned(",
         "        if False:\n            raise Pinned(",
         ("tests/control/test_rotation.py",),

@@ -36,7 +36,7 @@ def rows() -> dict[str, Row]:
 
 
 def holder(name: str) -> Path:
-    """The module that the document calls `control/commit.py`, `holdfast/read/reader.py` or `formats/proof.py`."""
+    """The module of a name such as `control/checkpoints/commit.py`, `holdfast/read/reader.py`, `formats/disk/pieces.py`."""
     if name.startswith("formats/"):
         return TREE / "formats" / "holdfast_formats" / name.removeprefix("formats/")
     return next((room / name for room in ROOMS if (room / name).exists()), SERVICE / name)
@@ -74,7 +74,7 @@ def calls(pattern: str, but: set[str]) -> list[str]:
 
 def test_two_modules_publish_and_one_renames() -> None:
     """I2: only commit and removal move what is under checkpoints/; only storage renames, syncs and unlinks there."""
-    assert calls(r"\btier\.publish\(", {"control/commit.py", "control/removal.py"}) == []
+    assert calls(r"\btier\.publish\(", {"control/checkpoints/commit.py", "control/checkpoints/removal.py"}) == []
     assert calls(r"\btier\.supplant\(", {"daemon/copying/file_repair.py"}) == []
     assert (
         calls(

@@ -14,8 +14,7 @@ import pytest
 
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
-from holdfast_formats import manifest as manifests
-from holdfast_formats import naming, proof
+from holdfast_formats import manifest, naming, proof
 from holdfast_formats.errors import CheckpointError, Damaged
 from holdfast_formats.proof import Piece
 from tests.checkpoints import Built, build, flip
@@ -64,7 +63,7 @@ class Bytes:
         """What a reader of these bytes, or of all of a file that is cut, is told."""
         try:
             if file in UNLISTED:  # read in full each time; the others are proven by what was decoded once
-                manifests.decode(bytes(self.files[naming.MANIFEST]), bytes(self.files[naming.COMMIT]))
+                manifest.decode(bytes(self.files[naming.MANIFEST]), bytes(self.files[naming.COMMIT]))
             else:
                 proof.check_size(self.manifest, file, len(self.files[file]))
                 for piece in proof.overlapping(self.pieces[file], offset, offset + length):

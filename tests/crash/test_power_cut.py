@@ -20,8 +20,8 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.control.removal import remove_checkpoint, sweep
-from holdfast_service.control.run_files import RunFile, read_run_file, write_run_file
+from holdfast_service.control.checkpoints.removal import remove_checkpoint, sweep
+from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file, write_run_file
 from holdfast_service.storage import PosixTier
 from tests.crash import ledger, power
 from tests.crash.calls import steered

@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 
-from holdfast_service.control.removal import remove_checkpoint, sweep
+from holdfast_service.control.checkpoints.removal import remove_checkpoint, sweep
 from holdfast_service.storage import PosixTier, posix
 from tests.crash import block_log, ledger, power
 from tests.crash.block_log import Event, Flushed, Marked, Wrote

@@ -19,8 +19,8 @@ import pytest
 
 from holdfast_formats import naming, proof
 from holdfast_formats.errors import CheckpointError, Damaged
-from holdfast_service.control.commit import publish_copy
-from holdfast_service.control.removal import sweep
+from holdfast_service.control.checkpoints.commit import publish_copy
+from holdfast_service.control.checkpoints.removal import sweep
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import Going, carry, read_pair
 from holdfast_service.daemon.copying.repair import Elsewhere, Outcome, mend

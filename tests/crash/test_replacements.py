@@ -20,8 +20,8 @@ from holdfast_formats.errors import CheckpointError
 from holdfast_formats.lineage import Lineage, Rewind
 from holdfast_formats.region import Box
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.control import commit, planner
-from holdfast_service.control.removal import sweep
+from holdfast_service.control.checkpoints import commit, planner
+from holdfast_service.control.checkpoints.removal import sweep
 from holdfast_service.daemon.writing import writer
 from holdfast_service.storage import PosixTier, posix
 from tests.crash import power

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast_formats import naming
-from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints.replicas import listed
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.control.replicas import listed
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.storage import PosixTier, Tier

@@ -22,7 +22,7 @@ from holdfast_formats.region import Box
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_formats.wire import Outcome, Policy
-from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget

@@ -9,8 +9,8 @@ from holdfast_formats.region import whole
 from holdfast_formats.retention import RetentionPolicy
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
-from holdfast_service.control import admission
-from holdfast_service.control.planner import plan
+from holdfast_service.control.checkpoints.planner import plan
+from holdfast_service.control.retention import admission
 from holdfast_service.daemon.writing.writer import write
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import RUN, Rank, SaverWorld, saver_world

@@ -12,13 +12,12 @@ import msgspec
 import pytest
 from sqlalchemy import delete
 
-from holdfast_formats import manifest as manifests
-from holdfast_formats import naming
+from holdfast_formats import manifest, naming
 from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, NoSpace, StorageFailed
-from holdfast_service.control import run_files
+from holdfast_service.control.checkpoints import run_files
+from holdfast_service.control.checkpoints.roots import load_manifest
+from holdfast_service.control.database.schema import ReplicaRow
 from holdfast_service.control.decisions import utc_now
-from holdfast_service.control.roots import load_manifest
-from holdfast_service.control.schema import ReplicaRow
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import Stopped
 from holdfast_service.storage import MemoryTier, PosixTier
@@ -129,9 +128,9 @@ def test_another_training_does_not_overwrite_them(world: CopiesWorld, tmp_path: 
         world.book.opened("far", PosixTier(tmp_path / "far"))
     build(world.path(15), varied_arrays(seed=9), run=RUN, step=15)
     made = load_manifest(world.tier, RUN, 15)
-    encoded = manifests.encode(msgspec.structs.replace(made, created=utc_now()))
+    encoded = manifest.encode(msgspec.structs.replace(made, created=utc_now()))
     (world.path(15) / naming.MANIFEST).write_bytes(encoded)
-    (world.path(15) / naming.COMMIT).write_bytes(manifests.encode_commit(made, encoded))
+    (world.path(15) / naming.COMMIT).write_bytes(manifest.encode_commit(made, encoded))
     world.decisions.recover()
     world.decisions.findings.sound(RUN, 15)
     world.copy()
@@ -144,9 +143,9 @@ def test_another_training_does_not_overwrite_them(world: CopiesWorld, tmp_path: 
 def test_a_clock_that_was_set_back(world: CopiesWorld) -> None:
     """A checkpoint from the future is copied once, and not for ever."""
     made = load_manifest(world.tier, RUN, 15)
-    encoded = manifests.encode(msgspec.structs.replace(made, created="2099-01-01T00:00:00.000Z"))
+    encoded = manifest.encode(msgspec.structs.replace(made, created="2099-01-01T00:00:00.000Z"))
     (world.path(15) / naming.MANIFEST).write_bytes(encoded)
-    (world.path(15) / naming.COMMIT).write_bytes(manifests.encode_commit(made, encoded))
+    (world.path(15) / naming.COMMIT).write_bytes(manifest.encode_commit(made, encoded))
     world.decisions.recover()
     world.decisions.findings.sound(RUN, 15)
     world.copy()

@@ -17,7 +17,7 @@ from holdfast_formats.region import Box, byte_box, byte_view, flat_boxes
 from holdfast_formats.table import Blob, SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_formats.transfer import element_dtype
-from holdfast_service.control import commit, planner
+from holdfast_service.control.checkpoints import commit, planner
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.writing import writer
 from holdfast_service.storage.memory import MemoryTier

@@ -21,7 +21,7 @@ from holdfast_formats.digest import digest
 from holdfast_formats.errors import StorageFailed
 from holdfast_formats.region import Box, whole
 from holdfast_formats.tensors import TensorSpec
-from holdfast_service.control import planner
+from holdfast_service.control.checkpoints import planner
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.writing import gathering, writer
 from holdfast_service.daemon.writing.buffers import WINDOW_BYTES, Windows

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import update
 
 from holdfast_formats import naming
-from holdfast_service.control.schema import CheckpointRow
+from holdfast_service.control.database.schema import CheckpointRow
 from tests.serving import Served
 
 from .reading import Page

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from holdfast_formats import naming
-from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.dashboard.rendering import CSP
 from tests.checkpoints import build, build_root
 from tests.serving import served

@@ -9,8 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast_formats import manifest as manifests
-from holdfast_formats import naming, proof
+from holdfast_formats import manifest, naming, proof
 from tests.checkpoints import forget
 from tests.daemons import RunningDaemon, running, wait_until_read_back
 from tests.torchruns import launch
@@ -41,7 +40,7 @@ def test_every_extent_is_read_once(saved: tuple[RunningDaemon, dict, Path], mesh
     """Replicas and strided shards alike: what ranks and daemon read comes to each header and extent once, and is right."""
     daemon, expected, directory = saved
     checkpoint = daemon.root / naming.checkpoint_path("r", 3)
-    made = manifests.decode((checkpoint / naming.MANIFEST).read_bytes(), (checkpoint / naming.COMMIT).read_bytes())
+    made = manifest.decode((checkpoint / naming.MANIFEST).read_bytes(), (checkpoint / naming.COMMIT).read_bytes())
     shards = {file.name for file in made.files if file.header_bytes}
     pieces = [piece for name, listed in proof.pieces(made).items() if name in shards for piece in listed]
     before = counted(daemon)

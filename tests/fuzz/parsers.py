@@ -18,14 +18,15 @@ from holdfast_formats import arena, layouts, listing, manifest, naming, safetens
 from holdfast_formats.errors import CheckpointError, from_problem
 from holdfast_formats.proof import Piece
 from holdfast_formats.region import Box
-from holdfast_formats.rules import choice
-from holdfast_formats.rules import document as rules
+from holdfast_formats.rules import choice, document
 from holdfast_formats.rules.table import compile_table
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_formats.whereabouts import RootMark
 from holdfast_service.api import bodies, contents
-from holdfast_service.control import pages, run_files, tokens
+from holdfast_service.control.access import tokens
+from holdfast_service.control.catalog import pages
+from holdfast_service.control.checkpoints import run_files
 from holdfast_service.daemon.arena import holder
 from holdfast_service.storage.memory import MemoryTier
 
@@ -108,7 +109,7 @@ def _layout(data: bytes) -> None:
 
 
 def _rules(data: bytes) -> None:
-    compile_table(choice._lineage(rules.check(rules.decode(data))))
+    compile_table(choice._lineage(document.check(document.decode(data))))
 
 
 def _state(data: bytes) -> None:
@@ -157,7 +158,7 @@ _LAYOUTS = (
     b"tp=8,etp=1,ep=8,cp=2,dp=2,order=tp-cp-ep-dp-pp",
     b'{"tp": 2, "pp": 2}',
 )
-_RULES = Path(rules.__file__).parent
+_RULES = Path(document.__file__).parent
 _RUN_FILE = (
     b'{"format":1,"keep_last":3,"pins":[5],"labels":{"good":[5,10]},"policy":{"last":2,"every_steps":10,'
     b'"best":[{"metric":"loss","mode":"min","count":1}],"steps":[1],"quota_bytes":5}}'

@@ -20,7 +20,7 @@ from holdfast_formats.layouts import Layout, parse
 from holdfast_formats.region import Box
 from holdfast_formats.table import SlotTable
 from holdfast_formats.tensors import Fragment
-from holdfast_service.control.planner import plan
+from holdfast_service.control.checkpoints.planner import plan
 from holdfast_service.daemon.writing.writer import write
 from holdfast_service.storage import MemoryTier
 

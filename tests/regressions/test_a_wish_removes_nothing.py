@@ -12,7 +12,7 @@ from holdfast.rest.tokens import RootTokens
 from holdfast_formats import wire
 from holdfast_formats.operations import TokenRequest
 from holdfast_formats.retention import RetentionPolicy
-from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build_root

@@ -10,7 +10,7 @@ import torch
 from holdfast import Checkpointer
 from holdfast_formats import wire
 from holdfast_formats.errors import RunBusy, StaleAttempt
-from holdfast_service.control.attempts import Attempts, Member
+from holdfast_service.control.catalog.attempts import Attempts, Member
 from holdfast_service.daemon.saving import run_busy
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import saver_world

@@ -15,11 +15,11 @@ import torch
 
 from holdfast import Checkpointer
 from holdfast_formats.errors import WrongRoot
-from holdfast_service.control import ownership
-from holdfast_service.control.catalog import Catalog
-from holdfast_service.control.database import Database
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import ownership
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import OwnerRow
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.control.schema import OwnerRow
 from holdfast_service.storage.posix import PosixTier
 from tests.control.checkpoints import a_manifest, put_checkpoint
 from tests.daemons import running
@@ -151,7 +151,7 @@ class TestAnOlderCatalog:
 
     def test_one_that_lists_a_roots_checkpoints_is_that_roots(self, tmp_path: Path, catalog: Catalog) -> None:
         """A copy has the same checkpoints, and is not the directory in which they were listed."""
-        from holdfast_service.control import roots
+        from holdfast_service.control.checkpoints import roots
 
         tier = PosixTier(tmp_path / "one")
         put_checkpoint(tier, a_manifest("run", 1))

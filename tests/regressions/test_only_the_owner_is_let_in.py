@@ -18,7 +18,7 @@ from holdfast.cli import app
 from holdfast.rest import owner_token
 from holdfast_formats import owner_key
 from holdfast_formats.errors import Unauthenticated
-from holdfast_service.control import owner
+from holdfast_service.control.access import owner
 from tests.daemons import RunningDaemon, running
 
 NOBODY = 65_534

@@ -16,8 +16,9 @@ import pytest
 from holdfast_formats import rest, wire
 from holdfast_formats.errors import LimitExceeded, NoSuchRun, StorageFailed
 from holdfast_formats.retention import RetentionPolicy
-from holdfast_service.control import empty_runs, roots
-from holdfast_service.control.empty_runs import EmptyRuns
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.retention import empty_runs
+from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.daemon.arena.shares import Asker
 from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
 from holdfast_service.daemon.saving.lives import Lives

@@ -15,9 +15,9 @@ from holdfast.read.sources import DirectorySource
 from holdfast_formats import manifest, naming
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, LimitExceeded, NotCommitted
 from holdfast_service.api.contents import OpenedCheckpoints
-from holdfast_service.control import roots
-from holdfast_service.control.readers import Readers
-from holdfast_service.control.run_files import read_run_file
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.readers import Readers
+from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.daemon.checking import verifier
 from holdfast_service.daemon.copying import copies, manifest_repair
 from holdfast_service.storage import PosixTier, vouched

@@ -24,8 +24,7 @@ from holdfast.tensors.leaves import Content, Key, Leaf, Stored
 from holdfast_formats import declaring, holding, layouts, roles
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layouts import Layout
-from holdfast_formats.parts import LocalTensor, Part
-from holdfast_formats.parts import strides as row_major
+from holdfast_formats.parts import LocalTensor, Part, strides
 from holdfast_formats.region import Shape, whole
 from holdfast_formats.rules import Rules
 from holdfast_formats.tensors import TensorSpec
@@ -315,7 +314,7 @@ def _kept_places(leaf: Leaf, groups: Mapping[str, Group]) -> Iterator[Place | No
     elif prod(leaf.shape) == 1:
         for name in _names(owners[0], owner):
             spec = TensorSpec(OPTIM, f"{name}/{key}", leaf.dtype, leaf.shape)
-            yield _unless_same(leaf, (spec, Part(spec.name, whole(leaf.shape), 0, row_major(leaf.shape))))
+            yield _unless_same(leaf, (spec, Part(spec.name, whole(leaf.shape), 0, strides(leaf.shape))))
     elif [(spec.name, spec.shape) for spec, _ in owners[0].places[owner]] == [(owner, owners[0].local[owner][1])]:
         yield None  # the rank holds all of the parameter, and so all that is kept of it
     else:
@@ -329,7 +328,7 @@ def _kept_places(leaf: Leaf, groups: Mapping[str, Group]) -> Iterator[Place | No
 def _unless_same(leaf: Leaf, place: Place) -> Place | None:
     """None where the whole stored tensor stands in the local one of the same name and shape."""
     spec, part = place
-    same = spec.name == leaf.name and spec.shape == leaf.shape == part.box.shape and part.strides == row_major(leaf.shape)
+    same = spec.name == leaf.name and spec.shape == leaf.shape == part.box.shape and part.strides == strides(leaf.shape)
     return None if same else place
 
 

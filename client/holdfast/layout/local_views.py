@@ -13,8 +13,7 @@ from holdfast.tensors.matching import Restoration
 from holdfast.tensors.torch_dtypes import packing
 from holdfast_formats import padding
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.parts import LocalTensor, Part
-from holdfast_formats.parts import strides as row_major
+from holdfast_formats.parts import LocalTensor, Part, strides
 
 
 def land(restoration: Restoration, held: Mapping[Key, LocalTensor], notes: Sequence[str]) -> Restoration:
@@ -39,7 +38,7 @@ def land(restoration: Restoration, held: Mapping[Key, LocalTensor], notes: Seque
 def view(leaf: Leaf, part: Part) -> torch.Tensor:
     """The part's place in the live memory of its local tensor; `InvalidRequest` by name where that is not contiguous."""
     tensor = _memory(leaf)
-    if part.start == 0 and part.box.shape == leaf.shape and part.strides == row_major(leaf.shape):
+    if part.start == 0 and part.box.shape == leaf.shape and part.strides == strides(leaf.shape):
         return tensor
     shape, steps, start, factor = part.box.shape, part.strides, part.start, packing(tensor.dtype)
     if factor > 1:

@@ -22,7 +22,7 @@ from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint, NoSuchReso
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.packing import natural_key
 from holdfast_formats.proof import Piece
-from holdfast_service.control.readers import Readers
+from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.storage import Tier, vouched
 
 from . import selecting

@@ -21,8 +21,8 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast_formats.errors import CheckpointError, DaemonGone, Forbidden, Unauthenticated
-from holdfast_service.control.tokens import OWNER, Principal, Tokens, missing
-from holdfast_service.control.visible import limited_to
+from holdfast_service.control.access.tokens import OWNER, Principal, Tokens, missing
+from holdfast_service.control.database.visible import limited_to
 
 from . import bodies, connections, heads, rights
 from .lasting import Lasting

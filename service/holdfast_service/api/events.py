@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from holdfast_formats import rest
 from holdfast_formats.errors import DeadlineExceeded, InvalidRequest
 from holdfast_formats.operations import EVENTS, Event, Gap
-from holdfast_service.control.events import Events
-from holdfast_service.control.pages import INTEGER_MAX
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.catalog.pages import INTEGER_MAX
 
 from . import problems
 from .delivery import weights

@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 from holdfast_formats import rest
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.operations import Job, JobKind, JobRequest, JobState
-from holdfast_service.control.job_runner import JobRunner
-from holdfast_service.control.jobs import GOES_ON, second_run
-from holdfast_service.control.tokens import Principal
+from holdfast_service.control.access.tokens import Principal
+from holdfast_service.control.jobs.catalog import GOES_ON, second_run
+from holdfast_service.control.jobs.runner import JobRunner
 
 from . import delivery, problems, rights
 from .listening import listening

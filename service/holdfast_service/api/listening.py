@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from holdfast_service.control.events import Events
+from holdfast_service.control.catalog.events import Events
 
 ASK_EVERY_S = 1.0  # nobody tells of what other nodes add to the catalog
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from holdfast_formats import naming, rest
 from holdfast_formats.errors import Damaged
 from holdfast_formats.retention import check_label
-from holdfast_service.control.run_files import RunFile, read_run_file
+from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from prometheus_client.registry import Collector
 
 from holdfast_formats.errors import CatalogUnavailable, Forbidden, NoSpace, QuotaExceeded, Unauthenticated
 from holdfast_formats.operations import EVENTS
-from holdfast_service.control.catalog import ENDED
-from holdfast_service.control.gauges import Gauges
-from holdfast_service.control.rotation import WHY_REMOVED
-from holdfast_service.control.summaries import Summaries
-from holdfast_service.control.visible import sees_all, visible
+from holdfast_service.control.catalog.catalog import ENDED
+from holdfast_service.control.database.visible import sees_all, visible
+from holdfast_service.control.insight.gauges import Gauges
+from holdfast_service.control.insight.summary_queries import Summaries
+from holdfast_service.control.retention.rotation import WHY_REMOVED
 from holdfast_service.telemetry import METRICS, PHASES, RUNS_MAX, Histogram
 
 from .observing import Requests

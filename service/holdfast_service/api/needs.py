@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute
 
 from holdfast_formats.errors import NoSuchRun
 from holdfast_formats.operations import Scope
-from holdfast_service.control.tokens import Principal
+from holdfast_service.control.access.tokens import Principal
 
 from . import bodies, rights
 

@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from holdfast_formats import rest
 from holdfast_formats.errors import CheckpointError, StorageFailed
-from holdfast_service.control.listing import Within
-from holdfast_service.control.tokens import Principal
-from holdfast_service.control.visible import sees_all
+from holdfast_service.control.access.tokens import Principal
+from holdfast_service.control.catalog.listing import Within
+from holdfast_service.control.database.visible import sees_all
 
 from . import problems
 from .needs import OPEN, READS

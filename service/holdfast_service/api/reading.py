@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast_formats.errors import Damaged
-from holdfast_service.control.readers import LINGER_S, OPENED, Readers
+from holdfast_service.control.checkpoints.readers import LINGER_S, OPENED, Readers
 
 _held: ContextVar[_Held | None] = ContextVar("held", default=None)
 

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from threading import Lock
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_service.control.events import Events
+from holdfast_service.control.catalog.events import Events
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from holdfast_formats import rest
 from holdfast_formats.operations import Replica
-from holdfast_service.control import replicas
+from holdfast_service.control.checkpoints import replicas
 
 from . import contents, problems
 from .needs import READS_RUN

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from holdfast_formats import rest
 from holdfast_formats.errors import PreconditionRequired
 from holdfast_formats.retention import Force, Preview, RetentionPolicy, check_label
-from holdfast_service.control import run_files
+from holdfast_service.control.checkpoints import run_files
 
 from . import delivery, problems
 from .needs import ADMINS_RUN, ADMINS_RUN_JSON, READS_RUN, WRITES_RUN

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs
 
 from holdfast_formats.errors import NoSuchRun
 from holdfast_formats.operations import Scope
-from holdfast_service.control.tokens import Principal
+from holdfast_service.control.access.tokens import Principal
 
 from . import bodies
 

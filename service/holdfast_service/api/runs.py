@@ -8,8 +8,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from holdfast_formats import rest
-from holdfast_service.control.facts import UNKNOWN, Lived
-from holdfast_service.control.listing import Within
+from holdfast_service.control.catalog.listing import Within
+from holdfast_service.control.insight.facts import UNKNOWN, Lived
 
 from . import contents, problems, selecting
 from .marks import Marks

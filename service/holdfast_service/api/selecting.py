@@ -8,7 +8,7 @@ from fastapi import Query
 
 from holdfast_formats import rest
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
-from holdfast_service.control import selection
+from holdfast_service.control.findings import selection
 
 from .services import Services
 

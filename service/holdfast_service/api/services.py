@@ -14,16 +14,16 @@ from holdfast_formats import rest
 from holdfast_formats.errors import Damaged
 from holdfast_formats.naming import STEP_MAX
 from holdfast_formats.operations import ReplicaLag
-from holdfast_service.control.book import Book
-from holdfast_service.control.catalog import Catalog
+from holdfast_service.control.access.owner import Owner
+from holdfast_service.control.access.tokens import Principal, Tokens, make_text
+from holdfast_service.control.catalog.book import Book
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.decisions import utc_now
-from holdfast_service.control.events import Events
-from holdfast_service.control.facts import Lived
-from holdfast_service.control.history import History
-from holdfast_service.control.job_runner import JobRunner
-from holdfast_service.control.owner import Owner
-from holdfast_service.control.rotation import Rotation
-from holdfast_service.control.tokens import Principal, Tokens, make_text
+from holdfast_service.control.insight.facts import Lived
+from holdfast_service.control.insight.round_history import History
+from holdfast_service.control.jobs.runner import JobRunner
+from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.storage import Tier
 

@@ -12,7 +12,7 @@ from holdfast_formats import rest, statistics
 from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchResource
 from holdfast_formats.observed import Layers, TensorStatistics
 from holdfast_formats.statistics import Statistics
-from holdfast_service.control.statistics import LAST_MAX, StatisticsStore
+from holdfast_service.control.catalog.statistics import LAST_MAX, StatisticsStore
 
 from . import contents, problems
 from .contents import Columns, OpenedCheckpoints

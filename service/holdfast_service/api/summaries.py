@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request
 
 from holdfast_formats import rest
 from holdfast_formats.observed import RunSummary
-from holdfast_service.control.summaries import Order, Summaries
+from holdfast_service.control.insight.summary_queries import Order, Summaries
 
 from . import problems
 from .needs import READS, READS_RUN

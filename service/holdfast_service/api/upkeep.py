@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from holdfast_formats.consistency import CatalogCheck
-from holdfast_service.control import consistency
+from holdfast_service.control.checkpoints import consistency
 
 from . import problems
 from .needs import ADMINS

@@ -30,27 +30,27 @@ from holdfast_formats.operations import Level
 from holdfast_formats.plan import Plan
 from holdfast_formats.statistics import Statistics
 from holdfast_formats.table import SlotTable
+from holdfast_service.control.catalog import salvage
+from holdfast_service.control.catalog.attempts import UNNAMED, Attempts, Member
+from holdfast_service.control.catalog.book import Book
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.catalog.rounds import Rounds
+from holdfast_service.control.catalog.statistics import StatisticsStore
+from holdfast_service.control.checkpoints import commit, planner, removal, replicas, roots
+from holdfast_service.control.checkpoints.imports import Imports
+from holdfast_service.control.checkpoints.readers import Readers
+from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
+from holdfast_service.control.checkpoints.run_files import RunFiles
+from holdfast_service.control.findings.checks import Findings
+from holdfast_service.control.findings.health import Health
+from holdfast_service.control.insight.facts import Lived
+from holdfast_service.control.launches.choosing import Choices, Question, stands
+from holdfast_service.control.launches.standing import Standing
+from holdfast_service.control.retention.admission import Admission
+from holdfast_service.control.retention.empty_runs import EmptyRuns
+from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.storage import Tier
-
-from . import commit, planner, removal, replicas, roots, salvage
-from .admission import Admission
-from .attempts import UNNAMED, Attempts, Member
-from .book import Book
-from .catalog import Catalog
-from .checks import Findings
-from .choosing import Choices, Question, stands
-from .empty_runs import EmptyRuns
-from .events import Events
-from .facts import Lived
-from .health import Health
-from .imports import Imports
-from .readers import Readers
-from .replicas import RepairBook, ReplicaBook
-from .rotation import Rotation
-from .rounds import Rounds
-from .run_files import RunFiles
-from .standing import Standing
-from .statistics import StatisticsStore
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from holdfast_formats import arena as formats
+from holdfast_formats import arena
 from holdfast_formats.arena import Owner, SlotState
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError
@@ -89,7 +89,7 @@ class Holds:
                 return (), ()
             parts = []
             for rank, (segment, slot) in hold.parts.items():
-                seal = formats.read_header(segment.memory, segment.geometry, slot).seal
+                seal = arena.read_header(segment.memory, segment.geometry, slot).seal
                 parts.append(HeldPart(rank=rank, slot=slot, table_digest=f"{seal:016x}"))
             return tuple(parts), tuple(os.dup(part.segment.fd) for part in hold.parts.values())
 
@@ -165,7 +165,7 @@ def _can_be_held(segment: Segment) -> bool:
 def _left_in(segment: Segment, slot: int) -> int | None:
     """The step that was last saved from a free slot, if header and table still agree about it."""
     try:
-        header = formats.read_header(segment.memory, segment.geometry, slot)
+        header = arena.read_header(segment.memory, segment.geometry, slot)
         if header.state is not SlotState.FREE or segment.owner is None or header.attempt != segment.owner.attempt:
             return None
         start = segment.geometry.table_offset(slot)

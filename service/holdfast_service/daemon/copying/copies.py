@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats import manifest as manifests
-from holdfast_formats import proof
+from holdfast_formats import manifest, proof
 from holdfast_formats.manifest import Manifest
 from holdfast_formats.proof import Piece
 from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, Windows
@@ -48,7 +47,7 @@ def read_pair(tier: Readable, directory: str) -> Pair:
     """COMMIT, then the manifest (I5); `NotCommitted` or `CorruptManifest` for what is missing or does not fit together."""
     commit = vouched.read_commit(tier, directory)
     encoded = vouched.read_manifest(tier, directory, commit)
-    return Pair(commit, encoded, manifests.decode(encoded, commit))
+    return Pair(commit, encoded, manifest.decode(encoded, commit))
 
 
 def carry(source: tuple[Readable, str], target: tuple[Tier, str], made: Manifest, going: Going) -> None:
@@ -107,7 +106,7 @@ def proven(tier: Readable, directory: str, made: Manifest, going: Going) -> Iter
         going.moved(batch[-1].stop - batch[0].start)
 
 
-def _check_header(made: Manifest, piece: Piece, headers: dict[str, dict[str, manifests.TensorEntry]], head: bytes) -> None:
+def _check_header(made: Manifest, piece: Piece, headers: dict[str, dict[str, manifest.TensorEntry]], head: bytes) -> None:
     entry = made.file(piece.file)
     assert entry is not None
     proof.check_header(entry, headers[piece.file], head)

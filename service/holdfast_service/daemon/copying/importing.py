@@ -12,8 +12,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from holdfast_formats import manifest as manifests
-from holdfast_formats import naming, safetensors, values
+from holdfast_formats import manifest, naming, safetensors, values
 from holdfast_formats.decoding import decoder
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
@@ -136,8 +135,8 @@ def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> Pair:
         return pair
     target.remove_file(f"{goal.staging}/{naming.STATE}")
     target.put(f"{goal.staging}/{naming.STATE}", state)
-    encoded = manifests.encode(made)
-    return Pair(manifests.encode_commit(made, encoded), encoded, made)
+    encoded = manifest.encode(made)
+    return Pair(manifest.encode_commit(made, encoded), encoded, made)
 
 
 def counted(made: Manifest) -> Plan:

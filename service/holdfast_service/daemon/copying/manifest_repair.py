@@ -10,8 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 
-from holdfast_formats import manifest as manifests
-from holdfast_formats import naming, proof, rest
+from holdfast_formats import manifest, naming, proof, rest
 from holdfast_formats.decoding import decoder
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged
 from holdfast_formats.manifest import Manifest
@@ -74,7 +73,7 @@ def _pairs(others: Mapping[str, Tier], which: tuple[str, int]) -> Iterator[tuple
 def stored(tier: Tier, path: str) -> bytes:
     """What COMMIT or a manifest holds now; nothing where it cannot be read, or is too long to be one."""
     try:
-        return vouched.read_whole(tier, path, manifests.MANIFEST_BYTES_MAX) or b""
+        return vouched.read_whole(tier, path, manifest.MANIFEST_BYTES_MAX) or b""
     except CheckpointError:
         return b""
 
@@ -85,8 +84,8 @@ def _from_manifest(commit: bytes, encoded: bytes, which: tuple[str, int]) -> Pai
         return None
     try:
         made = _decode(encoded)
-        rebuilt = manifests.encode_commit(made, encoded)
-        return _of(Pair(rebuilt, encoded, manifests.decode(encoded, rebuilt)), which)
+        rebuilt = manifest.encode_commit(made, encoded)
+        return _of(Pair(rebuilt, encoded, manifest.decode(encoded, rebuilt)), which)
     except (CheckpointError, ValueError):
         return None
 

@@ -1,0 +1,234 @@
+"""Bearer tokens: made, listed, revoked, and told from what is none. Only their SHA-256 is kept.
+
+A token's text is `hf_`, 32 random bytes and a CRC-32 of them, in URL-safe base64. The CRC is no secret: what was cut or
+mistyped is told without asking the database.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Collection
+from datetime import datetime, timedelta, timezone
+from typing import NamedTuple, get_args
+
+from sqlalchemy import or_, select
+
+from holdfast_formats import rest
+from holdfast_formats.errors import CatalogUnavailable, Forbidden, InvalidRequest, NoSuchResource, Unauthenticated
+from holdfast_formats.operations import NewToken, Scope, Token, TokenRequest
+from holdfast_service.control.access.owner import SESSION_PREFIX, Owner, digest
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import TokenRow
+from holdfast_service.control.database.visible import ALL, matches
+
+PREFIX = "hf_"
+SECRET_BYTES = 32
+TEXT_CHARACTERS_MAX = 64
+USED_EVERY_S = 60.0
+TRUSTED_S, SEEN_MAX = 300.0, 1000  # while the catalog is away, a token that was in force so long ago still is
+EXPIRES_MAX_S = 100 * 365 * 86_400
+_SCOPES: tuple[Scope, ...] = get_args(Scope)  # each may what those before it may
+_RUNS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}\*?|\*")
+_HINT = (
+    "the daemon's own user needs none: `holdfast` finds that one's, and `holdfast open` takes a browser in; others show one "
+    "as HOLDFAST_TOKEN, or `Authorization: Bearer …`, which that user makes with `holdfast token create NAME`"
+)
+
+
+class Principal(NamedTuple):
+    """Who asks: the name of a token, or of an open door, and what it may do to which runs."""
+
+    name: str
+    scope: Scope
+    runs: str = ALL
+    token: int | None = None  # by which it was let in
+    known: bool = True  # it has said who it is, or stands where nobody needs to
+
+    def sees(self, run: str) -> bool:
+        return matches(self.runs, run)
+
+    @property
+    def sees_all(self) -> bool:
+        return self.runs == ALL
+
+    @property
+    def tenant(self) -> str:
+        """Whose share of what all runs hold it counts for, besides its run's: "" for an admin of all runs."""
+        return "" if self.sees_all and self.scope == "admin" else f"tokens for the runs {self.runs!r}"
+
+    def may(self, scope: Scope) -> bool:
+        """Whether it may so much."""
+        return _SCOPES.index(scope) <= _SCOPES.index(self.scope)
+
+    def require(self, scope: Scope) -> None:
+        """`Forbidden` when it may not so much."""
+        if not self.may(scope):
+            hint = f"use a token with the scope {scope!r}"
+            raise Forbidden(f"{self.name} has the scope {self.scope!r}, this needs {scope!r}", hint=hint, needed=scope)
+
+    def require_run(self, run: str | None) -> None:
+        """`Forbidden` when a run, or with None any run at all, is not among its own."""
+        if not (self.sees_all if run is None else self.sees(run)):
+            what = "all runs" if run is None else f"run {run!r}"
+            raise Forbidden(f"{self.name} is for the runs {self.runs!r}, this is about {what}", hint="use another token")
+
+
+OWNER = Principal("the owner", "admin")
+
+
+class Tokens:
+    """The tokens of one catalog. Thread-safe. `now` is RFC 3339 text of one form, so that times compare as text."""
+
+    def __init__(self, database: Database, events: Events, now: Callable[[], str], owner: Owner | None = None) -> None:
+        self._database, self._events, self._now = database, events, now
+        self._owner = owner
+        self._seen: dict[
+            str, tuple[Principal, float, str | None]
+        ] = {}  # by digest, with how long it is trusted, and in force
+
+    def create(self, wanted: TokenRequest) -> NewToken:
+        """A new token and, this once, its text. `InvalidRequest` for a name that is in use, and for no pattern of runs."""
+        if _RUNS.fullmatch(wanted.runs) is None:
+            raise InvalidRequest(f"{wanted.runs!r} names no runs", hint="give a run's name, a prefix ending in *, or *")
+        if wanted.expires_s is not None and wanted.expires_s > EXPIRES_MAX_S:
+            raise InvalidRequest(f"a token expires after at most {EXPIRES_MAX_S} seconds", hint="or leave it out: never")
+        text, now = make_text(), self._now()
+        with self._database.write() as session:
+            active = select(TokenRow.id).where(TokenRow.name == wanted.name, *_in_force(now)).limit(1)
+            if session.scalar(active) is not None:
+                raise InvalidRequest(
+                    f"there is a token named {wanted.name!r}", hint="revoke it first, or name this otherwise"
+                )
+            made = TokenRow(
+                name=wanted.name,
+                digest=digest(text),
+                scope=wanted.scope,
+                runs=wanted.runs,
+                created=now,
+                expires=None if wanted.expires_s is None else _later(now, wanted.expires_s),
+            )
+            session.add(made)
+            session.flush()
+            token = Token.model_validate(made, from_attributes=True)
+        self._tell(token, "made")
+        return NewToken(**token.model_dump(), token=text)
+
+    def page(self, cursor: str | None, limit: int) -> rest.Page[Token]:
+        """A page of all tokens, the newest first, revoked and expired ones among them."""
+        before = decode_cursor("token", cursor)
+        wanted = select(TokenRow).order_by(TokenRow.id.desc()).limit(bounded(limit) + 1)
+        if before is not None:
+            wanted = wanted.where(TokenRow.id < integer(before))
+        with self._database.read() as session:
+            found = [Token.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
+        return page("token", found, limit, lambda token: token.id)
+
+    def revoke(self, name: str) -> None:
+        """Take the token of this name out of force; one that is revoked already stays so. `NoSuchResource`."""
+        with self._database.write() as session:
+            row = session.scalar(select(TokenRow).where(TokenRow.name == name).order_by(TokenRow.id.desc()).limit(1))
+            if row is None:
+                raise NoSuchResource(f"there is no token named {name!r}", hint="`holdfast token ls` lists them")
+            if row.revoked is not None:
+                return
+            row.revoked = self._now()
+            self._seen.clear()
+            token = Token.model_validate(row, from_attributes=True)
+        self._tell(token, "revoked")
+
+    def verify(self, text: str) -> Principal:
+        """Whose token or session this is; `Unauthenticated` when it is none, or is not in force any more.
+
+        The owner's is known without the catalog.
+        """
+        if self._owner is not None and text.startswith(SESSION_PREFIX):
+            text = self._owner.links.token_of(text)
+        if self._owner is not None and self._owner.is_shown(text):
+            return OWNER
+        if not well_formed(text):
+            raise Unauthenticated("this is not a token of holdfast", hint=_HINT)
+        try:
+            found, expires = self._looked_up(text)
+        except CatalogUnavailable:
+            known = self._seen.get(digest(text))
+            if known is None or time.monotonic() > known[1] or (known[2] is not None and known[2] <= self._now()):
+                raise
+            return known[0]
+        self._seen[digest(text)] = found, time.monotonic() + TRUSTED_S, expires
+        while len(self._seen) > SEEN_MAX:
+            self._seen.pop(next(iter(self._seen)), None)
+        return found
+
+    def _looked_up(self, text: str) -> tuple[Principal, str | None]:
+        wanted, now = digest(text), self._now()
+        with self._database.read() as session:
+            row = session.scalar(select(TokenRow).where(TokenRow.digest == wanted))
+            if row is None or not hmac.compare_digest(row.digest, wanted):
+                raise Unauthenticated("this token is not known", hint=_HINT)
+            if row.revoked is not None:
+                raise Unauthenticated(f"the token {row.name!r} has been revoked", hint=_HINT)
+            if row.expires is not None and row.expires <= now:
+                raise Unauthenticated(f"the token {row.name!r} has expired", hint=_HINT)
+            found, token_id, used = Principal(row.name, _scope(row.scope), row.runs, row.id), row.id, row.used
+            expires = row.expires
+        if used is None or _later(used, USED_EVERY_S) <= now:
+            self._note_use(token_id, now)
+        return found, expires
+
+    def in_force(self, ids: Collection[int]) -> set[int]:
+        """Which of these tokens still are."""
+        with self._database.read() as session:
+            return set(session.scalars(select(TokenRow.id).where(TokenRow.id.in_(ids), *_in_force(self._now()))))
+
+    def _note_use(self, token_id: int, now: str) -> None:
+        with self._database.write() as session:
+            row = session.get(TokenRow, token_id)
+            if row is not None:
+                row.used = now
+
+    def _tell(self, token: Token, what: str) -> None:
+        text = f"the token {token.name!r} was {what}"
+        self._events.add("token-changed", text, token=token.name, scope=token.scope, runs=token.runs, change=what)
+
+
+def missing() -> Unauthenticated:
+    """What is said to who shows no token where one is needed."""
+    return Unauthenticated("this needs a token", hint=_HINT)
+
+
+def make_text() -> str:
+    secret = secrets.token_bytes(SECRET_BYTES)
+    return PREFIX + base64.urlsafe_b64encode(secret + zlib.crc32(secret).to_bytes(4, "big")).decode()
+
+
+def well_formed(text: str) -> bool:
+    """Whether a text could be a token: its form and its CRC are right."""
+    if len(text) > TEXT_CHARACTERS_MAX or not (text.isascii() and text.startswith(PREFIX)):
+        return False
+    try:
+        decoded = base64.b64decode(text.removeprefix(PREFIX), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        return False
+    secret, check = decoded[:SECRET_BYTES], decoded[SECRET_BYTES:]
+    return len(check) == 4 and zlib.crc32(secret).to_bytes(4, "big") == check
+
+
+def _in_force(now: str):  # type: ignore[no-untyped-def]
+    return TokenRow.revoked.is_(None), or_(TokenRow.expires.is_(None), TokenRow.expires > now)
+
+
+def _later(moment: str, seconds: float) -> str:
+    then = datetime.fromisoformat(moment.replace("Z", "+00:00")).astimezone(timezone.utc) + timedelta(seconds=seconds)
+    return then.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _scope(text: str) -> Scope:
+    return next(scope for scope in _SCOPES if scope == text)

@@ -1,0 +1,230 @@
+"""What the catalog is still to be told. One thread tells it, in order, and tries again for as long as the catalog is away.
+
+So nothing that training waits for waits for SQL. Whoever asks the catalog waits here first, for a moment: then he finds what
+was told before he asked. What is left when the daemon ends is history; checkpoints stand in the directories.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import Context, copy_context
+from typing import NamedTuple, TypeVar
+
+from sqlalchemy import select
+
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, NoSpace
+from holdfast_service.control.database.database import Database, Trouble
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+LINGER_S = 0.02  # after the first of several notes, unless somebody waits for it
+LOOK_S = 5.0  # how often it is looked whether the catalog still answers, when there is nothing to tell
+SETTLE_S = 5.0  # how long who asks waits for what was told before
+STUCK_S = 3.0  # in one transaction: who asks waits no longer for what was told
+AWAY_S = 3.0  # in one transaction: the catalog counts as away
+CLOSE_S = 5.0
+WAITING_MAX = 200_000
+
+_Found = TypeVar("_Found")
+
+
+class _Told(NamedTuple):
+    what: str
+    act: Callable[[], object]
+
+
+class Book:
+    """The queue of one catalog. Thread-safe. `returned` is called, in its thread, before anything is told to a catalog that
+    was away: it may not be the one it was.
+    """
+
+    def __init__(self, database: Database, returned: Callable[[], None] = lambda: None) -> None:
+        self.database, self.returned = database, returned
+        self._changed = threading.Condition()
+        self._waiting: deque[_Told] = deque()
+        self._known = True  # that the catalog is the one it was
+        self._closed = False
+        self._awaited = 0  # callers that wait until all is told
+        self._lost = 0
+        self._thread: threading.Thread | None = None
+        database.settle = self.settle
+
+    @property
+    def waiting(self) -> int:
+        """How much is still to be told."""
+        return len(self._waiting)
+
+    @property
+    def trouble(self) -> Trouble | None:
+        """Why the catalog is away, None while it answers."""
+        known, since = self.database.trouble, self.database.keeper_since
+        if known is None and since is not None and (stuck := time.monotonic() - since) > AWAY_S:
+            return Trouble(time.time() - stuck, "the catalog: it has not answered yet", reads=True)
+        return known
+
+    @property
+    def said(self) -> str | None:
+        """What is to be said of the catalog; None while it answers."""
+        trouble = self.trouble
+        if trouble is None:
+            return None
+        away_s = max(time.time() - trouble.since, 0.0)
+        return f"{trouble.why}; away for {away_s:.0f} s, saves go on, {self.waiting} notes wait for it"
+
+    def tell(self, what: str, act: Callable[[], object]) -> None:
+        """Have `act` done by and by: it tells the catalog something. `what` is said where it cannot be done."""
+        with self._changed:
+            if len(self._waiting) >= WAITING_MAX:
+                self._lost += 1
+                return
+            self._waiting.append(_Told(what, act))
+            self._begin()
+            self._changed.notify_all()
+
+    def unknown(self) -> None:
+        """The catalog may not be what it was: it is looked at before it is told anything more."""
+        with self._changed:
+            self._known = False
+            self._begin()
+            self._changed.notify_all()
+
+    def settle(self, wait_s: float = SETTLE_S) -> bool:
+        """Wait until the catalog knows all that it was told; False where it is away, or takes longer."""
+        if threading.current_thread() is self._thread:
+            return True
+        limit = time.monotonic() + wait_s
+        with self._hurried():
+            while self._waiting or not self._known:
+                since = self.database.keeper_since
+                stuck = since is not None and time.monotonic() - since > STUCK_S
+                if self._closed or self.database.trouble is not None or stuck or time.monotonic() > limit:
+                    return False
+                self._changed.wait(0.05)
+        return True
+
+    def recorded(self, wait_s: float) -> bool:
+        """Wait until the catalog knows all that it was told, however long it is away; False when the time is over."""
+        with self._hurried():
+            self._changed.wait_for(
+                lambda: self._closed or (not self._waiting and self._known and self.database.trouble is None), wait_s
+            )
+            return not (self._waiting or self._closed or self.database.trouble is not None) and self._known
+
+    def ask(self, question: Callable[[], _Found], wait_s: float) -> _Found:
+        """What the catalog answers; `CatalogUnavailable` where it does not within `wait_s`."""
+        trouble = self.trouble
+        if trouble is not None:
+            raise CatalogUnavailable(trouble.why)
+        found: list[_Found] = []
+        failed: list[CheckpointError] = []
+
+        def act() -> None:
+            try:
+                found.append(question())
+            except CheckpointError as error:
+                failed.append(error)
+
+        asking = threading.Thread(target=copy_context().run, args=(act,), name="holdfast-asking", daemon=True)
+        asking.start()
+        asking.join(wait_s)
+        if failed:
+            raise failed[0]
+        if not found:
+            raise CatalogUnavailable(f"the catalog has not answered within {wait_s:g} s")
+        return found[0]
+
+    def close(self) -> None:
+        """Tell what is left, if the catalog takes it now; stop."""
+        self.settle(CLOSE_S)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            left = len(self._waiting)
+        if left:
+            log.warning("the catalog is away: %d notes of saves and events are lost; the next start lists what stands", left)
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    def _begin(self) -> None:
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=Context().run, args=(self._loop,), name="holdfast-book", daemon=True)
+            self.database.keeper = self._thread
+            self._thread.start()
+
+    @contextmanager
+    def _hurried(self) -> Iterator[None]:
+        """The lock, and nobody lingers."""
+        with self._changed:
+            self._awaited += 1
+            self._changed.notify_all()
+            try:
+                yield
+            finally:
+                self._awaited -= 1
+
+    def _loop(self) -> None:
+        while not self._closed:
+            with self._changed:
+                if not self._waiting:
+                    self._changed.wait_for(lambda: self._waiting or self._closed or not self._known, LOOK_S)
+                    # Whoever tells it something is about to answer a rank, whose training waits; SQL takes the interpreter.
+                    self._changed.wait_for(lambda: self._awaited or self._closed, LINGER_S)
+                told = self._waiting[0] if self._waiting else _Told("that we look", self._look)
+            if self._closed:
+                return
+            if self._done(told):
+                with self._changed:
+                    if self._waiting and self._waiting[0] is told:
+                        self._waiting.popleft()
+                    self._changed.notify_all()
+            else:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, RETRY_S)
+
+    def _done(self, told: _Told) -> bool:
+        """Whether this needs not be tried again."""
+        if not self._known or self.database.replaced:
+            try:
+                self.returned()
+            except CheckpointError as error:
+                self._away(error)
+                return False
+            self._known = True
+        try:
+            told.act()
+        except (CatalogUnavailable, NoSpace) as error:
+            self._away(error)
+            return False
+        except CheckpointError as error:
+            log.error("the catalog is not told %s: %s", told.what, error.detail)
+        except Exception:
+            log.exception("the catalog is not told %s", told.what)
+        if self.database.trouble is not None:
+            log.warning("the catalog answers again; %d notes wait", len(self._waiting))
+            self.database.trouble = None
+        return True
+
+    def _away(self, error: CheckpointError) -> None:
+        self._known = False
+        before = self.database.trouble
+        if before is None:
+            log.error("%s; saves go on, and it is told of them when it is back", error.detail)
+        reads = True
+        try:
+            self._look()
+            reads = False
+        except CheckpointError:
+            pass
+        with self._changed:
+            self.database.trouble = Trouble(time.time() if before is None else before.since, error.detail, reads)
+            self._changed.notify_all()
+
+    def _look(self) -> None:
+        with self.database.read() as session:
+            session.execute(select(1)).all()

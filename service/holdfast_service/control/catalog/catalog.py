@@ -1,0 +1,375 @@
+"""The catalog: runs, attempts, rounds and checkpoints in SQL. An index of the directories, and where nodes agree.
+
+Every call is one transaction. What reads before it writes holds the run's row locked, so calls of many nodes are in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from holdfast_formats import naming, rest
+from holdfast_formats.errors import (
+    InvalidRequest,
+    NoSuchCheckpoint,
+    NoSuchResource,
+)
+from holdfast_service.control.catalog import lines, listing, statistics
+from holdfast_service.control.catalog.attempts import Declared
+from holdfast_service.control.catalog.listing import ENDED, EVERYTHING, GOING_ON, ROUND_STATES, Within
+from holdfast_service.control.catalog.pages import INTEGER_MAX
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import AnswerRow, AttemptRow, CheckpointRow, RoundRow, RunRow
+
+__all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "Known"]
+
+UNSAVED = ("aborted", "dropped")
+_STORED = set(rest.Checkpoint.model_fields) - rest.MARKS
+
+
+class Known(NamedTuple):
+    """What the catalog knows of a run by itself: the newest attempt that was declared, and what retention keeps."""
+
+    attempt: int
+    keep_last: int | None
+
+
+class Catalog:
+    """Runs, attempts, rounds and checkpoints of one database. Thread-safe. Times are RFC 3339 text that the caller gives."""
+
+    def __init__(self, database: Database, node: str | None = None) -> None:
+        """`node` writes the rounds that end here."""
+        self.database, self.node = database, node
+        self._read, self._write = database.read, database.write
+
+    @classmethod
+    def open(cls, url: str) -> Catalog:
+        """The catalog at `url`, made or brought to the newest version first."""
+        return cls(Database.open(url))
+
+    def close(self) -> None:
+        self.database.close()
+
+    def declare_attempt(self, run: str, launch: str, world: int, now: str, attempt: int | None = None) -> int:
+        """The attempt of this launch: the one it has, else `attempt`, or the next one.
+
+        It is `Attempts` that numbers launches and refuses older ones (I6); this is what it is told of that.
+        """
+        with self._write() as session:
+            row = _lock_run(session, run)
+            known = session.get(AttemptRow, (run, launch))
+            if known is not None and (attempt is None or attempt <= known.attempt):
+                return known.attempt
+            made = row.attempt + 1 if attempt is None else attempt
+            row.attempt = max(row.attempt, made)
+            session.merge(AttemptRow(run=run, launch=launch, attempt=made, world=world, declared=now))
+            return made
+
+    def note_attempts(self, known: Mapping[str, Declared]) -> None:
+        """No run has a lower newest attempt than is `known`."""
+        with self._write() as session:
+            listed = {row.name: row.attempt for row in session.scalars(select(RunRow))}
+            for run in [run for run, declared in known.items() if declared.attempt > listed.get(run, 0)]:
+                row = _lock_run(session, run)
+                row.attempt = max(row.attempt, known[run].attempt)
+
+    def declared(self) -> dict[str, Declared]:
+        """What is known of all runs' attempts: the newest, those of launches, and what they were told to restore."""
+        launches: dict[str, dict[str, int]] = {}
+        answers: dict[str, dict[str, int | None]] = {}
+        with self._read() as session:
+            newest = {row.name: row.attempt for row in session.scalars(select(RunRow))}
+            for row in session.scalars(select(AttemptRow).order_by(AttemptRow.run, AttemptRow.attempt)):
+                launches.setdefault(row.run, {})[row.launch] = row.attempt
+            told = select(AnswerRow).join(RunRow, (RunRow.name == AnswerRow.run) & (RunRow.attempt == AnswerRow.attempt))
+            for answer in session.scalars(told.order_by(AnswerRow.turn)):
+                answers.setdefault(answer.run, {})[f"{answer.attempt}.{answer.turn}"] = answer.step
+        return {
+            run: Declared(attempt=attempt, launches=launches.get(run, {}), answers=answers.get(run, {}))
+            for run, attempt in newest.items()
+        }
+
+    def newest_attempt(self, run: str) -> int:
+        """The newest attempt of a run, 0 when there is none."""
+        with self._read() as session:
+            return session.scalar(select(RunRow.attempt).where(RunRow.name == run)) or 0
+
+    def set_keep_last(self, run: str, keep_last: int | None) -> None:
+        """Set how many checkpoints retention keeps, None for all; a run that is not known yet becomes known."""
+        if keep_last is not None and not 1 <= keep_last <= INTEGER_MAX:
+            raise InvalidRequest(f"keep_last must be at least 1, not {keep_last}", hint="leave it out to keep all")
+        with self._write(hasty=True) as session:
+            _lock_run(session, run).keep_last = keep_last
+
+    def keep_last(self, run: str) -> int | None:
+        with self._read() as session:
+            return session.scalar(select(RunRow.keep_last).where(RunRow.name == run))
+
+    def answer(self, run: str, attempt: int, turn: int, step: int | None) -> int | None:
+        """Store the answer to an attempt's `turn`-th question unless there is one; return the one that is stored."""
+        with self._write() as session:
+            _lock_run(session, run)
+            stored = session.get(AnswerRow, (run, attempt, turn))
+            if stored is not None:
+                return stored.step
+            session.add(AnswerRow(run=run, attempt=attempt, turn=turn, step=step))
+            return step
+
+    def open_round(self, run: str, step: int, attempt: int, world: int, now: str) -> int:
+        """The id of the round of this step and attempt: the one going on, else a new one."""
+        return self.note_round(run, step, attempt, world, now)[0]
+
+    def note_round(self, run: str, step: int, attempt: int, world: int, opened: str) -> tuple[int, str]:
+        """As `open_round`, with the time at which the round was opened."""
+        naming.check_step(step)
+        with self._write(hasty=True) as session:
+            row = _lock_run(session, run)
+            row.attempt = max(row.attempt, attempt)
+            same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
+            going = select(RoundRow).where(*same, RoundRow.state.in_(GOING_ON)).order_by(RoundRow.id).limit(1)
+            made = session.scalar(going)
+            if made is None:
+                values = {"world": world, "state": "open", "sealed": 0, "opened": opened}
+                made = RoundRow(run=run, step=step, attempt=attempt, **values)
+                session.add(made)
+                session.flush()
+            return made.id, made.opened
+
+    def is_round(self, round_id: int, key: tuple[str, int, int], opened: str) -> bool:
+        """Whether the round of this id is one of this run, step and attempt, opened then."""
+        with self._read() as session:
+            row = session.get(RoundRow, round_id)
+            return row is not None and (row.run, row.step, row.attempt, row.opened) == (*key, opened)
+
+    def is_sealed(self, run: str, step: int, attempt: int) -> bool:
+        """Whether a round goes on of which all ranks had sealed."""
+        same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
+        with self._read() as session:
+            return session.scalar(select(RoundRow.id).where(*same, RoundRow.state == "sealed")) is not None
+
+    def lines(self, run: str) -> list[lines.Line]:
+        """What is listed of a run, as far as its place among others goes."""
+        with self._read() as session:
+            return lines.of(session, run)
+
+    def update_round(self, round_id: int, *, sealed: int) -> None:
+        """Note how many ranks have sealed; a round that has ended stays as it ended."""
+        with self._write(hasty=True) as session:
+            row = _lock_round(session, round_id)
+            if row.state in GOING_ON:
+                row.sealed = sealed
+                row.state = "sealed" if sealed >= row.world else "open"
+
+    def end_round(
+        self,
+        round_id: int,
+        state: Literal["committed", "aborted", "dropped"],
+        now: str,
+        code: str | None = None,
+        detail: str | None = None,
+        **measured: float,
+    ) -> rest.Round | None:
+        """End a round and return it, with what was `measured` of it (`SaveTimes`).
+
+        The first end stands, a second one changes nothing and returns None.
+        """
+        with self._write(hasty=True) as session:
+            row = _lock_round(session, round_id)
+            if row.state not in GOING_ON:
+                return None
+            row.state, row.ended, row.code, row.detail = state, now, code, detail
+            row.node, row.measured = self.node, measured or None
+            return rest.Round.model_validate(row, from_attributes=True)
+
+    def measure_round(self, round_id: int, measured: Mapping[str, float]) -> None:
+        """Note what was found out of a round since it ended."""
+        with self._write() as session:
+            row = _lock_round(session, round_id)
+            row.measured = {**(row.measured or {}), **measured}
+
+    def settle_committed_rounds(self, now: str) -> list[rest.Round]:
+        """End the rounds going on whose checkpoint is listed: it was published, and the daemon ended before it said so."""
+        same = (CheckpointRow.step == RoundRow.step, CheckpointRow.attempt == RoundRow.attempt)
+        # One of before this round is what it was to be put in the place of.
+        since = CheckpointRow.created >= RoundRow.opened
+        published = select(CheckpointRow.run).where(CheckpointRow.run == RoundRow.run, *same, since).exists()
+        wanted = select(RoundRow).where(RoundRow.state.in_(GOING_ON), published).order_by(RoundRow.id)
+        with self._write() as session:
+            rows = session.scalars(wanted.with_for_update()).all()
+            for row in rows:
+                row.state, row.ended, row.node = "committed", now, self.node
+            return [rest.Round.model_validate(row, from_attributes=True) for row in rows]
+
+    def abort_open_rounds(self, now: str, code: str, detail: str, keep: Collection[int] = ()) -> list[int]:
+        """Abort every round going on but those to keep; return their ids."""
+        with self._write(hasty=True) as session:
+            wanted: list[ColumnElement[bool]] = [RoundRow.state.in_(GOING_ON), RoundRow.id.not_in(keep)]
+            rows = session.scalars(select(RoundRow).where(*wanted).order_by(RoundRow.id).with_for_update()).all()
+            for row in rows:
+                row.state, row.ended, row.code, row.detail = "aborted", now, code, detail
+            return [row.id for row in rows]
+
+    def record_checkpoint(self, checkpoint: rest.Checkpoint, stamp: str | None = None) -> None:
+        """List a checkpoint, in the place of what was listed for its step. `stamp` is what storage says of it."""
+        made = _row(checkpoint, stamp)
+        with self._write(hasty=True) as session:
+            row = _lock_run(session, checkpoint.run)
+            # So that a catalog made anew from directories never gives an attempt number out twice.
+            row.attempt = max(row.attempt, checkpoint.attempt)
+            known = session.get(CheckpointRow, (checkpoint.run, checkpoint.step))
+            if known is not None and (known.created, known.attempt) != (made.created, made.attempt):
+                statistics.forget_tensors(session, made.run, made.step)  # of another checkpoint of this step
+            session.merge(made)
+            lines.settle(session, checkpoint.run)
+
+    def relist(
+        self,
+        run: str,
+        gone: Mapping[int, str | None],
+        found: Sequence[tuple[rest.Checkpoint, str | None]],
+        stamps: Mapping[int, str | None],
+    ) -> None:
+        """In one transaction: list `gone` no more, list what was `found` and note the `stamps` of what stands as listed.
+
+        `gone` comes with the stamps that were listed: what has been saved anew since then stays, and so does what somebody
+        else has listed meanwhile.
+        """
+        with self._write(hasty=True) as session:
+            row = _lock_run(session, run)
+            listed = select(CheckpointRow.step, CheckpointRow.stamp).where(CheckpointRow.run == run)
+            there: dict[int, str | None] = {step: stamp for step, stamp in session.execute(listed)}
+            for step in [step for step, stamp in gone.items() if step in there and there[step] == stamp]:
+                _forget(session, run, step)
+                del there[step]
+            new = [(checkpoint, stamp) for checkpoint, stamp in found if checkpoint.step not in there]
+            row.attempt = max([row.attempt, *(checkpoint.attempt for checkpoint, _ in new)])
+            session.add_all(_row(checkpoint, stamp) for checkpoint, stamp in new)
+            for step, stamp in stamps.items():
+                session.execute(update(CheckpointRow).where(*_at(run, step)).values(stamp=stamp))
+            lines.settle(session, run)
+
+    def mark_verified(self, run: str, step: int) -> None:
+        """Note that a checkpoint was read back and found sound; one that has been removed meanwhile stays removed."""
+        with self._write(hasty=True) as session:
+            row = session.get(CheckpointRow, (run, naming.check_step(step)), with_for_update=True)
+            if row is not None:
+                row.verified = True
+
+    def forget_checkpoint(self, run: str, step: int) -> None:
+        """List a checkpoint no more; does nothing for one that is not listed. What is known of its replicas stays."""
+        with self._write(hasty=True) as session:
+            _forget(session, run, step)
+            lines.settle(session, run)
+
+    def runs(self, cursor: str | None, limit: int, prefix: str = "") -> rest.Page[rest.Run]:
+        """A page of all runs, or of those whose names begin with `prefix`, by name."""
+        with self._read() as session:
+            return listing.runs(session, cursor, limit, prefix)
+
+    def run(self, name: str) -> rest.Run:
+        with self._read() as session:
+            listing.check_known(session, name)
+            return listing.summed(session, [session.get_one(RunRow, name)])[0]
+
+    def known_runs(self) -> dict[str, Known]:
+        """Every run that the catalog knows."""
+        with self._read() as session:
+            found = session.execute(select(RunRow.name, RunRow.attempt, RunRow.keep_last))
+            return {name: Known(attempt, keep_last) for name, attempt, keep_last in found}
+
+    def checkpoints(
+        self, run: str, cursor: str | None, limit: int, state: str | None = None, within: Within = EVERYTHING
+    ) -> rest.Page[rest.Checkpoint]:
+        """A page of a run's checkpoints, newest step first; only those in this state and within these bounds."""
+        with self._read() as session:
+            return listing.checkpoints(session, run, cursor, limit, state, within)
+
+    def stamps(self, run: str) -> dict[int, str | None]:
+        """Every step that is listed of a run, and what storage said of it when it was."""
+        with self._read() as session:
+            found = session.execute(select(CheckpointRow.step, CheckpointRow.stamp).where(CheckpointRow.run == run))
+            return {step: stamp for step, stamp in found}
+
+    def checkpoint(self, run: str, step: int) -> rest.Checkpoint:
+        naming.check_step(step)
+        with self._read() as session:
+            row = session.get(CheckpointRow, (run, step)) if naming.is_run_name(run) else None
+            if row is None:
+                listing.check_known(session, run)
+                raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
+            return listing.checkpoint(row)
+
+    def newest(self, run: str, groups: Collection[str] = ()) -> int | None:
+        """The newest step that has all these groups and is neither damaged, as far as is known, nor abandoned; or None."""
+        columns = select(CheckpointRow.step, CheckpointRow.groups)
+        wanted = (CheckpointRow.run == run, CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
+        with self._read() as session:
+            rows = session.execute(columns.where(*wanted).order_by(CheckpointRow.step.desc()))
+            return next((step for step, held in rows if set(groups) <= set(held)), None)
+
+    def rounds(
+        self,
+        run: str | None = None,
+        state: str | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+        within: Within = EVERYTHING,
+    ) -> rest.Page[rest.Round]:
+        """A page of rounds, the newest first; of one run, in one state, within these bounds, if they are given."""
+        with self._read() as session:
+            return listing.rounds(session, run, state, within, (cursor, limit))
+
+    def round_counts(self) -> dict[str, int]:
+        """How many rounds there are in each state."""
+        with self._read() as session:
+            counted = session.execute(select(RoundRow.state, func.count()).group_by(RoundRow.state)).all()
+        return dict.fromkeys(ROUND_STATES, 0) | {state: count for state, count in counted}
+
+    def failure_counts(self) -> dict[str, int]:
+        """How many rounds ended without a checkpoint, by the code of what ended them."""
+        counted = (
+            select(RoundRow.code, func.count())
+            .where(RoundRow.state.in_(UNSAVED), RoundRow.code.is_not(None))
+            .group_by(RoundRow.code)
+        )
+        with self._read() as session:
+            return {str(code): count for code, count in session.execute(counted)}
+
+
+def _lock_run(session: Session, run: str) -> RunRow:
+    """The run's row, made if need be, which no other transaction changes until this one ends."""
+    naming.check_run(run)
+    row = session.get(RunRow, run, with_for_update=True)
+    if row is None:
+        try:
+            with session.begin_nested():
+                session.add(RunRow(name=run, attempt=0))
+        except IntegrityError:
+            session.expire_all()  # another node was faster
+        row = session.get_one(RunRow, run, with_for_update=True)
+    return row
+
+
+def _lock_round(session: Session, round_id: int) -> RoundRow:
+    row = session.get(RoundRow, round_id, with_for_update=True)
+    if row is None:
+        raise NoSuchResource(f"there is no round {round_id}")
+    return row
+
+
+def _row(checkpoint: rest.Checkpoint, stamp: str | None) -> CheckpointRow:
+    naming.check_step(checkpoint.step)
+    return CheckpointRow(**checkpoint.model_dump(include=_STORED), stamp=stamp)
+
+
+def _forget(session: Session, run: str, step: int) -> None:
+    session.execute(delete(CheckpointRow).where(*_at(run, step)))
+    statistics.forget(session, run, step)
+
+
+def _at(run: str, step: int) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    return CheckpointRow.run == run, CheckpointRow.step == naming.check_step(step)

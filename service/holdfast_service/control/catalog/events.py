@@ -1,0 +1,173 @@
+"""What happened, kept in the catalog: a ring of the newest events, and the means to wait for the next one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sqlalchemy import delete, func, select
+from sqlalchemy import text as statement
+from sqlalchemy.orm import Session
+
+from holdfast_formats import rest
+from holdfast_formats.errors import CheckpointError
+from holdfast_formats.operations import EVENTS, Event, Level
+from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import EventRow
+
+log = logging.getLogger(__name__)
+
+EVENTS_MAX = 20_000
+TRIM_EVERY = 500
+SKIPPED_IDS = 1000  # more than SQLite's log holds between two syncs: a page each is the least that an event takes
+_ADDING = 0x486F_6C64_6661_7374  # PostgreSQL's advisory lock of whoever adds an event
+
+
+class Following(NamedTuple):
+    """Events behind an id, oldest first, beside the oldest and the newest id that are kept; 0 when there is none."""
+
+    oldest: int
+    newest: int
+    events: list[Event]
+
+
+class Events:
+    """The events of one catalog. Thread-safe. Recording one never fails what it tells of: it is logged instead."""
+
+    def __init__(self, database: Database, node: str, now: Callable[[], str]) -> None:
+        self._database, self._node, self._now = database, node, now
+        self.now = now
+        self._changed = threading.Condition()
+        self._added = 0
+        self._listeners: list[Callable[[], None]] = []
+        self.hung_up = False
+        self.counts: Counter[str] = Counter()  # by kind, of this process
+
+    def add(
+        self, kind: str, text: str, run: str | None = None, step: int | None = None, level: Level = "info", **detail: Any
+    ) -> None:
+        """Record an event of a declared kind and wake those who wait for one."""
+        try:
+            self.record(kind, text, run, step, level, **detail)
+        except CheckpointError as error:
+            log.error("the event %r of %s@%s is not recorded: %s", kind, run, step, error.detail)
+
+    def record(
+        self,
+        kind: str,
+        text: str,
+        run: str | None = None,
+        step: int | None = None,
+        level: Level = "info",
+        at: str | None = None,
+        **detail: Any,
+    ) -> None:
+        """As `add`, for an event of that time; raises `CatalogUnavailable`."""
+        assert kind in EVENTS, kind
+        with self._database.write() as session:
+            _in_turn(session)
+            about = {"level": level, "node": self._node, "run": run, "step": step, "text": text, "detail": detail}
+            made = EventRow(at=at or self._now(), kind=kind, **about)
+            session.add(made)
+            session.flush()
+            self._trim(session, made.id)
+        self.counts[kind] += 1
+        self._notify(added=1)
+
+    def _trim(self, session: Session, newest: int) -> None:
+        """Forget the oldest, now and then. Ids have holes, so that it is counted what is kept."""
+        if newest % TRIM_EVERY == 0:
+            behind = select(EventRow.id).order_by(EventRow.id.desc()).offset(EVENTS_MAX).limit(1)
+            last = session.scalar(behind)
+            if last is not None:
+                session.execute(delete(EventRow).where(EventRow.id <= last))
+
+    def skip_lost_ids(self) -> None:
+        """At start: give out no id that a power cut may have taken back after somebody had seen it."""
+        with self._database.write() as session:
+            if session.get_bind().dialect.name == "sqlite":
+                skipping = statement("UPDATE sqlite_sequence SET seq = seq + :skipped WHERE name = 'events'")
+                session.execute(skipping, {"skipped": SKIPPED_IDS})
+
+    def after(self, event_id: int, limit: int, run: str | None = None, kind: str | None = None) -> list[Event]:
+        """Events behind this id, oldest first."""
+        return self.following(event_id, limit, run, kind).events
+
+    def following(self, event_id: int, limit: int, run: str | None = None, kind: str | None = None) -> Following:
+        """Events behind this id, oldest first, beside what is kept at all: who was away for too long has missed some."""
+        wanted = select(EventRow).where(EventRow.id > event_id).order_by(EventRow.id).limit(limit)
+        if run is not None:
+            wanted = wanted.where(EventRow.run == run)
+        if kind is not None:
+            wanted = wanted.where(EventRow.kind == kind)
+        with self._database.read() as session:
+            # The newest id first: what is added after that is found, or is newer. The oldest last: what is forgotten
+            # meanwhile is missed, and not passed over in silence.
+            newest = _bounds(session)[1]
+            found = [_event(row) for row in session.scalars(wanted)]
+            return Following(_bounds(session)[0], newest, found)
+
+    def newest(
+        self, cursor: str | None, limit: int, run: str | None = None, kind: str | None = None, after: int = 0
+    ) -> rest.Page[Event]:
+        """A page of events, newest first, back to the one behind id `after`."""
+        before = decode_cursor("event", cursor)
+        wanted = select(EventRow).where(EventRow.id > after).order_by(EventRow.id.desc()).limit(bounded(limit) + 1)
+        if before is not None:
+            wanted = wanted.where(EventRow.id < integer(before))
+        if run is not None:
+            wanted = wanted.where(EventRow.run == run)
+        if kind is not None:
+            wanted = wanted.where(EventRow.kind == kind)
+        with self._database.read() as session:
+            found = [_event(row) for row in session.scalars(wanted)]
+        return page("event", found, limit, lambda event: event.id)
+
+    def bounds(self) -> tuple[int, int]:
+        """The oldest and the newest id that are kept; (0, 0) when there is none."""
+        with self._database.read() as session:
+            return _bounds(session)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until this process adds an event; False when the time is over. Other nodes' events are found by asking."""
+        with self._changed:
+            before = self._added
+            return self._changed.wait_for(lambda: self._added != before or self.hung_up, timeout_s) and not self.hung_up
+
+    def listen(self, heard: Callable[[], None]) -> Callable[[], None]:
+        """Have `heard` called, in any thread, whenever this process adds an event; call what is returned to end that."""
+        with self._changed:
+            self._listeners.append(heard)
+        return lambda: self._listeners.remove(heard)
+
+    def hang_up(self) -> None:
+        """Nobody need wait any more: the service is closing. Events can still be added."""
+        self.hung_up = True
+        self._notify(added=0)
+
+    def _notify(self, added: int) -> None:
+        with self._changed:
+            self._added += added
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        for heard in listeners:
+            heard()
+
+
+def _in_turn(session: Session) -> None:
+    """Ids become visible in their order: who has read one never misses a lower one. SQLite has one writer anyway."""
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(select(func.pg_advisory_xact_lock(_ADDING)))
+
+
+def _bounds(session: Session) -> tuple[int, int]:
+    oldest, newest = session.execute(select(func.min(EventRow.id), func.max(EventRow.id))).one()
+    return oldest or 0, newest or 0
+
+
+def _event(row: EventRow) -> Event:
+    return Event.model_validate(row, from_attributes=True)

@@ -1,0 +1,186 @@
+"""The lists of the catalog: pages of runs, checkpoints and rounds, filtered, and never a count of what lies before."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime, timezone
+from typing import Any, NamedTuple, TypeVar
+
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select
+from sqlalchemy.orm import Session
+
+from holdfast_formats import naming, rest
+from holdfast_formats.errors import InvalidRequest, NoSuchRun
+from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_cursor, integer, page
+from holdfast_service.control.database.schema import CheckpointRow, RoundRow, RunRow
+
+STEPS_AT_ONCE = 500  # of a query that names steps
+_Rows = TypeVar("_Rows", bound=Select[Any])
+
+GOING_ON = ("open", "sealed")
+ENDED = ("committed", "aborted", "dropped")
+ROUND_STATES = (*GOING_ON, *ENDED)
+
+_SOUND = CheckpointRow.damage.is_(None)
+_LIVING = CheckpointRow.abandoned.is_(False)
+_NOT_UNHEALTHY = or_(CheckpointRow.healthy.is_(None), CheckpointRow.healthy.is_(True))
+# What `rest.Checkpoint.state` says, in SQL; a test compares the two.
+_STATES: dict[str, ColumnElement[bool]] = {
+    "damaged": CheckpointRow.damage.is_not(None),
+    "abandoned": and_(CheckpointRow.abandoned.is_(True), _SOUND),
+    "unhealthy": and_(CheckpointRow.healthy.is_(False), _SOUND, _LIVING),
+    "verified": and_(CheckpointRow.verified.is_(True), _NOT_UNHEALTHY, _SOUND, _LIVING),
+    "committed": and_(CheckpointRow.verified.is_(False), _NOT_UNHEALTHY, _SOUND, _LIVING),
+}
+
+
+class Within(NamedTuple):
+    """Which part of a list is wanted. `since` is a time in RFC 3339; `steps` names the only steps that are."""
+
+    step_min: int | None = None
+    step_max: int | None = None
+    since: str | None = None
+    steps: Collection[int] | None = None
+
+
+EVERYTHING = Within()
+
+
+def runs(session: Session, cursor: str | None, limit: int, prefix: str = "") -> rest.Page[rest.Run]:
+    """A page of the runs whose names begin with `prefix`, by name."""
+    after = decode_cursor("run", cursor)
+    if after is not None and not naming.is_run_name(after):
+        raise bad_cursor()
+    wanted = select(RunRow).order_by(RunRow.name).limit(bounded(limit) + 1)
+    if after is not None:
+        wanted = wanted.where(RunRow.name > after)
+    if prefix:
+        if not naming.is_run_name(prefix):
+            raise InvalidRequest(f"no run's name begins with {prefix!r}")
+        behind = prefix[:-1] + chr(ord(prefix[-1]) + 1)  # names are ASCII
+        wanted = wanted.where(RunRow.name >= prefix, RunRow.name < behind)
+    return page("run", summed(session, session.scalars(wanted).all()), limit, lambda run: run.name)
+
+
+def summed(session: Session, rows: Sequence[RunRow]) -> list[rest.Run]:
+    """The runs with number and bytes of their checkpoints, and the newest step that is not known to be damaged."""
+    within = CheckpointRow.run.in_([row.name for row in rows])
+    totals = (
+        select(CheckpointRow.run, func.count(), func.max(CheckpointRow.step), func.sum(CheckpointRow.bytes))
+        .where(within)
+        .group_by(CheckpointRow.run)
+    )
+    found: dict[str, tuple[int, int | None, int]] = {
+        run: (count, newest, int(size)) for run, count, newest, size in session.execute(totals)
+    }
+    # An index answers what is above, and others know the few that are not meant: only their runs are looked at again.
+    passed = (CheckpointRow.damage.is_not(None), CheckpointRow.abandoned.is_(True))
+    known = [
+        row for why in passed for row in session.execute(select(CheckpointRow.run, CheckpointRow.step).where(within, why))
+    ]
+    for run in {run for run, step in known if found[run][1] == step}:
+        sound = select(func.max(CheckpointRow.step)).where(CheckpointRow.run == run, _SOUND, _LIVING)
+        found[run] = (found[run][0], session.scalar(sound), found[run][2])
+    made = []
+    for row in rows:
+        count, newest, size = found.get(row.name, (0, None, 0))
+        made.append(
+            rest.Run(
+                name=row.name, attempt=row.attempt, keep_last=row.keep_last, checkpoints=count, newest=newest, bytes=size
+            )
+        )
+    return made
+
+
+def checkpoints(
+    session: Session, run: str, cursor: str | None, limit: int, state: str | None = None, within: Within = EVERYTHING
+) -> rest.Page[rest.Checkpoint]:
+    """A page of a run's checkpoints, newest step first; `NoSuchRun`."""
+    before = decode_cursor("step", cursor)
+    within = within if before is None else _below(within, integer(before))
+    wanted = _bounded_to(select(CheckpointRow).where(CheckpointRow.run == run), CheckpointRow, within)
+    if state is not None:
+        if state not in _STATES:
+            raise InvalidRequest(f"{state!r} is not a checkpoint's state", hint=f"one of {', '.join(_STATES)}")
+        wanted = wanted.where(_STATES[state])
+    wanted = wanted.order_by(CheckpointRow.step.desc())
+    more = bounded(limit) + 1
+    check_known(session, run)
+    found: list[rest.Checkpoint] = []
+    for steps in _in_parts(within):
+        part = wanted if steps is None else wanted.where(CheckpointRow.step.in_(steps))
+        found += [checkpoint(row) for row in session.scalars(part.limit(more - len(found)))]
+        if len(found) == more:
+            break
+    return page("step", found, limit, lambda made: made.step)
+
+
+def rounds(
+    session: Session, run: str | None, state: str | None, within: Within, position: tuple[str | None, int]
+) -> rest.Page[rest.Round]:
+    """A page of rounds, the newest first, of one run or in one state if these are given. `position`: cursor, limit."""
+    cursor, limit = position
+    before = decode_cursor("round", cursor)
+    wanted = _bounded_to(select(RoundRow), RoundRow, within).order_by(RoundRow.id.desc()).limit(bounded(limit) + 1)
+    if before is not None:
+        wanted = wanted.where(RoundRow.id < integer(before))
+    if state is not None:
+        if state not in ROUND_STATES:
+            raise InvalidRequest(f"{state!r} is not a round's state", hint=f"one of {', '.join(ROUND_STATES)}")
+        wanted = wanted.where(RoundRow.state == state)
+    if run is not None:
+        check_known(session, run)
+        wanted = wanted.where(RoundRow.run == run)
+    found = [rest.Round.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
+    return page("round", found, limit, lambda made: made.id)
+
+
+def checkpoint(row: CheckpointRow) -> rest.Checkpoint:
+    return rest.Checkpoint.model_validate(row, from_attributes=True)
+
+
+def check_known(session: Session, run: str) -> None:
+    """`NoSuchRun` for a run that the catalog does not know, and for what can be none."""
+    if not naming.is_run_name(run) or session.get(RunRow, run) is None:
+        raise no_such_run(run)
+
+
+def no_such_run(run: str) -> NoSuchRun:
+    return NoSuchRun(f"there is no run {run!r}", hint="holdfast ls lists the runs")
+
+
+def parse_time(text: str) -> str:
+    """RFC 3339 -> how times of the catalog begin, so that comparing texts compares times. Without a zone it is UTC."""
+    try:
+        at = datetime.fromisoformat(text.replace("Z", "+00:00").replace("z", "+00:00"))
+        at = at.replace(tzinfo=timezone.utc) if at.tzinfo is None else at.astimezone(timezone.utc)
+    except (ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{text!r} is not a time", hint="give it as 2030-01-31T12:00:00Z") from error
+    return at.replace(tzinfo=None).isoformat(timespec="milliseconds")  # no Z: it would come behind any fraction
+
+
+def _bounded_to(wanted: _Rows, table: type[CheckpointRow] | type[RoundRow], within: Within) -> _Rows:
+    made = table.created if table is CheckpointRow else RoundRow.opened
+    if within.step_min is not None:
+        wanted = wanted.where(table.step >= within.step_min)
+    if within.step_max is not None:
+        wanted = wanted.where(table.step <= within.step_max)
+    if within.since is not None:
+        wanted = wanted.where(made >= parse_time(within.since))
+    return wanted
+
+
+def _below(within: Within, step: int) -> Within:
+    highest = step - 1
+    return within._replace(step_max=highest if within.step_max is None else min(highest, within.step_max))
+
+
+def _in_parts(within: Within) -> Iterable[Sequence[int] | None]:
+    """The steps that are named, newest first, as many at a time as a query takes; None where all are wanted."""
+    if within.steps is None:
+        yield None
+        return
+    low, high = within.step_min, within.step_max
+    steps = sorted((s for s in set(within.steps) if (low is None or s >= low) and (high is None or s <= high)), reverse=True)
+    for first in range(0, len(steps), STEPS_AT_ONCE):
+        yield steps[first : first + STEPS_AT_ONCE]

@@ -1,0 +1,148 @@
+"""The rounds of this daemon, as they are known here: opened and ended at once, and told to the catalog behind that.
+
+A round has a number of this daemon's own. The catalog's id is found when the catalog is told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+from holdfast_formats import rest
+from holdfast_formats.errors import NoSuchResource
+from holdfast_service.control.catalog.book import Book
+from holdfast_service.control.catalog.catalog import Catalog
+
+log = logging.getLogger(__name__)
+
+ENDED_MAX = 512  # rounds that something may still be said of
+NOTHING: Mapping[str, float] = {}
+End = Literal["committed", "aborted", "dropped"]
+
+
+class Ended(NamedTuple):
+    state: End
+    at: str
+    code: str | None
+    detail: str | None
+    measured: Mapping[str, float]
+
+
+class _Round:
+    """`id` is the catalog's, once it was told."""
+
+    def __init__(self, key: tuple[str, int, int], world: int, opened: str) -> None:
+        self.key, self.world, self.opened = key, world, opened
+        self.sealed = 0
+        self.id: int | None = None
+        self.ended: Ended | None = None
+
+
+class Rounds:
+    """Thread-safe; nothing here waits for the catalog."""
+
+    def __init__(self, catalog: Catalog, book: Book, now: Callable[[], str]) -> None:
+        self._catalog, self._book, self._now = catalog, book, now
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._rounds: OrderedDict[int, _Round] = OrderedDict()
+        self._open: dict[tuple[str, int, int], int] = {}
+
+    def going(self, run: str, step: int, attempt: int) -> int | None:
+        """The number of the round of this step and attempt that goes on, if one does."""
+        with self._lock:
+            return self._open.get((run, step, attempt))
+
+    def open(self, run: str, step: int, attempt: int, world: int) -> int:
+        """The number of the round of this step and attempt: the one going on, else a new one."""
+        key = (run, step, attempt)
+        with self._lock:
+            number = self._open.get(key)
+            if number is not None:
+                return number
+            number = self._open[key] = next(self._numbers)
+            made = self._rounds[number] = _Round(key, world, self._now())
+            while len(self._rounds) > ENDED_MAX + len(self._open):
+                oldest = next(number for number, one in self._rounds.items() if one.ended is not None)
+                del self._rounds[oldest]
+        self._book.tell(f"of the save of {run}@{step}", lambda: self._note(made))
+        return number
+
+    def seal(self, number: int, ranks: int) -> None:
+        """So many ranks have sealed."""
+        made = self._of(number)
+        made.sealed = max(made.sealed, ranks)
+        self._book.tell("which ranks have sealed", lambda: self._note_seals(made))
+
+    def end(
+        self,
+        number: int,
+        state: End,
+        code: str | None = None,
+        detail: str | None = None,
+        measured: Mapping[str, float] = NOTHING,
+    ) -> tuple[str, int] | None:
+        """End a round: its run and step. The first end stands, a second one changes nothing and returns None."""
+        with self._lock:
+            made = self._rounds.get(number)
+            if made is None:
+                raise NoSuchResource(f"there is no round {number}")
+            if made.ended is not None:
+                return None
+            made.ended = ended = Ended(state, self._now(), code, detail, measured)
+            self._open.pop(made.key, None)
+        self._book.tell("how a save ended", lambda: self._note_end(made, ended))
+        return made.key[0], made.key[1]
+
+    def measure(self, number: int, measured: Mapping[str, float]) -> None:
+        """Note what was found out of a round since it ended."""
+        with self._lock:
+            made = self._rounds.get(number)
+        if made is not None:
+            self._book.tell("what a save cost", lambda: self._catalog.measure_round(self._id(made), measured))
+
+    def complete(self, run: str) -> list[tuple[int, int]]:
+        """Step and attempt of the rounds that go on and that all ranks have sealed."""
+        with self._lock:
+            going = [self._rounds[number] for number in self._open.values()]
+        return [made.key[1:] for made in going if made.key[0] == run and made.sealed >= made.world]
+
+    def ids(self) -> list[int]:
+        """For the book's thread: the catalog's ids of the rounds that go on."""
+        with self._lock:
+            going = [self._rounds[number] for number in self._open.values()]
+        return [self._id(made) for made in going]
+
+    def look_again(self) -> None:
+        """For the book's thread: the catalog may have become another one, in which rounds have other ids, or none."""
+        with self._lock:
+            rounds = list(self._rounds.values())
+        for made in rounds:
+            if made.id is not None and not self._catalog.is_round(made.id, made.key, made.opened):
+                made.id = None
+
+    def _of(self, number: int) -> _Round:
+        with self._lock:
+            made = self._rounds.get(number)
+        if made is None:
+            raise NoSuchResource(f"there is no round {number}")
+        return made
+
+    def _id(self, made: _Round) -> int:
+        if made.id is None:
+            made.id, made.opened = self._catalog.note_round(*made.key, made.world, made.opened)
+        return made.id
+
+    def _note(self, made: _Round) -> None:
+        self._id(made)
+
+    def _note_seals(self, made: _Round) -> None:
+        self._catalog.update_round(self._id(made), sealed=made.sealed)
+
+    def _note_end(self, made: _Round, ended: Ended) -> rest.Round | None:
+        state, at, code, detail, measured = ended
+        return self._catalog.end_round(self._id(made), state, at, code, detail, **measured)

@@ -1,0 +1,199 @@
+"""A catalog that is damaged is moved away and made anew; what can still be read of it is taken over.
+
+Only SQLite's files are looked after like this: a database server looks after its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Boolean, Column, Integer, LargeBinary
+from sqlalchemy import Table as SqlTable
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+from holdfast_formats import naming
+from holdfast_formats.errors import StorageFailed
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.database.database import DAMAGED, Database
+from holdfast_service.control.database.schema import JsonText, RunRow, Table
+from holdfast_service.storage.posix import set_aside
+
+log = logging.getLogger(__name__)
+
+_LOG, _INDEX = "-wal", "-shm"  # beside the file: what it does not hold yet, and an index of that, which is made anew
+_PARTS = (_LOG, "")  # the log first: a log without its database would be taken for that of a new one
+_NUMBERS_MAX = 2**53  # a larger attempt or step was never given out
+# What must not be believed of a damaged file: that bytes were proven (I10), and what spares reading them again.
+_NOT_BELIEVED = {"checkpoints": {"verified": 0, "check": None, "stamp": None}}
+
+
+class Opened:
+    """A catalog, and what became of a damaged one that stood in its place."""
+
+    def __init__(self, catalog: Catalog, set_aside: Path | None = None, salvaged: dict[str, int] | None = None) -> None:
+        self.catalog, self.set_aside, self.salvaged = catalog, set_aside, salvaged or {}
+
+
+def open_sound(url: str) -> Catalog:
+    """The catalog at `url`, which is not made if it is not there; `StorageFailed` when it is missing or damaged."""
+    path = file_of(url)
+    if path is not None and not path.exists():
+        raise StorageFailed(f"there is no catalog {path}", hint="`holdfast catalog rebuild` makes one from the directories")
+    catalog = Catalog.open(url)
+    try:
+        if path is not None:
+            _quick_check(path, catalog)
+    except BaseException:
+        catalog.close()
+        raise
+    return catalog
+
+
+def open_catalog(url: str) -> Opened:
+    """The catalog at `url`. A SQLite file that is damaged is moved away first, and a new one gets what was readable of it.
+
+    Errors are those of `Catalog.open`. What is listed after this is whatever was: reconcile it with the directories.
+    """
+    path = file_of(url)
+    if path is not None and not path.exists():
+        aside = _move_away(path)  # a log that was left behind would be taken for that of the new file
+        if aside.with_name(aside.name + _LOG).exists():
+            log.warning("%s is gone; its log was left, and is kept as %s%s", path.name, aside.name, _LOG)
+        path = None
+    if path is None:
+        return Opened(Catalog.open(url))
+    try:
+        return Opened(open_sound(url))
+    except StorageFailed as error:
+        if not any(word in error.detail for word in DAMAGED):
+            raise
+        why = error.detail
+    aside = _move_away(path)
+    log.error("%s: it is made anew, and the damaged one is kept as %s", why, aside.name)
+    made = Opened(Catalog.open(url), aside)
+    with closing(sqlite3.connect(aside)) as old:
+        old.text_factory = lambda encoded: encoded.decode(errors="replace")
+        made.salvaged = salvage(old, path)
+    set_aside(aside.with_name(aside.name + _INDEX), None)
+    log.info("read from the damaged catalog: %s", made.salvaged or "nothing")
+    return made
+
+
+def mend(database: Database) -> None:
+    """As `open_catalog`, for a database that is in use: it goes on with what stands there then."""
+    database.engine.dispose()
+    open_catalog(database.engine.url.render_as_string(hide_password=False)).catalog.close()
+    database.prepare()
+
+
+def salvage(old: sqlite3.Connection, path: Path) -> dict[str, int]:
+    """Copy every row of the damaged catalog `old` that can be read into the new one at `path`; how many, by table."""
+    copied = {}
+    with closing(sqlite3.connect(path)) as new:
+        for table in Table.metadata.sorted_tables:
+            with new:
+                rows = [row for row in _readable(old, table) if _is_plausible(table, row)]
+                number = sum(_insert(new, table, row) for row in rows)
+            if number:
+                copied[table.name] = number
+    return copied
+
+
+def file_of(url: str) -> Path | None:
+    """The file of a SQLite catalog, None for any other."""
+    try:
+        made = make_url(url)
+    except ArgumentError:
+        return None
+    if made.get_backend_name() != "sqlite" or made.database in (None, "", ":memory:"):
+        return None
+    return Path(str(made.database))
+
+
+def _quick_check(path: Path, catalog: Catalog) -> None:
+    with catalog.database.read() as session:
+        found = session.connection().exec_driver_sql("PRAGMA quick_check(1)").scalar()
+    if found != "ok":
+        raise StorageFailed(
+            f"the catalog {path} is damaged: {found}",
+            hint="`holdfast catalog rebuild`, or the daemon's next start, makes it anew from the directories",
+        )
+
+
+def _move_away(path: Path) -> Path:
+    """Give a file and its log, or what is left of the two, another name, beside which no other's log stands."""
+    aside = next(made for n in count(1) if not _has_parts(made := path.with_name(f"{path.name}.damaged-{n}")))
+    set_aside(path.with_name(path.name + _INDEX), None)
+    for suffix in _PARTS:
+        source = path.with_name(path.name + suffix)
+        if source.exists():
+            set_aside(source, aside.with_name(aside.name + suffix))
+    return aside
+
+
+def _has_parts(path: Path) -> bool:
+    return any(path.with_name(path.name + suffix).exists() for suffix in (*_PARTS, _INDEX))
+
+
+def _readable(old: sqlite3.Connection, table: SqlTable) -> list[dict[str, Any]]:
+    """The rows from both ends up to where each reading fails."""
+    found: dict[int, dict[str, Any]] = {}
+    for order in ("ASC", "DESC"):
+        with suppress(sqlite3.Error):
+            for row in _rows(old, table.name, order):
+                number = row.pop("rowid")
+                if number in found:
+                    break
+                found[number] = row
+    return list(found.values())
+
+
+def _rows(old: sqlite3.Connection, table: str, order: str) -> Iterator[dict[str, Any]]:
+    cursor = old.execute(f'SELECT rowid AS rowid, * FROM "{table}" ORDER BY rowid {order}')  # our own names
+    names = [column[0] for column in cursor.description]
+    for row in cursor:
+        yield dict(zip(names, row, strict=True))
+
+
+def _is_plausible(table: SqlTable, row: dict[str, Any]) -> bool:
+    """Whether every value is of its column's kind; a bit that flipped may leave a row that reads and means nothing."""
+    row.update(_NOT_BELIEVED.get(table.name, {}))
+    return all(_fits(column, row.get(column.name)) for column in table.columns)
+
+
+def _fits(column: Column[Any], value: Any) -> bool:
+    if value is None:
+        return bool(column.nullable)
+    if isinstance(column.type, Boolean):
+        return value in (0, 1)
+    if isinstance(column.type, Integer):
+        return isinstance(value, int) and -_NUMBERS_MAX < value < _NUMBERS_MAX
+    if isinstance(column.type, LargeBinary):
+        return isinstance(value, bytes)
+    if isinstance(column.type, JsonText):
+        with suppress(ValueError, TypeError):
+            json.loads(value)
+            return True
+        return False
+    if not isinstance(value, str):
+        return False
+    names_a_run = column.name == "run" or column is RunRow.__table__.c.name
+    return naming.is_run_name(value) if names_a_run else True
+
+
+def _insert(new: sqlite3.Connection, table: SqlTable, row: dict[str, Any]) -> int:
+    known = {column.name: row.get(column.name) for column in table.columns}
+    if any(key.column.table.name == "runs" for key in table.foreign_keys):
+        new.execute("INSERT OR IGNORE INTO runs (name, attempt) VALUES (?, 0)", (known["run"],))
+    names = ", ".join(f'"{name}"' for name in known)
+    marks = ", ".join("?" * len(known))
+    cursor = new.execute(f'INSERT OR IGNORE INTO "{table.name}" ({names}) VALUES ({marks})', tuple(known.values()))
+    return cursor.rowcount

@@ -1,0 +1,122 @@
+"""The statistics of checkpoints, kept in the catalog: columns of every tensor, and a summary by layer for plots.
+
+The columns go with their checkpoint. The summary stays, of the newest ones, so that a run which keeps three checkpoints
+still has a history to look at.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from holdfast_formats import statistics
+from holdfast_formats.errors import InvalidRequest, NoSuchResource
+from holdfast_formats.manifest import Manifest
+from holdfast_formats.observed import LayerHealth, Layers
+from holdfast_formats.packing import natural_key
+from holdfast_formats.statistics import Statistics
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import CheckpointRow, StatisticsRow
+
+HISTORY_STEPS = 200  # of a run: summaries that may outlive their checkpoints
+LAST_MAX = HISTORY_STEPS
+
+_COMPARED = (CheckpointRow.healthy.is_(True), CheckpointRow.abandoned.is_(False))
+NonFinite = dict[str, dict[str, list[int]]]  # group -> tensor -> [NaN, infinite]
+
+
+class Baseline(NamedTuple):
+    """The newest healthy checkpoint before another one: its step, and its elements that are not finite."""
+
+    step: int
+    nonfinite: NonFinite
+
+
+class StatisticsStore:
+    """The `statistics` table of one catalog. Thread-safe."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self._read, self._write = database.read, database.write
+
+    def record(self, run: str, step: int, found: Statistics, summary: dict[str, Any], healthy: bool) -> None:
+        """Keep what was found of a checkpoint, and what it means; nothing of one that has been removed meanwhile."""
+        at = (CheckpointRow.run == run, CheckpointRow.step == step)
+        nonfinite = int(found.nonfinite.sum())
+        with self._write() as session:
+            if session.scalar(select(CheckpointRow.step).where(*at)) is None:
+                return
+            session.execute(update(CheckpointRow).where(*at).values(nonfinite=nonfinite, healthy=healthy))
+            data = statistics.encode(found)
+            session.merge(StatisticsRow(run=run, step=step, tensors=len(found), data=data, layers=summary))
+
+    def lists(self, made: Manifest) -> bool:
+        """Whether it is this checkpoint that is listed, and it was neither removed nor replaced."""
+        row = CheckpointRow
+        columns = select(row.attempt, row.turn, row.created).where(row.run == made.run, row.step == made.step)
+        with self._read() as session:
+            found = session.execute(columns).first()
+        return found is not None and tuple(found) == (made.attempt, made.turn, made.created)
+
+    def has(self, run: str, step: int) -> bool:
+        """Whether a checkpoint that is there has statistics."""
+        at = (CheckpointRow.run == run, CheckpointRow.step == step, CheckpointRow.healthy.is_not(None))
+        with self._read() as session:
+            return session.scalar(select(CheckpointRow.step).where(*at)) is not None
+
+    def load(self, run: str, step: int) -> Statistics:
+        """The statistics of a checkpoint; `NoSuchResource` where there are none, `CorruptStatistics`."""
+        columns = select(StatisticsRow.tensors, StatisticsRow.data)
+        with self._read() as session:
+            row = session.execute(columns.where(StatisticsRow.run == run, StatisticsRow.step == step)).first()
+        if row is None or not row.data:
+            raise NoSuchResource(
+                f"there are no statistics of {run}@{step}",
+                hint="they are made when a checkpoint is read back after its commit",
+            )
+        return statistics.decode(row.data, row.tensors)
+
+    def baseline(self, run: str, step: int) -> Baseline | None:
+        """The newest healthy checkpoint of the run before this step; None when there is none."""
+        joined = select(StatisticsRow.step, StatisticsRow.layers).join(
+            CheckpointRow, (CheckpointRow.run == StatisticsRow.run) & (CheckpointRow.step == StatisticsRow.step)
+        )
+        wanted = joined.where(StatisticsRow.run == run, StatisticsRow.step < step, *_COMPARED)
+        with self._read() as session:
+            row = session.execute(wanted.order_by(StatisticsRow.step.desc()).limit(1)).first()
+        return None if row is None else Baseline(row.step, row.layers.get("nonfinite", {}))
+
+    def layers(self, run: str, group: str, last: int) -> Layers:
+        """The newest `last` steps' health by layer, in order; a run or group that nobody examined has none."""
+        if not 1 <= last <= LAST_MAX:
+            raise InvalidRequest(f"last must be from 1 to {LAST_MAX}, not {last}")
+        wanted = select(StatisticsRow.step, StatisticsRow.layers).where(StatisticsRow.run == run)
+        with self._read() as session:
+            rows = session.execute(wanted.order_by(StatisticsRow.step.desc()).limit(last)).all()
+        rows = list(reversed(rows))
+        held = [row.layers.get("groups", {}).get(group, {}) for row in rows]
+        names = sorted({name for cells in held for name in cells}, key=natural_key)
+        steps = [row.step for row in rows]
+        shown = {name: [_cell(s, cells.get(name)) for s, cells in zip(steps, held, strict=True)] for name in names}
+        return Layers(run=run, group=group, steps=steps, layers=shown)
+
+
+def forget_tensors(session: Session, run: str, step: int) -> None:
+    """What is known of the tensors of this step is not of those that stand there now."""
+    session.execute(update(StatisticsRow).where(StatisticsRow.run == run, StatisticsRow.step == step).values(data=b""))
+
+
+def forget(session: Session, run: str, step: int) -> None:
+    """The checkpoint is gone, and what was known of its tensors; the summary stays for a while."""
+    forget_tensors(session, run, step)
+    steps = select(StatisticsRow.step).where(StatisticsRow.run == run).order_by(StatisticsRow.step.desc())
+    oldest = session.scalar(steps.offset(HISTORY_STEPS - 1).limit(1))
+    there = select(CheckpointRow.step).where(CheckpointRow.run == run)
+    past = (StatisticsRow.run == run, StatisticsRow.step < (oldest or 0))
+    session.execute(delete(StatisticsRow).where(*past, StatisticsRow.step.not_in(there)))
+
+
+def _cell(step: int, cell: list[Any] | None) -> LayerHealth | None:
+    return None if cell is None else LayerHealth(step=step, nonfinite=cell[0], rms=cell[1], change=cell[2])

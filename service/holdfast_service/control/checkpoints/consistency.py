@@ -1,0 +1,197 @@
+"""Whether catalog and directories say the same, and how the catalog is made to. The directories are the truth.
+
+Saves and removals may go on meanwhile: what looks wrong is looked at again, and only what stays so is a contradiction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from sqlalchemy import delete, func, select, update
+
+from holdfast_formats import naming, rest
+from holdfast_formats.consistency import CONTRADICTIONS_MAX, CatalogCheck, CatalogRebuild, Contradiction, Kind
+from holdfast_formats.errors import CheckpointError, NoSuchCheckpoint
+from holdfast_service.control.catalog.catalog import Catalog, Known
+from holdfast_service.control.catalog.listing import GOING_ON
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.run_files import read_run_file
+from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, JobRow, RoundRow, RunRow, StatisticsRow
+from holdfast_service.storage import Tier
+
+LOOK_AGAIN_S = (0.2, 1.0)  # a commit is listed, and a removal forgotten, within this
+NOBODY = "nobody writes it any more"
+# Sums by layer outlive their checkpoint, for plots; what was known of its tensors does not.
+_WITHOUT_CHECKPOINT = (
+    StatisticsRow.data != b"",
+    ~select(CheckpointRow.step)
+    .where(CheckpointRow.run == StatisticsRow.run, CheckpointRow.step == StatisticsRow.step)
+    .exists(),
+)
+
+
+class _Found(NamedTuple):
+    items: dict[tuple[Kind, str | None, int | None, str], Contradiction]
+    runs: int
+    checkpoints: int
+    read: int
+
+
+def check(tier: Tier, catalog: Catalog, writers: Collection[str] = (), thorough: bool = False) -> CatalogCheck:
+    """Every contradiction that lasts. `writers` are the nodes whose daemons are up, none when the service is down.
+
+    Manifests are read where storage says that they are not those that were listed, and all of them if this is `thorough`.
+    """
+    found = _look(tier, catalog, writers, thorough)
+    items = dict(found.items)
+    for pause_s in LOOK_AGAIN_S if writers else ():
+        if not items:
+            break
+        time.sleep(pause_s)
+        again = _look(tier, catalog, writers, thorough=False)
+        # What only a thorough look finds does not come from saves that go on, so it is not looked for again.
+        items = {key: item for key, item in items.items() if key in again.items or (thorough and item.kind == "differs")}
+    return CatalogCheck(
+        catalog=catalog.database.url,
+        runs=found.runs,
+        checkpoints=found.checkpoints,
+        manifests_read=found.read,
+        thorough=thorough,
+        count=len(items),
+        items=list(items.values())[:CONTRADICTIONS_MAX],
+    )
+
+
+def rebuild(tier: Tier, catalog: Catalog, writers: Collection[str], now: str) -> CatalogRebuild:
+    """Make the catalog anew from the directories, every manifest read; what only it knows stays, where it is readable.
+
+    Rounds and jobs of nodes that are gone end, or go back to be done again. `now` is when they did, RFC 3339.
+    """
+    before = check(tier, catalog, writers, thorough=True)
+    roots.reconcile(tier, catalog, thorough=True)
+    _mend_rows(catalog, writers, now)
+    after = check(tier, catalog, writers)
+    left = {(item.kind, item.run, item.step) for item in after.items}
+    return CatalogRebuild(
+        mended=[item for item in before.items if (item.kind, item.run, item.step) not in left],
+        left=after.items,
+        runs=after.runs,
+        checkpoints=after.checkpoints,
+    )
+
+
+def _look(tier: Tier, catalog: Catalog, writers: Collection[str], thorough: bool) -> _Found:
+    known, there = catalog.known_runs(), set(roots.runs(tier))
+    items: list[Contradiction] = []
+    checkpoints = read = 0
+    for run in sorted(known.keys() | there):
+        listed = catalog.stamps(run)
+        wrong, opened = _look_at_run(tier, catalog, run, listed, thorough)
+        items += wrong
+        items += _look_at_run_file(tier, run, known.get(run))
+        checkpoints, read = checkpoints + len(listed), read + opened
+    items += _look_at_rows(catalog, writers)
+    keyed = {(item.kind, item.run, item.step, item.text): item for item in items}
+    return _Found(keyed, len(known), checkpoints, read)
+
+
+def _look_at_run(
+    tier: Tier, catalog: Catalog, run: str, listed: dict[int, str | None], thorough: bool
+) -> tuple[list[Contradiction], int]:
+    """What is wrong with the listed checkpoints of a run, and how many manifests were read."""
+    look = roots.look(tier, run, listed, thorough)
+    items = []
+    rows = {made.step: made for made in roots.all_checkpoints(catalog, run)} if look.unread and listed else {}
+    for step in sorted(listed.keys() - look.stands - set(look.unread)):
+        items.append(_one("listed-but-gone", run, step, "is listed, and its directory is gone"))
+    for step in look.unread:
+        try:
+            manifest = rest.describe(roots.load_manifest(tier, run, step))
+        except NoSuchCheckpoint:  # an empty directory, or removed meanwhile
+            if step in listed:
+                items.append(_one("listed-but-gone", run, step, "is listed, and its directory is gone"))
+            continue
+        except CheckpointError as error:
+            if step in rows and rows[step].damage is not None:
+                continue  # the catalog says so itself
+            kind: Kind = "listed-but-unreadable" if step in listed else "unreadable"
+            items.append(_one(kind, run, step, f"cannot be read: {error.detail}"))
+            continue
+        if step not in listed:
+            items.append(_one("not-listed", run, step, "is committed, and not listed"))
+        elif step in rows and (members := _differing(rest.as_committed(rows[step]), manifest)):
+            items.append(_one("differs", run, step, f"is listed with another {', '.join(members)} than its manifest has"))
+    return items, len(look.unread)
+
+
+def _differing(listed: rest.Checkpoint, manifest: rest.Checkpoint) -> list[str]:
+    told, stated = listed.model_dump(), manifest.model_dump()
+    return [name for name in told if told[name] != stated[name]]
+
+
+def _look_at_run_file(tier: Tier, run: str, known: Known | None) -> list[Contradiction]:
+    if naming.RUN_FILE not in tier.list(run):
+        return []
+    try:
+        keep_last = read_run_file(tier, run).in_force.last
+    except CheckpointError as error:
+        return [_one("unreadable", run, None, f"has a file that cannot be read: {error.detail}")]
+    if known is None:
+        return [_one("not-listed", run, None, "has a file, and the catalog does not know the run")]
+    if known.keep_last != keep_last:
+        return [_one("differs", run, None, f"keeps {keep_last} by its file, and {known.keep_last} by the catalog")]
+    return []
+
+
+def _look_at_rows(catalog: Catalog, writers: Collection[str]) -> Iterable[Contradiction]:
+    """What contradicts itself within the catalog."""
+    with catalog.database.read() as session:
+        for table in (CheckpointRow, AttemptRow, RoundRow):
+            newest = func.max(table.attempt)
+            behind = select(RunRow.name, RunRow.attempt, newest).join(table, table.run == RunRow.name)
+            grouped = behind.group_by(RunRow.name, RunRow.attempt).having(newest > RunRow.attempt)
+            for run, declared, used in session.execute(grouped):
+                yield _one("fence-too-low", run, None, f"has attempt {used}, and {declared} as the newest declared one")
+        for row in session.scalars(select(RoundRow).where(RoundRow.state.in_(GOING_ON)).order_by(RoundRow.id)):
+            if _is_orphan(row.node, writers):
+                yield _one("round-nobody-writes", row.run, row.step, f"has round {row.id} {row.state}: {NOBODY}")
+        for job in session.scalars(select(JobRow).where(JobRow.state == "running").order_by(JobRow.id)):
+            if job.node not in writers:
+                text = f"has job {job.id} running on {job.node}, which is gone"
+                yield _one("job-nobody-runs", job.run, job.step, text)
+        for run, step in session.execute(select(StatisticsRow.run, StatisticsRow.step).where(*_WITHOUT_CHECKPOINT)):
+            yield _one("statistics-of-nothing", run, step, "is not listed, and there are statistics of its tensors")
+
+
+def _mend_rows(catalog: Catalog, writers: Collection[str], now: str) -> None:
+    with catalog.database.write() as session:
+        for table in (CheckpointRow, AttemptRow, RoundRow):
+            newest = select(func.max(table.attempt)).where(table.run == RunRow.name).scalar_subquery()
+            session.execute(
+                update(RunRow).where(newest > RunRow.attempt).values(attempt=newest),
+                execution_options={"synchronize_session": False},
+            )
+        for row in session.scalars(select(RoundRow).where(RoundRow.state.in_(GOING_ON)).with_for_update()):
+            if not _is_orphan(row.node, writers):
+                continue
+            made = session.get(CheckpointRow, (row.run, row.step))
+            if made is not None and made.attempt == row.attempt:  # published, and its daemon ended before it said so
+                row.state, row.ended = "committed", now
+            else:
+                row.state, row.ended, row.code, row.detail = "aborted", now, "round-aborted", NOBODY
+        for job in session.scalars(select(JobRow).where(JobRow.state == "running").with_for_update()):
+            if job.node not in writers:
+                job.state = "queued"
+        session.execute(delete(StatisticsRow).where(*_WITHOUT_CHECKPOINT), execution_options={"synchronize_session": False})
+
+
+def _is_orphan(node: str | None, writers: Collection[str]) -> bool:
+    """Whether no daemon that is up writes the round; of one that names no node it is some daemon's, while there is one."""
+    return not writers if node is None else node not in writers
+
+
+def _one(kind: Kind, run: str | None, step: int | None, text: str) -> Contradiction:
+    about = "" if run is None else run if step is None else f"{run}@{step}"
+    return Contradiction(kind=kind, run=run, step=step, text=f"{about} {text}".strip())

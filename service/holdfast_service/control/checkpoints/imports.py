@@ -1,0 +1,52 @@
+"""Imports, as control decides them: under which attempt, whether they fit, and when they become visible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast_formats import naming, rest
+from holdfast_formats.errors import AlreadyCommitted
+from holdfast_formats.lineage import Lineage, Way
+from holdfast_formats.manifest import Manifest
+from holdfast_formats.plan import Plan
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.checkpoints import commit
+from holdfast_service.control.checkpoints.commit import About
+from holdfast_service.storage import Tier
+
+
+class Imports:
+    """Brings checkpoints from elsewhere into one root. `admit` says whether a plan fits, as for a save; `way` the rewinds to
+    the line of a run that lives: what is brought in from elsewhere is on it, whatever it came by there.
+    """
+
+    def __init__(
+        self, tier: Tier, catalog: Catalog, events: Events, admit: Callable[[Plan], None], way: Callable[[str], Way]
+    ) -> None:
+        self._tier, self._catalog, self._events = tier, catalog, events
+        self.admit, self.way = admit, way
+
+    def attempt(self, run: str, step: int, wanted: int | None = None) -> int:
+        """The attempt that an import counts as; `AlreadyCommitted` for a step that is a checkpoint.
+
+        Never one above those that were declared: that would fence off a training that goes on (I6). Where none was, it is
+        the one that is `wanted`.
+        """
+        if self._tier.list(naming.checkpoint_path(run, naming.check_step(step))):
+            raise AlreadyCommitted(f"{run}@{step} is committed already", hint="remove it first, or choose another step")
+        newest = self._catalog.newest_attempt(run)
+        return (wanted or 0) if newest == 0 else min(wanted or 0, newest)
+
+    def publish(self, staging: str, vouching: Plan | tuple[bytes, bytes]) -> Manifest:
+        """Publish what is staged: packed anew by a plan, or a copy that manifest and COMMIT vouch for."""
+        if isinstance(vouching, Plan):
+            made = commit.publish(
+                self._tier, vouching, self._events.now(), staging, About(Lineage(rewinds=self.way(vouching.run)))
+            )
+        else:
+            made = commit.publish_copy(self._tier, staging, *vouching)
+        self._catalog.record_checkpoint(rest.describe(made))
+        text = f"step {made.step} was brought in from elsewhere and is committed"
+        self._events.add("checkpoint-committed", text, made.run, made.step, bytes=made.bytes, imported=True)
+        return made

@@ -1,0 +1,134 @@
+"""Whose a catalog is. It lists the checkpoints of one root; another root's daemon would list them as gone.
+
+The first root that starts with a catalog owns it from then on. One that is older than that rule is taken over by the root
+whose checkpoints it lists, as they stand there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from holdfast_formats import rest
+from holdfast_formats.errors import CheckpointError, WrongRoot
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.salvage import file_of
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.engines import without_password
+from holdfast_service.control.database.schema import OwnerRow
+from holdfast_service.storage import Tier
+
+_ONLY = 1
+HINT = (
+    "a root needs a catalog of its own: give it another --catalog, or none. If this root is to follow that one, which was "
+    "moved or restored to here, stop the other daemon and run `holdfast catalog adopt --root DIR --catalog URL`"
+)
+
+
+class Root(NamedTuple):
+    """Who claims a catalog: the root's id and path, and the machine's name."""
+
+    id: str
+    path: Path
+    node: str
+
+    @property
+    def told(self) -> tuple[str, str, str]:
+        return self.id, str(self.path), self.node
+
+
+def claim(tier: Tier, catalog: Catalog, root: Root, now: str) -> None:
+    """Make the catalog this root's, unless it is another's: then `WrongRoot`, and nothing is changed.
+
+    What lies in a root's own directory is its own, also where the directory was copied.
+    """
+    if _lies_in(catalog.database.url, root.path):
+        adopt(catalog, root, now)
+        return
+    with catalog.database.read() as session:
+        fresh = session.get(OwnerRow, _ONLY) is None
+    if fresh and not _lists(tier, catalog):
+        raise WrongRoot(
+            f"the catalog {without_password(catalog.database.url)} lists checkpoints that do not stand in {root.path}",
+            hint=HINT,
+        )
+    with catalog.database.write() as session:
+        row = _locked(session, root, now)
+        _refuse_another(row, root.id, catalog.database)
+        row.path, row.node = str(root.path), root.node
+
+
+def check(database: Database, root_id: str, path: Path) -> None:
+    """`WrongRoot` for the catalog of another root. Changes nothing."""
+    if _lies_in(database.url, path):
+        return
+    with database.read() as session:
+        row = session.get(OwnerRow, _ONLY)
+        if row is not None:
+            _refuse_another(row, root_id, database)
+
+
+def adopt(catalog: Catalog, root: Root, now: str) -> str | None:
+    """Make the catalog this root's, whoever had it; returns where that other root was, None where there was none."""
+    with catalog.database.write() as session:
+        row = _locked(session, root, now)
+        before = None if row.root == root.id else row.path
+        if (row.root, row.path, row.node) != root.told:
+            row.root, row.path, row.node = root.told
+            row.since = now
+        return before
+
+
+def _locked(session: Session, root: Root, now: str) -> OwnerRow:
+    """The only row, made for this root if there is none, which no other transaction changes until this one ends."""
+    row = session.get(OwnerRow, _ONLY, with_for_update=True)
+    if row is None:
+        try:
+            with session.begin_nested():
+                session.add(OwnerRow(only=_ONLY, root=root.id, path=str(root.path), node=root.node, since=now))
+        except IntegrityError:
+            session.expire_all()  # the daemon of another root was faster
+        row = session.get_one(OwnerRow, _ONLY, with_for_update=True)
+    return row
+
+
+def _refuse_another(row: OwnerRow, root_id: str, database: Database) -> None:
+    if row.root != root_id:
+        raise WrongRoot(
+            f"the catalog {without_password(database.url)} belongs to another root: {row.path} on {row.node}, "
+            f"since {row.since}",
+            hint=HINT,
+        )
+
+
+def _lies_in(url: str, root: Path) -> bool:
+    file = file_of(url)
+    return file is not None and file.resolve().parent == root.resolve()
+
+
+def _lists(tier: Tier, catalog: Catalog) -> bool:
+    """Whether a catalog without an owner is this root's: a checkpoint stands there as it is listed, or it lists nothing."""
+    known = catalog.known_runs()
+    listed = {run: stamps for run in known if (stamps := catalog.stamps(run))}
+    if not listed:
+        return known.keys() <= set(roots.runs(tier))
+    return any(_stands(tier, catalog, run, stamps) for run, stamps in listed.items())
+
+
+def _stands(tier: Tier, catalog: Catalog, run: str, stamps: dict[int, str | None]) -> bool:
+    if roots.look(tier, run, stamps).stands:
+        return True
+    unstamped = [step for step, stamp in stamps.items() if stamp is None]  # listed before there were stamps
+    return any(_is_listed_so(tier, catalog, run, step) for step in unstamped)
+
+
+def _is_listed_so(tier: Tier, catalog: Catalog, run: str, step: int) -> bool:
+    try:
+        there = rest.describe(roots.load_manifest(tier, run, step))
+    except CheckpointError:
+        return False
+    return rest.as_committed(catalog.checkpoint(run, step)) == there

@@ -1,0 +1,231 @@
+"""The plan of one save: from what every rank declares to hold, to what is written where and read from whom.
+
+Pure: the same tables give the same plan. What depends on the fragments alone is remembered, since most saves of a run
+differ from the one before in the step and in values only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast_formats import claims, values
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.packing import FILE_BYTES_MAX, pack
+from holdfast_formats.plan import Origin, Plan, PlannedAsset, PlannedFile, PlannedTensor
+from holdfast_formats.region import Box, first_overlap, whole
+from holdfast_formats.table import SlotTable
+from holdfast_formats.tensors import TensorSpec, box_bytes
+from holdfast_service.control.checkpoints.replica_digests import Apart, Shared, own_spec
+
+_Key = tuple[str, str]
+_Holders = dict[Box, list[tuple[int, int]]]  # box -> (rank, slot offset) of every rank that holds it
+
+
+class _Held:
+    """Everything the ranks declare about one tensor."""
+
+    def __init__(self, spec: TensorSpec, placement: str, rank: int) -> None:
+        self.spec = spec
+        self.placement = placement
+        self.declared_by = rank
+        self.boxes: _Holders = {}
+
+
+def plan(tables: Sequence[SlotTable]) -> Plan:
+    """The plan for one step from the tables of all ranks of the world, in any order.
+
+    Boxes that several ranks hold are replicas: one holder is read, so that bytes are balanced over ranks. What ranks do not
+    hold alike, and need not, each has as a tensor of its own besides (`claims`). Raises `StateMismatch` when the tables are
+    not one world's, disagree on a tensor, or do not tile one exactly; `ReplicasDiffer` where replicas are none.
+    """
+    ordered = sorted(tables, key=lambda t: t.rank)
+    _check_world(ordered)
+    files = _placed(ordered)
+    first = ordered[0]
+    metrics = next((t.metrics for t in ordered if t.metrics), {})
+    return Plan(
+        run=first.run,
+        step=first.step,
+        attempt=first.attempt,
+        world=first.world,
+        groups=first.groups,
+        files=files,
+        aliases=_merge_aliases(ordered, {(t.spec.group, t.spec.name) for file in files for t in file.tensors}),
+        assets=_collect_assets(ordered),
+        metrics=metrics,
+        mesh=next((t.mesh for t in ordered if t.mesh), {}),
+        intent=first.intent,
+        state=values.merge(first.step, metrics, first.groups, {t.rank: t.values for t in ordered}),
+    )
+
+
+class _Known(NamedTuple):
+    """What follows from the fragments: what ranks share, and the files, for what they had apart the last time."""
+
+    shared: Shared
+    apart: Apart
+    files: tuple[PlannedFile, ...]
+
+
+_REMEMBERED_MAX = 2  # all groups, and some of them; a plan of many tensors is tens of megabytes
+_remembered: OrderedDict[bytes, _Known] = OrderedDict()
+_lock = threading.Lock()
+
+
+def _placed(ordered: Sequence[SlotTable]) -> tuple[PlannedFile, ...]:
+    """The files with every tensor's place and origins: worked out, or remembered from the last save of the same state."""
+    file_bytes_max = ordered[0].file_bytes_max or FILE_BYTES_MAX
+    state = hashlib.sha256(str(file_bytes_max).encode())
+    for table in ordered:
+        state.update(hashlib.sha256(msgspec.json.encode(table.fragments)).digest())
+    key = state.digest()
+    with _lock:
+        known = _remembered.pop(key, None)
+    held = _collect(ordered) if known is None else {}  # which refuses what is not one tensor on all ranks
+    shared = Shared(ordered) if known is None else known.shared
+    apart = shared.compare(ordered)
+    if known is None or known.apart != apart:
+        held = held or _collect(ordered)
+        _set_apart(held, apart, claims.HOME in ordered[0].groups)
+        known = _Known(shared, apart, _place(held, len(ordered), file_bytes_max))
+    with _lock:
+        _remembered[key] = known
+        while len(_remembered) > _REMEMBERED_MAX:
+            _remembered.popitem(last=False)
+    return known.files
+
+
+def _place(held: Mapping[_Key, _Held], world: int, file_bytes_max: int) -> tuple[PlannedFile, ...]:
+    origins = _choose_origins(held.values(), world)
+    return tuple(
+        PlannedFile(
+            layout,
+            tuple(
+                PlannedTensor(spec, start, origins[spec.group, spec.name], held[spec.group, spec.name].placement)
+                for spec, start in layout.tensors
+            ),
+        )
+        for layout in pack([h.spec for h in held.values()], file_bytes_max)
+    )
+
+
+def _check_world(tables: Sequence[SlotTable]) -> None:
+    first = tables[0]
+    if [t.rank for t in tables] != list(range(first.world)):
+        raise StateMismatch(f"tables of ranks {[t.rank for t in tables]} are not a world of {first.world}")
+    for table in tables:
+        if (table.run, table.step, table.attempt, table.world) != (first.run, first.step, first.attempt, first.world):
+            raise StateMismatch(f"rank {table.rank} saves {table.run}@{table.step}, rank 0 saves {first.run}@{first.step}")
+        if table.intent[:3] != first.intent[:3]:
+            raise StateMismatch(
+                f"rank {table.rank} goes on from step {table.restored} as its turn {table.turn}, with existing="
+                f"{table.existing!r}; rank 0 from step {first.restored}, turn {first.turn}, with {first.existing!r}",
+                hint="every rank must restore and save alike",
+            )
+        if set(table.groups) != set(first.groups):
+            raise StateMismatch(
+                f"rank {table.rank} saves the groups {sorted(table.groups)}, rank 0 {sorted(first.groups)}",
+                hint="every rank must call save() with the same groups",
+            )
+
+
+def _collect(tables: Iterable[SlotTable]) -> dict[_Key, _Held]:
+    held: dict[_Key, _Held] = {}
+    for table in tables:
+        for fragment in table.fragments:
+            spec = fragment.spec
+            known = held.setdefault((spec.group, spec.name), _Held(spec, fragment.placement, table.rank))
+            if known.spec != spec:
+                raise StateMismatch(
+                    f"tensor {spec.name!r} of group {spec.group!r} is {spec.dtype}{list(spec.shape)} on rank {table.rank} "
+                    f"and {known.spec.dtype}{list(known.spec.shape)} on rank {known.declared_by}",
+                    hint="ranks must declare the same global dtype and shape",
+                )
+            offset = fragment.slot_offset
+            for box in fragment.boxes:
+                if box.volume:
+                    known.boxes.setdefault(box, []).append((table.rank, offset))
+                offset += box_bytes(spec, box)
+    return held
+
+
+def _set_apart(held: dict[_Key, _Held], apart: Apart, kept: bool) -> None:
+    """Read what ranks do not hold alike from those who hold what the lowest does; `kept`: store the others' as well."""
+    for key, ranks in apart.items():
+        of = held[key]
+        box = whole(of.spec.shape)
+        for rank, offset in of.boxes[box]:
+            if rank in ranks and kept:
+                own = _Held(own_spec(of.spec, rank), of.placement, rank)
+                own.boxes[box] = [(rank, offset)]
+                held[own.spec.group, own.spec.name] = own
+        of.boxes[box] = [holder for holder in of.boxes[box] if holder[0] not in ranks]
+
+
+def _choose_origins(held: Iterable[_Held], world: int) -> dict[_Key, tuple[Origin, ...]]:
+    """One holder for every box: boxes with no choice first, then the largest replicas go to the least loaded holder."""
+    load = [0] * world
+    chosen: dict[_Key, list[Origin]] = {}
+    replicas: list[tuple[int, _Key, Box, list[tuple[int, int]]]] = []
+    for tensor in held:
+        key = (tensor.spec.group, tensor.spec.name)
+        chosen[key] = []
+        _check_tiling(tensor)
+        for box, holders in tensor.boxes.items():
+            size = box_bytes(tensor.spec, box)
+            if len(holders) > 1:
+                replicas.append((size, key, box, holders))
+                continue
+            rank, offset = holders[0]
+            load[rank] += size
+            chosen[key].append(Origin(rank, box, offset))
+    for size, key, box, holders in sorted(replicas, key=lambda r: (-r[0], r[1], r[2])):
+        rank, offset = min(holders, key=lambda h: (load[h[0]], h[0]))
+        load[rank] += size
+        chosen[key].append(Origin(rank, box, offset))
+    return {key: tuple(sorted(origins, key=lambda o: o.box)) for key, origins in chosen.items()}
+
+
+def _check_tiling(tensor: _Held) -> None:
+    spec = tensor.spec
+    boxes = list(tensor.boxes)
+    overlap = first_overlap(boxes) if len(boxes) > 1 else None
+    if overlap is not None:
+        a, b = overlap
+        raise StateMismatch(
+            f"tensor {spec.name!r}: boxes {list(a.offset)}+{list(a.shape)} and {list(b.offset)}+{list(b.shape)} "
+            "overlap without being equal",
+            hint="a box held by several ranks must be the same box on each of them",
+        )
+    covered = sum(box_bytes(spec, box) for box in boxes)
+    if covered != spec.nbytes:
+        raise StateMismatch(
+            f"tensor {spec.name!r} of group {spec.group!r}: the ranks hold {covered} of its {spec.nbytes} bytes",
+            hint="a shard is missing: every rank of the world must hand over what it holds",
+        )
+
+
+def _merge_aliases(tables: Iterable[SlotTable], held: Collection[_Key]) -> dict[str, dict[str, str]]:
+    merged: dict[str, dict[str, str]] = {}
+    for table in tables:
+        for group, aliases in table.aliases.items():
+            for alias, target in aliases.items():
+                if (group, target) not in held or (group, alias) in held:
+                    raise StateMismatch(f"{alias!r} is tied to {target!r} on rank {table.rank}, but not on every rank")
+                if merged.setdefault(group, {}).setdefault(alias, target) != target:
+                    raise StateMismatch(f"{alias!r} is tied to different tensors on different ranks")
+    return merged
+
+
+def _collect_assets(tables: Iterable[SlotTable]) -> tuple[PlannedAsset, ...]:
+    found: dict[str, PlannedAsset] = {}
+    for table in tables:
+        for blob in table.blobs:
+            found.setdefault(blob.name, PlannedAsset(table.rank, blob))
+    return tuple(found.values())

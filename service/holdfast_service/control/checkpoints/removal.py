@@ -1,0 +1,137 @@
+"""Removal: of one checkpoint, and of what a crash left behind. The only deleter (I2); what is not ours it never touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from holdfast_formats import naming
+from holdfast_formats.errors import AlreadyCommitted, CheckpointError, CorruptManifest, NoSuchCheckpoint, NoSuchResource
+from holdfast_formats.manifest import Manifest
+from holdfast_service.control.checkpoints.run_files import read_run_file
+from holdfast_service.storage import Tier
+
+# Also what begins like them is known: SQLite keeps files beside its own.
+_OF_THE_ROOT = (naming.LOCK, naming.DAEMON_FILE, naming.ROOT_FILE, naming.CATALOG)
+_OF_A_RUN = frozenset({naming.RUN_FILE, naming.CHECKPOINTS, naming.STAGING, naming.TRASH})
+
+
+def remove_checkpoint(tier: Tier, run: str, step: int) -> CheckpointError | None:
+    """Remove a checkpoint in the order of I4: rename to trash/, both parents durable, then unlink.
+
+    Raises `NoSuchCheckpoint` when it is not there. Returns None, or the failure that left bytes of it in trash/ for the
+    next sweep to remove: the checkpoint is gone in both cases. Pins are the caller's to look at.
+    """
+    return unlink(tier, discard(tier, run, step))
+
+
+def discard(tier: Tier, run: str, step: int) -> str:
+    """The first half of a removal: rename to trash/, durably, and return where to; `NoSuchCheckpoint` when it is gone."""
+    source = naming.checkpoint_path(run, step)
+    for name in _trash_names(step):
+        target = f"{run}/{naming.TRASH}/{name}"
+        try:
+            tier.publish(source, target)
+        except AlreadyCommitted:
+            continue
+        except NoSuchResource as error:
+            raise NoSuchCheckpoint(
+                f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them"
+            ) from error
+        return target
+    raise AssertionError("there is always a next name")
+
+
+def unlink(tier: Tier, trashed: str) -> CheckpointError | None:
+    """The second half: free the bytes of what `discard` returned, or return the failure that left them to the next sweep."""
+    try:
+        tier.remove_tree(trashed)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def foreign_files(tier: Tier, made: Manifest) -> list[str]:
+    """Names inside a checkpoint's directory that its manifest does not know: somebody else's, so it is not removed."""
+    known = {naming.COMMIT, naming.MANIFEST, *(file.name for file in made.files)}
+    return [name for name in tier.list(naming.checkpoint_path(made.run, made.step)) if name not in known]
+
+
+def is_bare(tier: Tier, run: str) -> bool:
+    """Whether a run's directory, if there is one, holds nothing but a plain run file in which nobody has set anything."""
+    names = set(tier.list(naming.check_run(run)))
+    rooms = [f"{run}/{name}" for name in names - {naming.RUN_FILE}]
+    if not names <= _OF_A_RUN or any(tier.list(room) or not tier.stamps(room, ()) for room in rooms):
+        return False  # what is no directory has no stamp
+    try:
+        file = read_run_file(tier, run)
+    except CorruptManifest:
+        return False
+    return file.policy is None and not file.pins and not file.labels
+
+
+def remove_bare_run(tier: Tier, run: str) -> bool:
+    """Remove a bare run's directory; False where it is none, or is none any more. Nobody changes its run file meanwhile.
+
+    Directories go only when they are empty, so what comes into them at this moment stays.
+    """
+    if not is_bare(tier, run):
+        return False
+    names = tier.list(run)
+    if not all(tier.remove_empty(f"{run}/{name}") for name in names if name != naming.RUN_FILE):
+        return False
+    if naming.RUN_FILE in names:
+        tier.remove_file(f"{run}/{naming.RUN_FILE}")
+    return tier.remove_empty(run)
+
+
+def sweep(tier: Tier) -> list[str]:
+    """At start: remove every tree in staging/ and trash/ whose name is one of ours; return their paths, in order.
+
+    No commit ever published them, so they are garbage by definition. Everything else stays: see `strangers`.
+    """
+    removed = []
+    for run, room in _rooms(tier):
+        for name in tier.list(f"{run}/{room}"):
+            path = f"{run}/{room}/{name}"
+            if _is_ours(room, name) and tier.size(path) is None:
+                tier.remove_tree(path)
+                removed.append(path)
+    return removed
+
+
+def strangers(tier: Tier) -> list[str]:
+    """Paths that no Holdfast made: unknown names in the root, in runs and in their rooms, and files where trees belong."""
+    found = [name for name in tier.list("") if not name.startswith(_OF_THE_ROOT) and not _is_run_directory(tier, name)]
+    for run in filter(naming.is_run_name, tier.list("")):
+        if not _is_run_directory(tier, run):
+            continue
+        found += [f"{run}/{name}" for name in tier.list(run) if name not in _OF_A_RUN]
+        for room in (naming.CHECKPOINTS, naming.STAGING, naming.TRASH):
+            paths = [(f"{run}/{room}/{name}", name) for name in tier.list(f"{run}/{room}")]
+            found += [path for path, name in paths if not _is_ours(room, name) or tier.size(path) is not None]
+    return sorted(found)
+
+
+def _rooms(tier: Tier) -> Iterator[tuple[str, str]]:
+    # A run whose first save was cut short has only staging/, so `roots.runs` does not know it yet.
+    for run in filter(naming.is_run_name, tier.list("")):
+        for room in (naming.STAGING, naming.TRASH):
+            yield run, room
+
+
+def _is_run_directory(tier: Tier, name: str) -> bool:
+    return naming.is_run_name(name) and bool(_OF_A_RUN & set(tier.list(name)))
+
+
+def _is_ours(room: str, name: str) -> bool:
+    checkpoint = naming.parse_step_directory(name) is not None
+    staged = naming.parse_staging_directory(name) is not None
+    return {naming.CHECKPOINTS: checkpoint, naming.STAGING: staged, naming.TRASH: checkpoint or staged}[room]
+
+
+def _trash_names(step: int) -> Iterator[str]:
+    """The checkpoint's own name, then numbered ones, for when trash/ still holds a checkpoint of the same step."""
+    yield naming.step_directory(step)
+    for number in count(1):
+        yield naming.staging_directory(step, number)

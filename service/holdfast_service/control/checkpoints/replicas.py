@@ -1,0 +1,235 @@
+"""Replicas as the catalog knows them: what is still to be copied to which tier, what stands there, what has to go there.
+
+A copy goes only after its checkpoint was *removed*: a checkpoint that is merely missing, because its disk is, keeps it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, delete, func, select, update
+
+from holdfast_formats import naming, rest
+from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound
+from holdfast_formats.operations import Replica, ReplicaLag
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.checkpoints import commit, removal, roots
+from holdfast_service.control.checkpoints.run_files import RUN_FILE_BYTES_MAX
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RunRow
+from holdfast_service.storage import Tier, vouched
+
+log = logging.getLogger(__name__)
+
+DUE_MAX = 100  # of one look; the next look finds the others
+_SETTLED = ("present", "damaged", "gone")
+
+
+class ReplicaBook:
+    """The replicas of one root. Thread-safe; each tier has one worker."""
+
+    def __init__(self, tier: Tier, catalog: Catalog, events: Events) -> None:
+        self._tier, self._catalog, self._database = tier, catalog, catalog.database
+        self._events = events
+
+    def opened(self, name: str, tier: Tier) -> None:
+        """A tier can be reached: sweep what earlier copies left, and make the catalog say what stands there."""
+        commit.put_back(tier)
+        for path in removal.sweep(tier):
+            log.info("swept %s of replica %s", path, name)
+        there = {(run, step) for run in roots.runs(tier) for step in roots.committed(tier, run)}
+        with self._database.write() as session:
+            for row in session.scalars(select(ReplicaRow).where(ReplicaRow.tier == name)):
+                which = (row.run, row.step)
+                if which in there and row.state in _SETTLED:
+                    there.remove(which)
+                else:
+                    session.delete(row)
+            known = {(run, step) for run, step in session.execute(select(CheckpointRow.run, CheckpointRow.step))}
+        for run, step in sorted(there - known):  # the worker looks at the others itself: they are due
+            self._found(name, tier, run, step)
+
+    def removals(self, name: str) -> list[tuple[str, int]]:
+        """Copies of checkpoints that were removed."""
+        wanted = select(ReplicaRow.run, ReplicaRow.step).where(ReplicaRow.tier == name, ReplicaRow.state == "gone")
+        with self._database.read() as session:
+            return [(run, step) for run, step in session.execute(wanted.limit(DUE_MAX))]
+
+    def due(self, name: str) -> list[rest.Checkpoint]:
+        """Verified checkpoints that have no copy in this tier, newest first."""
+        order = (CheckpointRow.created.desc(), CheckpointRow.step.desc())
+        wanted = select(CheckpointRow).where(CheckpointRow.verified, _not_settled(name)).order_by(*order).limit(DUE_MAX)
+        with self._database.read() as session:
+            found = [rest.Checkpoint.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
+        return [checkpoint for checkpoint in found if checkpoint.damage is None]
+
+    def stale(self, name: str, before: str) -> tuple[str, int] | None:
+        """The copy that was read back longest ago, if that was before this time or never."""
+        wanted = (
+            select(ReplicaRow.run, ReplicaRow.step)
+            .where(ReplicaRow.tier == name, ReplicaRow.state.in_(("present", "damaged")))
+            .where((ReplicaRow.checked.is_(None)) | (ReplicaRow.checked < before))
+            .order_by(func.coalesce(ReplicaRow.checked, ""), ReplicaRow.run, ReplicaRow.step)
+        )
+        with self._database.read() as session:
+            found = session.execute(wanted.limit(1)).first()
+        return None if found is None else (found[0], found[1])
+
+    def publish(self, tier: Tier, staging: str, encoded: bytes, commit_bytes: bytes) -> None:
+        """Publish a proven copy, and the run's file beside it, so that pins and policy are there when the copy is served."""
+        made = commit.publish_copy(tier, staging, encoded, commit_bytes)
+        path = f"{made.run}/{naming.RUN_FILE}"
+        try:
+            data = vouched.read_whole(self._tier, path, RUN_FILE_BYTES_MAX)
+        except Damaged as error:  # the copy keeps the last one that could be read
+            log.error("%s is not copied to the replica: %s", path, error.detail)
+            return
+        if data is not None and not _holds(tier, path, data):
+            tier.replace(path, data)
+
+    def remove(self, name: str, tier: Tier, run: str, step: int) -> None:
+        """Remove a copy whose checkpoint was removed, in the order of I4."""
+        try:
+            left = removal.remove_checkpoint(tier, run, step)
+            if left is not None:
+                log.warning("bytes of %s@%s stay in the trash of replica %s: %s", run, step, name, left.detail)
+        except NoSuchCheckpoint:
+            log.info("%s@%s was gone from replica %s already", run, step, name)
+        with self._database.write() as session:
+            session.execute(delete(ReplicaRow).where(*_row(name, run, step), ReplicaRow.state == "gone"))
+
+    def copying(self, name: str, which: rest.Checkpoint) -> None:
+        """A copy has begun."""
+        self._set(name, (which.run, which.step), state="copying", bytes=which.bytes)
+
+    def present(self, name: str, which: tuple[str, int], size: int) -> None:
+        """A copy stands there, and was read back. It is told of when that is news."""
+        now = self._now()
+        before = self._set(name, which, state="present", bytes=size, checked=now, problem=None)
+        if before != "present":
+            text = f"step {which[1]} stands in replica {name}, proven"
+            self._events.add("checkpoint-replicated", text, *which, tier=name, bytes=size)
+
+    def failed(self, name: str, which: tuple[str, int], error: CheckpointError, damaged: bool) -> None:
+        """A copy could not be made, or was found damaged; the first time, or with another problem, it is told of."""
+        state = {"state": "damaged", "checked": self._now()} if damaged else {"state": "copying"}
+        with self._database.read() as session:
+            row = session.get(ReplicaRow, (which[0], which[1], name))
+            told = row is not None and row.problem is not None and row.problem.get("code") == error.code
+        self._set(name, which, problem=error.problem(), **state)
+        if not told:
+            text = f"step {which[1]} in replica {name}: {error.detail}"
+            self._events.add(
+                "replica-failed", text, *which, "error" if damaged else "warning", tier=name, problem=error.problem()
+            )
+
+    def lag(self, name: str) -> ReplicaLag:
+        """How far a tier is behind: committed checkpoints without a copy there."""
+        wanted = select(func.count(), func.sum(CheckpointRow.bytes), func.min(CheckpointRow.created))
+        with self._database.read() as session:
+            count, size, oldest = session.execute(wanted.where(_not_settled(name))).one()
+        return ReplicaLag(tier=name, checkpoints=count, bytes=int(size or 0), oldest=oldest)
+
+    def _found(self, name: str, tier: Tier, run: str, step: int) -> None:
+        """A copy that is all there is of its checkpoint; when it was read back last nobody knows."""
+        try:
+            made = roots.load_manifest(tier, run, step)
+        except Damaged as error:
+            self.failed(name, (run, step), error, damaged=True)
+        else:
+            self._set(name, (run, step), state="present", bytes=made.bytes)
+
+    def _set(self, name: str, which: tuple[str, int], **values: Any) -> str | None:
+        """Change a row, or make it; the state that it had. Of what was removed meanwhile the row stays."""
+        run, step = which
+        with self._database.write() as session:
+            row = session.get(ReplicaRow, (run, step, name), with_for_update=True)
+            if row is None:
+                if session.get(RunRow, run) is not None:  # of runs that this root never had the copies are not listed
+                    made = {"bytes": 0, "since": self._now(), **values}
+                    session.add(ReplicaRow(run=run, step=step, tier=name, **made))
+                return None
+            before = row.state
+            if before != "gone":
+                for field, value in values.items():
+                    setattr(row, field, value)
+                if values.get("state", before) != before:
+                    row.since = self._now()
+                if row.state == "present":  # also where the clock was set back since the commit: see `_not_settled`
+                    listed = session.get(CheckpointRow, (run, step))
+                    row.since = max(row.since, listed.created if listed is not None else "")
+            return before
+
+    def _now(self) -> str:
+        return self._events.now()
+
+
+class RepairBook:
+    """What repairs ask of the catalog and tell it."""
+
+    def __init__(self, tier: Tier, catalog: Catalog, events: Events) -> None:
+        self._tier, self._catalog, self._events = tier, catalog, events
+
+    def known(self, run: str, step: int) -> rest.Checkpoint | None:
+        """What the catalog says of a checkpoint; None where it says nothing."""
+        try:
+            return self._catalog.checkpoint(run, step)
+        except NotFound:
+            return None
+
+    def unlisted(self) -> list[tuple[str, int]]:
+        """Checkpoints that stand in the root and are not sound: those that cannot be listed, and those listed as damaged."""
+        wanted = select(CheckpointRow.run, CheckpointRow.step).where(CheckpointRow.damage.is_not(None))
+        with self._catalog.database.read() as session:
+            damaged = [(run, step) for run, step in session.execute(wanted.order_by(CheckpointRow.step.desc()))]
+        return damaged + roots.unlisted(self._tier, self._catalog)
+
+    def repaired(self, run: str, step: int, detail: dict[str, Any]) -> None:
+        """A file of a checkpoint, or of its replica, was made anew."""
+        where = f"replica {detail['replica']}: " if "replica" in detail else ""
+        text = f"{where}{detail['file']} of step {step} was repaired from {detail['source']}"
+        self._events.add("checkpoint-repaired", text, run, step, "warning", **detail)
+
+    def sound(self, run: str, step: int) -> None:
+        """A checkpoint was read back whole: it is listed, verified, and what was wrong with it is forgotten."""
+        known = self.known(run, step)
+        if known is None or roots.was_unreadable(known):  # what little was listed of it is not what its manifest says
+            self._catalog.record_checkpoint(rest.describe(roots.load_manifest(self._tier, run, step)))
+        values = {"verified": True, "damage": None, "checked": self._events.now()}
+        with self._catalog.database.write() as session:
+            where = (CheckpointRow.run == run, CheckpointRow.step == step)
+            session.execute(update(CheckpointRow).where(*where).values(**values))
+
+
+def listed(database: Database, run: str, step: int) -> list[Replica]:
+    """The copies of a checkpoint, by tier."""
+    wanted = select(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step).order_by(ReplicaRow.tier)
+    with database.read() as session:
+        return [Replica.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
+
+
+def removed(database: Database, run: str, step: int) -> None:
+    """A checkpoint was removed: so are its copies, as soon as their tiers can be reached."""
+    with database.write() as session:
+        session.execute(update(ReplicaRow).where(ReplicaRow.run == run, ReplicaRow.step == step).values(state="gone"))
+
+
+def _holds(tier: Tier, path: str, data: bytes) -> bool:
+    try:
+        return vouched.read_whole(tier, path, RUN_FILE_BYTES_MAX) == data
+    except Damaged:
+        return False
+
+
+def _row(name: str, run: str, step: int) -> Sequence[ColumnElement[bool]]:
+    return ReplicaRow.tier == name, ReplicaRow.run == run, ReplicaRow.step == step
+
+
+def _not_settled(name: str) -> ColumnElement[bool]:
+    same = (ReplicaRow.tier == name, ReplicaRow.run == CheckpointRow.run, ReplicaRow.step == CheckpointRow.step)
+    # A copy from before the commit is of another checkpoint, one of the same step that was lost with its disk.
+    settled = (ReplicaRow.state == "gone") | (ReplicaRow.state.in_(_SETTLED) & (ReplicaRow.since >= CheckpointRow.created))
+    return ~select(ReplicaRow.run).where(*same, settled).exists()

@@ -1,0 +1,218 @@
+"""Reading a root: its runs and their checkpoints. The directory is the truth, and the catalog is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from holdfast_formats import manifest, naming, rest
+from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint, NotCommitted
+from holdfast_formats.manifest import Manifest
+from holdfast_service.control.catalog.catalog import Catalog, Known
+from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
+from holdfast_service.control.checkpoints.run_files import read_run_file
+from holdfast_service.storage import Tier, vouched
+
+_STAMPED = (naming.COMMIT, naming.MANIFEST)
+
+
+class Problem(NamedTuple):
+    """What cannot be read: a checkpoint, listed as damaged if at all; or the run file, where `step` is None."""
+
+    run: str
+    step: int | None
+    error: CheckpointError
+
+
+def runs(tier: Tier) -> list[str]:
+    """The names of all runs below the root: directories with a run's name that hold checkpoints/ or run.json."""
+    marks = {naming.CHECKPOINTS, naming.RUN_FILE}
+    return [name for name in tier.list("") if naming.is_run_name(name) and marks & set(tier.list(name))]
+
+
+def committed(tier: Tier, run: str) -> list[int]:
+    """The steps of a run's directories that hold a COMMIT, ascending; whether it is a sound one is not asked here."""
+    return [
+        step for step in steps(tier, run) if tier.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None
+    ]
+
+
+def agrees(tier: Tier, catalog: Catalog, run: str) -> bool:
+    """Whether the catalog lists every step of a run that has a COMMIT, and none whose directory is gone."""
+    listed = {checkpoint.step for checkpoint in all_checkpoints(catalog, run)}
+    return set(committed(tier, run)) <= listed <= set(steps(tier, run))
+
+
+def load_manifest(tier: Tier, run: str, step: int) -> Manifest:
+    """The manifest of a checkpoint, in the order of I5: COMMIT first.
+
+    Raises `NoSuchCheckpoint` when there is no directory, `NotCommitted` when COMMIT is missing or unreadable, and
+    `CorruptManifest` when the manifest is missing, is not what COMMIT states, or belongs to another run or step.
+    """
+    directory = naming.checkpoint_path(run, step)
+    names = tier.list(directory)
+    if not names:
+        raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
+    if naming.COMMIT not in names:
+        raise NotCommitted(f"{directory} has no {naming.COMMIT}", hint="restore another step", file=naming.COMMIT)
+    if naming.MANIFEST not in names:
+        raise CorruptManifest(f"{directory} has no {naming.MANIFEST}", hint="restore another step", file=naming.MANIFEST)
+    commit = vouched.read_commit(tier, directory)
+    made = manifest.decode(vouched.read_manifest(tier, directory, commit), commit)
+    if (made.run, made.step) != (run, step):
+        raise CorruptManifest(
+            f"{directory} holds {made.run}@{made.step}",
+            hint=f"it was moved or copied: give it back its name, {naming.checkpoint_path(made.run, made.step)}",
+            file=naming.MANIFEST,
+        )
+    return made
+
+
+def reconcile(tier: Tier, catalog: Catalog, thorough: bool = False) -> list[Problem]:
+    """Make the catalog say what the directories say; return what is on disk but cannot be listed.
+
+    What is found becomes listed, unverified; what is listed as it stands on disk keeps what is known of it; what is gone is
+    listed no more. What is there and cannot be read stays listed, or becomes listed with what little is known, as damaged:
+    nothing vanishes silently. A run that the catalog knows stays known without a directory: its attempt numbers still fence
+    off older writers (I6). Where storage says that COMMIT and manifest are those that were listed, they are not read
+    again unless this is to be `thorough`.
+    """
+    problems: list[Problem] = []
+    known, found = catalog.known_runs(), runs(tier)
+    for run in found:
+        problems += _reconcile_run(tier, catalog, run, known.get(run), thorough)
+    for run in known.keys() - set(found):
+        if listed := catalog.stamps(run):
+            catalog.relist(run, gone=listed, found=[], stamps={})
+    return problems
+
+
+def stamp(tier: Tier, run: str, step: int) -> str | None:
+    """What storage says of a checkpoint's COMMIT and manifest; None without them."""
+    return tier.stamps(naming.checkpoint_path(run, step), _STAMPED).get("")
+
+
+def unlisted(tier: Tier, catalog: Catalog) -> list[tuple[str, int]]:
+    """Checkpoints' directories that the catalog does not list, because what vouches for them cannot be read."""
+    found: list[tuple[str, int]] = []
+    for run in runs(tier):
+        listed = {checkpoint.step for checkpoint in all_checkpoints(catalog, run)}
+        found += [(run, step) for step in steps(tier, run) if step not in listed]
+    return found
+
+
+def _reconcile_run(tier: Tier, catalog: Catalog, run: str, known: Known | None, thorough: bool) -> list[Problem]:
+    problems: list[Problem] = []
+    keep_last = known.keep_last if known is not None else None
+    try:
+        if naming.RUN_FILE in tier.list(run):
+            keep_last = read_run_file(tier, run).in_force.last
+    except CheckpointError as error:
+        problems.append(Problem(run, None, error))
+    if known is None or keep_last != known.keep_last:
+        catalog.set_keep_last(run, keep_last)
+    return problems + _relist(tier, catalog, run, thorough)
+
+
+class Look(NamedTuple):
+    """What storage says of a run's directories: which stand as they were listed, and which have to be read."""
+
+    stands: set[int]
+    unread: list[int]
+    stamps: dict[int, str]
+
+
+def look(tier: Tier, run: str, listed: Mapping[int, str | None], thorough: bool = False) -> Look:
+    """Compare the run's directories with the stamps of what is `listed`; nothing stands unread if this is `thorough`."""
+    now = tier.stamps(f"{run}/{naming.CHECKPOINTS}", _STAMPED)
+    there = steps(tier, run)
+    stamps = {step: now[name] for step in there if (name := naming.step_directory(step)) in now}
+    stands = {step for step in stamps if not thorough and listed.get(step) == stamps[step]}
+    return Look(stands, [step for step in there if step not in stands], stamps)
+
+
+def _relist(tier: Tier, catalog: Catalog, run: str, thorough: bool) -> list[Problem]:
+    """List what stands in the run's directory, reading what is not known to stand as it was listed."""
+    problems: list[Problem] = []
+    before = catalog.stamps(run)
+    stands, unread, stamps = look(tier, run, before, thorough)
+    listed = {made.step: made for made in all_checkpoints(catalog, run)} if before and unread else {}
+    found: list[tuple[rest.Checkpoint, str | None]] = []
+    again: dict[int, str | None] = {}
+    damaged: list[tuple[rest.Checkpoint, Damaged]] = []
+    for step in unread:
+        try:
+            there = rest.describe(load_manifest(tier, run, step))
+        except NoSuchCheckpoint:
+            continue  # removed at this moment
+        except CheckpointError as error:
+            problems.append(Problem(run, step, error))
+            known = listed.get(step) or _unreadable(tier, run, step)
+            if known is not None and isinstance(error, Damaged):
+                damaged.append((known, error))
+            continue
+        if step in listed and rest.as_committed(listed[step]) == there and not was_unreadable(listed[step]):
+            again[step] = stamps.get(step)
+        else:
+            found.append((there, stamps.get(step)))
+    kept = stands | again.keys() | {made.step for made, _ in damaged}
+    # Also one that is found again as another: what was found out of the one before does not hold for this one.
+    gone = {step: before[step] for step in before if step not in kept}
+    if gone or found or again:
+        catalog.relist(run, gone, found, again)
+    for made, damage in damaged:
+        _list_damaged(catalog, made, damage)
+    for made, _ in found:  # what was removed meanwhile had been forgotten before it was listed here
+        if tier.size(f"{naming.checkpoint_path(run, made.step)}/{naming.COMMIT}") is None:
+            catalog.forget_checkpoint(run, made.step)
+    return problems
+
+
+def _list_damaged(catalog: Catalog, known: rest.Checkpoint, error: Damaged) -> None:
+    problem = {**error.problem(), "run": known.run, "step": known.step}
+    if known.damage != problem:
+        catalog.record_checkpoint(known.model_copy(update={"verified": False, "damage": problem}))
+
+
+def _unreadable(tier: Tier, run: str, step: int) -> rest.Checkpoint | None:
+    """What is known of a checkpoint whose COMMIT or manifest is damaged; None where there is neither."""
+    directory = naming.checkpoint_path(run, step)
+    if not {naming.COMMIT, naming.MANIFEST} & set(tier.list(directory)):
+        return None
+    sizes = [tier.size(f"{directory}/{name}") or 0 for name in tier.list(directory)]
+    return rest.Checkpoint(
+        run=run,
+        step=step,
+        attempt=0,
+        created="",
+        world=0,
+        groups=[],
+        tensors=0,
+        files=len(sizes),
+        bytes=sum(sizes),
+        metrics={},
+        verified=False,
+    )
+
+
+def was_unreadable(known: rest.Checkpoint) -> bool:
+    """Whether it was marked because of COMMIT or manifest, which can be read now: then all else has to be looked at anew."""
+    return known.damage is not None and known.damage.get("file") in (naming.COMMIT, naming.MANIFEST)
+
+
+def steps(tier: Tier, run: str) -> list[int]:
+    """The steps that have a directory, ascending, whatever is in it."""
+    found = (naming.parse_step_directory(name) for name in tier.list(f"{naming.check_run(run)}/{naming.CHECKPOINTS}"))
+    return sorted(step for step in found if step is not None)
+
+
+def all_checkpoints(catalog: Catalog, run: str) -> list[rest.Checkpoint]:
+    """Every checkpoint that the catalog lists of a run, newest step first."""
+    items: list[rest.Checkpoint] = []
+    cursor = None
+    while True:
+        page = catalog.checkpoints(run, cursor, PAGE_ITEMS_MAX)
+        items += page.items
+        cursor = page.next
+        if cursor is None:
+            return items

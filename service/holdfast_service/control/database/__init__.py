@@ -1,0 +1,1 @@
+"""The SQL engine, the schema, its migrations, and which rows a caller sees."""

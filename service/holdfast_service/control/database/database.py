@@ -1,0 +1,172 @@
+"""The catalog's database: one engine, its transactions, and its failures by name. The stores beside it know what it holds.
+
+Every call of a store is one transaction. Times are RFC 3339 text that the caller gives.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, NoSuchModuleError, ResourceClosedError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.orm import Session
+
+from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, NoSpace
+from holdfast_service.control.database.engines import HASTY, READ_ONLY, connect, without_password
+from holdfast_service.control.database.migrations import migrate
+from holdfast_service.control.database.visible import restrict
+
+_SQLITE_FULL = "database or disk is full"  # Python 3.10 does not give the error code
+DAMAGED = ("malformed", "not a database", "is damaged")  # Python 3.10 does not give the error code
+_WITHOUT_TABLES = ("no such table", "does not exist")
+_HINT = (
+    "is its database up and reachable? Then try again: nothing was changed. Saves go on without it. A SQLite file that is "
+    "damaged is made anew from the directories when the daemon starts, or by `holdfast catalog rebuild`"
+)
+
+
+class Trouble(NamedTuple):
+    """Why the catalog is away, and since when, by `time.time()`. `reads`: it cannot be read either."""
+
+    since: float
+    why: str
+    reads: bool
+
+
+class Database:
+    """The tables at one URL. Thread-safe: a session a transaction.
+
+    While it is known to be away, `trouble` says why, and whoever asks is refused at once; only the thread that is its
+    `keeper` goes on trying. Everybody else first `settle`s: what the keeper was told before is then there to be read.
+    """
+
+    def __init__(self, engine: Engine, prepared: bool = True) -> None:
+        self.engine = engine
+        self._reading = engine.execution_options(**{READ_ONLY: True})
+        self._hasty = engine.execution_options(**{HASTY: True})
+        self._prepared = prepared
+        self._file = self._identity() if prepared else None
+        self.keeper: threading.Thread | None = None
+        self.keeper_since: float | None = None  # time.monotonic(), while the keeper is in a transaction
+        self.trouble: Trouble | None = None
+        self.settle: Callable[[], object] = lambda: None
+
+    @classmethod
+    def at(cls, url: str) -> Database:
+        """The database at `url`, which is not contacted before it is `prepare`d. `InvalidRequest`."""
+        try:
+            return cls(connect(url), prepared=False)
+        except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:
+            raise InvalidRequest(
+                f"{without_password(url)!r} is not a catalog's address: {_without(url, error)}",
+                hint="use sqlite:///path or postgresql://… (pip install 'holdfast-checkpoint[postgres]')",
+            ) from None  # the cause would show the password
+
+    @classmethod
+    def open(cls, url: str) -> Database:
+        """The database at `url`, made or brought to the newest version first. `InvalidRequest`, `CatalogUnavailable`."""
+        made = cls.at(url)
+        try:
+            made.prepare()
+        except BaseException:
+            made.engine.dispose()
+            raise
+        return made
+
+    def prepare(self) -> None:
+        """Bring it to the newest version, made if need be. Connections to what stood there before are given up."""
+        self.engine.dispose()
+        with _translated():
+            migrate(self.engine)
+        self._prepared, self._file = True, self._identity()
+
+    @property
+    def unsound(self) -> bool:
+        """Whether it has to be prepared before it is used: it never was, is another one, or says that it is damaged."""
+        said = self.trouble.why if self.trouble is not None else ""
+        return not self._prepared or self.replaced or any(word in said for word in (*DAMAGED, *_WITHOUT_TABLES))
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another file, or none, stands where the SQLite file was that is open here."""
+        return self._prepared and self._identity() != self._file
+
+    def _identity(self) -> tuple[int, int] | None:
+        if self.engine.dialect.name == "sqlite" and self.engine.url.database not in (None, "", ":memory:"):
+            with suppress(OSError):
+                found = os.stat(str(self.engine.url.database))
+                return found.st_dev, found.st_ino
+        return None
+
+    @property
+    def url(self) -> str:
+        """Where it is, without the password."""
+        return self.engine.url.render_as_string(hide_password=True)
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """A transaction that reads only, and of the visible runs alone (`visible`); it waits for no writer."""
+        with self._entered(reads=True), _translated(), Session(self._reading) as session:
+            restrict(session)
+            yield session
+
+    @contextmanager
+    def write(self, hasty: bool = False) -> Iterator[Session]:
+        """A transaction that commits at the end of the block, or changes nothing.
+
+        It is durable when the block has ended. A `hasty` one may be lost in a power cut, though never before one that was
+        made earlier: for what the directories tell again, and what nobody acts upon.
+        """
+        engine = self._hasty if hasty else self.engine
+        with self._entered(reads=False), _translated(), Session(engine) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def _entered(self, reads: bool) -> Iterator[None]:
+        if threading.current_thread() is not self.keeper:
+            self.settle()
+            trouble = self.trouble
+            if trouble is not None and (trouble.reads or not reads):
+                raise CatalogUnavailable(trouble.why, hint=_HINT)
+            if not self._prepared:
+                raise CatalogUnavailable("the catalog has not answered since the start", hint=_HINT)
+            yield
+            return
+        self.keeper_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.keeper_since = None
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turn what the database or its driver reports into the named error that says what to do."""
+    try:
+        yield
+    except (DataError, OverflowError, UnicodeEncodeError) as error:
+        cause = getattr(error, "orig", None) or error
+        raise InvalidRequest(f"the catalog cannot hold this: {_first_line(cause)}") from error
+    except (DBAPIError, PoolTimeoutError, ResourceClosedError) as error:
+        cause = getattr(error, "orig", None) or error
+        if _SQLITE_FULL in str(cause):
+            raise NoSpace(f"the catalog: {cause}", hint="free space, or keep fewer checkpoints") from error
+        raise CatalogUnavailable(f"the catalog: {_first_line(cause)}", hint=_HINT) from error
+
+
+def _first_line(cause: object) -> str:
+    return str(cause).partition("\n")[0] or type(cause).__name__
+
+
+def _without(url: str, error: Exception) -> str:
+    """What the error says, without the address in it."""
+    return str(error).replace(url, without_password(url))

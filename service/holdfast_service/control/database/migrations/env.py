@@ -1,0 +1,11 @@
+"""What Alembic runs first: migrate over the connection that `migrate` hands over, in its transaction."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from holdfast_service.control.database.schema import Table
+
+context.configure(connection=context.config.attributes["connection"], target_metadata=Table.metadata)
+with context.begin_transaction():
+    context.run_migrations()

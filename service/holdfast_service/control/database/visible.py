@@ -1,0 +1,73 @@
+"""Which runs a request may see: said once at the door, and kept to by every query of the catalog that only reads.
+
+A pattern is a run's name, a prefix ending in `*`, or `*` for all. Stores need not know of it, so none can forget it, and
+pages of what may be seen are full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from sqlalchemy import ColumnElement, event, func
+from sqlalchemy.orm import InstrumentedAttribute, ORMExecuteState, Session, with_loader_criteria
+
+from holdfast_service.control.database.schema import RunRow, Table
+
+ALL = "*"
+_pattern: ContextVar[str] = ContextVar("holdfast_visible_runs", default=ALL)
+
+
+def matches(pattern: str, run: str) -> bool:
+    """Whether a run is one of the pattern's."""
+    return run.startswith(pattern[:-1]) if pattern.endswith(ALL) else run == pattern
+
+
+def visible(run: str) -> bool:
+    """Whether the present request may see a run: for what is not asked of the catalog as this request."""
+    return matches(_pattern.get(), run)
+
+
+def sees_all() -> bool:
+    """Whether the present request may see what is about no run, or about all of them together."""
+    return _pattern.get() == ALL
+
+
+@contextmanager
+def limited_to(pattern: str) -> Iterator[None]:
+    """Within the block, and in what it calls in other threads by way of the event loop, only the pattern's runs are seen."""
+    before = _pattern.set(pattern)
+    try:
+        yield
+    finally:
+        _pattern.reset(before)
+
+
+def restrict(session: Session) -> None:
+    """Let this session see the visible runs alone. What belongs to no run is then seen by nobody but who sees all."""
+    pattern = _pattern.get()
+    if pattern == ALL:
+        return
+
+    def limited(state: ORMExecuteState) -> None:
+        for table, column in _RUNS:
+            state.statement = state.statement.options(with_loader_criteria(table, _criterion(column, pattern)))
+
+    event.listen(session, "do_orm_execute", limited)
+
+
+def _criterion(column: InstrumentedAttribute[str], pattern: str) -> ColumnElement[bool]:
+    if not pattern.endswith(ALL):
+        return column == pattern
+    prefix = pattern[:-1]
+    return func.substr(column, 1, len(prefix)) == prefix  # LIKE ignores case on SQLite, and comparing follows the collation
+
+
+def _columns() -> list[tuple[type[Table], Any]]:
+    others = [(table, table.run) for table in Table.__subclasses__() if hasattr(table, "run")]
+    return [(RunRow, RunRow.name), *others]
+
+
+_RUNS = _columns()

@@ -1,0 +1,197 @@
+"""What reading checkpoints back (I7) has found: sound, damaged, or the same as the one before. Only the catalog knows.
+
+A damaged checkpoint stays listed and keeps its bytes, but is nobody's newest one, and takes nobody's place (I10).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from sqlalchemy import func, or_, select
+
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, from_problem
+from holdfast_formats.manifest import Manifest
+from holdfast_service.control.catalog.book import Book
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.database.schema import CheckpointRow
+
+log = logging.getLogger(__name__)
+
+FROZEN = (
+    "it is bit-identical to step {before}: the training did not step in between, its learning rate is 0, "
+    "or what is saved is not what is trained"
+)
+_MEANT = (CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
+
+
+class Place(NamedTuple):
+    """A checkpoint by its run and step."""
+
+    run: str
+    step: int
+
+
+class Findings:
+    """Records what checks, scrubs and readers find. Thread-safe. `settled` hears the run of what was found sound."""
+
+    def __init__(self, parts: tuple[Catalog, Events, Book], now: Callable[[], str], settled: Callable[[str], None]) -> None:
+        catalog, self._events, self._book = parts
+        self._database, self._now, self._settled = catalog.database, now, settled
+        self._seen: dict[Place, dict[str, Any]] = {}  # damage that was found here, as the catalog may not know it yet
+
+    def sound(
+        self,
+        run: str,
+        step: int,
+        check: Mapping[str, Any] | None = None,
+        same_as: int | None = None,
+        made: Manifest | None = None,
+    ) -> None:
+        """A checkpoint was read back, whole, and every byte is right; only now may older ones go (I10).
+
+        Does nothing for one that has been removed meanwhile. `made` is what was read: where another one stands in its place
+        by now, nobody has read that.
+        """
+        with self._database.write() as session:
+            row = session.get(CheckpointRow, (run, step), with_for_update=True)
+            if row is None:
+                return
+            if made is not None and (row.attempt, row.turn, row.created) != (made.attempt, made.turn, made.created):
+                log.info("%s@%s was replaced while it was read back", run, step)
+                return
+            self.made(run, step)
+            news = not row.verified
+            frozen = same_as is not None and row.same_as != same_as
+            row.verified, row.damage, row.checked = True, None, self._now()
+            row.check = dict(check) if check is not None else row.check
+            row.same_as = same_as
+        if news:
+            self._events.add("checkpoint-verified", f"step {step} was read back and is sound", run, step)
+        if frozen:
+            text = FROZEN.format(before=same_as)
+            log.warning("%s@%s: %s", run, step, text)
+            self._events.add("checkpoint-frozen", f"step {step}: {text}", run, step, "warning", same_as=same_as)
+        self._settled(run)
+
+    def damaged(self, run: str, step: int, error: Damaged, checked: bool = False) -> None:
+        """Bytes of a checkpoint are not what was written. The same damage found again is no news.
+
+        `checked` says that it was read back whole, and not found by somebody who wanted a part of it.
+        """
+        problem = {**error.problem(), "run": run, "step": step}
+        self._seen[Place(run, step)] = problem
+        at = self._now()
+        try:
+            self._note_damage(Place(run, step), problem, at if checked else None)
+        except (CatalogUnavailable, NoSpace) as away:
+            log.error("%s@%s is damaged: %s (%s)", run, step, error.detail, away.detail)
+            self._book.tell("of damage", lambda: self._note_damage(Place(run, step), problem, at if checked else None))
+
+    def _note_damage(self, place: Place, problem: dict[str, Any], checked: str | None) -> None:
+        run, step = place
+        with self._database.write() as session:
+            row = session.get(CheckpointRow, (run, step), with_for_update=True)
+            if row is None:
+                return
+            news = row.damage is None or _place(row.damage) != _place(problem)
+            row.verified, row.damage = False, problem
+            row.checked = checked or row.checked
+        if news:
+            log.error("%s@%s is damaged: %s", run, step, problem["detail"])
+            text = f"step {step} is damaged: {problem['detail']}"
+            self._events.add("checkpoint-damaged", text, run, step, "error", problem=problem)
+
+    def seen(self, run: str, step: int) -> Damaged | None:
+        """Damage that was found since the start, and not mended since; the catalog is not asked."""
+        return as_damage(self._seen.get(Place(run, step)))
+
+    def made(self, run: str, step: int) -> None:
+        """What was known of this step holds no more: it is sound, or was saved anew."""
+        self._seen.pop(Place(run, step), None)
+
+    def repaired(self, run: str, step: int, error: Damaged, source: str) -> None:
+        """Damaged bytes were replaced by proven ones."""
+        self.made(run, step)
+        log.warning("%s@%s was repaired from %s: %s", run, step, source, error.detail)
+
+    def scrubbed(self, checkpoints: int, size: int, damages: int, seconds: float) -> None:
+        """A scrub has read what was due."""
+        text = f"{checkpoints} checkpoints of {size} bytes were read back in {seconds:.0f} s, {damages} are damaged"
+        level: Literal["info", "warning"] = "warning" if damages else "info"
+        about: dict[str, Any] = {"checkpoints": checkpoints, "bytes": size, "damaged": damages, "seconds": round(seconds, 3)}
+        self._events.add("scrub-finished", text, None, None, level, **about)
+
+    def damage(self, run: str, step: int) -> Damaged | None:
+        """What is known to be wrong with a checkpoint; None while it is sound, and for one that is not there."""
+        try:
+            with self._database.read() as session:
+                row = session.get(CheckpointRow, (run, step))
+                return None if row is None else as_damage(row.damage)
+        except CatalogUnavailable:
+            return self.seen(run, step)
+
+    def unchecked(self) -> list[Place]:
+        """What nobody has read back yet, newest first: found in the directories, or committed before a daemon died."""
+        wanted = select(CheckpointRow.run, CheckpointRow.step).where(
+            CheckpointRow.checked.is_(None), CheckpointRow.verified.is_(False), CheckpointRow.damage.is_(None)
+        )
+        with self._database.read() as session:
+            found = session.execute(wanted.order_by(CheckpointRow.step.desc(), CheckpointRow.run))
+            return [Place(run, step) for run, step in found]
+
+    def due(self, before: str) -> list[Place]:
+        """What was last read back before this time, or never; the longest ago first."""
+        never = CheckpointRow.checked.is_(None)
+        wanted = select(CheckpointRow.run, CheckpointRow.step).where(or_(never, CheckpointRow.checked < before))
+        order = (never.desc(), CheckpointRow.checked, CheckpointRow.run, CheckpointRow.step.desc())
+        with self._database.read() as session:
+            return [Place(run, step) for run, step in session.execute(wanted.order_by(*order))]
+
+    def oldest(self) -> str | None:
+        """When that was which was read back the longest ago; None when nothing was."""
+        with self._database.read() as session:
+            return session.scalar(select(func.min(CheckpointRow.checked)))
+
+    def newest(self, run: str) -> int | None:
+        """The newest checkpoint that is not known to be damaged, nor abandoned."""
+        wanted = (CheckpointRow.run == run, *_MEANT)
+        try:
+            with self._database.read() as session:
+                return session.scalar(select(func.max(CheckpointRow.step)).where(*wanted))
+        except CatalogUnavailable:
+            return None
+
+    def before(self, run: str, step: int) -> int | None:
+        """The checkpoint before this one that is not known to be damaged, nor abandoned."""
+        wanted = (CheckpointRow.run == run, CheckpointRow.step < step, *_MEANT)
+        with self._database.read() as session:
+            return session.scalar(select(func.max(CheckpointRow.step)).where(*wanted))
+
+    def passed_over(self, run: str, step: int | None) -> list[str]:
+        """What to say where this step was chosen as the newest: which newer ones are damaged, and how; newest first."""
+        newer = CheckpointRow.step > (-1 if step is None else step)
+        damaged = (CheckpointRow.damage.is_not(None), CheckpointRow.abandoned.is_(False))
+        wanted = select(CheckpointRow.step, CheckpointRow.damage).where(CheckpointRow.run == run, newer, *damaged)
+        instead = "there is no sound one" if step is None else f"step {step} is restored instead"
+        try:
+            with self._database.read() as session:
+                found = session.execute(wanted.order_by(CheckpointRow.step.desc())).all()
+        except CatalogUnavailable as away:
+            known = "nothing" if step is None else f"step {step}"
+            return [f"{known} was found in the directory, without the catalog: {away.detail}"]
+        return [f"step {newer} is damaged ({damage.get('detail', 'unknown')}): {instead}" for newer, damage in found]
+
+
+def as_damage(problem: Mapping[str, Any] | None) -> Damaged | None:
+    """The error that a checkpoint's `damage` describes."""
+    if problem is None:
+        return None
+    error: CheckpointError = from_problem(problem)
+    return error if isinstance(error, Damaged) else Damaged(error.detail, hint=error.hint, **error.members)
+
+
+def _place(problem: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(problem.get(member) for member in ("code", "file", "tensor", "offset", "length"))

@@ -1,0 +1,116 @@
+"""Health: whether a checkpoint has values that are not finite and that the last healthy one had not.
+
+Judged against the newest *healthy* checkpoint, so a NaN stays new for as long as it stays. What is seen for the first time
+has nothing to be compared with: NaN is never meant, infinities are in what may hold a mask.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from holdfast_formats.errors import CheckpointError, NoSuchCheckpoint
+from holdfast_formats.manifest import Manifest
+from holdfast_formats.statistics import Statistics, sum_up
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.catalog.pages import INTEGER_MAX
+from holdfast_service.control.catalog.statistics import NonFinite, StatisticsStore
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.findings.selection import newest_before, newest_healthy
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+NOT_JUDGED = ("extra",)  # what the trainer's own objects hold: a best loss may well be infinite
+NEVER_MASKS = ("master", "optim")
+TENSORS_NAMED_MAX = 20
+
+
+class Suspect(NamedTuple):
+    """A tensor with new values that are not finite."""
+
+    group: str
+    name: str
+    nan: int
+    inf: int
+
+
+def judge(now: NonFinite, before: NonFinite, known: Callable[[str, str], bool]) -> list[Suspect]:
+    """The tensors that have more NaN or more infinities than `before`; `known` says which of them were there."""
+    found = []
+    for group, tensors in now.items():
+        if group in NOT_JUDGED:
+            continue
+        for name, (nan, inf) in tensors.items():
+            nan_before, inf_before = before.get(group, {}).get(name, (0, 0))
+            grown = inf > inf_before and (group in NEVER_MASKS or known(group, name))
+            if nan > nan_before or grown:
+                found.append(Suspect(group, name, nan, inf))
+    return found
+
+
+class Health:
+    """Takes the statistics of checkpoints as they are found, keeps them, and says what they mean."""
+
+    def __init__(self, tier: Tier, store: StatisticsStore, events: Events) -> None:
+        self._tier, self._store, self._events = tier, store, events
+
+    def take(self, made: Manifest, found: Statistics) -> None:
+        """Record the statistics of a checkpoint and whether it is healthy; an event names what makes it unhealthy."""
+        if not self._store.lists(made):
+            return
+        summary = sum_up(made, found)
+        baseline = self._store.baseline(made.run, made.step)
+        compared = None if baseline is None else baseline.step
+        suspects = judge(summary["nonfinite"], {} if baseline is None else baseline.nonfinite, self._known(made, compared))
+        if suspects:  # never compared with, and a broken model breaks every tensor
+            summary["nonfinite"] = {}
+        self._store.record(made.run, made.step, found, summary, healthy=not suspects)
+        if suspects:
+            first = suspects[0]
+            text = f"step {made.step} has new values that are not finite, in {len(suspects)} tensors: {first.name}"
+            text += " and others" if len(suspects) > 1 else ""
+            log.error("%s: %s", made.run, text)
+            named = [suspect._asdict() for suspect in suspects[:TENSORS_NAMED_MAX]]
+            detail = {"tensors": named, "count": len(suspects), "compared_with": compared}
+            self._events.add("checkpoint-unhealthy", text, made.run, made.step, "error", **detail)
+
+    def _known(self, made: Manifest, step: int | None) -> Callable[[str, str], bool]:
+        """Which tensors a checkpoint has in the same form; it is read only if that matters."""
+        held: list[Manifest | None] = []
+
+        def known(group: str, name: str) -> bool:
+            if not held:
+                held.append(self._manifest(made.run, step))
+            old = held[0].tensors.get(group, {}).get(name) if held[0] is not None else None
+            new = made.tensors[group][name]
+            return old is not None and (old.dtype, old.shape) == (new.dtype, new.shape)
+
+        return known
+
+    def newest(self, run: str, groups: Collection[str]) -> int | None:
+        """The newest healthy checkpoint with these groups; None where the run has no checkpoint at all.
+
+        Raises `NoSuchCheckpoint` where it has others only: training anew would not be what is wanted.
+        """
+        step = newest_healthy(self._store.database, run, groups)
+        if step is None and newest_before(self._store.database, run, INTEGER_MAX) is not None:
+            raise NoSuchCheckpoint(
+                f"no checkpoint of {run} is known to be healthy",
+                hint="one counts once it was read back after its commit; `holdfast ls` lists them, a step can be named",
+            )
+        return step
+
+    def before(self, run: str, step: int) -> Manifest | None:
+        """The checkpoint that a new one's changes are measured from: the newest sound one before it."""
+        return self._manifest(run, newest_before(self._store.database, run, step))
+
+    def _manifest(self, run: str, step: int | None) -> Manifest | None:
+        if step is None:
+            return None
+        try:
+            return roots.load_manifest(self._tier, run, step)
+        except CheckpointError as error:
+            log.warning("%s@%s cannot be compared with: %s", run, step, error.detail)
+            return None

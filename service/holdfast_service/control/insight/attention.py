@@ -1,0 +1,244 @@
+"""What about a run a person should look at, and what to do about it. Values in, sentences out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from holdfast_formats.observed import Attention, RunSummary
+from holdfast_service.control.insight.facts import Facts, Save
+from holdfast_service.control.retention.rotation import seconds_of
+
+LATE_INTERVALS = 3.0  # no commit for so many intervals is too long
+LATE_MIN_S = 60.0
+NEVER_COMMITTED_S = 3600.0  # training for so long without one commit is too long
+UNVERIFIED_S = 600.0  # so long after its commit a checkpoint has been read back
+OFF_BY = 3.0  # saving so many times more or less often than recommended is worth a change
+SAVES_LEFT_FEW = 3
+REPLICA_BEHIND = 3  # checkpoints
+CLOCK_S = 60.0
+
+
+def attention(facts: Facts, summary: RunSummary, training: bool) -> list[Attention]:
+    """Everything that needs attention now, errors first."""
+    found = [*_lost(facts, summary), *_late(facts, summary, training), *_failing(facts.saves), *_held(facts)]
+    found += [*_unverified(facts), *_room(facts), *_copies(facts), *_clock(facts)]
+    if training:
+        found += _pace(summary)
+    return sorted(found, key=lambda item: item.level != "error")
+
+
+def weight(summary: RunSummary) -> tuple[int, int]:
+    """How much a run needs attention: its errors, then its warnings."""
+    errors = sum(item.level == "error" for item in summary.attention)
+    return errors, len(summary.attention) - errors
+
+
+def _lost(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
+    if facts.life == "lost":
+        since = "" if facts.since is None else f" since {facts.since}"
+        goes_on = "nothing was committed" if summary.newest is None else f"it goes on from step {summary.newest}"
+        yield Attention(
+            level="error",
+            code="run-lost",
+            text=f"ranks are gone{since} without a goodbye",
+            hint=f"the trainer's log says why; start it again: {goes_on}",
+            step=summary.newest,
+        )
+
+
+def _late(facts: Facts, summary: RunSummary, training: bool) -> Iterator[Attention]:
+    if not training:
+        return
+    if summary.newest is None:
+        began = facts.declared[0] if facts.declared else facts.now
+        if facts.now - began > NEVER_COMMITTED_S:
+            yield Attention(
+                level="error",
+                code="no-commit",
+                text=f"training for {_human(facts.now - began)}, and nothing is committed yet",
+                hint="does the trainer call save()? its log and the rounds of this run say what became of it",
+            )
+    elif summary.exposed_s is not None and summary.interval_s is not None:
+        limit = max(LATE_INTERVALS * summary.interval_s, LATE_MIN_S)
+        if summary.exposed_s > limit:
+            yield Attention(
+                level="error",
+                code="no-commit",
+                text=f"no commit for {_human(summary.exposed_s)} of training; usual is one in {_human(summary.interval_s)}",
+                hint="is the trainer stuck, or its daemon gone? look at the newest round and at the ranks' logs",
+                step=summary.newest,
+            )
+
+
+def failing(saves: Sequence[Save]) -> int:
+    """How many saves have failed, one after the other, up to the newest that has ended."""
+    return next((n for n, save in enumerate(_ended(saves)) if save.state != "aborted"), len(_ended(saves)))
+
+
+def _ended(saves: Sequence[Save]) -> list[Save]:
+    return [save for save in saves if save.ended is not None]
+
+
+def _failing(saves: Sequence[Save]) -> Iterator[Attention]:
+    ended, failed = _ended(saves), failing(saves)
+    if failed:
+        code = ended[0].code or "round-aborted"
+        yield Attention(
+            level="error",
+            code="saves-failing",
+            text=f"the last {failed} saves failed: {code}" if failed > 1 else f"the last save failed: {code}",
+            hint=_MEND.get(code, "the round has the whole message; the daemon's log says more"),
+            step=ended[0].step,
+        )
+    dropped = [save for save in ended if save.state == "dropped"]
+    if dropped:
+        yield Attention(
+            level="warning",
+            code="saves-dropped",
+            text=f"{len(dropped)} of the last {len(ended)} saves were dropped: storage is slower than the saves",
+            hint="save less often, give it more slots (generations), or a faster disk",
+            step=dropped[0].step,
+        )
+
+
+_MEND = {
+    "no-space": "free space on the storage, or keep fewer checkpoints: holdfast keep",
+    "quota-exceeded": "raise the run's quota or keep fewer checkpoints: holdfast keep",
+    "stale-attempt": "an older launch still runs: stop it",
+    "storage-failed": "mend the storage; the daemon's log has the system's message",
+    "state-mismatch": "the ranks do not agree on what they hold: the message names the tensor",
+    "replicas-differ": "ranks hold other bytes of what they say is one tensor: the message names it, its hint what to do",
+}
+
+
+def _held(facts: Facts) -> Iterator[Attention]:
+    held = facts.held
+    if held.damaged:
+        yield Attention(
+            level="error",
+            code="checkpoint-damaged",
+            text=f"{held.damaged} of {held.checkpoints} checkpoints are damaged; the newest is step {held.newest_damaged}",
+            hint="check the disk; remove what cannot be repaired. Restores take the newest sound one",
+            step=held.newest_damaged,
+        )
+    if held.healthy is False:
+        good = (
+            "none before it is" if held.newest_healthy is None else f"the newest healthy one is step {held.newest_healthy}"
+        )
+        yield Attention(
+            level="error",
+            code="checkpoint-unhealthy",
+            text=f"step {held.newest} has new values that are not finite ({held.nonfinite or 'some'}); {good}",
+            hint="look at its tensors; restore `latest-healthy` if the loss has gone the same way",
+            step=held.newest,
+        )
+    if held.same_as is not None:
+        yield Attention(
+            level="warning",
+            code="checkpoint-frozen",
+            text=f"step {held.newest} is bit-identical to step {held.same_as}",
+            hint="nothing was trained in between: is the optimizer stepped, and is it these tensors that are saved?",
+            step=held.newest,
+        )
+
+
+def _unverified(facts: Facts) -> Iterator[Attention]:
+    sound = -1 if facts.held.newest_verified is None else facts.held.newest_verified
+    newest = -1 if facts.held.newest is None else facts.held.newest
+    waits = [
+        facts.now - save.ended
+        for save in facts.saves
+        if save.state == "committed" and save.ended is not None and sound < save.step <= newest
+    ]
+    if waits and max(waits) > UNVERIFIED_S:
+        yield Attention(
+            level="warning",
+            code="not-verified",
+            text=f"{len(waits)} committed checkpoints wait for being read back, for up to {_human(max(waits))}",
+            hint="retention frees nothing before that (I10); holdfast verify reads one back now",
+            step=facts.held.newest,
+        )
+
+
+def _room(facts: Facts) -> Iterator[Attention]:
+    size = facts.held.newest_bytes
+    if not size:
+        return
+    rooms = [("disk", "disk-nearly-full", facts.free_bytes)]
+    if facts.quota_bytes is not None:
+        rooms.append(("quota", "quota-nearly-full", max(facts.quota_bytes - facts.held.bytes, 0)))
+    for what, code, left in rooms:
+        saves = left // size
+        if saves < (1 if facts.makes_room else SAVES_LEFT_FEW):
+            yield Attention(
+                level="error" if saves < 1 else "warning",
+                code=code,
+                text=f"the {what} has room for {saves} more {'save' if saves == 1 else 'saves'} of this size",
+                hint="keep fewer checkpoints: holdfast keep says what a policy would free"
+                if what == "disk"
+                else "raise the run's quota, or keep fewer checkpoints: holdfast keep",
+            )
+
+
+def _pace(summary: RunSummary) -> Iterator[Attention]:
+    actual, wanted = summary.interval_s, summary.recommended_interval_s
+    if not actual or not wanted:
+        return
+    if actual > OFF_BY * wanted:
+        code, more, less = "saves-too-seldom", "less", "more"
+    elif wanted > OFF_BY * actual:
+        code, more, less = "saves-too-often", "more", "less"
+    else:
+        return
+    yield Attention(
+        level="warning",
+        code=code,
+        text=f"saving every {_human(actual)}, {more} often than the {_human(wanted)} that cost and failures suggest",
+        hint=f"save {less} often" + _steps_hint(summary, wanted / actual),
+    )
+
+
+def _steps_hint(summary: RunSummary, ratio: float) -> str:
+    if summary.interval_steps is None:
+        return ""
+    return f": about every {max(round(summary.interval_steps * ratio), 1)} steps"
+
+
+def _copies(facts: Facts) -> Iterator[Attention]:
+    steps = [save.step for save in facts.saves if save.state == "committed"]
+    for tier, copies in sorted(facts.copies.items()):
+        behind = sum(step > (-1 if copies.newest is None else copies.newest) for step in steps)
+        if copies.damaged:
+            yield Attention(
+                level="error",
+                code="replica-damaged",
+                text=f"{copies.damaged} copies in {tier} are damaged",
+                hint="check that storage; they are copied again from what is sound",
+            )
+        if behind >= REPLICA_BEHIND:
+            yield Attention(
+                level="warning",
+                code="replica-behind",
+                text=f"{tier} lacks the newest {behind} checkpoints",
+                hint="is that storage reachable, and fast enough?",
+                step=copies.newest,
+            )
+
+
+def _clock(facts: Facts) -> Iterator[Attention]:
+    ahead = seconds_of(facts.held.created) - facts.now if facts.held.created else 0.0
+    if CLOCK_S < ahead < float("inf"):
+        yield Attention(
+            level="warning",
+            code="clock-differs",
+            text=f"the newest commit is {_human(ahead)} in the future",
+            hint="the machines' clocks differ: set them by NTP; ages and rules about time are wrong until then",
+            step=facts.held.newest,
+        )
+
+
+def _human(seconds: float) -> str:
+    for below, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < below:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"

@@ -1,0 +1,160 @@
+"""How a run's checkpointing goes: figures of its newest saves. Values in, a summary out; `summaries` finds the values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import isfinite
+from statistics import median
+
+from holdfast_formats.observed import RunSummary
+from holdfast_service.control.insight import intervals
+from holdfast_service.control.insight.attention import attention, failing
+from holdfast_service.control.insight.facts import Facts, Save
+from holdfast_service.control.retention.rotation import seconds_of
+
+__all__ = ["SAVES", "exposure", "failing", "interval", "quantile", "summarise", "training"]
+
+SAVES = 20  # the newest saves, which the figures are taken from
+
+
+def summarise(facts: Facts) -> RunSummary:
+    """The summary of one run; whatever cannot be known from `facts` is None."""
+    held = facts.held
+    committed = [save for save in facts.saves if save.state == "committed"]
+    stalls = _measured(committed, "stall_s")
+    durable = _durations(committed)
+    interval_s, interval_steps = interval(facts.saves)
+    cost = sum(stalls) / len(stalls) if stalls else None
+    failures = failures_mean(facts)
+    last = _last_commit(facts)
+    exposed_s, exposed_steps = exposure(facts)
+    summary = RunSummary(
+        run=facts.run,
+        attempt=facts.attempt,
+        state=facts.life,
+        state_since=facts.since,
+        checkpoints=held.checkpoints,
+        bytes=held.bytes,
+        quota_bytes=facts.quota_bytes,
+        free_bytes=facts.free_bytes,
+        newest=held.newest,
+        newest_verified=held.newest_verified,
+        newest_healthy=held.newest_healthy,
+        last_commit=held.created,
+        last_commit_age_s=None if last is None else max(facts.now - last, 0.0),
+        exposed_s=exposed_s,
+        exposed_steps=exposed_steps,
+        saves=len(facts.saves),
+        failed=sum(save.state == "aborted" for save in facts.saves),
+        dropped=sum(save.state == "dropped" for save in facts.saves),
+        stall_p50_s=quantile(stalls, 0.5),
+        stall_p95_s=quantile(stalls, 0.95),
+        durable_p50_s=quantile(durable, 0.5),
+        durable_p95_s=quantile(durable, 0.95),
+        disk_ratio=_disk_ratio(committed),
+        goodput_lost=intervals.lost(cost, interval_s, failures, quantile(durable, 0.5)),
+        interval_s=interval_s,
+        interval_steps=interval_steps,
+        recommended_interval_s=intervals.recommended(cost, failures, quantile(durable, 0.95)),
+        failures_mean_s=failures,
+    )
+    summary.attention = attention(facts, summary, training(facts))
+    return summary
+
+
+def exposure(facts: Facts) -> tuple[float | None, int | None]:
+    """Seconds and steps of training that a crash now would lose; 0 where nobody trains."""
+    if not training(facts):
+        return 0.0, 0
+    return _exposed(facts), _exposed_steps(facts)
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The value that `share` of the values do not exceed, between two of them where it falls there; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def training(facts: Facts) -> bool:
+    """Whether somebody trains: its ranks are here. No clock says so, since nobody knows how long a step may take."""
+    return facts.life == "running"
+
+
+def failures_mean(facts: Facts) -> float | None:
+    """Mean time between failures: the time trained so far over the restarts in it; None before the first restart.
+
+    Every new attempt is taken for a failure of the one before. The last stretch, which no failure has ended yet, counts as
+    time and not as a failure: the maximum-likelihood estimate for failures that come at random.
+    """
+    declared = _times(facts.declared)
+    if len(declared) < 2:
+        return None
+    last = facts.now if training(facts) else _last_sign(facts)
+    whole = (last if last is not None else declared[0]) - declared[-1]
+    return whole / (len(declared) - 1) if whole > 0 else None
+
+
+def _times(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and isfinite(value)]
+
+
+def _last_commit(facts: Facts) -> float | None:
+    return next(iter(_times([seconds_of(facts.held.created)])), None) if facts.held.created else None
+
+
+def _last_sign(facts: Facts) -> float | None:
+    """When the run was last heard of."""
+    newest = facts.saves[0] if facts.saves else None
+    known: list[float | None] = [*facts.declared[:1], *([newest.opened, newest.ended] if newest else [])]
+    return max(_times([*known, _last_commit(facts)]), default=None)
+
+
+def _exposed(facts: Facts) -> float | None:
+    """Training since what the newest commit holds was captured; since the newest attempt, if that has begun later."""
+    captured = [save.opened for save in facts.saves if save.state == "committed" and save.step == facts.held.newest]
+    committed: list[float | None] = [*captured[:1]] or [_last_commit(facts)]
+    began = _times([*committed, *facts.declared[:1]])
+    return max(facts.now - max(began), 0.0) if began else None
+
+
+def _exposed_steps(facts: Facts) -> int | None:
+    """Steps that ranks of the newest attempt have begun to save and that are behind the newest commit."""
+    known = [save.step for save in facts.saves if save.attempt == facts.attempt]
+    return max(max(known) - (facts.held.newest or 0), 0) if known else None
+
+
+def _measured(saves: Iterable[Save], phase: str) -> list[float]:
+    return _times(save.measured.get(phase) for save in saves)
+
+
+def _durations(committed: Iterable[Save]) -> list[float]:
+    """Seconds from a save's begin to its commit."""
+    spans = (save.ended - save.opened for save in committed if save.ended is not None)
+    return [span for span in spans if isfinite(span) and span >= 0]
+
+
+def interval(saves: Sequence[Save]) -> tuple[float | None, int | None]:
+    """Median time and steps between the begins of saves of one attempt, one after the other."""
+    seconds: list[float] = []
+    steps: list[int] = []
+    for newer, older in pairwise(saves):
+        if newer.attempt == older.attempt and newer.step > older.step:
+            steps.append(newer.step - older.step)
+            seconds.append(newer.opened - older.opened)
+    seconds = [span for span in _times(seconds) if span > 0]
+    return (median(seconds) if seconds else None), (round(median(steps)) if steps else None)
+
+
+def _disk_ratio(committed: Iterable[Save]) -> float | None:
+    ratios: list[float] = []
+    for save in committed:
+        size, seconds, limit = (save.measured.get(name) for name in ("bytes", "write_s", "disk_bytes_per_second"))
+        if size and seconds and limit:
+            ratios += _times([size / seconds / limit])
+    return median(ratios) if ratios else None

@@ -1,0 +1,254 @@
+"""Jobs: work that outlasts a request, kept in the catalog, so that it outlasts the service as well.
+
+Any node that can do a job's kind may claim it; `tries` counts its starts, and who started it last alone reports on it. A
+node that starts puts back what it was running when it ended. What another node runs is put back once that node has given
+no sign of life for `LOST_S`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection
+from datetime import datetime, timedelta
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, delete, func, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from holdfast_formats import rest
+from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, NoSuchResource
+from holdfast_formats.operations import Job, JobKind, JobRequest, JobState
+from holdfast_service.control.catalog.pages import INTEGER_MAX, bounded, decode_cursor, integer, page
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import JobRow
+
+TRIES_MAX = 3
+LOST_S = 300.0
+QUEUED_MAX = 10_000
+KEPT_MAX = 10_000  # jobs that have ended; older ones are forgotten
+TRIM_EVERY = 500
+ARGUMENTS_BYTES_MAX = 65_536
+GOES_ON = ("queued", "running")
+
+Problem = dict[str, Any]
+
+
+def content_key(request: JobRequest) -> str:
+    """What makes two requests the same: SHA-256 of their canonical JSON. `LimitExceeded` for one that is too long."""
+    encoded = json.dumps(request.model_dump(), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(encoded) > ARGUMENTS_BYTES_MAX:
+        raise LimitExceeded(f"a job's request has at most {ARGUMENTS_BYTES_MAX} bytes, not {len(encoded)}")
+    return hashlib.sha256(encoded).hexdigest()
+
+
+class Jobs:
+    """The jobs of one catalog, as one node sees them. Thread-safe."""
+
+    def __init__(self, database: Database, node: str, now: Callable[[], str]) -> None:
+        self._database, self._node, self._now = database, node, now
+
+    def submit(self, request: JobRequest) -> tuple[Job, bool]:
+        """The job that does this, and whether it is new: while one like it is queued or running, it is that one."""
+        key = content_key(request)
+        while True:
+            try:
+                with self._database.write() as session:
+                    if (known := _going_on(session, key)) is not None:
+                        return _job(known), False
+                    self._make_room(session)
+                    made = JobRow(
+                        **request.model_dump(exclude={"arguments"}),
+                        request=request.arguments,
+                        key=key,
+                        state="queued",
+                        cancel=False,
+                        done_bytes=0,
+                        total_bytes=0,
+                        node=self._node,
+                        tries=0,
+                        created=self._now(),
+                    )
+                    session.add(made)
+                    self._flush(session)
+                    if made.id % TRIM_EVERY == 0:
+                        old = (JobRow.id <= made.id - KEPT_MAX, JobRow.state.not_in(GOES_ON))
+                        session.execute(delete(JobRow).where(*old))
+                    return _job(made), True
+            except _Faster:
+                continue
+
+    def page(
+        self,
+        cursor: str | None,
+        limit: int,
+        kind: JobKind | None = None,
+        state: JobState | None = None,
+        run: str | None = None,
+    ) -> rest.Page[Job]:
+        """A page of jobs, newest first, of one kind, in one state, of one run if these are given."""
+        before = decode_cursor("job", cursor)
+        wanted = select(JobRow).order_by(JobRow.id.desc()).limit(bounded(limit) + 1)
+        if before is not None:
+            wanted = wanted.where(JobRow.id < integer(before))
+        for column, value in ((JobRow.kind, kind), (JobRow.state, state), (JobRow.run, run)):
+            if value is not None:
+                wanted = wanted.where(column == value)
+        with self._database.read() as session:
+            found = [_job(row) for row in session.scalars(wanted)]
+        return page("job", found, limit, lambda job: job.id)
+
+    def get(self, job_id: int) -> Job:
+        with self._database.read() as session:
+            return _job(_existing(session, job_id))
+
+    def cancel(self, job_id: int) -> Job:
+        """Cancel a job: one that is queued ends at once, who runs one is asked to stop, one that has ended stays."""
+        with self._database.write() as session:
+            row = _existing(session, job_id, lock=True)
+            if row.state == "queued":
+                row.state, row.ended, row.cancel = "cancelled", self._now(), True
+            elif row.state == "running":
+                row.cancel = True
+            return _job(row)
+
+    def waiting(self, kinds: Collection[str]) -> bool:
+        """Whether `claim` might find a job; this only reads, and so waits for nobody."""
+        wanted = (JobRow.state == "queued", JobRow.kind.in_(kinds))
+        with self._database.read() as session:
+            return session.scalar(select(JobRow.id).where(*wanted).limit(1)) is not None
+
+    def claim(self, kinds: Collection[str]) -> Job | None:
+        """The oldest job of these kinds that waits, running on this node from now on; None when there is none."""
+        with self._database.write() as session:
+            wanted = (JobRow.state == "queued", JobRow.kind.in_(kinds))
+            oldest = select(JobRow).where(*wanted).order_by(JobRow.id).limit(1).with_for_update(skip_locked=True)
+            row = session.scalar(oldest)
+            if row is None:
+                return None
+            row.state, row.node, row.tries, row.started, row.ended = "running", self._node, row.tries + 1, self._now(), None
+            row.seen, row.done_bytes, row.total_bytes = row.started, 0, 0
+            return _job(row)
+
+    def progress(self, claimed: Job, done_bytes: int | None = None, total_bytes: int = 0) -> bool:
+        """A sign of life of a claimed job, and how far it is. True when it is to stop: cancelled, or somebody else's now."""
+        with self._database.write() as session:
+            row = self._claimed(session, claimed)
+            if row is None:
+                return True
+            row.seen = self._now()
+            if done_bytes is not None:
+                row.done_bytes, row.total_bytes = done_bytes, total_bytes
+            return row.cancel
+
+    def finish(
+        self,
+        claimed: Job,
+        state: Literal["done", "failed", "cancelled"],
+        result: dict[str, Any] | None = None,
+        problem: Problem | None = None,
+        reported: tuple[int, int] = (0, 0),
+    ) -> Job | None:
+        """End a claimed job, so many bytes of so many done; None, and nothing changed, when it is somebody else's by now."""
+        with self._database.write() as session:
+            row = self._claimed(session, claimed)
+            if row is None:
+                return None
+            row.state, row.ended, row.result, row.problem = state, self._now(), result, problem
+            done, row.total_bytes = reported
+            row.done_bytes = row.total_bytes if state == "done" else done
+            return _job(row)
+
+    def release(self, claimed: Job) -> None:
+        """Put a claimed job back that this node has no time for: it is closing. That start does not count."""
+        with self._database.write() as session:
+            row = self._claimed(session, claimed)
+            if row is not None:
+                row.state, row.tries, row.seen = "queued", row.tries - 1, None
+
+    def recover(self) -> list[Job]:
+        """At start: put back what this node was running when it ended; returns the jobs that have ended with that.
+
+        Those were to be cancelled, or have been started `TRIES_MAX` times.
+        """
+        with self._database.write() as session:
+            return self._put_back(session, JobRow.node == self._node)
+
+    def recover_lost(self) -> list[Job]:
+        """As `recover`, for jobs of nodes that have given no sign of life for `LOST_S`."""
+        lost = JobRow.seen < self._lost_before()
+        with self._database.read() as session:
+            if session.scalar(select(JobRow.id).where(JobRow.state == "running", lost).limit(1)) is None:
+                return []
+        with self._database.write() as session:
+            return self._put_back(session, lost)
+
+    def _put_back(self, session: Session, which: ColumnElement[bool]) -> list[Job]:
+        ended: list[Job] = []
+        running = select(JobRow).where(JobRow.state == "running", which).with_for_update(skip_locked=True)
+        for row in session.scalars(running).all():
+            row.seen = None
+            if not row.cancel and row.tries < TRIES_MAX:
+                row.state = "queued"
+                continue
+            row.state, row.ended = "cancelled" if row.cancel else "failed", self._now()
+            row.problem = None if row.cancel else _given_up(row).problem()
+            ended.append(_job(row))
+        return ended
+
+    def _claimed(self, session: Session, claimed: Job) -> JobRow | None:
+        row = session.get(JobRow, claimed.id, with_for_update=True)
+        known = row is not None and (row.state, row.node, row.tries) == ("running", self._node, claimed.tries)
+        return row if known else None
+
+    def _make_room(self, session: Session) -> None:
+        queued = session.scalar(select(func.count()).select_from(JobRow).where(JobRow.state == "queued")) or 0
+        if queued >= QUEUED_MAX:
+            raise LimitExceeded(f"{queued} jobs are waiting already", hint="wait for some of them, or cancel them")
+
+    def _flush(self, session: Session) -> None:
+        try:
+            session.flush()
+        except IntegrityError as error:
+            raise _Faster from error
+
+    def _lost_before(self) -> str:
+        now = datetime.fromisoformat(self._now().replace("Z", "+00:00"))
+        return (now - timedelta(seconds=LOST_S)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class _Faster(Exception):
+    """Another node has submitted the same job in this moment."""
+
+
+def _going_on(session: Session, key: str) -> JobRow | None:
+    return session.scalar(select(JobRow).where(JobRow.key == key, JobRow.state.in_(GOES_ON)))
+
+
+def _existing(session: Session, job_id: int, lock: bool = False) -> JobRow:
+    if not 0 <= job_id <= INTEGER_MAX:
+        raise InvalidRequest(f"{job_id} is no job's number")
+    row = session.get(JobRow, job_id, with_for_update=lock or None)
+    if row is None:
+        raise NoSuchResource(f"there is no job {job_id}", hint="GET /v1/jobs lists them; the oldest are forgotten")
+    return row
+
+
+def _given_up(row: JobRow) -> CheckpointError:
+    return CheckpointError(
+        f"the service ended {row.tries} times while it ran this job",
+        hint="see the service's log for what ended it, then submit the job anew",
+        tries=row.tries,
+    )
+
+
+def _job(row: JobRow) -> Job:
+    columns = Job.model_fields.keys() - {"arguments"}
+    return Job(**{name: getattr(row, name) for name in columns}, arguments=row.request)
+
+
+def second_run(job: Job) -> str | None:
+    """The run that a job names besides its own, which compares the two; None where there is none."""
+    named = str(job.arguments.get("with", "")).rpartition("@")[0]
+    return named if named and named != job.run else None

@@ -1,0 +1,271 @@
+"""The runner: threads that take jobs one after the other, and hand each to what was registered for its kind.
+
+A handler may be started again for a job that was interrupted, so doing its work twice must come to the same as once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection
+from typing import Any, Literal, NamedTuple
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InvalidRequest
+from holdfast_formats.operations import Job, JobRequest, Level
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.jobs.catalog import Jobs, second_run
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 0.3
+ALIVE_EVERY_S = 5.0
+LOOK_EVERY_S = 2.0  # for jobs that other nodes were given
+CLOSE_WAIT_S = 5.0
+
+
+class Cancelled(Exception):
+    """Raised in a handler that is to stop: its job was cancelled, or the service is closing."""
+
+
+class Progress:
+    """How far a job is. `report` is cheap: the catalog hears of it a few times a second."""
+
+    def __init__(self, jobs: Jobs, job: Job) -> None:
+        self._jobs, self._job = jobs, job
+        self._written = 0.0
+        self.reported = (0, 0)
+        self.stopped = threading.Event()
+
+    def report(self, done_bytes: int, total_bytes: int) -> None:
+        """Say how many of how many bytes are done; `Cancelled` once the job is to stop."""
+        self.reported = (done_bytes, total_bytes)
+        now = time.monotonic()
+        if not self.stopped.is_set() and now - self._written >= REPORT_EVERY_S:
+            self._written = now
+            self._tell(done_bytes, total_bytes)
+        if self.stopped.is_set():
+            raise Cancelled
+
+    def alive(self) -> None:
+        """A sign of life for a job that has nothing to report for long."""
+        self._tell(None, 0)
+
+    def _tell(self, done_bytes: int | None, total_bytes: int) -> None:
+        try:
+            if self._jobs.progress(self._job, done_bytes, total_bytes):
+                self.stopped.set()
+        except CheckpointError as error:  # the work goes on though the catalog cannot be told
+            log.warning("progress of job %d is not recorded: %s", self._job.id, error.detail)
+
+
+Handler = Callable[[Job, Progress], dict[str, Any]]
+Check = Callable[[JobRequest], None]
+
+
+class _Registered(NamedTuple):
+    handler: Handler
+    needs: tuple[str, ...]
+    check: Check | None
+
+
+class JobRunner:
+    """Runs the jobs of the kinds that are registered. Thread-safe. `begin` is called first in each of its threads."""
+
+    def __init__(self, jobs: Jobs, events: Events, workers: int = 1, begin: Callable[[], None] = lambda: None) -> None:
+        self.jobs = jobs
+        self._events, self._begin = events, begin
+        self._kinds: dict[str, _Registered] = {}
+        self._running: dict[int, Progress] = {}
+        self._changed = threading.Condition()
+        self._closing = self._recovered = False
+        self._putting_back = threading.Lock()
+        self._woken = 0
+        self._threads = [threading.Thread(target=self._work, name="holdfast-job", daemon=True) for _ in range(workers)]
+        self._threads.append(threading.Thread(target=self._keep_alive, name="holdfast-job-alive", daemon=True))
+
+    def register(self, kind: str, handler: Handler, needs: Collection[str] = (), check: Check | None = None) -> None:
+        """Have jobs of this kind done by `handler`. `needs`: what a request has to name, such as run and step.
+
+        `check` refuses by a named error, before anything is stored, what the handler could only fail at.
+        """
+        self._kinds[kind] = _Registered(handler, tuple(needs), check)
+
+    def start(self) -> None:
+        """Put back what was interrupted, and begin; register everything before."""
+        try:
+            self._put_back()
+        except CatalogUnavailable as away:
+            log.warning("jobs are looked for when the catalog answers: %s", away.detail)
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def kinds(self) -> list[str]:
+        return sorted(self._kinds)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is running here."""
+        with self._changed:
+            return bool(self._running)
+
+    def submit(self, request: JobRequest) -> tuple[Job, bool]:
+        """The job that does this, and whether it is new. `InvalidRequest` for what is not done here, or lacks something."""
+        registered = self._kinds.get(request.kind)
+        if registered is None:
+            raise InvalidRequest(f"this service has nothing that does {request.kind!r} jobs", hint=_one_of(self.kinds))
+        for name in registered.needs:
+            if getattr(request, name, None) is None and request.arguments.get(name) is None:
+                raise InvalidRequest(f"a {request.kind} job needs {name!r}", hint=f"it needs {', '.join(registered.needs)}")
+        if request.run is not None:
+            naming.check_run(request.run)
+        if request.step is not None:
+            naming.check_step(request.step)
+        if registered.check is not None:
+            registered.check(request)
+        job, new = self.jobs.submit(request)
+        if new:
+            self._wake()
+        return job, new
+
+    def cancel(self, job_id: int) -> Job:
+        """Cancel a job; one that runs here is asked at once, one on another node with its next sign of life."""
+        before = self.jobs.get(job_id)
+        job = self.jobs.cancel(job_id)
+        if job.state == "running":
+            with self._changed:
+                progress = self._running.get(job_id)
+            if progress is not None:
+                progress.stopped.set()
+        elif before.state == "queued" and job.state == "cancelled":
+            self._tell_end(job)
+        return job
+
+    def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
+        """Ask what runs to stop; it goes on at the next start. Returns within about `wait_s`, whatever the handlers do."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            for progress in self._running.values():
+                progress.stopped.set()
+        until = time.monotonic() + wait_s
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(until - time.monotonic(), 0.0))
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._woken += 1
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        self._begin()
+        while not self._closing:
+            woken = self._woken
+            job = self._claim()
+            if job is not None:
+                self._run(job)
+            else:
+                self._idle(woken)
+
+    def _idle(self, woken: int) -> None:
+        """Wait until there may be a job that was not there when `_woken` had this value."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._woken > woken, LOOK_EVERY_S)
+
+    def _put_back(self) -> None:
+        """Once, before the first job is done."""
+        with self._putting_back:
+            if not self._recovered:
+                for job in self.jobs.recover():
+                    self._tell_end(job)
+                self._recovered = True
+
+    def _claim(self) -> Job | None:
+        try:
+            self._put_back()
+            return self.jobs.claim(self._kinds) if self.jobs.waiting(self._kinds) else None
+        except CheckpointError as error:
+            log.error("jobs cannot be looked for: %s", error.detail)
+        except Exception:
+            log.exception("jobs cannot be looked for")
+        return None
+
+    def _run(self, job: Job) -> None:
+        progress = Progress(self.jobs, job)
+        with self._changed:
+            self._running[job.id] = progress
+            if self._closing:
+                progress.stopped.set()
+        try:
+            self._end(job, progress, *self._outcome(job, progress))
+        except CheckpointError as error:  # it is put back at the next start
+            log.error("the end of job %d is not recorded: %s", job.id, error.detail)
+        except Exception:
+            log.exception("the end of job %d is not recorded", job.id)
+        finally:
+            with self._changed:
+                del self._running[job.id]
+
+    def _outcome(self, job: Job, progress: Progress) -> tuple[_End, dict[str, Any] | None]:
+        """How the job ended, and its result or problem."""
+        log.info("job %d begins: %s %s@%s", job.id, job.kind, job.run, job.step)
+        try:
+            progress.report(0, 0)
+            return "done", self._kinds[job.kind].handler(job, progress)
+        except Cancelled:
+            return "cancelled", None
+        except CheckpointError as error:
+            log.warning("job %d failed: %s", job.id, error.detail)
+            return "failed", error.problem()
+        except Exception:
+            reference = uuid.uuid4().hex
+            log.exception("job %d failed, reference %s", job.id, reference)
+            hint = "the service's log has this reference beside the cause"
+            return "failed", CheckpointError(
+                f"internal error, reference {reference}", hint=hint, reference=reference
+            ).problem()
+
+    def _end(self, job: Job, progress: Progress, state: _End, found: dict[str, Any] | None) -> None:
+        if state == "cancelled" and self._closing and not self.jobs.progress(job):
+            self.jobs.release(job)
+            log.info("job %d goes on at the next start", job.id)
+            return
+        result, problem = (found, None) if state == "done" else (None, found)
+        ended = self.jobs.finish(job, state, result, problem, progress.reported)
+        if ended is not None:
+            self._tell_end(ended)
+
+    def _tell_end(self, job: Job) -> None:
+        level: Level = "warning" if job.state == "failed" else "info"
+        about = f" of {job.run}" + ("" if job.step is None else f"@{job.step}") if job.run else ""
+        why = f": {job.problem['detail']}" if job.problem else ""
+        text = f"job {job.id}, {job.kind}{about}, {_SAID[job.state]}{why}"
+        detail = {"job": job.id, "job_kind": job.kind, "state": job.state, "result": job.result, "problem": job.problem}
+        run = job.run if second_run(job) is None else None  # what is about two runs is for who may see all
+        self._events.add("job-ended", text, run, job.step, level, **detail)
+
+    def _keep_alive(self) -> None:
+        self._begin()
+        while not self._closing:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, ALIVE_EVERY_S)
+                running = list(self._running.values())
+            for progress in running:
+                progress.alive()
+            try:
+                for job in self.jobs.recover_lost():
+                    self._tell_end(job)
+            except CheckpointError as error:
+                log.error("jobs of other nodes cannot be looked at: %s", error.detail)
+
+
+_End = Literal["done", "failed", "cancelled"]
+_SAID = {"done": "is done", "failed": "failed", "cancelled": "was cancelled"}
+
+
+def _one_of(kinds: Collection[str]) -> str:
+    return f"one of {', '.join(kinds)}" if kinds else "it runs no jobs at all"

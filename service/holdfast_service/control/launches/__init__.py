@@ -1,0 +1,1 @@
+"""What a launch of a run restores, and may save."""

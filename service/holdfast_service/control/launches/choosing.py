@@ -1,0 +1,164 @@
+"""What a launch restores: one answer for all its ranks, from the catalog, or from the directories while that is away."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from holdfast_formats import naming
+from holdfast_formats.choosing import lacking
+from holdfast_formats.errors import CatalogUnavailable, Damaged, NoSuchCheckpoint, StateMismatch
+from holdfast_service.control.catalog.attempts import Attempts
+from holdfast_service.control.catalog.book import Book
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.readers import Readers
+from holdfast_service.control.findings.checks import Findings, as_damage
+from holdfast_service.control.findings.health import Health
+from holdfast_service.storage import Tier
+from holdfast_service.tracing import span
+
+log = logging.getLogger(__name__)
+
+RESTORE_MAX_S = 3600.0  # a launch that has restored and neither saved nor parted since reads no longer than this
+ANSWER_S = 10.0  # how long the catalog is waited for before the directories are asked
+
+
+class Question(NamedTuple):
+    """The `turn`-th of an attempt: for a `step`, else the newest one with these groups, or the newest `healthy` one."""
+
+    run: str
+    attempt: int
+    turn: int
+    step: int | None
+    groups: Collection[str] = ()
+    healthy: bool = False
+
+
+class Choices:
+    """Answers the questions of all launches. Thread-safe."""
+
+    def __init__(
+        self,
+        root: tuple[Tier, Catalog, Attempts],
+        book: Book,
+        known: tuple[Health, Findings, Readers, Callable[[str], set[int]]],
+        tell: Callable[..., None],
+    ) -> None:
+        """`tell` records an event, by and by; the last of `known` says which steps of a run training has left behind."""
+        self._tier, self._catalog, self._attempts = root
+        self._book, self._tell = book, tell
+        self._health, self._findings, self._readers, self._left = known
+        self._choosing = threading.Lock()
+        self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
+
+    def choose(self, asked: Question) -> int | None:
+        """The step that every rank of this attempt restores; None when there is nothing to restore.
+
+        Unless a step is named it is the newest one that is not known to be damaged. Where all are, the damage of the newest
+        is raised, and `StateMismatch` where the sound ones lack one of the groups: nobody starts from nothing because of it
+        without being asked to, or where a step is named and another rank has had another answer. Asked for a healthy one:
+        `NoSuchCheckpoint` where there are others only, `CatalogUnavailable` where the catalog cannot say.
+        """
+        with span("holdfast.restore", {"holdfast.run": asked.run, "holdfast.attempt": asked.attempt}) as tell:
+            with self._choosing:
+                chosen = self._chosen(asked)
+            tell(**{"holdfast.step": chosen})
+        if asked.step is not None and chosen != asked.step:
+            raise StateMismatch(
+                f"this rank restores step {asked.step} of {asked.run}, and another one of its launch "
+                f"{'has found nothing to restore' if chosen is None else f'restores step {chosen}'}",
+                hint="every rank must call restore() with the same step",
+            )
+        return chosen
+
+    def parted(self, run: str, attempt: int) -> None:
+        """The ranks of this attempt read what they restored no more."""
+        step = self._restored.pop((run, attempt), None)
+        if step is not None:
+            self._readers.release(run, step, f"attempt {attempt}")
+
+    def _chosen(self, asked: Question) -> int | None:
+        run, attempt, turn = asked[:3]
+        known, answer = self._attempts.asked(run, attempt, turn)
+        if known:
+            return answer
+        try:
+            step = self._book.ask(lambda: self._listed(asked), ANSWER_S)
+        except CatalogUnavailable as away:
+            if asked.healthy:
+                raise
+            log.warning("attempt %s of %s restores what stands in the directory: %s", attempt, run, away.detail)
+            step = self._standing(asked)
+        chosen = self._attempts.answer(run, attempt, turn, step)
+        self._book.tell("what a launch restores", lambda: self._note(asked, chosen))
+        if chosen is not None:
+            self.parted(run, attempt)
+            self._restored[run, attempt] = chosen
+            self._readers.hold(run, chosen, f"attempt {attempt}", RESTORE_MAX_S)
+            self._tell("restore-chosen", f"attempt {attempt} restores step {chosen}", run, chosen, attempt=attempt)
+        return chosen
+
+    def _note(self, asked: Question, chosen: int | None) -> None:
+        self._catalog.answer(asked.run, asked.attempt, asked.turn, chosen)
+
+    def _listed(self, asked: Question) -> int | None:
+        """As the catalog has it, once that says what the directories say."""
+        run, step = asked.run, asked.step
+        if not roots.agrees(self._tier, self._catalog, run):
+            roots.reconcile(self._tier, self._catalog)
+        if step is not None:
+            self._catalog.checkpoint(run, step)
+            return step
+        found = self._health.newest(run, asked.groups) if asked.healthy else self._catalog.newest(run, asked.groups)
+        if found is None:
+            self._refuse_if_none_will_do(run, asked.groups)
+        return found
+
+    def _standing(self, asked: Question) -> int | None:
+        """As the directories have it: the newest whose manifest is sound, and of which no damage was seen here."""
+        run, step = asked.run, asked.step
+        steps = roots.committed(self._tier, run)
+        if step is not None:
+            if step not in steps:
+                raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"there are {steps[-10:]}")
+            return step
+        damage: Damaged | None = None
+        offers: dict[int, Collection[str]] = {}
+        left = self._left(run)
+        for found in reversed([there for there in steps if there not in left]):
+            seen = self._findings.seen(run, found)
+            try:
+                if seen is None:
+                    offers[found] = roots.load_manifest(self._tier, run, found).groups
+                    if set(asked.groups) <= set(offers[found]):
+                        return found
+            except Damaged as error:
+                seen = error
+            except NoSuchCheckpoint:
+                continue  # removed at this moment
+            damage = damage or seen
+        if damage is not None:
+            raise damage
+        if offers:
+            raise lacking(run, offers, asked.groups)
+        return None
+
+    def _refuse_if_none_will_do(self, run: str, groups: Collection[str]) -> None:
+        """There may be checkpoints that are damaged, or sound ones without one of these groups."""
+        listed = roots.all_checkpoints(self._catalog, run)
+        found = [checkpoint for checkpoint in listed if checkpoint.damage is not None]
+        sound = {checkpoint.step: checkpoint.groups for checkpoint in listed if checkpoint.damage is None}
+        if sound and not any(set(groups) <= set(checkpoint.groups) for checkpoint in found):
+            raise lacking(run, sound, groups)
+        damage = as_damage(found[0].damage) if found else None
+        if damage is not None:
+            damage.hint = f"no sound checkpoint of {run} is left; remove the damaged ones (holdfast rm) to begin anew"
+            raise damage
+
+
+def stands(tier: Tier, run: str, step: int) -> bool:
+    """Whether a checkpoint of this step stands in the directory."""
+    return tier.size(f"{naming.checkpoint_path(run, step)}/{naming.COMMIT}") is not None

@@ -1,0 +1,135 @@
+"""What stands in the directories of the runs that are saved, as far as lines of training go; nothing here waits for SQL.
+
+A checkpoint's place among others is in its manifest. It is read once, when its run is first asked about, or comes from the
+catalog where that answers and much is to be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from holdfast_formats import lineage, manifest, naming
+from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError, Damaged, NotFound
+from holdfast_formats.lineage import Intent, Key, Way
+from holdfast_formats.manifest import Manifest
+from holdfast_service.control.catalog import lines
+from holdfast_service.control.catalog.book import Book
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.lines import Line
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.findings.checks import Findings
+from holdfast_service.control.launches.choosing import stands
+from holdfast_service.storage import Tier, vouched
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0  # how long the catalog is asked about what stands there already
+READ_MAX = 16  # manifests that are read without asking the catalog first
+
+
+class Standing:
+    """The lines of training of one root. Thread-safe."""
+
+    def __init__(self, tier: Tier, catalog: Catalog, book: Book, findings: Findings) -> None:
+        self._tier, self._catalog, self._book, self._findings = tier, catalog, book, findings
+        self._lock = threading.Lock()
+        self._runs: dict[str, dict[int, Line]] = {}
+        self._anew: set[tuple[str, int]] = set()  # run and attempt of launches that begin their run anew
+
+    def learn(self, run: str) -> None:
+        """Look at the run's directories now, so that no save has to."""
+        self._there(run)
+
+    def made(self, made: Manifest) -> None:
+        """A checkpoint was published; it may have taken the place of another one."""
+        found = Line(made.step, made.attempt, made.turn, made.rewinds, groups=made.groups)
+        with self._lock:
+            self._runs.setdefault(made.run, {})[made.step] = found
+
+    def launch(self, run: str, step: int) -> Key | None:
+        """Which launch, by attempt and turn, made the checkpoint of this step; None where there is no sound one."""
+        if not stands(self._tier, run, step):
+            return None
+        found = next((c for c in self._there(run) if c.step == step), None)
+        return (found.attempt, found.turn) if found is not None and found.sound else None
+
+    def left(self, run: str) -> set[int]:
+        """The steps that training has left behind."""
+        return lineage.abandoned(self._there(run))
+
+    def way(self, run: str) -> Way:
+        """The rewinds to the line that lives."""
+        return lineage.way(self._there(run))
+
+    def place(self, run: str, step: int, attempt: int, intent: Intent) -> lines.Place:
+        """Where a save of this intent comes from, and what it takes the place of; `AlreadyCommitted` where it may not."""
+        there = self._there(run)
+        at = next((number for number, found in enumerate(there) if found.step == step), None)
+        if at is not None and not stands(self._tier, run, step):
+            there[at] = there[at]._replace(sound=False)
+        launch = (run, attempt)
+        try:
+            found = lines.place(there, run, (step, attempt), intent, launch in self._anew)
+        except AlreadyCommitted:  # unless something speaks against what stands there: only here is SQL asked, and waited for
+            if at is None:
+                raise
+            there[at] = self._judged(run, there[at])
+            found = lines.place(there, run, (step, attempt), intent, launch in self._anew)
+        if found.lineage.rewinds[-1:] and found.lineage.rewinds[-1].step == lineage.NOTHING:
+            with self._lock:
+                self._anew.add(launch)
+        return found
+
+    def _judged(self, run: str, found: Line) -> Line:
+        """What is known of a checkpoint besides; where nobody can say, nothing speaks against it."""
+        seen = self._findings.seen(run, found.step)
+        try:
+            known = self._book.ask(lambda: self._catalog.checkpoint(run, found.step), LOOK_S)
+        except (CatalogUnavailable, NotFound) as error:
+            log.info("what is known of %s@%s cannot be asked: %s", run, found.step, error.detail)
+            return found._replace(sound=found.sound and seen is None)
+        if (known.attempt, known.turn) != (found.attempt, found.turn):
+            return found._replace(sound=found.sound and seen is None)
+        return found._replace(sound=known.damage is None, healthy=known.healthy)
+
+    def _there(self, run: str) -> list[Line]:
+        """What stands in the directory, by step."""
+        steps = roots.steps(self._tier, run)
+        with self._lock:
+            known = self._runs.setdefault(run, {})
+            for gone in known.keys() - set(steps):
+                del known[gone]
+            unknown = [step for step in steps if step not in known]
+        read = self._read(run, unknown)
+        with self._lock:
+            for found in read:
+                known.setdefault(found.step, found)
+            return [known[step] for step in steps if step in known]
+
+    def _read(self, run: str, steps: Sequence[int]) -> list[Line]:
+        listed: dict[int, Line] = {}
+        if len(steps) > READ_MAX:
+            try:
+                listed = {found.step: found for found in self._book.ask(lambda: self._catalog.lines(run), LOOK_S)}
+            except (CatalogUnavailable, NotFound) as error:
+                log.info("the manifests of %s are read: %s", run, error.detail)
+        found = []
+        for step in steps:
+            try:
+                found.append(listed[step] if step in listed and listed[step].sound else self._placed(run, step))
+            except NotFound:
+                continue  # removed at this moment
+            except Damaged:
+                found.append(Line(step, 0, 0, (), sound=False))
+            except CheckpointError as error:
+                log.warning("%s@%s cannot be read: %s", run, step, error.detail)
+                found.append(Line(step, 0, 0, ()))
+        return found
+
+    def _placed(self, run: str, step: int) -> Line:
+        directory = naming.checkpoint_path(run, step)
+        commit = vouched.read_commit(self._tier, directory)
+        placed = manifest.placement(vouched.read_manifest(self._tier, directory, commit), commit)
+        return Line(step, placed.attempt, placed.turn, placed.rewinds, groups=placed.groups)

@@ -1,0 +1,1 @@
+"""What may be removed, and when."""

@@ -1,0 +1,127 @@
+"""Admission: a save that cannot fit is refused by name before a byte of it is written, after what may go has gone (I10)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, QuotaExceeded
+from holdfast_formats.packing import tensor_extent_bytes
+from holdfast_formats.plan import Plan
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import commit, roots
+from holdfast_service.control.checkpoints.run_files import RunFiles
+from holdfast_service.control.retention.policy import Candidate
+from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+SPARE_BYTES = 2**20  # for the catalog and run files, which have to go on where a save cannot
+BLOCK_BYTES = 4096  # what a small file takes
+SMALL_FILES = 8  # manifest, receipt, state, COMMIT, and the directories around them
+INDEX_BYTES_A_TENSOR = 64  # beside its name, which the file's header has too
+MANIFEST_BYTES_A_TENSOR = 256
+MANIFEST_BYTES_AN_EXTENT = 48
+USED_S = 0.5  # how long the catalog is asked how much a run uses
+
+Ask = Callable[[Callable[[], int], float], int]  # a question to the catalog, and how long it may take
+
+
+def counted_bytes(plan: Plan) -> int:
+    """What the checkpoint will count, exactly: all that its manifest lists."""
+    indexes = sum(len(commit.encode_index(plan, group)) for group in plan.groups)
+    return _data_bytes(plan) + indexes
+
+
+def disk_bytes(plan: Plan) -> int:
+    """The most that writing it takes of a disk: indexes, manifest and receipt by a bound, and whole blocks."""
+    total = _data_bytes(plan) + (len(plan.files) + len(plan.assets) + len(plan.groups) + SMALL_FILES) * BLOCK_BYTES
+    longest = plan.extent_bytes
+    for file in plan.files:
+        header, tensors = len(file.layout.header), len(file.tensors)
+        sizes = [tensor.spec.nbytes for tensor in file.tensors]
+        extents = sum(-(-size // tensor_extent_bytes(size, longest)) for size in sizes)
+        total += header + tensors * INDEX_BYTES_A_TENSOR
+        total += 2 * (header + tensors * MANIFEST_BYTES_A_TENSOR + extents * MANIFEST_BYTES_AN_EXTENT)
+    return total
+
+
+def _data_bytes(plan: Plan) -> int:
+    return plan.bytes + sum(asset.blob.length for asset in plan.assets) + len(plan.state)
+
+
+class Admission:
+    """Says of every plan whether it fits: into the run's quota, and onto the disk."""
+
+    def __init__(
+        self, tier: Tier, catalog: Catalog, parts: tuple[RunFiles, Rotation, Ask], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._tier, self._catalog, self._clock = tier, catalog, clock
+        self._files, self._rotation, self._ask = parts
+
+    def admit(self, plan: Plan) -> None:
+        """Return when the save fits. Raises `QuotaExceeded` or `NoSpace`, with the numbers, when it cannot be made to.
+
+        Room is made in this order: what no rule of any run keeps; then, oldest first and no more than is needed, what this
+        run's policy lets go once this save is verified, if it is superseded by a verified checkpoint already (I10).
+        """
+        shortage = self._shortage(plan)
+        if shortage is None:
+            return
+        self._apply_policies(plan.run)
+        incoming = Candidate(plan.step, self._clock(), True, plan.metrics, groups=frozenset(plan.groups))
+        while (shortage := self._shortage(plan)) is not None:
+            try:
+                made = self._rotation.make_room(plan.run, incoming)
+            except CheckpointError as error:
+                raise shortage from error
+            if made is None:
+                raise shortage
+
+    def _apply_policies(self, first: str) -> None:
+        for run in dict.fromkeys((first, *roots.runs(self._tier))):
+            try:
+                self._rotation.apply(run)
+            except CheckpointError as error:  # another run's unreadable file must not keep this one from being saved
+                log.error("retention of %s: %s", run, error.detail)
+
+    def _quota(self, run: str) -> int | None:
+        try:
+            return self._files.read(run).in_force.quota_bytes
+        except Damaged as error:  # a save is worth more than a limit that nobody can read
+            log.error("%s", error)
+            return None
+
+    def _used(self, run: str) -> int:
+        try:
+            return self._ask(lambda: sum(c.bytes for c in roots.all_checkpoints(self._catalog, run)), USED_S)
+        except CatalogUnavailable as away:  # a save is worth more than a limit that cannot be counted
+            log.warning("how much of its quota %s uses is not known: %s", run, away.detail)
+            return 0
+
+    def _shortage(self, plan: Plan) -> CheckpointError | None:
+        what = f"{plan.run}@{plan.step}"
+        quota = self._quota(plan.run)
+        if quota is not None:
+            need = counted_bytes(plan)
+            used = self._used(plan.run)
+            if used + need > quota:
+                return QuotaExceeded(
+                    f"{what} needs {need} bytes; its run has {used} of the {quota} that its policy grants",
+                    hint=f"a larger quota, fewer checkpoints kept, or holdfast rm: holdfast keep {plan.run} --dry-run "
+                    "says what is kept and why",
+                    needed=need,
+                    used=used,
+                    quota=quota,
+                )
+        room, free = disk_bytes(plan) + SPARE_BYTES, self._tier.free_bytes()
+        if room > free:
+            return NoSpace(
+                f"{what} needs {room} bytes of disk, {free} are free",
+                hint=f"free space, or keep fewer checkpoints: holdfast keep {plan.run} --dry-run says what is kept and why",
+                needed=room,
+                free=free,
+            )
+        return None

@@ -1,0 +1,134 @@
+"""Runs to which nothing was ever saved: how many somebody may make, and when they are swept.
+
+A hello makes a run: an attempt, perhaps a run file, a row of the catalog. Where nothing is saved to it before its ranks are
+gone, it is told of for some hours, since somebody may want to know that it died, and then forgotten. What a person has set,
+and whatever is not ours, keeps it for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from sqlalchemy import delete, select
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, LimitExceeded
+from holdfast_service.control.catalog.attempts import Attempts, Declared
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.catalog.listing import GOING_ON
+from holdfast_service.control.checkpoints import removal, roots
+from holdfast_service.control.checkpoints.run_files import RunFiles
+from holdfast_service.control.database.schema import (
+    AnswerRow,
+    AttemptRow,
+    CheckpointRow,
+    JobRow,
+    ReplicaRow,
+    RoundRow,
+    RunRow,
+    StatisticsRow,
+)
+from holdfast_service.control.retention.rotation import seconds_of
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+EMPTY_RUNS_MAX = 200  # made by one tenant, and saved nothing to
+KEPT_S = 6 * 3600.0  # after its ranks are gone, or were first missed
+_OF_A_RUN = (AnswerRow, AttemptRow, RoundRow, StatisticsRow)
+
+
+class EmptyRuns:
+    """The runs of one root that hold no checkpoint. Thread-safe; `sweep` is called while nobody can join the run."""
+
+    def __init__(
+        self,
+        parts: tuple[Tier, Catalog, Attempts, RunFiles, Events],
+        kept_s: float = KEPT_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._tier, self._catalog, self._attempts, self._files, self._events = parts
+        self._kept_s, self._clock = kept_s, clock
+        self._lock = threading.Lock()
+        self._made: dict[str, set[str]] = {}  # by tenant, since this daemon began
+        self._missed: dict[str, float] = {}  # runs of whose ranks nothing is known, and since when nobody has seen any
+
+    def admit(self, run: str, tenant: str) -> None:
+        """`LimitExceeded` for a new run of somebody who has made too many to which nothing was saved yet."""
+        with self._lock:
+            if self._attempts.newest(run) or self._tier.list(naming.check_run(run)):
+                return
+            made = self._made.setdefault(tenant, set())
+            if len(made) >= EMPTY_RUNS_MAX:
+                made.intersection_update([name for name in made if self._attempts.newest(name) and not self._holds(name)])
+            if len(made) >= EMPTY_RUNS_MAX:
+                raise LimitExceeded(
+                    f"{run!r} would be a new run, and {tenant or 'the own user of this daemon'} has made {len(made)} to "
+                    "which nothing was saved yet",
+                    hint="go on with one of those, or save to them first; those whose ranks are gone are swept after "
+                    f"{self._kept_s / 3600:g} hours",
+                    empty=len(made),
+                )
+            made.add(run)
+
+    def due(self) -> dict[str, Declared]:
+        """The runs that have stood empty and deserted for long enough, as they were declared."""
+        known = self._attempts.known()
+        runs = sorted(known.keys() | set(roots.runs(self._tier)))
+        self._missed = {run: at for run, at in self._missed.items() if run in runs}
+        empty = {run: known.get(run, Declared()) for run in runs if removal.is_bare(self._tier, run)}
+        return {run: declared for run, declared in empty.items() if self._deserted_s(run, declared) >= self._kept_s}
+
+    def forget(self, run: str) -> bool:
+        """Take the run from the catalog, first: attempts are never lower than it says. False where it knows more of it."""
+        with self._catalog.database.write() as session:
+            kept = (
+                select(CheckpointRow.step).where(CheckpointRow.run == run),
+                select(ReplicaRow.step).where(ReplicaRow.run == run),
+                select(RoundRow.id).where(RoundRow.run == run, RoundRow.state.in_(("committed", *GOING_ON))),
+                select(JobRow.id).where(JobRow.run == run, JobRow.state.in_(("queued", "running"))),
+            )
+            if any(session.scalar(rows.limit(1)) is not None for rows in kept):
+                return False
+            for table in _OF_A_RUN:
+                session.execute(delete(table).where(table.run == run))
+            session.execute(delete(RunRow).where(RunRow.name == run))
+        return True
+
+    def sweep(self, run: str, declared: Declared) -> bool:
+        """Remove what is left of a run that the catalog has forgotten; False where somebody has said hello since, or where
+        its directory holds more than it should.
+        """
+        if self._attempts.known().get(run, Declared()) != declared:
+            return False
+        with self._files.changing:
+            if not removal.remove_bare_run(self._tier, run):
+                return False
+        self._attempts.forget(run)
+        text = "nothing was ever saved to this run, and its ranks are long gone: it is listed no more"
+        self._events.add("run-swept", text, run, attempt=declared.attempt)
+        log.info("swept %s: nothing was ever saved to it", run)
+        return True
+
+    def restore(self, run: str) -> None:
+        """It is not swept after all: the catalog knows it again."""
+        self._catalog.note_attempts({run: self._attempts.known().get(run, Declared())})
+        try:
+            self._catalog.set_keep_last(run, self._files.read(run).in_force.last)
+        except CheckpointError as error:
+            log.info("how much %s keeps is not known: %s", run, error.detail)
+
+    def _holds(self, run: str) -> bool:
+        return bool(self._tier.list(f"{run}/{naming.CHECKPOINTS}"))
+
+    def _deserted_s(self, run: str, declared: Declared) -> float:
+        """For how long nobody has trained it; where that is not known it counts from the first look."""
+        if declared.life == "running":
+            return 0.0
+        if declared.since is not None:
+            return self._clock() - seconds_of(declared.since)
+        return self._clock() - self._missed.setdefault(run, self._clock())

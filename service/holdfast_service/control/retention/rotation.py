@@ -1,0 +1,389 @@
+"""Rotation: what retention lets go (I10) is removed, behind the back of every save, one run at a time.
+
+Deciding and renaming happen under one lock with every change of pins and labels, so a mark that was set holds (I4). Bytes
+are freed outside of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+from holdfast_formats import rest
+from holdfast_formats.errors import (
+    CheckpointError,
+    Conflict,
+    Damaged,
+    InUse,
+    NewestHealthy,
+    NewestVerified,
+    NoSuchCheckpoint,
+    Pinned,
+)
+from holdfast_formats.lineage import line
+from holdfast_formats.retention import Preview, RetentionPolicy, Verdict
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.checkpoints import removal, replicas, roots, run_files
+from holdfast_service.control.checkpoints.readers import Readers
+from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
+from holdfast_service.control.retention import policy as retention
+from holdfast_service.control.retention.policy import Candidate, Decision
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+NAMES_SHOWN_MAX = 5
+WHY_REMOVED = ("retention", "request", "space", "replaced")
+READERS_WAIT_S, READERS_POLL_S = 2.0, 0.05  # for who reads what another checkpoint is put in the place of
+
+
+class Rotation:
+    """The only one that removes checkpoints of a root. Thread-safe; its thread begins with the first run that is due."""
+
+    def __init__(
+        self, tier: Tier, catalog: Catalog, parts: tuple[RunFiles, Readers], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._tier, self._catalog, self._clock = tier, catalog, clock
+        self._files, self.readers = parts
+        self._deciding = threading.Lock()
+        self._turn = threading.Lock()  # of freeing bytes
+        self._changed = threading.Condition()
+        self._due: dict[str, float] = {}  # run -> time.monotonic()
+        self._busy = self._closed = False
+        self._thread: threading.Thread | None = None
+        self.removed: Counter[str] = Counter()  # by why
+        # What another checkpoint was put in the place of: the catalog still speaks of the one before. By run and step.
+        self._fresh: Counter[tuple[str, int]] = Counter()
+        self._freshness = threading.Lock()
+        self.events: Events | None = None  # who keeps what happened, if anybody does
+        self.readers.freed = self.look_again
+
+    def due(self, run: str, after_s: float = 0.0) -> None:
+        """Apply the run's policy soon, or after so many seconds; returns at once."""
+        with self._changed:
+            if self._closed:
+                return
+            at = time.monotonic() + after_s
+            self._due[run] = min(at, self._due.get(run, at))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="holdfast-rotation", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def look_again(self, run: str) -> None:
+        """A reader of this run is done: if that is what a removal waits for, it is due now."""
+        with self._changed:
+            awaited = run in self._due
+        if awaited:
+            self.due(run)
+
+    def settle(self, wait_s: float = 30.0) -> bool:
+        """Wait until everything that is due now has been done; False when it takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._busy and self._next_due() is None, wait_s)
+
+    def close(self) -> None:
+        """Do what is due, stop. What waits for readers is left to the next start."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def apply(self, run: str) -> list[int]:
+        """Apply the run's policy now: the steps that are gone, their bytes free. For one caller at a time."""
+        with self._turn:
+            with self._deciding:
+                file, candidates = self._looked_at(run)
+                decisions = retention.decide(candidates, file.in_force, self._clock())
+                gone = [d for d in reversed(decisions) if not d.keep]
+                trashed = self._discard(run, {d.step: d.reasons for d in gone}, "retention")
+                self._wait_for_readers(run, candidates, file)
+            self._free(trashed)
+        for decision in gone:
+            if decision.step in trashed:
+                log.info("removed %s@%s: %s", run, decision.step, "; ".join(decision.reasons))
+        return list(trashed)
+
+    def make_room(self, run: str, incoming: Candidate) -> int | None:
+        """Remove the oldest superseded checkpoint that the policy lets go once `incoming` is verified; its step, or None."""
+        with self._turn:
+            with self._deciding:
+                file, candidates = self._looked_at(run)
+                steps = retention.foresee(candidates, incoming, file.in_force, self._clock())
+                trashed: dict[int, str] = {}
+                for step in steps:
+                    if trashed := self._discard(run, {step: [f"step {incoming.step} has no room otherwise"]}, "space"):
+                        break
+            self._free(trashed)
+        for step in trashed:
+            log.warning("removed %s@%s before its time: step %s has no room otherwise", run, step, incoming.step)
+            return step
+        return None
+
+    def preview(self, run: str, policy: RetentionPolicy | None = None) -> Preview:
+        """What the policy in force, or this one, would do now; nothing is changed. `NoSuchRun`."""
+        listed = {c.step: c for c in self._listed(run)}
+        file, candidates = self._looked_at(run)
+        chosen = policy or file.in_force
+        decisions = retention.decide([c for c in candidates if c.step in listed], chosen, self._clock())
+        verdicts = [_verdict(decision, listed[decision.step], file) for decision in decisions]
+        kept = sum(verdict.bytes for verdict in verdicts if verdict.keep)
+        removed = sum(verdict.bytes for verdict in verdicts if not verdict.keep)
+        return Preview(policy=chosen, verdicts=verdicts, bytes_kept=kept, bytes_removed=removed)
+
+    def file(self, run: str) -> RunFile:
+        """What the run's file says now; `NoSuchRun`."""
+        self._catalog.run(run)
+        return self._files.read(run)
+
+    def set_policy(self, run: str, policy: RetentionPolicy, tag: str) -> RunFile:
+        """Set the policy of a run that has a checkpoint or an attempt, and apply it soon; `PreconditionFailed`."""
+        self._catalog.run(run)
+        file = self._files.set_policy(run, policy, tag)
+        self._catalog.set_keep_last(run, policy.last)
+        self._tell("policy-changed", "the retention policy was set", run, policy=policy.model_dump(exclude_defaults=True))
+        self.due(run)
+        return file
+
+    def mark(self, run: str, step: int, act: Callable[[RunFile], RunFile]) -> None:
+        """Pin or label a checkpoint: when this returns, nothing removes it any more. `NoSuchCheckpoint`."""
+        with self._deciding:
+            self._catalog.checkpoint(run, step)
+            self._change_marks(run, act)
+
+    def unmark(self, run: str, act: Callable[[RunFile], RunFile]) -> None:
+        """Take a pin or label away, also one of a checkpoint that is gone."""
+        self._catalog.run(run)
+        with self._deciding:
+            self._change_marks(run, act)
+        self.due(run)
+
+    def _change_marks(self, run: str, act: Callable[[RunFile], RunFile]) -> None:
+        """Setting again what is set is no news."""
+        before = self._files.read(run)
+        after = self._files.change(run, act)
+        for step, text, mark in run_files.differences(before, after):
+            self._tell("mark-changed", text, run, step, mark=mark)
+
+    def remove(
+        self, run: str, step: int, newest: bool = False, dry_run: bool = False, healthy: bool = False
+    ) -> rest.Checkpoint:
+        """Remove one checkpoint on request (I4), and return what it was; with `dry_run` only say whether that would work.
+
+        Raises `NoSuchCheckpoint`, `Pinned`, `InUse`, for the newest verified one `NewestVerified` unless `newest`, and where
+        that is unhealthy, for the newest healthy one `NewestHealthy` unless `healthy`.
+        """
+        with self._deciding:
+            found = self._catalog.checkpoint(run, step)
+            self._refuse(found, newest, healthy)
+            trashed = {} if dry_run else self._discard(run, {step: ["somebody asked for it"]}, "request")
+        if trashed:
+            with self._turn:
+                self._free(trashed)
+        return found
+
+    @contextmanager
+    def replacing(self, run: str, step: int) -> Iterator[None]:
+        """Another checkpoint of this step, saved anew, is put in the place of this one within the block, at one stroke.
+
+        Raises `Pinned`, or `InUse`, when it may not go. Who reads it over HTTP has it open and reads on there. Others are
+        waited for, for a moment only: what other runs have saved is not committed meanwhile.
+        """
+        self._refuse_pinned(run, step)
+        limit = time.monotonic() + READERS_WAIT_S
+        while self.readers.held(run, opened=False).get(step) and time.monotonic() < limit:
+            time.sleep(READERS_POLL_S)
+        with self._deciding:
+            self._refuse_pinned(run, step)
+            if names := self._foreign(run, step):
+                raise _holds_foreign(run, step, names)
+            with self.readers.removing(run, step, opened=False) as free:
+                if not free:
+                    raise InUse(f"{run}@{step} is being read", hint="save it again when the reader is done")
+                with self._freshness:
+                    self._fresh[run, step] += 1
+                yield
+        self.removed["replaced"] += 1
+
+    def listed(self, run: str, step: int) -> None:
+        """The catalog knows of the checkpoint that was put in the place of another one; from now on it may be judged."""
+        with self._freshness:
+            self._fresh -= Counter({(run, step): 1})
+
+    def _refuse(self, found: rest.Checkpoint, newest: bool, healthy: bool) -> None:
+        with self._freshness:
+            fresh = (found.run, found.step) in self._fresh
+        if fresh:
+            raise InUse(f"{found.run}@{found.step} is saved anew at this moment", hint="try again in a moment")
+        self._refuse_the_newest(found, newest, healthy)
+        self._refuse_held(found.run, found.step)
+
+    def _refuse_held(self, run: str, step: int) -> None:
+        """What nothing removes as long as it is so."""
+        self._refuse_pinned(run, step)
+        if left_s := self.readers.held(run).get(step):
+            raise InUse(f"{run}@{step} is being read", hint="try again when the reader is done", seconds=round(left_s, 1))
+        if names := self._foreign(run, step):
+            raise _holds_foreign(run, step, names)
+
+    def _refuse_pinned(self, run: str, step: int) -> None:
+        file = self._files.read(run)
+        if step in file.pins:
+            raise Pinned(f"{run}@{step} is pinned", hint=f"holdfast unpin {run}@{step} removes the pin")
+        if labels := file.labels_of(step):
+            raise Pinned(
+                f"{run}@{step} has the label {', '.join(labels)}",
+                hint=f"holdfast label {run}@{step} {labels[0]} --remove takes it away",
+            )
+
+    def _refuse_the_newest(self, found: rest.Checkpoint, newest: bool, healthy: bool) -> None:
+        """What no policy removes is removed by name alone."""
+        which = (
+            f"{found.run}@{found.step} is the newest checkpoint of its run with the groups {', '.join(found.groups)} that is"
+        )
+        newest_verified, newest_healthy = retention.newest(self._listed(found.run), found.groups)
+        if found.abandoned:
+            return
+        if found.step == newest_verified:
+            if not newest:
+                hint = "removing it has to be forced by name: --force newest-verified"
+                raise NewestVerified(f"{which} known to be sound", hint=hint)
+        elif found.step == newest_healthy and not healthy:
+            hint = "what is newer has new NaN or infinities; removing it has to be forced by name: --force newest-healthy"
+            raise NewestHealthy(f"{which} verified and healthy", hint=hint)
+
+    def _looked_at(self, run: str) -> tuple[RunFile, list[Candidate]]:
+        file, read = self._files.read(run), self.readers.held(run)
+        with self._freshness:  # before the catalog is asked
+            fresh = {step: _FRESH for of, step in self._fresh if of == run}
+        busy = dict.fromkeys(read, _READ) | fresh
+        return file, [_candidate(c, file, busy.get(c.step)) for c in self._listed(run)]
+
+    def _listed(self, run: str) -> list[rest.Checkpoint]:
+        return roots.all_checkpoints(self._catalog, run)
+
+    def _discard(self, run: str, steps: Mapping[int, Sequence[str]], why: str) -> dict[int, str]:
+        """Rename to trash what nobody reads and what holds nothing foreign; where to, by step. `steps` has the reasons."""
+        trashed: dict[int, str] = {}
+        for step, reasons in steps.items():
+            with self.readers.removing(run, step) as free:
+                try:
+                    if not free:
+                        raise InUse(f"{run}@{step} is being read")
+                    if names := self._foreign(run, step):
+                        raise _holds_foreign(run, step, names)
+                    replicas.removed(self._catalog.database, run, step)  # first: a copy made anew costs less than one left
+                    trashed[step] = removal.discard(self._tier, run, step)
+                except NoSuchCheckpoint:
+                    log.info("%s@%s was gone already", run, step)
+                except Conflict as error:
+                    log.warning("%s@%s stays: %s", run, step, error.detail)
+                    continue
+                self._catalog.forget_checkpoint(run, step)
+                self.removed[why] += step in trashed
+            if step in trashed:
+                self._tell("checkpoint-removed", f"step {step} was removed: {'; '.join(reasons)}", run, step, why=why)
+        return trashed
+
+    def _tell(self, kind: str, text: str, run: str, step: int | None = None, **detail: Any) -> None:
+        if self.events is not None:
+            self.events.add(kind, text, run, step, **detail)
+
+    def _foreign(self, run: str, step: int) -> list[str]:
+        try:
+            return removal.foreign_files(self._tier, roots.load_manifest(self._tier, run, step))
+        except (Damaged, NoSuchCheckpoint):
+            return []  # without a manifest nothing can be told apart, and damage must not keep anything for ever
+
+    def _free(self, trashed: dict[int, str]) -> None:
+        for path in trashed.values():
+            left = removal.unlink(self._tier, path)
+            if left is not None:
+                log.warning("bytes stay in %s until the next start: %s", path, left.detail)
+
+    def _wait_for_readers(self, run: str, candidates: Sequence[Candidate], file: RunFile) -> None:
+        """Look again when those that only readers keep are read no more."""
+        if not any(_READ in c.holds for c in candidates):
+            return
+        free = [c._replace(holds=tuple(h for h in c.holds if h != _READ)) for c in candidates]
+        gone = {d.step for d in retention.decide(free, file.in_force, self._clock()) if not d.keep}
+        waits = [left for step, left in self.readers.held(run).items() if step in gone]
+        if waits:
+            self.due(run, max(min(waits), 0.1))
+
+    def _next_due(self) -> str | None:
+        now = time.monotonic()
+        return next((run for run, at in self._due.items() if at <= now), None)
+
+    def _loop(self) -> None:
+        while (run := self._awaited()) is not None:
+            try:
+                self.apply(run)
+            except CheckpointError as error:
+                log.error("retention of %s: %s", run, error.detail)
+            except Exception:
+                log.exception("retention of %s failed", run)
+
+    def _awaited(self) -> str | None:
+        """The next run that is due; None when there is none any more because this is closed."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            while (run := self._next_due()) is None and not self._closed:
+                soonest = min(self._due.values(), default=None)
+                self._changed.wait(None if soonest is None else max(soonest - time.monotonic(), 0))
+            if run is not None:
+                del self._due[run]
+                self._busy = True
+            return run
+
+
+_READ = "it is being read"
+_FRESH = "it is saved anew at this moment"
+
+
+def _candidate(c: rest.Checkpoint, file: RunFile, busy: str | None) -> Candidate:
+    pin = ["it is pinned"] if c.step in file.pins else []
+    labels = [f"it has the label {label}" for label in file.labels_of(c.step)]
+    before = file.policy is None and file.keep_last is not None and c.attempt < file.keep_last_since
+    kept = [f"it is of an attempt before the one that asked for keep_last={file.keep_last}"] if before else []
+    holds = (*pin, *labels, *kept, *([busy] if busy else []))
+    judged = (c.step, seconds_of(c.created), c.verified, c.metrics, holds, c.healthy)
+    return Candidate(*judged, frozenset(c.groups), line(c.rewinds), c.abandoned)
+
+
+def seconds_of(created: str) -> float:
+    """RFC 3339 -> seconds since the epoch; what is no time counts as newer than any, so no rule about time removes it."""
+    try:
+        return datetime.fromisoformat(created.replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return float("inf")
+
+
+def _verdict(decision: Decision, listed: rest.Checkpoint, file: RunFile) -> Verdict:
+    return Verdict(
+        step=decision.step,
+        keep=decision.keep,
+        reasons=list(decision.reasons),
+        verified=listed.verified,
+        pinned=decision.step in file.pins,
+        labels=list(file.labels_of(decision.step)),
+        created=listed.created,
+        bytes=listed.bytes,
+    )
+
+
+def _holds_foreign(run: str, step: int, names: Sequence[str]) -> InUse:
+    shown = ", ".join(names[:NAMES_SHOWN_MAX])
+    return InUse(
+        f"{run}@{step} holds {len(names)} files that are not its own: {shown}",
+        hint="move them away; what Holdfast did not write it does not remove",
+    )
