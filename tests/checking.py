@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
 from holdfast_formats.errors import Damaged
+from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.checking.checker import Checker
@@ -29,7 +30,7 @@ class Checked:
         self.decisions.recover()
         self.checker = Checker(self.tier, self.decisions)
 
-    def known(self, step: int) -> rest.Checkpoint:
+    def known(self, step: int) -> bodies.Checkpoint:
         return self.catalog.checkpoint(RUN, step)
 
     def path(self, step: int) -> Path:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from holdfast_formats import dtypes, index, manifest, naming, packing, values
+from holdfast_formats import dtypes, naming
 from holdfast_formats.digest import digest
-from holdfast_formats.manifest import Extent, FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk import index, manifest, packing, state_json
+from holdfast_formats.disk.manifest import Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.tensors import TensorSpec
 
 Arrays = Mapping[str, Mapping[str, np.ndarray]]
@@ -88,7 +89,7 @@ def build(
     small: dict[str, bytes] = {
         naming.index_file_name(group): index.encode([plan for plan in plans if plan.group == group]) for group in held
     }
-    small[naming.STATE] = values.merge(step, {"loss": 2.5}, list(held), {0: {"extra": {"lr": "0.1"}}})
+    small[naming.STATE] = state_json.merge(step, {"loss": 2.5}, list(held), {0: {"extra": {"lr": "0.1"}}})
     small["config.json"] = config
     small["empty.txt"] = b""
     for name, data in small.items():

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from fastapi import FastAPI
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
+from holdfast_formats.rest import bodies
 from holdfast_service.api.app import Services, create_app
 from holdfast_service.api.connections import server as bounded
 from holdfast_service.control.catalog.catalog import Catalog
@@ -41,8 +42,8 @@ def services(root: Path) -> Iterator[Services]:
     decisions = Decisions(tier, catalog, None)
     decisions.recover()
 
-    def node() -> rest.Node:
-        return rest.Node(
+    def node() -> bodies.Node:
+        return bodies.Node(
             name="node-1", pid=1, version="9.9", root=str(root), socket=None, started="now", arena_bytes=4096, ranks=2
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast_formats.operations import EVENTS
+from holdfast_formats.rest.operations import EVENTS
 from holdfast_service.config import parse
 from holdfast_service.telemetry import METRICS, PHASES
 

@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 
 from holdfast.cli import app
-from holdfast_formats.retention import RetentionPolicy
+from holdfast_formats.rest.retention import RetentionPolicy
 from tests.test_documents import TOP, code_blocks, outline, prose
 
 PAGES = [TOP / "docs/retention.md", TOP / "docs/retention.zh-CN.md"]

@@ -24,8 +24,8 @@ from holdfast_formats.errors import (
     StateMismatch,
 )
 from holdfast_formats.lineage import Rewind
-from holdfast_formats.operations import Job, JobRequest
-from holdfast_formats.retention import RetentionPolicy
+from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.daemon.checking.verifier import verify

@@ -25,12 +25,13 @@ from holdfast.read.library import LATEST, LATEST_HEALTHY, open_source, parse_tar
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource, Source
 from holdfast.rest.api import Api, Step
-from holdfast_formats import naming, reading
+from holdfast_formats import naming
+from holdfast_formats.disk import read_planner
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.read_planner import ReadPlan, Wanted
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.holding import Held, Holding, of_manifest
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.parts import LocalTensor, of_box
-from holdfast_formats.reading import ReadPlan, Wanted
+from holdfast_formats.layout.parts import LocalTensor, of_box
+from holdfast_formats.layout.rank_tensors import Held, Holding, of_manifest
 from holdfast_formats.region import Box, Shape, check_box, whole
 
 _ADDRESS = re.compile(r"(https?://.+?)/v1/runs/([^/]+)/checkpoints/([^/]+)/?")
@@ -142,7 +143,7 @@ class Checkpoint:
     def plan(self, tensors: Sequence[LocalTensor], group: str = "model") -> ReadPlan:
         """What has to be read to fill these local tensors, and how many of its bytes they need."""
         wanted = (Wanted(group, part.tensor, part.box) for local in tensors for part in local.parts)
-        return reading.plan(self.manifest, wanted)
+        return read_planner.plan(self.manifest, wanted)
 
     def fill(self, tensors: Sequence[LocalTensor], group: str = "model", framework: Framework = "numpy") -> dict[str, Any]:
         """The arrays of local tensors that are made of parts of this group's, by name; padding is zero."""

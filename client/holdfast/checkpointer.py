@@ -33,8 +33,8 @@ from holdfast.state.masters import Masters
 from holdfast.state.train_state import Snapshot, TrainState
 from holdfast.tensors.leaves import is_ignored
 from holdfast.threads.calls import CLOSE, RESTORE, Calls, Later, is_in_hook
-from holdfast_formats import naming, wire
-from holdfast_formats.arena import SLOTS_MAX
+from holdfast_formats import naming
+from holdfast_formats.disk.packing import FILE_BYTES_MAX
 from holdfast_formats.errors import (
     AlreadyCommitted,
     CheckpointError,
@@ -44,8 +44,9 @@ from holdfast_formats.errors import (
     InvalidRequest,
 )
 from holdfast_formats.lineage import Existing
-from holdfast_formats.packing import FILE_BYTES_MAX
-from holdfast_formats.table import digests_bytes
+from holdfast_formats.staging import wire
+from holdfast_formats.staging.arena import SLOTS_MAX
+from holdfast_formats.staging.slot_table import digests_bytes
 
 from . import launch as launches
 from .save_warning import SaveWarning

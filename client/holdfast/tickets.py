@@ -20,7 +20,7 @@ from holdfast_formats.errors import (
     StateMismatch,
     from_problem,
 )
-from holdfast_formats.wire import Outcome
+from holdfast_formats.staging.wire import Outcome
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-from holdfast_formats import wire
+from holdfast_formats.staging import wire
 
 Reply = TypeVar("Reply", bound=wire.Reply)
 

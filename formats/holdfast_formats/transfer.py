@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .region import Box, Shape, flat_boxes, intersect
+from holdfast_formats.region import Box, Shape, flat_boxes, intersect
 
 Elements = NDArray[Any]
 

@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, NoSpace
+from holdfast_formats.rest import bodies
 from holdfast_service import __version__
 from holdfast_service.config import Config, fd_store
 from holdfast_service.control.catalog import salvage
@@ -139,8 +140,8 @@ def services(config: Config, control: Control, node: Node, door: Policy, stack: 
     socket_id = naming.socket_id(at.st_ino, at.st_ctime_ns)
     started = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
 
-    def about() -> rest.Node:
-        return rest.Node(
+    def about() -> bodies.Node:
+        return bodies.Node(
             name=config.node,
             pid=os.getpid(),
             version=__version__,

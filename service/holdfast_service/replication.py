@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, StorageFailed
-from holdfast_formats.operations import ReplicaLag
+from holdfast_formats.rest.operations import ReplicaLag
 from holdfast_service.config import Config, check_apart
 from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
 from holdfast_service.control.decisions import Decisions

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, exit_status
-from holdfast_formats.operations import Token, TokenRequest
+from holdfast_formats.rest.operations import Token, TokenRequest
 from holdfast_service.config import ROOT, catalog_url, default_node
 from holdfast_service.control.access.tokens import Tokens
 from holdfast_service.control.catalog.events import Events

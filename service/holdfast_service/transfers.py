@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchCheckpoint
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.operations import Job, JobRequest
+from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_service.control.checkpoints import commit
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.checking.verifier import verify

@@ -9,8 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from holdfast_formats.consistency import CatalogAdoption
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed, exit_status
+from holdfast_formats.rest.consistency import CatalogAdoption
 from holdfast_service import config
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.checkpoints import consistency, ownership

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from holdfast_formats import comparing, naming
+from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.operations import Job, JobRequest
+from holdfast_formats.rest import comparing
+from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, roots
 from holdfast_service.control.decisions import Decisions, utc_now

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.errors import StorageFailed
-from holdfast_formats.operations import Scope
+from holdfast_formats.rest.operations import Scope
 from holdfast_service.api.doors import Policy
 from holdfast_service.control.database.schema import JobRow
 from tests.api.guarded import CHECKPOINT, Guarded, code, guarded

@@ -17,7 +17,7 @@ import holdfast_service
 from holdfast.rest.api import Api
 from holdfast.rest.jobs import RETRY_S
 from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest
-from holdfast_formats.operations import EVENTS, Event, Gap
+from holdfast_formats.rest.operations import EVENTS, Event, Gap
 from holdfast_service.api import events as module
 from holdfast_service.api import listening
 from holdfast_service.api.doors import Policy

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.operations import Job
+from holdfast_formats.rest.operations import Job
 from holdfast_service.control.jobs.runner import Progress
 from tests.checkpoints import build_root
 from tests.serving import Served, served

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import httpx
 
-from holdfast_formats import index, manifest, naming, packing, values
+from holdfast_formats import naming
 from holdfast_formats.digest import digest
-from holdfast_formats.manifest import EXTENT_BYTES_MAX, Extent, FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk import index, manifest, packing, state_json
+from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.tensors import TensorSpec
 from tests.daemons import running
 
@@ -29,7 +30,7 @@ def build_sparse(directory: Path) -> None:
     zeros = digest(bytes(EXTENT_BYTES_MAX))
     extents = tuple(Extent(at, EXTENT_BYTES_MAX, zeros) for at in range(0, SHARD_BYTES, EXTENT_BYTES_MAX))
     placed = TensorEntry(spec.dtype, spec.shape, plans[0].name, len(plans[0].header), extents)
-    small = {naming.index_file_name("model"): index.encode(plans), naming.STATE: values.merge(5, {}, ["model"], {0: {}})}
+    small = {naming.index_file_name("model"): index.encode(plans), naming.STATE: state_json.merge(5, {}, ["model"], {0: {}})}
     files = [FileEntry(plans[0].name, plans[0].bytes, len(plans[0].header), digest(plans[0].header))]
     for name, data in small.items():
         (directory / name).write_bytes(data)

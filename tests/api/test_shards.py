@@ -17,11 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast_formats import dtypes, layouts, naming, parts
+from holdfast_formats import dtypes, naming
 from holdfast_formats.digest import digest
-from holdfast_formats.holding import of_manifest
-from holdfast_formats.packing import natural_key
-from holdfast_formats.parts import LocalTensor, Part
+from holdfast_formats.disk.packing import natural_key
+from holdfast_formats.layout import language as layouts
+from holdfast_formats.layout import parts
+from holdfast_formats.layout.parts import LocalTensor, Part
+from holdfast_formats.layout.rank_tensors import of_manifest
 from holdfast_formats.region import Box
 from holdfast_service.api import planned, streams
 from tests.checkpoints import Built, build

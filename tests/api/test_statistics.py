@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from holdfast.rest.api import Api
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
 from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchCheckpoint, NoSuchResource, NoSuchRun
-from holdfast_formats.statistics import collect, encode
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.statistics import collect, encode
 from holdfast_service.api.app import Services
 from holdfast_service.control.database.schema import StatisticsRow
 from holdfast_service.control.decisions import Decisions
@@ -40,7 +41,7 @@ def add(services: Services, decisions: Decisions, step: int) -> None:
     """A checkpoint as a saver leaves it: listed, examined, verified."""
     directory = naming.checkpoint_path(RUN, step)
     made = build(Path(services.root) / directory, arrays(step), run=RUN, step=step).manifest
-    described = rest.describe(made).model_copy(update={"metrics": {"loss": LOSSES[step]}})
+    described = bodies.describe(made).model_copy(update={"metrics": {"loss": LOSSES[step]}})
     services.catalog.record_checkpoint(described)
     examined = Examination(services.tier, decisions.before(RUN, step))
     verify(services.tier, directory, passed=examined.passed)

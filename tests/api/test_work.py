@@ -12,7 +12,7 @@ import pytest
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
-from holdfast_formats.operations import JobRequest
+from holdfast_formats.rest.operations import JobRequest
 from tests.checkpoints import build, flip, varied_arrays
 from tests.serving import Served, served
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from holdfast_formats import wire
 from holdfast_formats.digest import digest
+from holdfast_formats.staging import wire
 
 OWN, FOREIGN = "team-a-1", "team-b-1"
 RANKS = {OWN: "a" * 32, FOREIGN: "b" * 32}  # of each run a rank has said hello by this id

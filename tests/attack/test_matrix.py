@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 from fastapi.routing import iter_route_contexts
 
-from holdfast_formats.operations import Scope, TokenRequest
+from holdfast_formats.rest.operations import Scope, TokenRequest
 from holdfast_service.config import catalog_url
 from holdfast_service.control.access.tokens import Tokens
 from holdfast_service.control.catalog.events import Events

@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from holdfast.rest.api import Api
 from holdfast.rest.tokens import RootTokens, ServiceTokens
-from holdfast_formats.operations import TokenRequest
+from holdfast_formats.rest.operations import TokenRequest
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, running
 from tests.dashboard.chromium import FLAGS, PROGRAM

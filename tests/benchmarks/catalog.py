@@ -18,7 +18,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast_formats import manifest, naming, rest
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest
+from holdfast_formats.rest import bodies
 from holdfast_service import collecting
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.catalog import Catalog
@@ -57,7 +59,7 @@ def saves(catalog: Catalog, events: Events, size: Size) -> Iterator[list[float]]
         round_id = catalog.open_round(run, step, 1, 2, at(number))
         for sealed in (1, 2):
             catalog.update_round(round_id, sealed=sealed)
-        catalog.record_checkpoint(rest.describe(a_manifest(run, step)))
+        catalog.record_checkpoint(bodies.describe(a_manifest(run, step)))
         catalog.end_round(round_id, "committed", at(number))
         events.add("checkpoint-committed", "committed", run, step)
         catalog.mark_verified(run, step)

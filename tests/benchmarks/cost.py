@@ -28,8 +28,8 @@ import torch
 
 from holdfast import Api, Checkpointer
 from holdfast_formats import naming
-from holdfast_formats.manifest import EXTENT_BYTES_MAX
-from holdfast_formats.packing import EXTENT_BYTES_MIN
+from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
+from holdfast_formats.disk.packing import EXTENT_BYTES_MIN
 
 RUN = "cost"
 MODES = ("neither", "digests", "both")  # in turn: changes are measured from a checkpoint that has digests

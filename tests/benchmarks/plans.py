@@ -20,12 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from holdfast_formats import rules
-from holdfast_formats.elements import Specs
-from holdfast_formats.holding import Holding
-from holdfast_formats.layouts import parse
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.reading import Wanted, plan
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.read_planner import Wanted, plan
+from holdfast_formats.layout import rules
+from holdfast_formats.layout.elements import Specs
+from holdfast_formats.layout.language import parse
+from holdfast_formats.layout.rank_tensors import Holding
 from holdfast_formats.region import Shape
 from tests.layouts import models
 from tests.layouts.realistic import KEYS, manifest, nbytes

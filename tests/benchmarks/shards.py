@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats import naming
 from holdfast_formats.digest import running as running_digest
-from holdfast_formats.packing import extent_bytes
+from holdfast_formats.disk.packing import extent_bytes
 from tests.checkpoints import build
 from tests.daemons import running
 

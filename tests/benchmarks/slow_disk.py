@@ -24,8 +24,8 @@ import torch
 
 from holdfast import Api, Checkpointer, SaveWarning
 from holdfast.tickets import SaveTicket
-from holdfast_formats import rest
 from holdfast_formats.errors import GenerationDropped
+from holdfast_formats.rest import bodies
 from tests.daemons import RunningDaemon, running
 
 RUN = "slow-disk"
@@ -121,7 +121,7 @@ def _ends(tickets: Sequence[SaveTicket], daemon: RunningDaemon) -> dict[str, Any
     }
 
 
-def _ages(committed: Sequence[rest.Round]) -> dict[str, Any]:
+def _ages(committed: Sequence[bodies.Round]) -> dict[str, Any]:
     """Of each commit but the first: how long its write took, and how old the state was by then, in such writes."""
     ends = [_seconds(found.ended or "") for found in committed]
     begins = [_seconds(found.opened) for found in committed]

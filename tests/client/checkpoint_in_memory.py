@@ -9,7 +9,7 @@ import torch
 
 from holdfast.state.train_state import Leaf, Restoration, Snapshot, Stored, TrainState
 from holdfast.tensors.torch_dtypes import local_shape, packing, torch_dtype
-from holdfast_formats import values
+from holdfast_formats.disk import state_json
 from holdfast_formats.region import Box, tiles
 
 
@@ -32,7 +32,7 @@ class Checkpoint:
         for (group, name), held in boxes.items():
             assert tiles(list(held), self.specs[group][name][1]), (group, name, held)
         groups = sorted({group for snapshot in snapshots for group in snapshot.groups})
-        self.state = values.merge(1, {}, groups, {rank: s.values for rank, s in enumerate(snapshots)})
+        self.state = state_json.merge(1, {}, groups, {rank: s.values for rank, s in enumerate(snapshots)})
 
     def _take(self, leaf: Leaf) -> None:
         spec = (leaf.dtype, leaf.shape)
@@ -45,7 +45,7 @@ class Checkpoint:
 
     def stored(self, rank: int = 0) -> Stored:
         """What this checkpoint offers to a rank."""
-        return Stored(self.specs, self.aliases, values.for_rank(self.state, rank).values)
+        return Stored(self.specs, self.aliases, state_json.for_rank(self.state, rank).values)
 
     def fill(self, restoration: Restoration) -> None:
         """Write the stored bytes into every leaf of the restoration."""

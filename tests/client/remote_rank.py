@@ -9,9 +9,9 @@ import numpy as np
 
 from holdfast.remote.http_link import RemoteLink
 from holdfast.stage.slots import Slots
-from holdfast_formats import table, wire
 from holdfast_formats.region import Box
-from holdfast_formats.table import SlotTable
+from holdfast_formats.staging import slot_table, wire
+from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     slot = Slots(link, 2, size, 65_536).lease(step, attempt, 10)
     np.frombuffer(slot.data, np.uint8)[:size] = np.random.default_rng(step).integers(0, 256, size, np.uint8)
     fragment = Fragment(TensorSpec("model", "w", "U8", (size,)), (Box((0,), (size,)),), 0)
-    slot.seal(table.encode(SlotTable(run, step, attempt, 0, 1, ("model",), (fragment,), {}, {})), size)
+    slot.seal(slot_table.encode(SlotTable(run, step, attempt, 0, 1, ("model",), (fragment,), {}, {})), size)
     print("sealed", flush=True)
     time.sleep(3600)
 

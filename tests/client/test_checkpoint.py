@@ -14,7 +14,8 @@ import torch
 
 import holdfast
 from holdfast.checkpoint import Checkpoint
-from holdfast_formats import naming, parts
+from holdfast_formats import naming
+from holdfast_formats.disk.manifest import TensorEntry
 from holdfast_formats.errors import (
     CorruptExtent,
     CorruptManifest,
@@ -24,7 +25,7 @@ from holdfast_formats.errors import (
     NotCommitted,
     StateMismatch,
 )
-from holdfast_formats.manifest import TensorEntry
+from holdfast_formats.layout import parts
 from holdfast_formats.region import Box
 from tests.checkpoints import Built, build, flip
 from tests.client import llama

@@ -15,7 +15,7 @@ from holdfast.cli import app
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import DeadlineExceeded
-from holdfast_formats.operations import Job, JobRequest
+from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_service.control.catalog import events
 from holdfast_service.control.jobs.runner import Progress
 from tests.checkpoints import build_root, flip

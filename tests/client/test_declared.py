@@ -14,8 +14,8 @@ from holdfast import Fragment
 from holdfast.launch import Launch
 from holdfast.layout.declared import Declared, declare
 from holdfast.state.train_state import Restoration, TrainState
-from holdfast_formats import layouts
 from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.layout import language
 from tests.client import llama
 from tests.client.checkpoint_in_memory import Checkpoint
 
@@ -45,7 +45,7 @@ def training(arrays: llama.Arrays, stepped: bool) -> dict[str, Any]:
 
 
 def state_of(state: dict[str, Any], layout: str, rank: int) -> TrainState:
-    world = layouts.parse(layout).mesh.world
+    world = language.parse(layout).mesh.world
     if layout == PLAIN:
         return TrainState(state, 0, 1)
     return TrainState(state, rank, world, declare(layout, Launch(rank, world, "l", world), (llama.CONFIG, {}), None))

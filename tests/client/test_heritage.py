@@ -7,14 +7,15 @@ import json
 import pytest
 
 from holdfast.restore.rank_values import heritage
-from holdfast_formats import layouts, roles, values
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.roles import Heir
+from holdfast_formats.disk import state_json
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.layout import language, successors
+from holdfast_formats.layout.successors import Heir
 
 
 def saved(layout: str | None, world: int, **extra: object) -> tuple[Manifest, bytes]:
     """A checkpoint whose ranks each stored their number under `loader`, and agreed on `epoch`."""
-    mesh = {} if layout is None else roles.stated(layouts.parse(layout).mesh)
+    mesh = {} if layout is None else successors.stated(language.parse(layout).mesh)
     made = Manifest(1, "r", 1, 1, "", world, mesh, {}, (), {}, {})
     ranks = {
         rank: {
@@ -24,7 +25,7 @@ def saved(layout: str | None, world: int, **extra: object) -> tuple[Manifest, by
         }
         for rank in range(world)
     }
-    return made, values.merge(1, {}, ["extra", "model", "optim"], ranks)
+    return made, state_json.merge(1, {}, ["extra", "model", "optim"], ranks)
 
 
 def document(*names: str, lr: float = 0.1) -> str:
@@ -34,7 +35,7 @@ def document(*names: str, lr: float = 0.1) -> str:
 
 
 def mesh(layout: str):
-    return layouts.parse(layout).mesh
+    return language.parse(layout).mesh
 
 
 def test_the_same_world_gets_its_own() -> None:

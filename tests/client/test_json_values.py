@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.tensors.json_values import DEPTH_MAX, dumps, loads, referred
-from holdfast_formats import values
+from holdfast_formats.disk import state_json
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded
 
 
@@ -29,8 +29,8 @@ Pair = namedtuple("Pair", "a b")
 def through(value):
     """There and back by way of state.json, as a checkpoint does it."""
     text = dumps(value, "v")
-    merged = values.merge(1, {}, ["extra"], {0: {"extra": {"v": text}}})
-    return loads(values.for_rank(merged, 0).values["extra"]["v"], "v")
+    merged = state_json.merge(1, {}, ["extra"], {0: {"extra": {"v": text}}})
+    return loads(state_json.for_rank(merged, 0).values["extra"]["v"], "v")
 
 
 def same(a, b):

@@ -16,7 +16,7 @@ from holdfast.commands.keep import parse_best, parse_bytes, parse_duration
 from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast_formats.errors import InvalidRequest, PreconditionFailed, StorageFailed
-from holdfast_formats.retention import Best, Preview, RetentionPolicy
+from holdfast_formats.rest.retention import Best, Preview, RetentionPolicy
 from holdfast_service.control.database.schema import CheckpointRow
 from tests.checkpoints import build_root
 from tests.serving import Served, served

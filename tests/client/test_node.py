@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast import Checkpointer, Fragment
 from holdfast.rest.api import Api
-from holdfast_formats import manifest as manifests
 from holdfast_formats import naming
+from holdfast_formats.disk import manifest as manifests
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptExtent
-from holdfast_formats.manifest import Manifest
 from holdfast_service.daemon.shared_reads.sharing import WANTED_BY_MIN_CACHED
 from tests.checkpoints import flip, forget
 from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back

@@ -12,8 +12,9 @@ import pytest
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
 from holdfast.read.sources import DirectorySource
-from holdfast_formats import manifest, naming, transfer
+from holdfast_formats import naming, transfer
 from holdfast_formats.digest import digest
+from holdfast_formats.disk import manifest
 from holdfast_formats.errors import (
     CorruptExtent,
     CorruptManifest,

@@ -16,8 +16,10 @@ from holdfast import Api, Checkpointer, Fragment
 from holdfast.link.connect import _socket_of
 from holdfast.remote.http_link import RemoteLink
 from holdfast.stage.slots import Slots
-from holdfast_formats import naming, rest, wire
+from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, ArenaFull, DaemonGone, InvalidRequest, RoundAborted, StaleAttempt
+from holdfast_formats.rest import bodies
+from holdfast_formats.staging import wire
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, hide, running, wait_until
 from tests.forked import Forked
@@ -281,9 +283,9 @@ def test_another_daemons_socket_at_the_same_path_is_not_taken(tmp_path: Path) ->
     path.touch()
     at = path.stat()
 
-    def node(socket_id: str | None) -> rest.Node:
+    def node(socket_id: str | None) -> bodies.Node:
         known = {"name": "n", "pid": 1, "version": "v", "root": "/", "started": "now", "arena_bytes": 0, "ranks": 0}
-        return rest.Node(socket=str(path), socket_id=socket_id, **known)  # type: ignore[arg-type]
+        return bodies.Node(socket=str(path), socket_id=socket_id, **known)  # type: ignore[arg-type]
 
     build_root(tmp_path / "root", {"tiny": (1,)})
     for socket_id, found in ((naming.socket_id(at.st_ino, at.st_ctime_ns), path), ("1-2", None)):

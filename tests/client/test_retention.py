@@ -14,7 +14,7 @@ from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import InUse, NewestVerified, Pinned, QuotaExceeded
-from holdfast_formats.retention import Best, RetentionPolicy
+from holdfast_formats.rest.retention import Best, RetentionPolicy
 from tests.daemons import RunningDaemon, running, wait_until
 
 RUN = "kept"

@@ -11,7 +11,7 @@ import torch
 from holdfast.state import rng
 from holdfast.state.train_state import TrainState
 from holdfast_formats.errors import CorruptManifest
-from holdfast_formats.roles import Heir
+from holdfast_formats.layout.successors import Heir
 from tests.client.checkpoint_in_memory import Checkpoint, restore, save
 
 

@@ -16,9 +16,9 @@ import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast.export import shard_file
 from holdfast.layout import shards
-from holdfast_formats import layouts, parts
 from holdfast_formats.errors import CorruptExtent, InvalidRequest, NoSpace, StorageFailed
-from holdfast_formats.parts import LocalTensor
+from holdfast_formats.layout import language, parts
+from holdfast_formats.layout.parts import LocalTensor
 from tests.checkpoints import Built, build, flip
 from tests.client import llama
 
@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> Built:
 
 def write(checkpoint: Checkpoint, tensors: list[LocalTensor] | tuple[LocalTensor, ...], path: Path) -> list[int]:
     heard: list[int] = []
-    file = shard_file.of(checkpoint.manifest, layouts.parse("tp=4"), 3, "model", tensors)
+    file = shard_file.of(checkpoint.manifest, language.parse("tp=4"), 3, "model", tensors)
     shard_file.write(checkpoint.reader, "model", file, path, heard.append)
     assert sum(heard) == file.bytes == path.stat().st_size
     return heard

@@ -12,9 +12,9 @@ from holdfast import Fragment
 from holdfast.stage.background_safe import expected_growth
 from holdfast.stage.staging import LONG_BYTES_MIN, NOTHING, Layout, SaveIdentity, encode_table, lay_out
 from holdfast.state.train_state import TrainState
-from holdfast_formats import table
-from holdfast_formats.arena import PAGE_BYTES
-from holdfast_formats.packing import FILE_BYTES_MAX
+from holdfast_formats.disk.packing import FILE_BYTES_MAX
+from holdfast_formats.staging import slot_table
+from holdfast_formats.staging.arena import PAGE_BYTES
 from holdfast_formats.tensors import box_bytes
 from holdfast_service.control.checkpoints import planner
 
@@ -36,7 +36,7 @@ def laid_out(state: dict, rank: int = 0, world: int = 1, before: Layout = NOTHIN
     snapshot = TrainState(state, rank, world, None).snapshot(None)
     layout = lay_out(snapshot, {}, lambda leaf, piece: True, before, file_bytes_max)
     encoded = encode_table(SaveIdentity("r", 1, 0, rank, world), snapshot, layout, {}, file_bytes_max)
-    return layout, table.decode(encoded, layout.data_bytes)
+    return layout, slot_table.decode(encoded, layout.data_bytes)
 
 
 def misplaced(tables: list) -> tuple[int, int]:

@@ -12,15 +12,16 @@ import torch
 
 from holdfast import Api, Checkpointer, Fragment
 from holdfast.link.unix_socket import Link
-from holdfast_formats import rest, wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
-from holdfast_formats.observed import SaveTimes
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import SaveTimes
+from holdfast_formats.staging import wire
 from holdfast_formats.whereabouts import RootMark
 from tests.daemons import RunningDaemon, hide, running, wait_until
 from tests.proxies import proxied
 
 
-def the_round(api: Api, step: int) -> rest.Round:
+def the_round(api: Api, step: int) -> bodies.Round:
     return next(made for made in api.rounds("r") if made.step == step)
 
 

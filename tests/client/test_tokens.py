@@ -22,7 +22,7 @@ from holdfast_formats.errors import (
     NoSuchRun,
     Unauthenticated,
 )
-from holdfast_formats.operations import TokenRequest
+from holdfast_formats.rest.operations import TokenRequest
 from holdfast_service.config import parse
 from tests.checkpoints import build_root
 from tests.client.test_remote import far_daemon

@@ -12,8 +12,8 @@ import torch
 
 from holdfast import Checkpointer, SaveWarning
 from holdfast.link import unattended
-from holdfast_formats import arena
-from holdfast_formats.arena import SlotHeader, SlotState
+from holdfast_formats.staging import arena
+from holdfast_formats.staging.arena import SlotHeader, SlotState
 from tests.daemons import RunningDaemon, running
 
 GEOMETRY = arena.geometry(3, 4096, 4096)

@@ -21,9 +21,9 @@ from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
 from holdfast.read.root_directory import committed_steps, open_checkpoint
 from holdfast.rest.api import Api
-from holdfast_formats import arena, wire
 from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.region import Box
+from holdfast_formats.staging import arena, wire
 from tests.crash.rank_process import content
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.forked import Forked

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from holdfast_formats import manifest, naming, rest
+from holdfast_formats import naming
 from holdfast_formats.digest import digest
-from holdfast_formats.manifest import FileEntry, Manifest
+from holdfast_formats.disk import manifest
+from holdfast_formats.disk.manifest import FileEntry, Manifest
+from holdfast_formats.rest import bodies
 from holdfast_service.storage import Tier
 
 
@@ -34,10 +36,10 @@ def put_checkpoint(tier: Tier, made: Manifest) -> None:
     tier.put(f"{directory}/{naming.COMMIT}", manifest.encode_commit(made, encoded))
 
 
-def a_row(run: str, step: int, verified: bool = False, groups: tuple[str, ...] = ("model",)) -> rest.Checkpoint:
+def a_row(run: str, step: int, verified: bool = False, groups: tuple[str, ...] = ("model",)) -> bodies.Checkpoint:
     """What the catalog lists of `a_manifest`."""
     made = a_manifest(run, step, groups=groups)
-    return rest.Checkpoint(
+    return bodies.Checkpoint(
         run=run,
         step=step,
         attempt=1,

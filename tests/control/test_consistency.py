@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import delete, update
 
-from holdfast_formats import rest
-from holdfast_formats.consistency import KINDS
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.consistency import KINDS
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, removal, roots
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
@@ -175,7 +175,7 @@ def test_saves_and_removals_meanwhile_are_no_contradictions(
             step += 1
             made = a_manifest("run", step)
             put_checkpoint(tier, made)
-            catalog.record_checkpoint(rest.describe(made), roots.stamp(tier, "run", step))
+            catalog.record_checkpoint(bodies.describe(made), roots.stamp(tier, "run", step))
             if step > 3:
                 removal.discard(tier, "run", step - 3)
                 catalog.forget_checkpoint("run", step - 3)
@@ -195,8 +195,8 @@ def test_saves_and_removals_meanwhile_are_no_contradictions(
 def test_a_step_that_is_saved_anew_is_not_taken_for_the_one_before(tier: MemoryTier, catalog: Catalog) -> None:
     """A look that is older than a save neither unlists nor relists what came after it."""
     look = catalog.stamps("a")
-    newer = rest.describe(a_manifest("a", 2, attempt=5))
+    newer = bodies.describe(a_manifest("a", 2, attempt=5))
     catalog.forget_checkpoint("a", 2)
     catalog.record_checkpoint(newer, "new")
-    catalog.relist("a", gone={2: look[2]}, found=[(rest.describe(a_manifest("a", 2)), None)], stamps={})
+    catalog.relist("a", gone={2: look[2]}, found=[(bodies.describe(a_manifest("a", 2)), None)], stamps={})
     assert catalog.checkpoint("a", 2) == newer

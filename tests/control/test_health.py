@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
 from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchCheckpoint, NoSuchResource
-from holdfast_formats.statistics import Part, collect
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.statistics import Part, collect
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.statistics import HISTORY_STEPS, NonFinite, StatisticsStore
 from holdfast_service.control.database.schema import StatisticsRow
@@ -39,11 +40,11 @@ class House:
         self.decisions = Decisions(self.tier, self.catalog, None)
         self.store: StatisticsStore = self.decisions.statistics
 
-    def save(self, step: int, verified: bool = True, **groups: dict[str, list[float]]) -> rest.Checkpoint:
+    def save(self, step: int, verified: bool = True, **groups: dict[str, list[float]]) -> bodies.Checkpoint:
         """A checkpoint of these tensors, examined and verified."""
         arrays = {g: {n: np.array(values, np.float32) for n, values in held.items()} for g, held in groups.items()}
         made = build(self.root / naming.checkpoint_path(RUN, step), arrays, run=RUN, step=step).manifest
-        self.catalog.record_checkpoint(rest.describe(made))
+        self.catalog.record_checkpoint(bodies.describe(made))
         parts = []
         for held in made.tensors:
             for name in made.tensors[held]:

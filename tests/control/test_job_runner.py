@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast_formats.errors import CorruptExtent, InvalidRequest, NoSuchCheckpoint
-from holdfast_formats.operations import Job, JobRequest
+from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.decisions import utc_now

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, NoSuchResource
-from holdfast_formats.operations import JobRequest
+from holdfast_formats.rest.operations import JobRequest
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.jobs import catalog
 from holdfast_service.control.jobs.catalog import Jobs

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import update
 
-from holdfast_formats import rest
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog import listing
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.listing import ROUND_STATES, Within
@@ -30,7 +30,7 @@ def at(minute: int) -> str:
     return (START + timedelta(minutes=minute)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def pages(ask: Callable[[str | None], rest.Page[Any]], between: Callable[[int], None] = lambda _: None) -> list[Any]:
+def pages(ask: Callable[[str | None], bodies.Page[Any]], between: Callable[[int], None] = lambda _: None) -> list[Any]:
     """All items of a list, page by page; `between` is done before every page but the first."""
     items, cursor = [], None
     for number in itertools.count():
@@ -68,7 +68,7 @@ def lets_through(within: Within, step: int, made: str) -> bool:
 @SHARED
 @given(
     held=st.dictionaries(STEPS, FACTS),
-    state=st.sampled_from([None, *get_args(rest.CheckpointState)]),
+    state=st.sampled_from([None, *get_args(bodies.CheckpointState)]),
     within=BOUNDS,
     limit=st.integers(1, 4),
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, tiles, whole
-from holdfast_formats.table import Blob, SlotTable
+from holdfast_formats.staging.slot_table import Blob, SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_service.control.checkpoints import planner
 

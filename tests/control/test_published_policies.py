@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from holdfast_formats.retention import Best, RetentionPolicy
+from holdfast_formats.rest.retention import Best, RetentionPolicy
 from holdfast_service.control.retention.policy import Candidate, decide
 
 HOUR_S = 3600.0

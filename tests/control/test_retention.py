@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.lineage import ROOT
-from holdfast_formats.retention import Best, RetentionPolicy
+from holdfast_formats.rest.retention import Best, RetentionPolicy
 from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, span
 
 NOW = 1_000_000.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
+from holdfast_formats.disk.manifest import COMMIT_BYTES_MAX
 from holdfast_formats.errors import (
     CorruptManifest,
     InvalidRequest,
@@ -12,7 +13,7 @@ from holdfast_formats.errors import (
     NotCommitted,
     StorageFailed,
 )
-from holdfast_formats.manifest import COMMIT_BYTES_MAX
+from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file, write_run_file
@@ -52,7 +53,7 @@ def test_load_manifest(tier: MemoryTier) -> None:
     made = a_manifest("run", 5)
     put_checkpoint(tier, made)
     assert roots.load_manifest(tier, "run", 5) == made
-    assert rest.describe(made, verified=True) == a_row("run", 5, verified=True)
+    assert bodies.describe(made, verified=True) == a_row("run", 5, verified=True)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from holdfast_formats.errors import (
     PreconditionFailed,
     StorageFailed,
 )
-from holdfast_formats.retention import Best, RetentionPolicy
+from holdfast_formats.rest.retention import Best, RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.checkpoints.readers import Readers

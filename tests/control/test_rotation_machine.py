@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from holdfast_formats import naming
 from holdfast_formats.errors import Conflict, NoSuchCheckpoint
-from holdfast_formats.retention import Best, RetentionPolicy
+from holdfast_formats.rest.retention import Best, RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.checkpoints.readers import Readers

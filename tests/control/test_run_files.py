@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, PreconditionFailed
-from holdfast_formats.retention import STEPS_MAX, Best, RetentionPolicy
+from holdfast_formats.rest.retention import STEPS_MAX, Best, RetentionPolicy
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles, read_run_file, write_run_file
 from holdfast_service.storage import MemoryTier

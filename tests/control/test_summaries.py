@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event, insert
 
-from holdfast_formats import rest
 from holdfast_formats.errors import InvalidRequest, NoSuchRun
-from holdfast_formats.retention import RetentionPolicy
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RoundRow
@@ -43,7 +43,7 @@ def fill(catalog: Catalog, run: str, count: int) -> None:
     with catalog.database.write() as session:
         for n in range(count):
             at = f"2030-01-01T00:{n % 60:02d}:00.000Z"
-            row = a_row(run, n).model_dump(exclude=rest.MARKS)
+            row = a_row(run, n).model_dump(exclude=bodies.MARKS)
             made = row | {"created": at, "verified": n < count - 1, "bytes": 100 + n}
             session.execute(insert(CheckpointRow).values(made))
             done = {"state": "committed", "sealed": 2, "opened": at, "ended": at, "measured": {"stall_s": 0.5}}

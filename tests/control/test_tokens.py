@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.errors import Forbidden, InvalidRequest, NoSuchResource, NoSuchRun, Unauthenticated
-from holdfast_formats.operations import TokenRequest
+from holdfast_formats.rest.operations import TokenRequest
 from holdfast_service.control.access import tokens
 from holdfast_service.control.access.tokens import Principal, Tokens
 from holdfast_service.control.catalog.catalog import Catalog

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_formats.retention import RetentionPolicy
+from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.decisions import Decisions

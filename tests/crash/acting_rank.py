@@ -18,10 +18,10 @@ from holdfast.link import embedded
 from holdfast.link.unix_socket import Link
 from holdfast.read.root_directory import open_checkpoint
 from holdfast.stage.slots import Slot, Slots
-from holdfast_formats import table, wire
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box
-from holdfast_formats.table import SlotTable
+from holdfast_formats.staging import slot_table, wire
+from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from tests.crash.rank_process import content
 
@@ -69,7 +69,7 @@ def save(slots: Slots, table_of: SlotTable, box: Box) -> None:
         say("leased", table_of.step)
         copy_half(slot, data)
         copy_rest(slot, data)
-        slot.seal(table.encode(table_of), box.shape[0])
+        slot.seal(slot_table.encode(table_of), box.shape[0])
     except CheckpointError:
         say("refused", table_of.step)
 

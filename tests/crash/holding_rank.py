@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from holdfast.link.unix_socket import Link
-from holdfast_formats import wire
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.staging import wire
 
 
 def main() -> None:

@@ -17,10 +17,10 @@ import numpy as np
 
 from holdfast.link.unix_socket import Link
 from holdfast.stage.slots import Slots
-from holdfast_formats import table, wire
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box
-from holdfast_formats.table import SlotTable
+from holdfast_formats.staging import slot_table, wire
+from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from tests.crash.rank_process import content
 
@@ -57,7 +57,7 @@ def main() -> None:
     spec = TensorSpec("model", "w", "U8", (world * size,))
     for step, waits in ((int(text.rstrip("!")), text.endswith("!")) for text in steps.split(",")):
         fragment = Fragment(spec, (Box((rank * size,), (size,)),), 0)
-        encoded = table.encode(SlotTable(run, step, attempt, rank, world, ("model",), (fragment,), {}, {}))
+        encoded = slot_table.encode(SlotTable(run, step, attempt, rank, world, ("model",), (fragment,), {}, {}))
         try:
             slot = slots.lease(step, attempt, 60)
             say("leased", step)

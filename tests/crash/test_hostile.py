@@ -28,10 +28,10 @@ from holdfast.link.unix_socket import Link
 from holdfast.read.root_directory import committed_steps
 from holdfast.rest.api import Api
 from holdfast.stage.slots import Slots
-from holdfast_formats import table, wire
 from holdfast_formats.errors import ArenaFull, CheckpointError, LimitExceeded, NoSpace, StorageFailed
 from holdfast_formats.region import Box
-from holdfast_formats.table import SlotTable
+from holdfast_formats.staging import slot_table, wire
+from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_service.control import decisions
 from holdfast_service.storage import PosixTier, posix
@@ -238,7 +238,7 @@ class Trainer:
         try:
             slot = self._slots.lease(step, self._attempt, 30)
             np.frombuffer(slot.data, np.uint8)[: self._nbytes] = step
-            slot.seal(table.encode(SlotTable(RUN, step, self._attempt, 0, 1, ("model",), held, {}, {})), self._nbytes)
+            slot.seal(slot_table.encode(SlotTable(RUN, step, self._attempt, 0, 1, ("model",), held, {}, {})), self._nbytes)
         except CheckpointError as error:
             return error
         with self._heard:

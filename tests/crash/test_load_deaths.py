@@ -21,8 +21,8 @@ from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.requests import Want
 from holdfast.read.root_directory import open_checkpoint
 from holdfast.read.shared_load import Neighbours, Read, fill
-from holdfast_formats import wire
 from holdfast_formats.region import Box
+from holdfast_formats.staging import wire
 from tests.daemons import RunningDaemon, wait_until
 from tests.forked import Forked
 

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from holdfast.rest.api import Api
-from holdfast_formats import naming, proof
+from holdfast_formats import naming
+from holdfast_formats.disk import pieces as proof
 from holdfast_formats.errors import Damaged
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.scrub import Plan, Scrub

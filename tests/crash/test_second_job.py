@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.remote import uploader
-from holdfast_formats import rest
 from holdfast_formats.errors import RunBusy
+from holdfast_formats.rest import bodies
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving import run_busy
 from holdfast_service.daemon.saving.rounds import Participant
@@ -142,13 +142,13 @@ class Answers:
     def __init__(self, refusals: int) -> None:
         self.left, self.asked = refusals, 0
 
-    def join(self, rank_id: str, hello: rest.RankHello) -> rest.RankWelcome:
+    def join(self, rank_id: str, hello: bodies.RankHello) -> bodies.RankWelcome:
         self.asked += 1
         if self.left:
             self.left -= 1
             raise RunBusy("busy", retry_after_s=7.0)
         about = {"node": "n", "root": "", "root_id": "r", "version": "1"}
-        return rest.RankWelcome(attempt=2, silence_max_s=60, chunk_bytes_max=1, **about)
+        return bodies.RankWelcome(attempt=2, silence_max_s=60, chunk_bytes_max=1, **about)
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ import pytest
 
 from holdfast.read.root_directory import committed_steps
 from holdfast.rest.api import Api
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, DaemonGone
-from holdfast_formats.operations import Gap, Job, JobRequest
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import Gap, Job, JobRequest
 from tests.checkpoints import build_root
 from tests.crash import ledger
 from tests.crash.test_kills import RUN, Place, Ranks, check_sound, place, stop_at
@@ -98,7 +99,7 @@ def check_rows(root: Path, api: Api) -> None:
     for run in api.runs():
         listed = {made.step: made for made in api.checkpoints(run.name)}
         assert set(listed) == set(committed_steps(root, run.name))
-        rounds: list[rest.Round] = list(api.rounds(run.name))
+        rounds: list[bodies.Round] = list(api.rounds(run.name))
         last = {(made.step, made.attempt): made for made in reversed(rounds)}  # a step may have been tried before
         for (step, attempt), made in last.items():
             stands = step in listed and listed[step].attempt == attempt

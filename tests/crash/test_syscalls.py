@@ -151,7 +151,7 @@ def test_every_cause_at_every_call(root: Path, code: int, says: str) -> None:
 
 def test_shared_memory_that_cannot_be_made_or_mapped(root: Path) -> None:
     """`NoSpace` names the bytes, nothing of the budget is gone, and the next reservation works."""
-    from holdfast_formats import arena
+    from holdfast_formats.staging import arena
     from holdfast_service.daemon.arena.arena import Arena
     from holdfast_service.daemon.arena.budget import Budget
 

@@ -13,15 +13,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast_formats import arena, naming, table
-from holdfast_formats.arena import SlotHeader, SlotState
+from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.region import Box
-from holdfast_formats.table import SlotTable
+from holdfast_formats.staging import arena, slot_table
+from holdfast_formats.staging.arena import SlotHeader, SlotState
+from holdfast_formats.staging.slot_table import SlotTable
+from holdfast_formats.staging.wire import Outcome, Policy
 from holdfast_formats.tensors import Fragment, TensorSpec
-from holdfast_formats.wire import Outcome, Policy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.arena import Arena
@@ -121,7 +122,7 @@ class Rank:
         held = (Fragment(spec, (Box((self.rank, 0), (1, SIZE)),), 0),)
         made = SlotTable(RUN, step, self.attempt, self.rank, self.size, ("model",), held, {}, {})
         said = {"restored": intent.restored, "turn": intent.turn, "existing": intent.existing, "again": intent.again}
-        encoded = table.encode(msgspec.structs.replace(made, **said))
+        encoded = slot_table.encode(msgspec.structs.replace(made, **said))
         at = geometry.table_offset(slot)
         memory[at : at + len(encoded)] = encoded
         header = SlotHeader(SlotState.LEASED, step, self.attempt, SIZE, len(encoded), 0)

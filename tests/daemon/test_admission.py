@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast_formats import naming, packing
+from holdfast_formats import naming
+from holdfast_formats.disk import packing
 from holdfast_formats.region import whole
-from holdfast_formats.retention import RetentionPolicy
-from holdfast_formats.table import SlotTable
+from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_service.control.checkpoints.planner import plan
 from holdfast_service.control.retention import admission

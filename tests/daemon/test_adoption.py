@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from holdfast.link import unattended
-from holdfast_formats import arena, naming, table
-from holdfast_formats.arena import Owner, SlotHeader, SlotState
+from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.region import Box
-from holdfast_formats.table import SlotTable
+from holdfast_formats.staging import arena, slot_table
+from holdfast_formats.staging.arena import Owner, SlotHeader, SlotState
+from holdfast_formats.staging.slot_table import SlotTable
+from holdfast_formats.staging.wire import Outcome
 from holdfast_formats.tensors import Fragment, TensorSpec
-from holdfast_formats.wire import Outcome
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.arena import Arena
@@ -43,7 +44,7 @@ def fill(segment: Segment, slot: int, step: int, seal: bool = True) -> None:
     segment.memory[start : start + SIZE] = content(step, owner.rank).data
     spec = TensorSpec("model", "w", "U8", (owner.world, SIZE))
     held = (Fragment(spec, (Box((owner.rank, 0), (1, SIZE)),), 0),)
-    encoded = table.encode(SlotTable(RUN, step, owner.attempt, owner.rank, owner.world, ("model",), held, {}, {}))
+    encoded = slot_table.encode(SlotTable(RUN, step, owner.attempt, owner.rank, owner.world, ("model",), held, {}, {}))
     at = GEOMETRY.table_offset(slot)
     segment.memory[at : at + len(encoded)] = encoded
     if seal:

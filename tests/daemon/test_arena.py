@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_formats import arena
-from holdfast_formats.arena import Owner
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast_formats.staging import arena
+from holdfast_formats.staging.arena import Owner
 from holdfast_service.daemon.arena import arena as arena_module
 from holdfast_service.daemon.arena import segment as segments
 from holdfast_service.daemon.arena.arena import Arena

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_formats import arena
 from holdfast_formats.errors import LimitExceeded
+from holdfast_formats.staging import arena
 from holdfast_service.daemon.arena.budget import Bound, Budget, Room, find_bounds, fitting
 
 GIB = 2**30

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.link import connect as place
-from holdfast_formats import wire
 from holdfast_formats.errors import Forbidden, InvalidRequest
+from holdfast_formats.staging import wire
 from holdfast_service.daemon.arena import fd_keeper, holder
 from holdfast_service.daemon.arena.callers import Caller, Callers, prepare_directory
 from holdfast_service.daemon.arena.fd_keeper import HolderProcess

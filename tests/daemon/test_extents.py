@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast_formats import naming, proof
+from holdfast_formats import naming
+from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
-from holdfast_formats.proof import Piece
 from holdfast_service.daemon.shared_reads import extent_cache
 from holdfast_service.daemon.shared_reads.extent_cache import SLAB_BYTES, ProvenExtents, Source
 from holdfast_service.storage import PosixTier

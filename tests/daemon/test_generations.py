@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast_formats.errors import ArenaFull, GenerationDropped, RoundAborted, StateMismatch
-from holdfast_formats.wire import Policy
+from holdfast_formats.staging.wire import Policy
 from holdfast_service.daemon.saving.slot_policy import gives_way
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import RUN, GatedTier, Rank, SaverWorld, refused, saver_world

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from holdfast_formats import naming, statistics
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.observed import TensorStatistics
-from holdfast_formats.statistics import Statistics
+from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.rest import statistics
+from holdfast_formats.rest.observed import TensorStatistics
+from holdfast_formats.rest.statistics import Statistics
 from holdfast_service.daemon.checking.health import Examination, examination, report
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import PosixTier

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast_formats import rest
 from holdfast_formats.errors import RoundAborted, StorageFailed
-from holdfast_formats.observed import SaveTimes
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import SaveTimes
 from holdfast_service.daemon.saving import save_costs
 from holdfast_service.daemon.writing import disk_limit
 from holdfast_service.daemon.writing.disk_limit import DiskLimit
@@ -25,7 +25,7 @@ PATIENCE_S = 30.0
 PHASES = {"stage_s", "queue_s", "write_s", "fsync_s", "commit_s", "bytes"}
 
 
-def the_round(world: SaverWorld, step: int) -> rest.Round:
+def the_round(world: SaverWorld, step: int) -> bodies.Round:
     return next(made for made in world.catalog.rounds("r").items if made.step == step)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_formats import arena
-from holdfast_formats.arena import SlotHeader, SlotState
+from holdfast_formats.staging import arena
+from holdfast_formats.staging.arena import SlotHeader, SlotState
 from holdfast_service.config import fd_store
 from holdfast_service.daemon.arena import holder
 from holdfast_service.daemon.arena.fd_keeper import FdStore, HolderProcess, Keeper, MemoryKeeper

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import pytest
 
 from holdfast.read.held_slots import HeldSlot
-from holdfast_formats import arena as formats
-from holdfast_formats.arena import Owner
 from holdfast_formats.errors import ArenaFull, DaemonGone
-from holdfast_formats.wire import HeldPart
+from holdfast_formats.staging import arena as formats
+from holdfast_formats.staging.arena import Owner
+from holdfast_formats.staging.wire import HeldPart
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.held_slots import HELD_S

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from holdfast.read.shared_load import LentMemory
-from holdfast_formats import arena as formats
-from holdfast_formats import listing, naming, proof, wire
+from holdfast_formats import naming
+from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import DaemonGone, InvalidRequest
-from holdfast_formats.listing import Listing
-from holdfast_formats.proof import Piece
+from holdfast_formats.staging import arena as formats
+from holdfast_formats.staging import piece_list, wire
+from holdfast_formats.staging.piece_list import Listing
 from holdfast_service.daemon.arena import arena
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
@@ -62,7 +64,7 @@ class Rank:
     def ask(self, pieces: list[Piece], peers: int = 2) -> Rank:
         self._heard.clear()
         request = wire.Load(id=self.number, step=5, peers=peers)
-        self.world.loader.ask(KEY, Wish(self, request, listing.of(pieces), self._send))
+        self.world.loader.ask(KEY, Wish(self, request, piece_list.of(pieces), self._send))
         return self
 
     def _send(self, answer: wire.Loaded, fds: tuple[int, ...]) -> None:
@@ -346,12 +348,12 @@ def test_what_is_no_listing_is_refused(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     noise, large = os.memfd_create("noise"), os.memfd_create("large")
     os.write(noise, b"noise" * 100)
-    os.ftruncate(large, listing.LISTING_BYTES_MAX + 1)
+    os.ftruncate(large, piece_list.LISTING_BYTES_MAX + 1)
     for fd in (reading, noise, large):
         with pytest.raises(InvalidRequest):
             read_listing(fd)
     good = os.memfd_create("good")
-    os.write(good, listing.encode(Listing((), listing.of([]).rows)))
+    os.write(good, piece_list.encode(Listing((), piece_list.of([]).rows)))
     assert len(read_listing(good).rows) == 0
     for fd in (reading, writing, noise, large, good):
         os.close(fd)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast_formats import rest, table, wire
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import (
     AlreadyCommitted,
@@ -23,7 +22,10 @@ from holdfast_formats.errors import (
     StateMismatch,
 )
 from holdfast_formats.region import Box
-from holdfast_formats.table import SlotTable
+from holdfast_formats.rest import bodies
+from holdfast_formats.staging import slot_table as table
+from holdfast_formats.staging import wire
+from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_service.daemon import remote
 from holdfast_service.daemon.arena.upload import Chunk
@@ -45,8 +47,8 @@ def ranks(world: SaverWorld) -> Iterator[RemoteRanks]:
     made.close()
 
 
-def hello(rank: int = 0, world: int = 1, launch: str = "launch-r", **changes: object) -> rest.RankHello:
-    return rest.RankHello(
+def hello(rank: int = 0, world: int = 1, launch: str = "launch-r", **changes: object) -> bodies.RankHello:
+    return bodies.RankHello(
         **{"protocol": wire.PROTOCOL, "run": RUN, "rank": rank, "world": world, "launch": launch, **changes}
     )
 
@@ -54,7 +56,7 @@ def hello(rank: int = 0, world: int = 1, launch: str = "launch-r", **changes: ob
 def join(ranks: RemoteRanks, *who: object) -> RemoteRank:
     """A rank that has said hello and has two slots."""
     rank = ranks.hello(uuid.uuid4().hex, hello(*who))  # type: ignore[arg-type]
-    rank.reserve(rest.Room(slots=2, data_bytes=SIZE, table_bytes=4096))
+    rank.reserve(bodies.Room(slots=2, data_bytes=SIZE, table_bytes=4096))
     return rank
 
 
@@ -69,14 +71,14 @@ def slot_table(rank: RemoteRank, step: int) -> bytes:
     return table.encode(SlotTable(RUN, step, who.attempt, who.rank, who.world, ("model",), held, {}, {}))
 
 
-def fill(rank: RemoteRank, number: int, step: int) -> rest.SealRequest:
+def fill(rank: RemoteRank, number: int, step: int) -> bodies.SealRequest:
     """Open an upload and bring all of it; what is left is to seal it."""
     rank.open(number, step)
     data, encoded = content(step, rank.who.rank).tobytes(), slot_table(rank, step)
     rank.write(number, "data", chunk(data[:40]))
     rank.write(number, "data", chunk(data[40:], 40))
     rank.write(number, "table", chunk(encoded))
-    return rest.SealRequest(data_bytes=SIZE, table_bytes=len(encoded), table_digest=digest(encoded))
+    return bodies.SealRequest(data_bytes=SIZE, table_bytes=len(encoded), table_digest=digest(encoded))
 
 
 def test_a_slot_that_came_in_chunks_is_saved(world: SaverWorld, ranks: RemoteRanks) -> None:
@@ -105,7 +107,7 @@ def test_everything_may_be_repeated(world: SaverWorld, ranks: RemoteRanks) -> No
     rank = ranks.hello(rank_id, hello())
     assert ranks.hello(rank_id, hello()) is rank and ranks.count == 1
     for _ in range(2):
-        rank.reserve(rest.Room(slots=1, data_bytes=SIZE, table_bytes=4096))
+        rank.reserve(bodies.Room(slots=1, data_bytes=SIZE, table_bytes=4096))
     whole = fill(rank, 0, 1)
     assert rank.open(0, 1).data_bytes == SIZE
     assert rank.write(0, "data", chunk(content(1, 0).tobytes()[10:30], 10)).data_bytes == SIZE
@@ -161,7 +163,7 @@ def test_a_slot_is_never_half_sealed(world: SaverWorld, ranks: RemoteRanks) -> N
     rank.open(1, 2)
     lie = slot_table(rank, 3)
     rank.write(1, "table", chunk(lie))
-    stated = rest.SealRequest(data_bytes=0, table_bytes=len(lie), table_digest=digest(lie))
+    stated = bodies.SealRequest(data_bytes=0, table_bytes=len(lie), table_digest=digest(lie))
     assert isinstance(refused(rank.seal, 1, stated), InvalidRequest | StateMismatch)
     assert rank.state(1).state == "aborted"
     rank.seal(0, whole)
@@ -202,8 +204,8 @@ def test_memory_and_ranks_are_limited(world: SaverWorld, ranks: RemoteRanks, mon
     with pytest.raises(
         LimitExceeded, match=r"28672 are taken, and 1073713152 are left of --arena-bytes-max, 1073741824 bytes"
     ):
-        rank.reserve(rest.Room(slots=64, data_bytes=2**30, table_bytes=0))
-    rank.reserve(rest.Room(slots=1, data_bytes=2 * SIZE, table_bytes=4096))
+        rank.reserve(bodies.Room(slots=64, data_bytes=2**30, table_bytes=0))
+    rank.reserve(bodies.Room(slots=1, data_bytes=2 * SIZE, table_bytes=4096))
     assert world.arena.bytes < 30_000
     rank.open(0, 1)
     with pytest.raises(LimitExceeded, match="outside"):
@@ -217,7 +219,7 @@ def test_a_silent_rank_is_taken_for_dead(world: SaverWorld, ranks: RemoteRanks) 
     """Its round ends, its memory goes, and should it come back it is told why; what it had sealed is saved."""
     rank_id = uuid.uuid4().hex
     rank = ranks.hello(rank_id, hello())
-    rank.reserve(rest.Room(slots=2, data_bytes=SIZE, table_bytes=4096))
+    rank.reserve(bodies.Room(slots=2, data_bytes=SIZE, table_bytes=4096))
     rank.seal(0, fill(rank, 0, 1))
     fill(rank, 1, 2)
     rank.heard -= remote.SILENCE_MAX_S + 1
@@ -276,12 +278,12 @@ def test_ends_of_long_ago_are_forgotten_but_counted(ranks: RemoteRanks, monkeypa
 def test_every_rank_gets_one_answer(world: SaverWorld, ranks: RemoteRanks) -> None:
     """The n-th question of an attempt has one answer, also when a commit comes between."""
     first, second = join(ranks, 0, 2), join(ranks, 1, 2)
-    assert ranks.choose(first.who, 0, rest.Question()).step is None
+    assert ranks.choose(first.who, 0, bodies.Question()).step is None
     for rank in (first, second):
         rank.seal(0, fill(rank, 0, 1))
     wait_until(lambda: first.state(0).state == "committed")
-    assert ranks.choose(second.who, 0, rest.Question()).step is None
-    assert ranks.choose(second.who, 1, rest.Question(groups=("model",))).step == 1
+    assert ranks.choose(second.who, 0, bodies.Question()).step is None
+    assert ranks.choose(second.who, 1, bodies.Question(groups=("model",))).step == 1
 
 
 def test_a_question_before_the_saves_are_written_is_asked_again(world: SaverWorld, ranks: RemoteRanks) -> None:
@@ -297,9 +299,9 @@ def test_a_question_before_the_saves_are_written_is_asked_again(world: SaverWorl
     world.decisions.plan = slow  # type: ignore[assignment,method-assign]
     rank.seal(0, fill(rank, 0, 1))
     with pytest.raises(DeadlineExceeded):
-        ranks.choose(rank.who, 0, rest.Question())
+        ranks.choose(rank.who, 0, bodies.Question())
     may_commit.set()
-    assert ranks.choose(rank.who, 0, rest.Question(wait_s=20)).step == 1
+    assert ranks.choose(rank.who, 0, bodies.Question(wait_s=20)).step == 1
 
 
 def test_a_hello_that_overtakes_itself_makes_one_rank(world: SaverWorld, ranks: RemoteRanks) -> None:

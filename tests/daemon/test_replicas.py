@@ -12,7 +12,8 @@ import msgspec
 import pytest
 from sqlalchemy import delete
 
-from holdfast_formats import manifest, naming
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest
 from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, NoSpace, StorageFailed
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.checkpoints.roots import load_manifest

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
-from holdfast_formats.holding import Held, Holding
+from holdfast_formats.layout.rank_tensors import Held, Holding
 from holdfast_service.daemon.checking import layout_trials
 from holdfast_service.daemon.checking.layout_trials import TRIED, identical, try_layouts
 from holdfast_service.storage import PosixTier

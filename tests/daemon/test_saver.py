@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from holdfast_formats import naming
-from holdfast_formats.arena import SlotState
 from holdfast_formats.errors import (
     AlreadyCommitted,
     ArenaFull,
@@ -22,7 +21,8 @@ from holdfast_formats.errors import (
     StaleAttempt,
     StateMismatch,
 )
-from holdfast_formats.wire import Policy
+from holdfast_formats.staging.arena import SlotState
+from holdfast_formats.staging.wire import Policy
 from holdfast_service.daemon.saving import saver
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import RUN, GatedTier, Rank, SaverWorld, content, refused, saver_world

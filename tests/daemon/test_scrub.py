@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.errors import CorruptExtent, DaemonGone, InvalidRequest
-from holdfast_formats.operations import Job
+from holdfast_formats.rest.operations import Job
 from holdfast_service.daemon import scrub as scrubbing
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.scrub import CheckJobs, Plan, Rate, Scrub

@@ -7,12 +7,12 @@ import os
 import pytest
 
 from holdfast.read.held_slots import HeldSlot
-from holdfast_formats import arena, table
-from holdfast_formats.arena import SlotHeader, SlotState
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_formats.region import Box
-from holdfast_formats.table import SlotTable
+from holdfast_formats.staging import arena, slot_table
+from holdfast_formats.staging.arena import SlotHeader, SlotState
+from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_service.daemon.arena.held_slots import Holds
 from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, saver_world
@@ -21,7 +21,7 @@ from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, saver_world
 def a_table(rank: Rank, step: int, name: str) -> bytes:
     """A readable table of one tensor; of the same length for names of the same length."""
     held = (Fragment(TensorSpec("model", name, "U8", (1, SIZE)), (Box((0, 0), (1, SIZE)),), 0),)
-    return table.encode(SlotTable(RUN, step, rank.attempt, 0, 1, ("model",), held, {}, {}))
+    return slot_table.encode(SlotTable(RUN, step, rank.attempt, 0, 1, ("model",), held, {}, {}))
 
 
 def write_table(rank: Rank, slot: int, encoded: bytes) -> None:

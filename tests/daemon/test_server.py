@@ -14,9 +14,10 @@ import pytest
 
 from holdfast.link.unix_socket import Link
 from holdfast.stage.slots import Slots
-from holdfast_formats import listing, naming, wire
+from holdfast_formats import naming
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
-from holdfast_formats.proof import Piece
+from holdfast_formats.staging import piece_list, wire
 from tests.daemons import RunningDaemon, running, wait_until
 
 
@@ -127,7 +128,7 @@ def test_what_is_to_be_loaded_is_listed_in_a_memfd(daemon: RunningDaemon) -> Non
         with_us.ask(wire.Load(id=with_us.next_id(), step=1, peers=1), wire.Loaded)
     noise, good = os.memfd_create("noise"), os.memfd_create("good")
     os.write(noise, b"noise" * 1000)
-    os.write(good, listing.encode(listing.of([Piece("model.safetensors", 0, 9, "0" * 16)])))
+    os.write(good, piece_list.encode(piece_list.of([Piece("model.safetensors", 0, 9, "0" * 16)])))
     with pytest.raises(InvalidRequest, match="no listing"):
         with_us.ask(wire.Load(id=with_us.next_id(), step=1, peers=1), wire.Loaded, (noise,))
     loaded = with_us.ask(wire.Load(id=with_us.next_id(), step=1, peers=1), wire.Loaded, (good,))

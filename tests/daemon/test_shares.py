@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast_formats import arena
-from holdfast_formats.arena import Owner
 from holdfast_formats.errors import LimitExceeded
+from holdfast_formats.staging import arena
+from holdfast_formats.staging.arena import Owner
 from holdfast_service.config import RUN_SHARE_PERCENT
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Bound, Budget

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import listing
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.listing import Listing
-from holdfast_formats.proof import Piece
+from holdfast_formats.staging import piece_list
+from holdfast_formats.staging.piece_list import Listing
 from holdfast_service.daemon.shared_reads.sharing import ALIGNMENT, decide, jobs
 
 BOUNDLESS = 2**50
@@ -40,13 +40,13 @@ def wishes(draw: st.DrawFn) -> list[list[Piece]]:
 @given(wishes())
 def test_what_two_or_more_want_is_shared_once(wanted: list[list[Piece]]) -> None:
     """Exactly that, in file order; in memory, nothing lies across anything, and all is aligned as in its file."""
-    shared = decide([listing.of(each) for each in wanted], BOUNDLESS)
+    shared = decide([piece_list.of(each) for each in wanted], BOUNDLESS)
     several = {one for each in wanted for one in each if sum(one in other for other in wanted) > 1}
     assert places(shared.listing) == [(p.file, p.start, p.length) for p in sorted(several)]
     assert shared.left_out == 0
     rows = shared.listing.rows
     if len(rows):
-        assert int(rows["at"][0]) >= len(listing.encode(shared.listing))
+        assert int(rows["at"][0]) >= len(piece_list.encode(shared.listing))
         ends = rows["at"] + rows["length"]
         assert (rows["at"][1:] >= ends[:-1]).all() and int(ends[-1]) == shared.memory_bytes
         assert (rows["at"] % ALIGNMENT == rows["start"] % ALIGNMENT).all()
@@ -55,7 +55,7 @@ def test_what_two_or_more_want_is_shared_once(wanted: list[list[Piece]]) -> None
 @given(wishes(), st.integers(0, 10_000))
 def test_there_is_never_more_than_there_is_room_for(wanted: list[list[Piece]], room: int) -> None:
     """The first pieces in file order, as many as fit, each where it would stand anyway; the rest is said to be left out."""
-    asked = [listing.of(each) for each in wanted]
+    asked = [piece_list.of(each) for each in wanted]
     whole, cut = decide(asked, BOUNDLESS), decide(asked, room)
     assert cut.memory_bytes <= room
     fitting = len(cut.listing.rows)
@@ -68,7 +68,7 @@ def test_there_is_never_more_than_there_is_room_for(wanted: list[list[Piece]], r
 @given(wishes(), st.integers(1, 500))
 def test_jobs_cover_every_piece_once(wanted: list[list[Piece]], bytes_max: int) -> None:
     """A job is one piece, or pieces that follow one another in file and memory and are together no larger than a chunk."""
-    shared = decide([listing.of(each) for each in wanted], BOUNDLESS).listing
+    shared = decide([piece_list.of(each) for each in wanted], BOUNDLESS).listing
     found = list(jobs(shared, bytes_max))
     assert [row for job in found for row in range(job.first, job.last)] == list(range(len(shared.rows)))
     for job in found:
@@ -80,7 +80,7 @@ def test_jobs_cover_every_piece_once(wanted: list[list[Piece]], bytes_max: int) 
 
 def test_how_many_ranks_must_want_a_piece_can_be_said() -> None:
     """What fewer want is read by each of them."""
-    asked = [listing.of([piece("a", 0), piece("b", 0)]), listing.of([piece("b", 0)]), listing.of([piece("b", 0)])]
+    asked = [piece_list.of([piece("a", 0), piece("b", 0)]), piece_list.of([piece("b", 0)]), piece_list.of([piece("b", 0)])]
     assert places(decide(asked, BOUNDLESS, 3).listing) == [("b", 0, 10)]
     assert places(decide(asked, BOUNDLESS, 4).listing) == []
 
@@ -88,7 +88,7 @@ def test_how_many_ranks_must_want_a_piece_can_be_said() -> None:
 def test_one_rank_or_none_shares_nothing() -> None:
     """Also ranks that want nothing at all, or nothing in common."""
     for wanted in ([], [[piece("a", 0)]], [[], []], [[piece("a", 0)], [piece("b", 0)], []]):
-        shared = decide([listing.of(each) for each in wanted], BOUNDLESS)
+        shared = decide([piece_list.of(each) for each in wanted], BOUNDLESS)
         assert (len(shared.listing.rows), shared.memory_bytes, shared.left_out) == (0, 0, 0)
 
 
@@ -96,18 +96,18 @@ def test_one_rank_or_none_shares_nothing() -> None:
 def test_ranks_that_read_different_checkpoints_share_nothing(other: Piece) -> None:
     """Another digest or length at one place of a file is refused by name."""
     with pytest.raises(InvalidRequest, match="different bytes"):
-        decide([listing.of([piece("a", 0)]), listing.of([other])], BOUNDLESS)
+        decide([piece_list.of([piece("a", 0)]), piece_list.of([other])], BOUNDLESS)
 
 
 def test_pieces_across_one_another_are_not_shared() -> None:
     """Two ranks want one piece, two others one that overlaps with it: refused by name."""
     with pytest.raises(InvalidRequest, match="across"):
-        decide([listing.of([piece("a", at)]) for at in (0, 0, 5, 5)], BOUNDLESS)
+        decide([piece_list.of([piece("a", at)]) for at in (0, 0, 5, 5)], BOUNDLESS)
 
 
 def test_a_hundred_thousand_pieces_of_eight_ranks() -> None:
     """Comparing them is arithmetic on arrays: every rank's rows are looked at, none in Python."""
-    rows = np.zeros(100_000, listing.ROW)
+    rows = np.zeros(100_000, piece_list.ROW)
     rows["start"], rows["length"], rows["digest"] = np.arange(100_000) * 4096, 4096, np.arange(100_000)
     shared = decide([Listing(("a",), rows)] * 8, BOUNDLESS)
     assert shared.listing.nbytes == 100_000 * 4096

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast_formats import dtypes
-from holdfast_formats.statistics import Part, merge
+from holdfast_formats.rest.statistics import Part, merge
 from holdfast_service.daemon.checking import statistics
 from holdfast_service.daemon.checking.statistics import measure
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from holdfast_formats import dtypes, manifest, naming
+from holdfast_formats import dtypes, naming
+from holdfast_formats.disk import manifest
+from holdfast_formats.disk.packing import EXTENT_BYTES_MIN
 from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, CorruptManifest, StateMismatch
-from holdfast_formats.packing import EXTENT_BYTES_MIN
 from holdfast_formats.region import Box, byte_box, byte_view, flat_boxes
-from holdfast_formats.table import Blob, SlotTable
+from holdfast_formats.staging.slot_table import Blob, SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_formats.transfer import element_dtype
 from holdfast_service.control.checkpoints import commit, planner

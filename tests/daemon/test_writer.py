@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast_formats import naming, packing
+from holdfast_formats import naming
 from holdfast_formats.digest import digest
+from holdfast_formats.disk import packing
 from holdfast_formats.errors import StorageFailed
 from holdfast_formats.region import Box, whole
 from holdfast_formats.tensors import TensorSpec

@@ -6,13 +6,13 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from holdfast_formats import rest
-from holdfast_formats.manifest import Extent, TensorEntry
+from holdfast_formats.disk.manifest import Extent, TensorEntry
+from holdfast_formats.rest import bodies
 from holdfast_service.dashboard import contents, history, words
 from holdfast_service.dashboard.contents import Line
 
 
-def checkpoint(step: int, **changes: object) -> rest.Checkpoint:
+def checkpoint(step: int, **changes: object) -> bodies.Checkpoint:
     """A verified checkpoint."""
     stated = {
         "run": "r",
@@ -23,10 +23,10 @@ def checkpoint(step: int, **changes: object) -> rest.Checkpoint:
         "groups": ["model"],
     }
     made = {"tensors": 1, "files": 1, "bytes": 1000, "metrics": {}, "verified": True}
-    return rest.Checkpoint.model_validate(stated | made | changes)
+    return bodies.Checkpoint.model_validate(stated | made | changes)
 
 
-def a_round(step: int, state: str, **changes: object) -> rest.Round:
+def a_round(step: int, state: str, **changes: object) -> bodies.Round:
     """A round that was opened a second before it ended."""
     times = {"opened": f"2030-01-01T00:00:{step:02}Z", "ended": f"2030-01-01T00:00:{step + 1:02}Z"}
     stated = {
@@ -40,7 +40,7 @@ def a_round(step: int, state: str, **changes: object) -> rest.Round:
         "code": None,
         "detail": None,
     }
-    return rest.Round.model_validate(stated | times | changes)
+    return bodies.Round.model_validate(stated | times | changes)
 
 
 def test_what_became_of_each_save() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from holdfast import Checkpointer
-from holdfast_formats import layouts
+from holdfast_formats.layout import language
 from tests.client import llama
 from tests.torchruns import leave
 
@@ -26,7 +26,7 @@ FUSED = ("qkv=ranks", "gate_up=ranks")
 
 def local(layout: str, rank: int) -> llama.Arrays:
     """This rank's tensors in the layout, cut from the whole model."""
-    made = layouts.parse(layout)
+    made = language.parse(layout)
     mesh, at = made.mesh, made.mesh.coordinate(rank)
     whole = llama.arrays()
     if mesh.pp > 1:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.rest.api import Api
-from holdfast_formats import manifest, naming
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest
 from tests.checkpoints import flip
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.torchruns import launch

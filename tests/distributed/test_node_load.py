@@ -9,7 +9,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast_formats import manifest, naming, proof
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest
+from holdfast_formats.disk import pieces as proof
 from tests.checkpoints import forget
 from tests.daemons import RunningDaemon, running, wait_until_read_back
 from tests.torchruns import launch

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import arena
-from holdfast_formats.arena import PAGE_BYTES, Geometry, Owner, SlotHeader, SlotState
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
+from holdfast_formats.staging import arena
+from holdfast_formats.staging.arena import PAGE_BYTES, Geometry, Owner, SlotHeader, SlotState
 
 SMALL = arena.geometry(2, 5000, 100)
 U64 = st.integers(0, 2**64 - 1)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import comparing, dtypes
-from holdfast_formats.comparing import Distance
+from holdfast_formats import dtypes
 from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.rest import comparing
+from holdfast_formats.rest.comparing import Distance
 from tests.checkpoints import Built, build, varied_arrays
 
 DTYPES = ["F32", "F64", "F16", "BF16", "F8_E4M3", "I32", "U8", "I64", "BOOL"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from holdfast_formats.consistency import KINDS, UNMENDABLE, CatalogCheck, Contradiction, Kind
+from holdfast_formats.rest.consistency import KINDS, UNMENDABLE, CatalogCheck, Contradiction, Kind
 
 
 def test_kinds_are_those_that_are_described() -> None:

@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast_formats
-from holdfast_formats import arena, dtypes, manifest, naming, packing, safetensors, tensors, wire
+from holdfast_formats import dtypes, naming, tensors
 from holdfast_formats.digest import digest
+from holdfast_formats.disk import manifest, packing, safetensors
+from holdfast_formats.staging import arena, wire
 
 DOCUMENT = Path(holdfast_formats.__file__).with_name("FORMAT.md").read_text()
 GOLDEN = Path(__file__).parents[1] / "golden/v1/golden/checkpoints/step-00000500"

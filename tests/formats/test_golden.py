@@ -14,9 +14,11 @@ import pytest
 import safetensors as library
 import torch
 
-from holdfast_formats import dtypes, manifest, naming, proof, safetensors, values
+from holdfast_formats import dtypes, naming
 from holdfast_formats.digest import digest
-from holdfast_formats.manifest import Manifest
+from holdfast_formats.disk import manifest, safetensors, state_json
+from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk.manifest import Manifest
 
 ROOT = Path(__file__).parents[1] / "golden"
 DIRECTORY = ROOT / "v1/golden/checkpoints/step-00000500"
@@ -133,7 +135,7 @@ def test_state_and_assets_are_what_they_were() -> None:
     encoded = (DIRECTORY / naming.STATE).read_bytes()
     scheduler = {"best": {"$float": "inf"}, "last_lr": [0.001], "name": "余弦"}
     for rank, position in [(0, 1000), (1, 1001), (2, 1000), (7, 1001)]:
-        restored = values.for_rank(encoded, rank)
+        restored = state_json.for_rank(encoded, rank)
         assert {key: json.loads(text) for key, text in restored.values["extra"].items()} == {
             "loader": {"position": position, "shuffled": True},
             "scheduler": scheduler,

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast_formats import parts, rules
-from holdfast_formats.cutting import Cutter
-from holdfast_formats.declaring import declare
-from holdfast_formats.elements import take_apart
 from holdfast_formats.errors import InvalidRequest, NoSuchResource, StateMismatch
-from holdfast_formats.holding import Held, Holding, Share, hold, of_manifest
-from holdfast_formats.layouts import parse
+from holdfast_formats.layout import parts, rules
+from holdfast_formats.layout.axis_cuts import Cutter
+from holdfast_formats.layout.declared import declare
+from holdfast_formats.layout.elements import take_apart
+from holdfast_formats.layout.language import parse
+from holdfast_formats.layout.rank_tensors import Held, Holding, Share, hold, of_manifest
 from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
 from tests.formats import strategies

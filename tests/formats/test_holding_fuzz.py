@@ -15,12 +15,12 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast_formats import parts, rules
-from holdfast_formats.elements import Specs, compose
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.holding import Holding
-from holdfast_formats.layouts import FORMS, Layout, parse
-from holdfast_formats.parts import LocalTensor
+from holdfast_formats.layout import parts, rules
+from holdfast_formats.layout.elements import Specs, compose
+from holdfast_formats.layout.language import FORMS, Layout, parse
+from holdfast_formats.layout.parts import LocalTensor
+from holdfast_formats.layout.rank_tensors import Holding
 from holdfast_formats.region import Shape, check_box
 
 RANKS_MAX = 16

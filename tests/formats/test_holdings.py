@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import holdings
-from holdfast_formats.holdings import Holding
 from holdfast_formats.region import Box
+from holdfast_formats.staging import holdings
+from holdfast_formats.staging.holdings import Holding
 from holdfast_formats.tensors import TensorSpec
 
 DTYPES = {"U8": np.dtype("u1"), "F16": np.dtype("<f2"), "I32": np.dtype("<i4"), "F64": np.dtype("<f8")}

@@ -6,7 +6,7 @@ import json
 
 from hypothesis import given
 
-from holdfast_formats import index, packing
+from holdfast_formats.disk import index, packing
 from holdfast_formats.tensors import TensorSpec
 
 from .strategies import specs

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import InvalidRequest, StateMismatch
-from holdfast_formats.layouts import (
+from holdfast_formats.layout.language import (
     FORMS,
     KEYS,
     METHODS,
@@ -23,7 +23,7 @@ from holdfast_formats.layouts import (
     parse,
     text,
 )
-from holdfast_formats.mesh import ORDER, STAGES_MAX, WORLD_MAX, Mesh
+from holdfast_formats.layout.mesh import ORDER, STAGES_MAX, WORLD_MAX, Mesh
 
 EXAMPLES = [
     "",

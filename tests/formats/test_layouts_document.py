@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.layouts import FORMS, KEYS, METHODS, as_json, parse
-from holdfast_formats.sharding import cuts
+from holdfast_formats.layout.language import FORMS, KEYS, METHODS, as_json, parse
+from holdfast_formats.layout.sharding import cuts
 from holdfast_formats.tensors import TensorSpec
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast_formats import manifest
+from holdfast_formats.disk import manifest
+from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent, Manifest, TensorEntry
 from holdfast_formats.errors import CheckpointError, CorruptManifest, InvalidRequest, NotCommitted
-from holdfast_formats.manifest import EXTENT_BYTES_MAX, Extent, Manifest, TensorEntry
 from holdfast_formats.tensors import TensorSpec
 
 from .strategies import manifest_of, sample_manifest, specs

@@ -11,7 +11,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.mesh import AXES, ORDER, STAGES_MAX, WORLD_MAX, Coordinate, Mesh, arrange, check_rank, told_order
+from holdfast_formats.layout.mesh import (
+    AXES,
+    ORDER,
+    STAGES_MAX,
+    WORLD_MAX,
+    Coordinate,
+    Mesh,
+    arrange,
+    check_rank,
+    told_order,
+)
 
 DENSE = ("tp", "cp", "sharding", "dp", "pp")
 SIZES = st.fixed_dictionaries(

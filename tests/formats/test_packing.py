@@ -10,7 +10,7 @@ import safetensors as library
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import packing, safetensors
+from holdfast_formats.disk import packing, safetensors
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
 from holdfast_formats.tensors import TensorSpec
 

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import parts
-from holdfast_formats.padding import gaps
-from holdfast_formats.parts import LocalTensor
+from holdfast_formats.layout import parts
+from holdfast_formats.layout.padding import gaps
+from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.region import Box
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast_formats import parts
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.parts import Fused, LocalTensor, Part
+from holdfast_formats.layout import parts
+from holdfast_formats.layout.parts import Fused, LocalTensor, Part
 from holdfast_formats.region import Box, Shape, whole
 
 Arrays = dict[str, NDArray[Any]]

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import packing
+from holdfast_formats.disk import packing
+from holdfast_formats.disk.manifest import Extent, FileEntry
 from holdfast_formats.errors import CorruptManifest
-from holdfast_formats.manifest import Extent, FileEntry
-from holdfast_formats.plan import Plan, PlannedFile, Receipt, decode_receipt, encode_receipt
+from holdfast_formats.staging.plan import Plan, PlannedFile, Receipt, decode_receipt, encode_receipt
 
 from .strategies import SAMPLE_SPECS
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import index, packing, proof
+from holdfast_formats.disk import index, packing
+from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
-from holdfast_formats.proof import Piece
 from holdfast_formats.tensors import TensorSpec
 
 from .strategies import SAMPLE_SPECS, content, file_bytes, manifest_of, sample_manifest, specs

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import dtypes, proof, reading
+from holdfast_formats import dtypes
+from holdfast_formats.disk import pieces, read_planner
+from holdfast_formats.disk.manifest import Extent, Manifest, TensorEntry
+from holdfast_formats.disk.read_planner import Read, Wanted
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.manifest import Extent, Manifest, TensorEntry
-from holdfast_formats.reading import Read, Wanted
 from holdfast_formats.region import Box, Shape, byte_box, byte_runs, byte_view, whole
 
 from .strategies import SAMPLE_SPECS, boxes_in, manifest_of, sample_manifest, shapes
@@ -58,19 +59,19 @@ def test_exactly_the_extents_that_hold_something_wanted(
 ) -> None:
     """Of any boxes, the pieces are the extents that hold one of their bytes; needed counts each such byte once."""
     entry, boxes = drawn
-    made = reading.plan(
+    made = read_planner.plan(
         manifest(t=entry), [Wanted("g", "t", box) for box in boxes], gap_bytes=gap_bytes, read_bytes_max=read_bytes_max
     )
     wanted = bytes_of(entry, boxes)
     touched = [e for e in entry.extents if not wanted.isdisjoint(range(e.offset, e.offset + e.length))]
     assert [piece for read in made.reads for piece in read.pieces] == [
-        proof.tensor_piece("g", "t", entry, extent) for extent in touched
+        pieces.tensor_piece("g", "t", entry, extent) for extent in touched
     ]
     assert made.needed == len(wanted)
     check_reads(made, gap_bytes, read_bytes_max)
 
 
-def check_reads(made: reading.ReadPlan, gap_bytes: int, read_bytes_max: int) -> None:
+def check_reads(made: read_planner.ReadPlan, gap_bytes: int, read_bytes_max: int) -> None:
     """What holds of the reads of any plan."""
     for read in made.reads:
         assert (read.start, read.stop) == (read.pieces[0].start, read.pieces[-1].stop)
@@ -78,7 +79,7 @@ def check_reads(made: reading.ReadPlan, gap_bytes: int, read_bytes_max: int) -> 
         assert len(read.pieces) == 1 or read.stop - read.start <= read_bytes_max
         gaps = [b.start - a.stop for a, b in pairwise(read.pieces)]
         assert all(0 <= gap <= gap_bytes for gap in gaps)
-        assert sum(gaps) * reading.GAP_SHARE <= read.stop - read.start
+        assert sum(gaps) * read_planner.GAP_SHARE <= read.stop - read.start
     for before, after in pairwise(made.reads):
         assert (before.file, before.stop) <= (after.file, after.start)
     assert made.read == sum(read.stop - read.start for read in made.reads)
@@ -91,14 +92,14 @@ def test_the_boxes_of_all_ranks_of_a_node() -> None:
     c = entry_of("F32", (2,), [2], 1128, "b.safetensors")
     rows = [Wanted("g", "a", Box((0, 0), (3, 4))), Wanted("g", "tied", Box((2, 0), (2, 4)))]
     others = [Wanted("g", "b", whole((6,))), Wanted("g", "c", Box((0,), (0,))), Wanted("g", "b", Box((1,), (2,)))]
-    made = reading.plan(manifest(a=a, b=b, c=c), [*rows, *others])
-    pieces_a = tuple(proof.tensor_piece("g", "a", a, extent) for extent in a.extents[:2])
+    made = read_planner.plan(manifest(a=a, b=b, c=c), [*rows, *others])
+    pieces_a = tuple(pieces.tensor_piece("g", "a", a, extent) for extent in a.extents[:2])
     assert made.reads == (
-        Read("a.safetensors", 0, 12, (proof.tensor_piece("g", "b", b, b.extents[0]),)),
+        Read("a.safetensors", 0, 12, (pieces.tensor_piece("g", "b", b, b.extents[0]),)),
         Read("b.safetensors", 1000, 1064, pieces_a),
     )
     assert (made.needed, made.read, made.ratio) == (64 + 12, 64 + 12, 1.0)
-    nothing = reading.plan(manifest(a=a), [])
+    nothing = read_planner.plan(manifest(a=a), [])
     assert nothing == ((), 0, 0) and nothing.ratio == 1.0
 
 
@@ -115,7 +116,7 @@ def test_the_boxes_of_all_ranks_of_a_node() -> None:
 def test_columns_touch_only_some_extents(shape: Shape, box: Box, offsets: list[int]) -> None:
     """Where a row is longer than an extent, those that lie between two of the box's rows are not read."""
     entry = entry_of("U8", shape, [10] * 30)
-    made = reading.plan(manifest(t=entry), [Wanted("g", "t", box)], gap_bytes=0)
+    made = read_planner.plan(manifest(t=entry), [Wanted("g", "t", box)], gap_bytes=0)
     assert [piece.offset for read in made.reads for piece in read.pieces] == offsets
 
 
@@ -127,18 +128,18 @@ def test_small_gaps_are_read_and_dropped() -> None:
         tensors[name] = entry_of("U8", (length,), [length], at)
         at += length
     wanted = [Wanted("g", name, whole((lengths[name],))) for name in "ace"]
-    made = reading.plan(manifest(**tensors), wanted, gap_bytes=100)
+    made = read_planner.plan(manifest(**tensors), wanted, gap_bytes=100)
     assert [(read.start, read.stop) for read in made.reads] == [(0, 6450), (6650, 6660)]
     assert (made.needed, made.read) == (6410, 6460)
-    assert len(reading.plan(manifest(**tensors), wanted, gap_bytes=49).reads) == 3
-    assert len(reading.plan(manifest(**tensors), wanted, gap_bytes=100, read_bytes_max=6449).reads) == 3
-    assert len(reading.plan(manifest(**tensors), wanted[1:], gap_bytes=10_000).reads) == 2  # 200 of 3200 is too much
+    assert len(read_planner.plan(manifest(**tensors), wanted, gap_bytes=49).reads) == 3
+    assert len(read_planner.plan(manifest(**tensors), wanted, gap_bytes=100, read_bytes_max=6449).reads) == 3
+    assert len(read_planner.plan(manifest(**tensors), wanted[1:], gap_bytes=10_000).reads) == 2  # 200 of 3200 is too much
 
 
 def test_sub_byte_tensors() -> None:
     """Elements smaller than a byte are counted as the bytes they fill."""
     entry = entry_of("F4", (4, 8), [4] * 4)
-    made = reading.plan(manifest(t=entry), [Wanted("g", "t", Box((1, 4), (2, 4)))])
+    made = read_planner.plan(manifest(t=entry), [Wanted("g", "t", Box((1, 4), (2, 4)))])
     assert [piece.offset for read in made.reads for piece in read.pieces] == [4, 8]
     assert made.needed == 4
 
@@ -155,7 +156,7 @@ def test_sub_byte_tensors() -> None:
 def test_what_does_not_fit_is_refused_by_name(wanted: Wanted, named: str) -> None:
     """A tensor that is not there, and a box that does not lie in its tensor, are named."""
     with pytest.raises(StateMismatch, match=named):
-        reading.plan(sample_manifest(), [*[Wanted(s.group, s.name, whole(s.shape)) for s in SAMPLE_SPECS], wanted])
+        read_planner.plan(sample_manifest(), [*[Wanted(s.group, s.name, whole(s.shape)) for s in SAMPLE_SPECS], wanted])
 
 
 def test_a_hundred_thousand_tensors_are_planned_quickly() -> None:
@@ -164,6 +165,6 @@ def test_a_hundred_thousand_tensors_are_planned_quickly() -> None:
     made = manifest(**tensors)
     wanted = [Wanted("g", name, Box((32, 0), (64, 128))) for name in tensors]
     began = time.process_time()
-    planned = reading.plan(made, wanted)
+    planned = read_planner.plan(made, wanted)
     assert time.process_time() - began < 3.0  # the bar is 1.5 s on a machine that does nothing else
     assert (planned.needed, planned.read) == (100_000 * 2**15, 100_000 * 2**16)

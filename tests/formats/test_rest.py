@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel
 
-from holdfast_formats import rest
+from holdfast_formats.rest import bodies
 
 BODIES: list[BaseModel] = [
-    rest.Run(name="run", attempt=2, keep_last=None, checkpoints=1, newest=500, bytes=10),
-    rest.Checkpoint(
+    bodies.Run(name="run", attempt=2, keep_last=None, checkpoints=1, newest=500, bytes=10),
+    bodies.Checkpoint(
         run="run",
         step=500,
         attempt=2,
@@ -22,7 +22,7 @@ BODIES: list[BaseModel] = [
         metrics={"loss": 2.5},
         verified=True,
     ),
-    rest.Tensor(
+    bodies.Tensor(
         group="model",
         name="w",
         dtype="BF16",
@@ -34,23 +34,23 @@ BODIES: list[BaseModel] = [
         placement="",
         alias_of="v",
     ),
-    rest.Round(
+    bodies.Round(
         id=1, run="run", step=5, attempt=1, world=2, state="open", sealed=1, opened="t", ended=None, code=None, detail=None
     ),
-    rest.Node(name="n", pid=1, version="v", root="/r", socket=None, started="t", arena_bytes=0, ranks=0),
-    rest.Health(status="ok", version="v", root="/r"),
-    rest.RankHello(protocol=1, run="run", rank=0, world=2, launch="l", keep_last=3),
-    rest.RankWelcome(attempt=1, node="n", root="/r", root_id="r", version="v", silence_max_s=60.0, chunk_bytes_max=1),
-    rest.Room(slots=2, data_bytes=1, table_bytes=1),
-    rest.UploadRequest(step=5),
-    rest.Upload(number=1, step=5, attempt=1, state="aborted", data_bytes=1, table_bytes=0, problem={"code": "x"}),
-    rest.SealRequest(data_bytes=1, table_bytes=1, table_digest="0" * 16),
-    rest.AbandonRequest(problem={"code": "x"}),
-    rest.Outcomes(items=[], next=3),
-    rest.Question(step=None, groups=("model",), wait_s=1.0),
-    rest.Answer(step=None),
-    rest.RestoreEnd(step=500, problem={"code": "corrupt-extent"}, wait_s=20.0),
-    rest.RestoreVerdict(again=True),
+    bodies.Node(name="n", pid=1, version="v", root="/r", socket=None, started="t", arena_bytes=0, ranks=0),
+    bodies.Health(status="ok", version="v", root="/r"),
+    bodies.RankHello(protocol=1, run="run", rank=0, world=2, launch="l", keep_last=3),
+    bodies.RankWelcome(attempt=1, node="n", root="/r", root_id="r", version="v", silence_max_s=60.0, chunk_bytes_max=1),
+    bodies.Room(slots=2, data_bytes=1, table_bytes=1),
+    bodies.UploadRequest(step=5),
+    bodies.Upload(number=1, step=5, attempt=1, state="aborted", data_bytes=1, table_bytes=0, problem={"code": "x"}),
+    bodies.SealRequest(data_bytes=1, table_bytes=1, table_digest="0" * 16),
+    bodies.AbandonRequest(problem={"code": "x"}),
+    bodies.Outcomes(items=[], next=3),
+    bodies.Question(step=None, groups=("model",), wait_s=1.0),
+    bodies.Answer(step=None),
+    bodies.RestoreEnd(step=500, problem={"code": "corrupt-extent"}, wait_s=20.0),
+    bodies.RestoreVerdict(again=True),
 ]
 
 
@@ -58,7 +58,7 @@ BODIES: list[BaseModel] = [
 def test_bodies_survive_json(body: BaseModel) -> None:
     """What the service writes is what the client reads, alone and in a page."""
     assert type(body).model_validate_json(body.model_dump_json()) == body
-    kind = rest.Page[type(body)]  # type: ignore[misc]
+    kind = bodies.Page[type(body)]  # type: ignore[misc]
     page = kind(items=[body], next="cursor")
     assert kind.model_validate_json(page.model_dump_json()) == page
     assert kind(items=[]).next is None
@@ -66,7 +66,7 @@ def test_bodies_survive_json(body: BaseModel) -> None:
 
 def test_a_checkpoint_is_as_bad_as_the_worst_that_is_known_of_it() -> None:
     """Damage before ill health before soundness; and what is known since its commit is no part of what was committed."""
-    base = rest.Checkpoint(
+    base = bodies.Checkpoint(
         run="a",
         step=1,
         attempt=1,
@@ -84,4 +84,4 @@ def test_a_checkpoint_is_as_bad_as_the_worst_that_is_known_of_it() -> None:
     ill = sound.model_copy(update={"healthy": False, "nonfinite": 3})
     damaged = ill.model_copy(update={"damage": {"code": "corrupt-extent"}})
     assert (sound.state, ill.state, damaged.state) == ("verified", "unhealthy", "damaged")
-    assert rest.as_committed(damaged) == base
+    assert bodies.as_committed(damaged) == base

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.retention import Best, RetentionPolicy, check_label
+from holdfast_formats.rest.retention import Best, RetentionPolicy, check_label
 
 
 @given(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import layouts, roles
-from holdfast_formats.mesh import Mesh
-from holdfast_formats.roles import Heir
+from holdfast_formats.layout import language, successors
+from holdfast_formats.layout.mesh import Mesh
+from holdfast_formats.layout.successors import Heir
 
 ORDERS = ["tp-cp-ep-sharding-dp-pp", "tp-cp-ep-dp-sharding-pp", "dp-tp-cp-sharding-ep-pp", "cp-tp-sharding-dp-ep-pp"]
 
@@ -16,69 +16,69 @@ ORDERS = ["tp-cp-ep-sharding-dp-pp", "tp-cp-ep-dp-sharding-pp", "dp-tp-cp-shardi
 def meshes(draw: st.DrawFn) -> Mesh:
     sizes = {axis: draw(st.integers(1, 3)) for axis in ("tp", "cp", "sharding", "dp", "pp")}
     text = ",".join(f"{axis}={n}" for axis, n in sizes.items())
-    return layouts.parse(f"{text},order={draw(st.sampled_from(ORDERS))}").mesh
+    return language.parse(f"{text},order={draw(st.sampled_from(ORDERS))}").mesh
 
 
 @given(meshes())
 def test_a_manifest_states_a_mesh_and_its_order(mesh: Mesh) -> None:
     """What is written into a manifest is read as the same mesh, whose ranks stand where they stood."""
-    assert roles.read(roles.stated(mesh)) == mesh
+    assert successors.read(successors.stated(mesh)) == mesh
 
 
 def test_other_meshes_say_nothing_of_roles() -> None:
     """A mesh read off DTensors, one without all axes, and one that cannot be are no layout's."""
-    assert roles.read({"dp": 2, "tp": 2}) is None
-    assert roles.read({}) is None
-    whole = roles.stated(Mesh())
-    assert roles.read({**whole, "tp": 0}) is None
-    assert roles.read({**whole, "extra": 2}) is None
+    assert successors.read({"dp": 2, "tp": 2}) is None
+    assert successors.read({}) is None
+    whole = successors.stated(Mesh())
+    assert successors.read({**whole, "tp": 0}) is None
+    assert successors.read({**whole, "extra": 2}) is None
 
 
 @given(meshes())
 def test_in_the_same_mesh_everyone_is_their_own_heir(mesh: Mesh) -> None:
     """Nothing moves where nothing changed."""
     for rank in range(mesh.world):
-        assert roles.position(mesh, mesh, rank) == roles.stream(mesh, mesh, rank) == Heir(rank, True)
-    assert not roles.left(mesh, mesh)
+        assert successors.position(mesh, mesh, rank) == successors.stream(mesh, mesh, rank) == Heir(rank, True)
+    assert not successors.left(mesh, mesh)
 
 
 @given(meshes(), meshes())
 def test_positions_follow_the_data_parallel_index(saved: Mesh, now: Mesh) -> None:
     """An index that both worlds have is continued exactly, by all who have it; one that is new takes another's."""
     for rank in range(now.world):
-        wanted = roles.index(now, now.coordinate(rank))
-        heir = roles.position(saved, now, rank)
+        wanted = successors.index(now, now.coordinate(rank))
+        heir = successors.position(saved, now, rank)
         assert heir.exact == (wanted < saved.sharding * saved.dp)
-        assert roles.index(saved, saved.coordinate(heir.rank)) == wanted % (saved.sharding * saved.dp)
-    continued = {roles.index(now, now.coordinate(rank)) for rank in range(now.world)}
-    assert set(range(saved.sharding * saved.dp)) - continued == set(roles.left(saved, now))
+        assert successors.index(saved, saved.coordinate(heir.rank)) == wanted % (saved.sharding * saved.dp)
+    continued = {successors.index(now, now.coordinate(rank)) for rank in range(now.world)}
+    assert set(range(saved.sharding * saved.dp)) - continued == set(successors.left(saved, now))
 
 
 @given(meshes(), meshes())
 def test_no_two_ranks_continue_one_stream_exactly(saved: Mesh, now: Mesh) -> None:
     """A stream goes on at its own place, and nowhere else."""
-    heirs = [roles.stream(saved, now, rank) for rank in range(now.world)]
+    heirs = [successors.stream(saved, now, rank) for rank in range(now.world)]
     exact = [heir.rank for heir in heirs if heir.exact]
     assert len(exact) == len(set(exact))
     for rank, heir in enumerate(heirs):
         here, there = now.coordinate(rank), saved.coordinate(heir.rank)
         same = (here.tp, here.cp, here.pp) == (there.tp, there.cp, there.pp)
-        assert heir.exact == (same and roles.index(now, here) == roles.index(saved, there))
+        assert heir.exact == (same and successors.index(now, here) == successors.index(saved, there))
 
 
 def test_an_example() -> None:
     """From tp=2,dp=2 to tp=1,dp=4: rank 2 was rank 1's place before in no axis but dp, and index 2 is new."""
-    saved, now = layouts.parse("tp=2,dp=2").mesh, layouts.parse("dp=4").mesh
-    assert [roles.position(saved, now, rank) for rank in range(4)] == [
+    saved, now = language.parse("tp=2,dp=2").mesh, language.parse("dp=4").mesh
+    assert [successors.position(saved, now, rank) for rank in range(4)] == [
         Heir(0, True),
         Heir(2, True),
         Heir(0, False),
         Heir(2, False),
     ]
-    assert [roles.stream(saved, now, rank) for rank in range(4)] == [
+    assert [successors.stream(saved, now, rank) for rank in range(4)] == [
         Heir(0, True),
         Heir(2, True),
         Heir(0, False),
         Heir(2, False),
     ]
-    assert list(roles.left(now, saved)) == [2, 3]
+    assert list(successors.left(now, saved)) == [2, 3]

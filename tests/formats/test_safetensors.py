@@ -14,9 +14,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors import torch as library_torch
 
-from holdfast_formats import dtypes, packing, safetensors
+from holdfast_formats import dtypes
+from holdfast_formats.disk import packing, safetensors
+from holdfast_formats.disk.safetensors import Stored
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
-from holdfast_formats.safetensors import Stored
 
 from .strategies import NAMES, content, file_bytes, shapes, specs, stored
 

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast_formats import dtypes, parts, shard_file, transfer
+from holdfast_formats import dtypes, transfer
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.parts import LocalTensor, Part
+from holdfast_formats.layout import parts, shard_file
+from holdfast_formats.layout.parts import LocalTensor, Part
+from holdfast_formats.layout.shard_file import ShardFile
 from holdfast_formats.region import Box, byte_view, whole
-from holdfast_formats.shard_file import ShardFile
 
 Arrays = dict[str, NDArray[Any]]
 METADATA = {"rank": "3"}

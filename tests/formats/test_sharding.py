@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import parts
 from holdfast_formats.errors import InvalidRequest, StateMismatch
-from holdfast_formats.layouts import Layout, parse
-from holdfast_formats.parts import LocalTensor
+from holdfast_formats.layout import parts
+from holdfast_formats.layout.language import Layout, parse
+from holdfast_formats.layout.parts import LocalTensor
+from holdfast_formats.layout.sharding import ELEMENTS_MAX, Shard, cuts, share, take, unit
 from holdfast_formats.region import Box, Shape
-from holdfast_formats.sharding import ELEMENTS_MAX, Shard, cuts, share, take, unit
 from holdfast_formats.tensors import TensorSpec
 
 from .strategies import shapes

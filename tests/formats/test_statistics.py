@@ -10,10 +10,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import statistics
+from holdfast_formats.disk.manifest import Extent, FileEntry, Manifest, TensorEntry
 from holdfast_formats.errors import CorruptStatistics
-from holdfast_formats.manifest import Extent, FileEntry, Manifest, TensorEntry
-from holdfast_formats.statistics import (
+from holdfast_formats.rest import statistics
+from holdfast_formats.rest.statistics import (
     LAYERS_MAX,
     OTHERS,
     Part,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import table
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, StateMismatch
 from holdfast_formats.region import Box
-from holdfast_formats.table import Blob, SlotTable
+from holdfast_formats.staging import slot_table
+from holdfast_formats.staging.slot_table import Blob, SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 
 from .strategies import boxes_in, specs
@@ -47,24 +47,24 @@ def test_a_table_reads_back(tensors: list[TensorSpec], data: st.DataObject) -> N
         fragments.append(fragment)
         end += fragment.nbytes
     made = SlotTable("run", 5, 1, 0, 1, ("model", "optim"), tuple(fragments), {}, {})
-    encoded = table.encode(made)
-    assert table.decode(encoded, end) == table.decode(memoryview(encoded), end) == made
+    encoded = slot_table.encode(made)
+    assert slot_table.decode(encoded, end) == slot_table.decode(memoryview(encoded), end) == made
 
 
 def test_the_sample_reads_back() -> None:
     """Values, aliases, blobs, metrics and mesh too."""
-    assert table.decode(table.encode(SAMPLE), DATA_BYTES) == SAMPLE
+    assert slot_table.decode(slot_table.encode(SAMPLE), DATA_BYTES) == SAMPLE
 
 
 def test_digests_are_put_behind_what_was_encoded_before() -> None:
     """They are known after the copy, and cost no second encoding; a table with another number of them is refused."""
     digests = bytes(range(16))
-    encoded = table.with_digests(table.encode(SAMPLE), digests)
-    assert table.decode(encoded, DATA_BYTES) == msgspec.structs.replace(SAMPLE, digests=digests)
-    assert len(encoded) <= len(table.encode(SAMPLE)) + table.digests_bytes(1)
-    assert table.with_digests(table.encode(SAMPLE), b"") == table.encode(SAMPLE)
+    encoded = slot_table.with_digests(slot_table.encode(SAMPLE), digests)
+    assert slot_table.decode(encoded, DATA_BYTES) == msgspec.structs.replace(SAMPLE, digests=digests)
+    assert len(encoded) <= len(slot_table.encode(SAMPLE)) + slot_table.digests_bytes(1)
+    assert slot_table.with_digests(slot_table.encode(SAMPLE), b"") == slot_table.encode(SAMPLE)
     with pytest.raises(InvalidRequest, match="digests"):
-        table.decode(table.with_digests(table.encode(SAMPLE), digests * 2), DATA_BYTES)
+        slot_table.decode(slot_table.with_digests(slot_table.encode(SAMPLE), digests * 2), DATA_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_digests_are_put_behind_what_was_encoded_before() -> None:
 )
 def test_a_table_that_does_not_fit_is_refused(change: dict[str, Any], reason: str) -> None:
     """Every name, number and box of a rank's table is checked before a byte of its slot is believed."""
-    document = json.loads(table.encode(SAMPLE)) | change
+    document = json.loads(slot_table.encode(SAMPLE)) | change
     with pytest.raises((InvalidRequest, StateMismatch), match=reason):
-        table.decode(json.dumps(document).encode(), DATA_BYTES)
+        slot_table.decode(json.dumps(document).encode(), DATA_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -108,17 +108,17 @@ def test_a_table_that_does_not_fit_is_refused(change: dict[str, Any], reason: st
 def test_what_is_not_a_table_is_refused(encoded: bytes) -> None:
     """Not JSON, not UTF-8, half a surrogate pair, nested too deep."""
     with pytest.raises(InvalidRequest, match="cannot be read"):
-        table.decode(encoded, 0)
+        slot_table.decode(encoded, 0)
 
 
 @given(st.data())
 def test_random_changes_give_named_errors(data: st.DataObject) -> None:
     """A changed byte, or noise, is a table that fits or a named error, and never an accident."""
-    encoded = bytearray(table.encode(SAMPLE))
+    encoded = bytearray(slot_table.encode(SAMPLE))
     encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
     for broken in (bytes(encoded), data.draw(st.binary(max_size=40))):
         try:
-            assert isinstance(table.decode(broken, DATA_BYTES), SlotTable)
+            assert isinstance(slot_table.decode(broken, DATA_BYTES), SlotTable)
         except CheckpointError:
             continue
 
@@ -126,9 +126,9 @@ def test_random_changes_give_named_errors(data: st.DataObject) -> None:
 def test_encode_refuses_what_would_not_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too large a table, a metric that is no number, a name that is not Unicode: refused on the trainer's side."""
     with pytest.raises(InvalidRequest, match="'loss'"):
-        table.encode(msgspec.structs.replace(SAMPLE, metrics={"loss": float("nan")}))
+        slot_table.encode(msgspec.structs.replace(SAMPLE, metrics={"loss": float("nan")}))
     with pytest.raises(InvalidRequest, match="not valid Unicode"):
-        table.encode(msgspec.structs.replace(SAMPLE, mesh={"\ud800": 1}))
-    monkeypatch.setattr(table, "TABLE_BYTES_MAX", 100)
+        slot_table.encode(msgspec.structs.replace(SAMPLE, mesh={"\ud800": 1}))
+    monkeypatch.setattr(slot_table, "TABLE_BYTES_MAX", 100)
     with pytest.raises(LimitExceeded, match="1 fragments"):
-        table.encode(SAMPLE)
+        slot_table.encode(SAMPLE)

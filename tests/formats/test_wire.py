@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import wire
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, Pinned
+from holdfast_formats.staging import wire
+from holdfast_formats.staging.wire import FrameDecoder, Message
 from holdfast_formats.whereabouts import RootMark
-from holdfast_formats.wire import FrameDecoder, Message
 
 TO_DAEMON: list[Message] = [
     wire.Hello(id=0, run="run", rank=1, world=2, launch="launch-7", pid=42, keep_last=3),

@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast_formats import arena, layouts, listing, manifest, naming, safetensors, table, values, wire
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest, safetensors, state_json
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import CheckpointError, from_problem
-from holdfast_formats.proof import Piece
+from holdfast_formats.layout import language
+from holdfast_formats.layout.rules import choice, document
+from holdfast_formats.layout.rules.table import compile_table
 from holdfast_formats.region import Box
-from holdfast_formats.rules import choice, document
-from holdfast_formats.rules.table import compile_table
-from holdfast_formats.table import SlotTable
+from holdfast_formats.staging import arena, piece_list, slot_table, wire
+from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_formats.whereabouts import RootMark
 from holdfast_service.api import bodies, contents
@@ -104,8 +107,8 @@ def _text(data: bytes) -> str:
 
 
 def _layout(data: bytes) -> None:
-    found = layouts.parse(_text(data))
-    assert layouts.parse(layouts.text(found)) == found
+    found = language.parse(_text(data))
+    assert language.parse(language.text(found)) == found
 
 
 def _rules(data: bytes) -> None:
@@ -113,9 +116,9 @@ def _rules(data: bytes) -> None:
 
 
 def _state(data: bytes) -> None:
-    values.for_rank(data, 1)
+    state_json.for_rank(data, 1)
     for group in ("extra", "optim"):
-        values.by_rank(data, group)
+        state_json.by_rank(data, group)
 
 
 def _problem(data: bytes) -> None:
@@ -140,7 +143,7 @@ def _table() -> bytes:
     made = SlotTable(
         "run", 5, 1, 0, 1, ("model", "extra"), held, {"extra": {"lr": "0.1"}}, {"model": {"v": "w"}}, metrics={"loss": 2.5}
     )
-    return table.encode(made)
+    return slot_table.encode(made)
 
 
 def _wire_seeds(*messages: wire.Message) -> tuple[bytes, ...]:
@@ -148,7 +151,7 @@ def _wire_seeds(*messages: wire.Message) -> tuple[bytes, ...]:
 
 
 _PIECES = [Piece("a.safetensors", 0, 100, "0" * 16), Piece("b.safetensors", 4096, 10, "f" * 16)]
-_STATE = values.merge(
+_STATE = state_json.merge(
     5, {"loss": 2.5}, ["model", "extra"], {0: {"extra": {"lr": "0.1", "x": "[1]"}}, 1: {"extra": {"lr": "0.1", "x": "[2]"}}}
 )
 _CURSOR = contents.encode_cursor("model", "w").encode()
@@ -172,7 +175,7 @@ PARSERS = (
     Parser("manifest", _manifest, ((GOLDEN / naming.MANIFEST).read_bytes(),)),
     Parser("commit", _commit, ((GOLDEN / naming.COMMIT).read_bytes(),)),
     Parser("run-file", _run_file, (_RUN_FILE,)),
-    Parser("table", lambda data: table.decode(data, 10_000), (_table(),)),
+    Parser("table", lambda data: slot_table.decode(data, 10_000), (_table(),)),
     Parser("arena", _arena, (_segment(),), bytes_changed),
     Parser("holder", _holder, (_segment(),), bytes_changed),
     Parser(
@@ -196,7 +199,7 @@ PARSERS = (
         ),
         _framed_4,
     ),
-    Parser("listing", listing.decode, (listing.encode(listing.of(_PIECES)),), bytes_changed),
+    Parser("listing", piece_list.decode, (piece_list.encode(piece_list.of(_PIECES)),), bytes_changed),
     Parser("layout", _layout, _LAYOUTS, mutated),
     Parser("rules", _rules, tuple(path.read_bytes() for path in sorted(_RULES.rglob("*.toml")))[:3], bytes_changed),
     Parser("state", _state, (_STATE,)),

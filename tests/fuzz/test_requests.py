@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats import naming, wire
+from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import LEAVES
+from holdfast_formats.staging import wire
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, running
 from tests.serving import Served, served

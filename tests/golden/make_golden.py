@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from holdfast_formats import dtypes, index, manifest, naming, packing, values
+from holdfast_formats import dtypes, naming
 from holdfast_formats.digest import digest
-from holdfast_formats.manifest import Extent, FileEntry, Manifest, TensorEntry
-from holdfast_formats.packing import FilePlan
+from holdfast_formats.disk import index, manifest, packing, state_json
+from holdfast_formats.disk.manifest import Extent, FileEntry, Manifest, TensorEntry
+from holdfast_formats.disk.packing import FilePlan
 from holdfast_formats.tensors import TensorSpec
 
 RUN, STEP = "golden", 500
@@ -25,7 +26,7 @@ FILE_BYTES_MAX = 128  # so that the model takes several files
 EXTENT_ELEMENTS_MAX = 24  # so that some tensors have several extents
 ALIASES = {"model": {"lm_head.weight": "embed.weight"}}
 METRICS = {"loss": 2.5}
-RANKS: dict[int, values.Values] = {
+RANKS: dict[int, state_json.Values] = {
     rank: {
         "extra": {
             "scheduler": json.dumps({"best": {"$float": "inf"}, "last_lr": [0.001], "name": "余弦"}, sort_keys=True),
@@ -106,7 +107,7 @@ def files() -> dict[str, bytes]:
     ]
     plans = packing.pack(specs, FILE_BYTES_MAX)
     small = {naming.index_file_name(group): index.encode(p for p in plans if p.group == group) for group in STATE}
-    small[naming.STATE] = values.merge(STEP, METRICS, tuple(STATE), RANKS)
+    small[naming.STATE] = state_json.merge(STEP, METRICS, tuple(STATE), RANKS)
     small["config.json"] = CONFIG
     made = compose(plans, small)
     encoded = manifest.encode(made)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from holdfast_formats.holding import Holding
-from holdfast_formats.layouts import parse
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.mesh import Mesh
-from holdfast_formats.reading import Wanted, plan
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.read_planner import Wanted, plan
+from holdfast_formats.layout.language import parse
+from holdfast_formats.layout.mesh import Mesh
+from holdfast_formats.layout.rank_tensors import Holding
 
 from .realistic import Real
 

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from holdfast_formats import dtypes, rules
-from holdfast_formats.elements import Specs
-from holdfast_formats.manifest import Extent, Manifest, TensorEntry
-from holdfast_formats.packing import extent_bytes, pack, tensor_extent_bytes
+from holdfast_formats import dtypes
+from holdfast_formats.disk.manifest import Extent, Manifest, TensorEntry
+from holdfast_formats.disk.packing import extent_bytes, pack, tensor_extent_bytes
+from holdfast_formats.layout import rules
+from holdfast_formats.layout.elements import Specs
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from holdfast_formats import parts, rules
-from holdfast_formats.declaring import declare
 from holdfast_formats.digest import digest
-from holdfast_formats.holding import Holding
-from holdfast_formats.layouts import Layout, parse
+from holdfast_formats.layout import parts, rules
+from holdfast_formats.layout.declared import declare
+from holdfast_formats.layout.language import Layout, parse
+from holdfast_formats.layout.rank_tensors import Holding
 from holdfast_formats.region import Box
-from holdfast_formats.table import SlotTable
+from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import Fragment
 from holdfast_service.control.checkpoints.planner import plan
 from holdfast_service.daemon.writing.writer import write

@@ -11,8 +11,8 @@ from math import prod
 
 import pytest
 
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.reading import Wanted, plan
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.read_planner import Wanted, plan
 from holdfast_formats.region import Box, whole
 
 from .matrix import LAYOUTS

@@ -15,9 +15,9 @@ from holdfast import Checkpointer
 from holdfast.cli import app
 from holdfast.rest import summaries
 from holdfast.rest.api import Api
-from holdfast_formats.observed import RunSummary
-from holdfast_formats.rest import RankHello
-from holdfast_formats.wire import PROTOCOL
+from holdfast_formats.rest.bodies import RankHello
+from holdfast_formats.rest.observed import RunSummary
+from holdfast_formats.staging.wire import PROTOCOL
 from holdfast_service.daemon.saving.lives import Lives
 from holdfast_service.daemon.saving.rounds import Participant
 from tests.daemon.saver_world import SaverWorld, saver_world

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from holdfast.rest.tokens import RootTokens
-from holdfast_formats import wire
-from holdfast_formats.operations import TokenRequest
-from holdfast_formats.retention import RetentionPolicy
+from holdfast_formats.rest.operations import TokenRequest
+from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_formats.staging import wire
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.storage import PosixTier

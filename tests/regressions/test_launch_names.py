@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
-from holdfast_formats import wire
 from holdfast_formats.errors import RunBusy, StaleAttempt
+from holdfast_formats.staging import wire
 from holdfast_service.control.catalog.attempts import Attempts, Member
 from holdfast_service.daemon.saving import run_busy
 from holdfast_service.storage import MemoryTier

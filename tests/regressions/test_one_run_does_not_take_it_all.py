@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from holdfast.rest import owner_token
-from holdfast_formats import wire
+from holdfast_formats.staging import wire
 from tests.daemons import RunningDaemon, running
 
 ARENA_BYTES = 100_000_000

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
-from holdfast_formats import rest, wire
 from holdfast_formats.errors import LimitExceeded, NoSuchRun, StorageFailed
-from holdfast_formats.retention import RetentionPolicy
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_formats.staging import wire
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.retention import empty_runs
 from holdfast_service.control.retention.empty_runs import EmptyRuns
@@ -40,13 +41,13 @@ class Place(NamedTuple):
 
     def hello(self, run: str, tenant: str = "", launch: str = "one") -> RemoteRank:
         about = {"protocol": wire.PROTOCOL, "run": run, "rank": 0, "world": 1, "launch": launch}
-        return self.ranks.hello(uuid.uuid4().hex, rest.RankHello(**about), Asker(tenant, owner=True))
+        return self.ranks.hello(uuid.uuid4().hex, bodies.RankHello(**about), Asker(tenant, owner=True))
 
     def visit(self, run: str) -> None:
         """A rank says hello, keeps the newest two, and leaves."""
         rank_id = uuid.uuid4().hex
         about = {"protocol": wire.PROTOCOL, "run": run, "rank": 0, "world": 1, "launch": rank_id, "keep_last": 2}
-        self.ranks.hello(rank_id, rest.RankHello(**about))
+        self.ranks.hello(rank_id, bodies.RankHello(**about))
         self.ranks.leave(rank_id)
         Lives(self.world.saver, self.world.decisions).look()
 

@@ -12,7 +12,8 @@ import pytest
 
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
-from holdfast_formats import manifest, naming
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, LimitExceeded, NotCommitted
 from holdfast_service.api.contents import OpenedCheckpoints
 from holdfast_service.control.checkpoints import roots

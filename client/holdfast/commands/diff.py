@@ -11,9 +11,9 @@ from holdfast.export import differences
 from holdfast.read.library import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.terminal import completion, console
-from holdfast_formats import comparing
-from holdfast_formats.comparing import Pair
-from holdfast_formats.observed import Difference
+from holdfast_formats.rest import comparing
+from holdfast_formats.rest.comparing import Pair
+from holdfast_formats.rest.observed import Difference
 
 from .options import SELECTED, AsJson, Root, Url
 

@@ -12,7 +12,7 @@ from holdfast.rest import delegated
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.operations import JobRequest
+from holdfast_formats.rest.operations import JobRequest
 
 from .marks import named
 from .options import AsJson, Root, Url

@@ -13,7 +13,7 @@ from holdfast.read.library import parse_target, step_of
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest, exit_status, from_problem
-from holdfast_formats.operations import Job, JobKind, JobRequest, JobState
+from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
 
 from .options import SELECTED, AsJson, Url
 

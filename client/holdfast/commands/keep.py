@@ -14,7 +14,7 @@ from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.retention import Best, Preview, RetentionPolicy
+from holdfast_formats.rest.retention import Best, Preview, RetentionPolicy
 
 from .options import AsJson, Url
 

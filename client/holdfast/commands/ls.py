@@ -11,8 +11,8 @@ from holdfast.read.library import Library, Listing, ServiceLibrary, open_library
 from holdfast.rest import filters
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.terminal import console
-from holdfast_formats import rest
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest import bodies
 
 from .options import AsJson, Root, Url
 
@@ -82,7 +82,7 @@ def _list_checkpoints(library: Library, run: str, wanted: tuple[Filter, bool], a
         _warn(f"unreadable: {error.detail}")
 
 
-def _table(checkpoints: list[rest.Checkpoint], asked: bool) -> object:
+def _table(checkpoints: list[bodies.Checkpoint], asked: bool) -> object:
     """`asked`: a service says what is known of them. A directory alone tells of their commits."""
     columns = ("STEP", "CREATED", "STATE", "BYTES", "TENSORS", "GROUPS", "METRICS", "MARKS")
     table = console.table(*columns, right=("STEP", "BYTES", "TENSORS"))

@@ -13,7 +13,7 @@ import typer
 from holdfast import config
 from holdfast.rest.api import Api
 from holdfast.terminal import console
-from holdfast_formats.operations import Link
+from holdfast_formats.rest.operations import Link
 
 from .options import Url
 

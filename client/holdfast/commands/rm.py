@@ -11,7 +11,7 @@ from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.retention import Force
+from holdfast_formats.rest.retention import Force
 
 from .marks import Checkpoint, named
 from .options import AsJson, Url

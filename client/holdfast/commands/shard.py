@@ -14,11 +14,11 @@ from holdfast.layout import rules_choice, shards
 from holdfast.memory import gc_pause
 from holdfast.read.sources import Source
 from holdfast.terminal import console
-from holdfast_formats import layouts
+from holdfast_formats.disk.read_planner import ReadPlan
 from holdfast_formats.errors import InvalidRequest, StorageFailed
-from holdfast_formats.holding import Held, Holding
-from holdfast_formats.layouts import Layout
-from holdfast_formats.reading import ReadPlan
+from holdfast_formats.layout import language
+from holdfast_formats.layout.language import Layout
+from holdfast_formats.layout.rank_tensors import Held, Holding
 
 PLANNED_TENSORS_MAX = 200_000  # of all ranks together: more are counted, and not made
 _AXES_SHOWN = ("tp", "cp", "sharding", "dp", "pp", "etp", "ep")
@@ -125,7 +125,7 @@ def _write(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, paths: Mappin
         console.print_json({**_document(layout, wanted, _shares(checkpoint, holding, paths)), "files": files})
         return
     for done in written:
-        what = f"{done.out}: {console.human_bytes(done.bytes)}, rank {done.rank} of {layouts.text(layout)}"
+        what = f"{done.out}: {console.human_bytes(done.bytes)}, rank {done.rank} of {language.text(layout)}"
         console.out().print(Text.assemble(("restored  ", "green"), what))
     _print_notes(notes)
 
@@ -140,7 +140,7 @@ def _print(layout: Layout, wanted: Wanted, shares: Sequence[Share]) -> None:
         counts = (str(share.tensors), console.human_bytes(share.bytes), to_read)
         ranks.add_row(str(share.rank), *(str(getattr(place, axis)) for axis in axes), *counts)
     out = console.out()
-    out.print(Text(f"{layouts.text(layout)}, group {wanted.group}", "bold"))
+    out.print(Text(f"{language.text(layout)}, group {wanted.group}", "bold"))
     out.print(ranks)
     if wanted.rank is not None and shares[0].held is not None:
         tensors = console.table("TENSOR", "DTYPE", "SHAPE", "BYTES", "MADE OF", right=("BYTES",))
@@ -160,7 +160,7 @@ def _print_notes(notes: Iterable[str]) -> None:
 
 def _document(layout: Layout, wanted: Wanted, shares: Sequence[Share]) -> dict[str, Any]:
     return {
-        "layout": layouts.text(layout),
+        "layout": language.text(layout),
         "group": wanted.group,
         "world": layout.mesh.world,
         "ranks": [_rank_document(layout, share) for share in shares],

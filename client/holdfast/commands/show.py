@@ -9,8 +9,8 @@ from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource
 from holdfast.rest import replicas
 from holdfast.terminal import console
-from holdfast_formats import rest
-from holdfast_formats.manifest import Manifest
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.rest import bodies
 
 from .options import AsJson, Checkpoint, Root, Url
 
@@ -44,7 +44,7 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
     _print_tables(made)
 
 
-def _checked(known: rest.Checkpoint | None) -> str:
+def _checked(known: bodies.Checkpoint | None) -> str:
     """What the service's restore check has found."""
     if known is None:
         return "only a service knows; `holdfast verify` reads it back now"
@@ -76,7 +76,7 @@ def _print_tables(made: Manifest) -> None:
     out.print(tensors, markup=False)
 
 
-def _document(made: Manifest, known: rest.Checkpoint | None) -> dict[str, object]:
+def _document(made: Manifest, known: bodies.Checkpoint | None) -> dict[str, object]:
     tensors = [
         {"group": group, "name": name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes, "file": t.file}
         for group, held in made.tensors.items()
@@ -84,7 +84,7 @@ def _document(made: Manifest, known: rest.Checkpoint | None) -> dict[str, object
     ]
     files = [{"name": file.name, "bytes": file.bytes} for file in made.files]
     return {
-        **(known or rest.describe(made)).model_dump(),
+        **(known or bodies.describe(made)).model_dump(),
         "mesh": made.mesh,
         "files": files,
         "tensors": tensors,

@@ -13,7 +13,7 @@ from holdfast.read.library import parse_target, step_of
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.observed import TensorStatistics
+from holdfast_formats.rest.observed import TensorStatistics
 
 from .options import SELECTED, AsJson, Url
 

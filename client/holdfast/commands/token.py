@@ -16,7 +16,7 @@ from holdfast.rest.api import Api
 from holdfast.rest.tokens import RootTokens, ServiceTokens, TokenStore
 from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.operations import Token, TokenRequest
+from holdfast_formats.rest.operations import Token, TokenRequest
 
 from .options import AsJson, Url
 

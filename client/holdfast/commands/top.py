@@ -16,7 +16,7 @@ from holdfast.rest.api import Api
 from holdfast.rest.summaries import summaries
 from holdfast.terminal import console
 from holdfast_formats.errors import Unavailable
-from holdfast_formats.observed import RunSummary
+from holdfast_formats.rest.observed import RunSummary
 
 from .options import AsJson, Url
 

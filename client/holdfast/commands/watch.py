@@ -13,7 +13,7 @@ from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.terminal import console
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.operations import EVENTS, Event, Gap
+from holdfast_formats.rest.operations import EVENTS, Event, Gap
 
 from .options import Url
 

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from holdfast.read.reader import CheckpointReader
-from holdfast_formats import comparing, proof
-from holdfast_formats.comparing import Distance, Octets, Pair
-from holdfast_formats.manifest import TensorEntry
-from holdfast_formats.observed import Difference
+from holdfast_formats.disk import pieces
+from holdfast_formats.disk.manifest import TensorEntry
+from holdfast_formats.rest import comparing
+from holdfast_formats.rest.comparing import Distance, Octets, Pair
+from holdfast_formats.rest.observed import Difference
 
 READ = ("changed", "unknown")  # what has to be read to say how far it is apart
 
@@ -47,8 +48,8 @@ def compare(
 
 def _octets(reader: CheckpointReader, pair: Pair, entry: TensorEntry) -> Iterator[Octets]:
     for extent in entry.extents:
-        piece = proof.tensor_piece(pair.group, pair.name, entry, extent)
+        piece = pieces.tensor_piece(pair.group, pair.name, entry, extent)
         data = np.empty(piece.length, np.uint8)
         got = reader.source.read_into(piece.file, piece.start, data.data)
-        proof.check(piece, data[:got])
+        pieces.check(piece, data[:got])
         yield data

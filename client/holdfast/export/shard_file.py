@@ -17,12 +17,12 @@ from holdfast.export import copy
 from holdfast.layout import shards
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
-from holdfast_formats import layouts, shard_file
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.layouts import Layout
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.parts import LocalTensor
-from holdfast_formats.shard_file import Placed, ShardFile
+from holdfast_formats.layout import language, shard_file
+from holdfast_formats.layout.language import Layout
+from holdfast_formats.layout.parts import LocalTensor
+from holdfast_formats.layout.shard_file import Placed, ShardFile
 
 BUFFER_BYTES = 64 * 2**20
 
@@ -39,7 +39,7 @@ class _Placed(NamedTuple):
 def of(manifest: Manifest, layout: Layout, rank: int, group: str, tensors: Sequence[LocalTensor]) -> ShardFile:
     """The file of a rank's local tensors, as the service would send it; `StateMismatch` by name for what it cannot hold."""
     shapes = {name: entry.shape for name, entry in manifest.tensors[group].items()}
-    metadata = shard_file.describe(manifest.run, manifest.step, layouts.text(layout), rank, group)
+    metadata = shard_file.describe(manifest.run, manifest.step, language.text(layout), rank, group)
     return shard_file.lay_out(tensors, shapes, metadata)
 
 

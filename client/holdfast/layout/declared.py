@@ -21,12 +21,12 @@ from holdfast.layout.rules_choice import LayoutSource, RulesSource
 from holdfast.tensors import optimizer_documents
 from holdfast.tensors.fragments import Piece
 from holdfast.tensors.leaves import Content, Key, Leaf, Stored
-from holdfast_formats import declaring, holding, layouts, roles
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.layouts import Layout
-from holdfast_formats.parts import LocalTensor, Part, strides
+from holdfast_formats.layout import declared, language, rank_tensors, successors
+from holdfast_formats.layout.language import Layout
+from holdfast_formats.layout.parts import LocalTensor, Part, strides
+from holdfast_formats.layout.rules import Rules
 from holdfast_formats.region import Shape, whole
-from holdfast_formats.rules import Rules
 from holdfast_formats.tensors import TensorSpec
 
 MODEL, MASTER, EMA, OPTIM = "model", "master", "ema", "optim"
@@ -84,7 +84,7 @@ class Declared:
     def __init__(self, layout: Layout, rank: int, config: Mapping[str, Any] | None, rules: RulesSource) -> None:
         self.layout, self.rank, self.config = layout, rank, config
         self._extra = rules_choice.read_rules(rules)
-        self._placement = layouts.text(layout)
+        self._placement = language.text(layout)
         self._groups: dict[str, Group] = {}
         self._made: dict[Key, tuple[tuple[Leaf, ...], Leaf]] = {}
         self._texts: dict[str, tuple[str, str]] = {}
@@ -92,7 +92,7 @@ class Declared:
     @property
     def mesh(self) -> dict[str, int]:
         """What a manifest says of the mesh."""
-        return roles.stated(self.layout.mesh)
+        return successors.stated(self.layout.mesh)
 
     def outward(self, content: Content, live: Live) -> Content:
         """The same content with what is stored in the place of what is local.
@@ -135,7 +135,7 @@ class Declared:
         known = stored.specs.get(MODEL) or stored.specs.get(MASTER) or {}
         shapes = {name: shape for name, (_, shape) in known.items()}
         rules = rules_choice.choose(stored.config or self.config, known, self.layout, self._extra, shapes)
-        layout = declaring.with_forms(self.layout, live.parameters, rules)
+        layout = declared.with_forms(self.layout, live.parameters, rules)
         order = _order(live.parameters, rules)
         specs: dict[str, Mapping[str, tuple[str, Shape]]] = dict(stored.specs)
         aliases = dict(stored.aliases)
@@ -144,7 +144,7 @@ class Declared:
         for group in (group for group in (*_NAMED, OPTIM) if group in wanted and stored.specs.get(group)):
             tied = stored.aliases.get(group, {})
             given = dict(sorted(stored.specs[group].items(), key=lambda item: order.get(_owner(group, item[0]), _LAST)))
-            found = holding.hold(layout, self.rank, group, given, rules, tied)
+            found = rank_tensors.hold(layout, self.rank, group, given, rules, tied)
             own = {local.name: local for local in found.tensors if not live.is_foreign(group, local.name)}
             others = {name: spec for name, spec in given.items() if live.is_foreign(group, name)}
             specs[group] = {**others, **{name: (local.dtype, local.shape) for name, local in own.items()}}
@@ -216,7 +216,7 @@ class Declared:
         if not local:
             return {}
         parameters = live.parameters if self.layout.stage else ()
-        found = declaring.declare(self.layout, self.rank, rules, group, local, parameters)
+        found = declared.declare(self.layout, self.rank, rules, group, local, parameters)
         return {name: [(made.specs[part.tensor], part) for part in made.local.parts] for name, made in found.items()}
 
     def _places(self, leaf: Leaf) -> Iterator[Place | None]:
@@ -265,7 +265,7 @@ def declare(
     wanted = rules_choice.layout_of(layout)
     if wanted.mesh.world != launch.world:
         raise InvalidRequest(
-            f"the layout {layouts.text(wanted)!r} is of {wanted.mesh.world} ranks, and there are {launch.world}",
+            f"the layout {language.text(wanted)!r} is of {wanted.mesh.world} ranks, and there are {launch.world}",
             hint="the product of tp, cp, sharding, dp and pp is the number of ranks",
         )
     given, assets = config

@@ -11,9 +11,9 @@ from holdfast.tensors.fragments import Piece
 from holdfast.tensors.leaves import Key, Leaf
 from holdfast.tensors.matching import Restoration
 from holdfast.tensors.torch_dtypes import packing
-from holdfast_formats import padding
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.parts import LocalTensor, Part, strides
+from holdfast_formats.layout import padding
+from holdfast_formats.layout.parts import LocalTensor, Part, strides
 
 
 def land(restoration: Restoration, held: Mapping[Key, LocalTensor], notes: Sequence[str]) -> Restoration:

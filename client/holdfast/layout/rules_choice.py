@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.read.reader import CheckpointReader
-from holdfast_formats import layouts, rules
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
-from holdfast_formats.layouts import Layout
+from holdfast_formats.layout import language, rules
+from holdfast_formats.layout.language import Layout
+from holdfast_formats.layout.rules import Rules
 from holdfast_formats.region import Shape
-from holdfast_formats.rules import Rules
 
 CONFIG = "config.json"
 RULES_BYTES_MAX = 2**20  # a table has its own, lower limit: this one keeps a wrong file out of memory
@@ -23,7 +23,7 @@ LayoutSource = Layout | str | Mapping[str, Any]
 
 def layout_of(layout: LayoutSource) -> Layout:
     """The layout; `InvalidRequest` for what is none."""
-    return layout if isinstance(layout, Layout) else layouts.parse(layout)
+    return layout if isinstance(layout, Layout) else language.parse(layout)
 
 
 def choose(

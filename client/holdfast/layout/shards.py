@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.read.requests import Want
-from holdfast_formats import dtypes, parts, transfer
+from holdfast_formats import dtypes, transfer
 from holdfast_formats.errors import InvalidRequest, StateMismatch
-from holdfast_formats.parts import LocalTensor, Part
+from holdfast_formats.layout import parts
+from holdfast_formats.layout.parts import LocalTensor, Part
 from holdfast_formats.region import Box
 
 Framework = Literal["numpy", "torch"]

@@ -15,8 +15,8 @@ from holdfast.rest.api import Api
 from holdfast.transport import Transport
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest, WrongRoot
+from holdfast_formats.staging.wire import Outcome, Welcome
 from holdfast_formats.whereabouts import RootMark
-from holdfast_formats.wire import Outcome, Welcome
 
 Tellers = tuple[Callable[[Outcome], None], Callable[[CheckpointError], None]]  # of outcomes, and of the daemon's loss
 

@@ -19,8 +19,9 @@ from holdfast.read.shared_load import Neighbours
 from holdfast.threads.background_requests import Aside
 from holdfast.tickets import Tickets
 from holdfast.transport import Transport
-from holdfast_formats import choosing, wire
+from holdfast_formats import choosing
 from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, NoSuchCheckpoint, from_problem
+from holdfast_formats.staging import wire
 from holdfast_formats.whereabouts import RootMark
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ import logging
 import mmap
 import os
 
-from holdfast_formats import arena
-from holdfast_formats.arena import Geometry, SlotHeader, SlotState
 from holdfast_formats.errors import CheckpointError, GenerationDropped
+from holdfast_formats.staging import arena
+from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState
 
 log = logging.getLogger(__name__)
 

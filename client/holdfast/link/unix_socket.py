@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.link import unattended
-from holdfast_formats import wire
 from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, WrongRoot, from_problem
+from holdfast_formats.staging import wire
 from holdfast_formats.whereabouts import RootMark
 
 log = logging.getLogger(__name__)

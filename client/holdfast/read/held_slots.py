@@ -23,14 +23,14 @@ from holdfast.read.requests import Want
 from holdfast.read.shared_load import Neighbours
 from holdfast.read.sources import Source
 from holdfast.transport import Transport
-from holdfast_formats import arena, claims, holdings, table, wire
-from holdfast_formats.arena import SlotState
 from holdfast_formats.digest import digest
+from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.errors import CheckpointError, DaemonGone, StateMismatch
-from holdfast_formats.holdings import Bytes, Holding
-from holdfast_formats.manifest import Manifest, TensorEntry
 from holdfast_formats.region import Box
-from holdfast_formats.table import SlotTable
+from holdfast_formats.staging import arena, holdings, replica_digests, slot_table, wire
+from holdfast_formats.staging.arena import SlotState
+from holdfast_formats.staging.holdings import Bytes, Holding
+from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec, box_bytes
 
 CHUNK_BYTES = 2**22  # proven and copied by one call, an extent at a time; with a quarter of it a load takes a fifth longer
@@ -69,7 +69,7 @@ class HeldSlot:
         stated = (header.step, f"{header.seal:016x}", digest(encoded))
         if header.state is SlotState.LEASED or stated != (step, part.table_digest, part.table_digest):
             raise DaemonGone(f"slot {part.slot} of rank {part.rank} has been used for something else")
-        self.table = table.decode(encoded, header.data_bytes)
+        self.table = slot_table.decode(encoded, header.data_bytes)
         data = made.data_offset(part.slot)
         self.data = np.frombuffer(memory[data : data + header.data_bytes], np.uint8)
 
@@ -170,7 +170,9 @@ class HeldSource:
             for fragment in slot.table.fragments:
                 self._fragments.setdefault((fragment.spec.group, fragment.spec.name), []).append((slot, fragment))
         self._apart: set[tuple[int, str, str]] = {
-            found for name in manifest.tensors.get(claims.HOME, {}) if (found := claims.parse_apart(claims.HOME, name))
+            found
+            for name in manifest.tensors.get(replica_digests.HOME, {})
+            if (found := replica_digests.parse_apart(replica_digests.HOME, name))
         }
         self._files: dict[str, list[_Placed]] = {}
         for group, tensors in manifest.tensors.items():
@@ -252,7 +254,7 @@ class HeldSource:
 
     def _find(self, spec: TensorSpec) -> tuple[Holding, ...]:
         found: dict[Box, Holding] = {}
-        of_one = claims.parse_apart(spec.group, spec.name)
+        of_one = replica_digests.parse_apart(spec.group, spec.name)
         group, name = (spec.group, spec.name) if of_one is None else of_one[1:]
         for slot, fragment in self._fragments.get((group, name), ()):
             rank = slot.table.rank

@@ -15,7 +15,7 @@ from holdfast.read.sources import DirectorySource, HttpSource, Source
 from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast.rest.filters import NO_FILTER, Filter
-from holdfast_formats import lineage, naming, rest
+from holdfast_formats import lineage, naming
 from holdfast_formats.errors import (
     CheckpointError,
     DaemonGone,
@@ -24,6 +24,7 @@ from holdfast_formats.errors import (
     NoSuchRun,
     StorageFailed,
 )
+from holdfast_formats.rest import bodies
 
 PROBE_TIMEOUT_S = 5.0  # on a machine where nobody listens that is told at once; one that is busy takes its time
 LATEST: Literal["latest"] = "latest"
@@ -55,7 +56,7 @@ class Target(NamedTuple):
 class Listing(NamedTuple):
     """A run's checkpoints, newest first, and the directories that stand among them but cannot be read."""
 
-    checkpoints: list[rest.Checkpoint]
+    checkpoints: list[bodies.Checkpoint]
     unreadable: list[CheckpointError]
 
 
@@ -66,7 +67,7 @@ class Library(Protocol):
     def label(self) -> str: ...
     @property
     def names(self) -> tuple[str, ...]: ...  # what can be said instead of a step
-    def runs(self) -> list[rest.Run]: ...
+    def runs(self) -> list[bodies.Run]: ...
     def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Listing: ...
     def source(self, run: str, step: int | None) -> Source: ...  # of the newest step for None
     def judged(self, target: Target) -> int: ...  # the step of a target that is `healthy` or the `best`
@@ -89,17 +90,17 @@ class DirectoryLibrary:
     def names(self) -> tuple[str, ...]:
         return (LATEST,)
 
-    def runs(self) -> list[rest.Run]:
+    def runs(self) -> list[bodies.Run]:
         names = sorted(path.parent.name for path in self.root.glob(f"*/{naming.CHECKPOINTS}") if path.is_dir())
         return [self._run(name) for name in names if naming.is_run_name(name)]
 
     def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Listing:
-        found: list[rest.Checkpoint] = []
+        found: list[bodies.Checkpoint] = []
         unreadable: list[CheckpointError] = []
         for step in self._steps(run):
             try:
                 with CheckpointReader.open(self.source(run, step), complete=False) as reader:
-                    made = rest.describe(reader.manifest)
+                    made = bodies.describe(reader.manifest)
             except CheckpointError as error:
                 unreadable.append(error)
                 continue
@@ -124,9 +125,9 @@ class DirectoryLibrary:
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _run(self, name: str) -> rest.Run:
+    def _run(self, name: str) -> bodies.Run:
         held = self.checkpoints(name).checkpoints
-        return rest.Run(
+        return bodies.Run(
             name=name,
             attempt=max((checkpoint.attempt for checkpoint in held), default=0),
             keep_last=None,
@@ -157,7 +158,7 @@ class ServiceLibrary:
     def names(self) -> tuple[str, ...]:
         return LATEST, LATEST_HEALTHY, BEST
 
-    def runs(self) -> list[rest.Run]:
+    def runs(self) -> list[bodies.Run]:
         return list(self.api.runs())
 
     def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Listing:

@@ -21,8 +21,12 @@ from numpy.typing import NDArray
 from holdfast.read import verified_load
 from holdfast.read.requests import Run, Want, runs
 from holdfast.read.sources import ProvenSource, Source
-from holdfast_formats import dtypes, naming, proof, transfer
-from holdfast_formats import manifest as manifests
+from holdfast_formats import dtypes, naming, transfer
+from holdfast_formats.disk import manifest as manifests
+from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Manifest, TensorEntry
+from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.read_planner import resolve
 from holdfast_formats.errors import (
     CheckpointError,
     CorruptManifest,
@@ -31,9 +35,6 @@ from holdfast_formats.errors import (
     NotCommitted,
     StorageFailed,
 )
-from holdfast_formats.manifest import EXTENT_BYTES_MAX, Manifest, TensorEntry
-from holdfast_formats.proof import Piece
-from holdfast_formats.reading import resolve
 from holdfast_formats.region import Box, check_box, whole
 
 Take = Callable[[Piece, memoryview], None]

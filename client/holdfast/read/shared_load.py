@@ -21,9 +21,9 @@ from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
 from holdfast.transport import Transport
-from holdfast_formats import listing, wire
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
-from holdfast_formats.proof import Piece
+from holdfast_formats.staging import piece_list, wire
 
 CHUNK_BYTES = 2**21
 PROBES = 16  # pieces looked at to tell whether they are in the page cache
@@ -47,7 +47,7 @@ class LentMemory:
         if not sealed:
             raise InvalidRequest("the daemon's memory is not sealed: what it proved could change")
         self._memory = memory
-        held = listing.decode(memory)
+        held = piece_list.decode(memory)
         rows = held.rows
         ends = rows["at"] + rows["length"]
         if len(rows) and int(ends.max()) > len(memory):
@@ -139,7 +139,7 @@ class Neighbours:
         wish = os.memfd_create("holdfast-wish", os.MFD_CLOEXEC)
         try:
             with open(wish, "wb", closefd=False) as file:
-                file.write(listing.encode(listing.of(pieces)))
+                file.write(piece_list.encode(piece_list.of(pieces)))
             message = wire.Load(id=self._link.next_id(), step=step, peers=self._count, waits=waits)
             loaded = self._link.ask(message, wire.Loaded, (wish,), LOAD_WAIT_S)
         except OSError as error:

@@ -15,9 +15,9 @@ from holdfast.memory import direct_io
 from holdfast.memory.page_cache import Residency
 from holdfast.rest.api import Api
 from holdfast_formats import naming
+from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchResource, StorageFailed
-from holdfast_formats.manifest import EXTENT_BYTES_MAX
-from holdfast_formats.proof import Piece
 
 READ_AHEAD_BYTES_MIN = 2**20
 DIRECT_BYTES_MIN = 2**18  # what aligning a shorter read adds is not worth it

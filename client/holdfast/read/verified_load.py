@@ -19,9 +19,10 @@ import numpy as np
 from holdfast.memory import direct_io, native_verify
 from holdfast.read.requests import Run, copy
 from holdfast.read.sources import Source
-from holdfast_formats import digest, proof
-from holdfast_formats.manifest import Extent
-from holdfast_formats.proof import Piece
+from holdfast_formats import digest
+from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk.manifest import Extent
+from holdfast_formats.disk.pieces import Piece
 
 # Who waits for a disk or a network keeps several requests under way, past the page cache long ones: of 4 MiB each, eight
 # take an eighth less time than four, and no more than sixteen of 2 MiB. From memory, as many as there are cores: one more

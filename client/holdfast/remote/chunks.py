@@ -13,8 +13,8 @@ import zstandard
 
 from holdfast.remote.own_slots import OwnSave
 from holdfast.rest.api import Api, Chunk, Part
-from holdfast_formats import rest
 from holdfast_formats.digest import digest
+from holdfast_formats.rest import bodies
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Sender:
     def close(self) -> None:
         self._pool.shutdown()
 
-    def bring(self, save: OwnSave) -> rest.Upload:
+    def bring(self, save: OwnSave) -> bodies.Upload:
         """Open the upload of a sealed slot or find it open, send what is not there yet, and seal it."""
         began = time.monotonic()
         assert save.whole is not None, "only what is sealed is brought"

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from holdfast.remote.own_slots import OwnSave, OwnSegment
 from holdfast.remote.uploader import OPEN_TIMEOUT_S, Courier
 from holdfast.rest.api import Api
-from holdfast_formats import arena, rest, wire
 from holdfast_formats.errors import (
     ArenaFull,
     CheckpointError,
@@ -25,6 +24,8 @@ from holdfast_formats.errors import (
     RoundAborted,
     from_problem,
 )
+from holdfast_formats.rest import bodies
+from holdfast_formats.staging import arena, wire
 from holdfast_formats.whereabouts import RootMark
 
 REQUEST_TIMEOUT_S = 30.0
@@ -106,7 +107,7 @@ class RemoteLink:
 
     def _hello(self, message: wire.Hello) -> wire.Welcome:
         meant = None if message.root is None else message.root.id
-        hello = rest.RankHello(**message.model_dump(include=set(rest.RankHello.model_fields)), root_id=meant)
+        hello = bodies.RankHello(**message.model_dump(include=set(bodies.RankHello.model_fields)), root_id=meant)
         rank_id = uuid.uuid4().hex
         self._courier = Courier(self._api, rank_id, hello, self._tellers)
         welcome = self._courier.welcome
@@ -125,7 +126,7 @@ class RemoteLink:
         courier = self._known()
         segment = OwnSegment(arena.geometry(message.slots, message.data_bytes, message.table_bytes))
         try:
-            room = rest.Room(slots=message.slots, data_bytes=message.data_bytes, table_bytes=message.table_bytes)
+            room = bodies.Room(slots=message.slots, data_bytes=message.data_bytes, table_bytes=message.table_bytes)
             courier.reserve(room, segment)
         except CheckpointError:
             os.close(segment.fd)
@@ -170,12 +171,12 @@ class RemoteLink:
         return wire.Done(reply_to=message.id)
 
     def _choose(self, message: wire.Choose) -> wire.Chosen:
-        question = rest.Question(step=message.step, groups=message.groups, healthy=message.healthy)
+        question = bodies.Question(step=message.step, groups=message.groups, healthy=message.healthy)
         answer = self._known().choose(message.turn, question, message.wait_s)
         return wire.Chosen(reply_to=message.id, step=answer.step, notes=answer.notes)
 
     def _ended(self, message: wire.Ended) -> wire.Judged:
-        end = rest.RestoreEnd(step=message.step, problem=message.problem, alone=message.alone)
+        end = bodies.RestoreEnd(step=message.step, problem=message.problem, alone=message.alone)
         found = self._known().ended(message.turn, end, message.wait_s)
         return wire.Judged(reply_to=message.id, **found.model_dump())
 
@@ -185,9 +186,9 @@ class RemoteLink:
         return self._courier
 
 
-def _wanted(message: wire.Lease, policy: wire.Policy) -> rest.UploadRequest:
+def _wanted(message: wire.Lease, policy: wire.Policy) -> bodies.UploadRequest:
     about = {name: getattr(message.intent, name) for name in ("restored", "turn", "existing", "again")}
-    return rest.UploadRequest(step=message.step, policy=policy, groups=message.intent.groups, **about)
+    return bodies.UploadRequest(step=message.step, policy=policy, groups=message.intent.groups, **about)
 
 
 def _make_room(courier: Courier, segment: OwnSegment, number: int, wanted: wire.Lease) -> int:

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.threads import at_exit
-from holdfast_formats import arena, rest
-from holdfast_formats.arena import Geometry, SlotHeader, SlotState
 from holdfast_formats.errors import ArenaFull, CheckpointError, NoSpace, StateMismatch
+from holdfast_formats.rest import bodies
+from holdfast_formats.staging import arena
+from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState
 
 JOIN_POLL_S = 0.02
 
@@ -69,7 +70,7 @@ class OwnSegment:
 class OwnSave:
     """One save in a slot of ours, until its end is known (`told`) and nobody fills the slot any more (not `staging`)."""
 
-    def __init__(self, run: str, number: int, wanted: rest.UploadRequest, segment: OwnSegment, slot: int) -> None:
+    def __init__(self, run: str, number: int, wanted: bodies.UploadRequest, segment: OwnSegment, slot: int) -> None:
         self.run, self.number, self.wanted, self.segment, self.slot = run, number, wanted, segment, slot
         self.staging = True
         self.begun = False  # its upload, which nothing here takes back any more
@@ -77,7 +78,7 @@ class OwnSave:
         self.arrived = 0  # bytes at the daemon
         self.told = False
         self.problem: dict[str, Any] | None = None
-        self.whole: rest.SealRequest | None = None
+        self.whole: bodies.SealRequest | None = None
         self.stall_s: float | None = None
 
     @property
@@ -87,7 +88,7 @@ class OwnSave:
     def seal(self, table_digest: str) -> None:
         """The slot is complete: what it holds stands in its header from now on."""
         header = arena.read_header(self.segment.memory, self.segment.geometry, self.slot)
-        self.whole = rest.SealRequest(
+        self.whole = bodies.SealRequest(
             data_bytes=header.data_bytes, table_bytes=header.table_bytes, table_digest=table_digest
         )
 

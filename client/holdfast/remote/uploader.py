@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeVar
 from holdfast.remote.chunks import Sender
 from holdfast.remote.own_slots import OwnSave, OwnSaves, OwnSegment
 from holdfast.rest.api import Api
-from holdfast_formats import rest, wire
 from holdfast_formats.errors import (
     AlreadyCommitted,
     ArenaFull,
@@ -31,6 +30,8 @@ from holdfast_formats.errors import (
     StorageFailed,
     from_problem,
 )
+from holdfast_formats.rest import bodies
+from holdfast_formats.staging import wire
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class _Patience:
 class Courier:
     """What one rank has under way to a daemon. Two threads: one uploads save after save, one listens for their ends."""
 
-    def __init__(self, api: Api, rank_id: str, hello: rest.RankHello, tellers: Tellers) -> None:
+    def __init__(self, api: Api, rank_id: str, hello: bodies.RankHello, tellers: Tellers) -> None:
         """Says hello; raises what the daemon refuses it with."""
         self._api, self._rank_id, self._hello = api, rank_id, hello
         self.run = hello.run
@@ -76,7 +77,7 @@ class Courier:
         self._lock = threading.Lock()
         self._rejoining = threading.Lock()
         self._generation = 0  # how many daemons this rank has outlived
-        self._room: rest.Room | None = None
+        self._room: bodies.Room | None = None
         self._segment: OwnSegment | None = None
         self.saves = OwnSaves()
         self._sealed: queue.SimpleQueue[OwnSave | None] = queue.SimpleQueue()
@@ -89,7 +90,7 @@ class Courier:
         for thread in self._threads:
             thread.start()
 
-    def reserve(self, room: rest.Room, segment: OwnSegment) -> None:
+    def reserve(self, room: bodies.Room, segment: OwnSegment) -> None:
         """Have the daemon keep as much as we have ourselves from now on."""
         before, self._room = self._room, room  # before it is asked for: a daemon started anew is asked for it, too
         try:
@@ -108,7 +109,7 @@ class Courier:
             self.saves.forget(save)
             raise
 
-    def ask(self, number: int, wanted: rest.UploadRequest) -> bool:
+    def ask(self, number: int, wanted: bodies.UploadRequest) -> bool:
         """Begin an upload at the daemon, where the policy decides if no slot is free; whether it could be asked by now."""
         try:
             self._api.open_upload(self._rank_id, number, wanted, OPEN_TIMEOUT_S)
@@ -143,12 +144,12 @@ class Courier:
         self.saves.free(save)
         self.give_up(save.number, save.step, error)
 
-    def choose(self, turn: int, question: rest.Question, wait_s: float) -> rest.Answer:
+    def choose(self, turn: int, question: bodies.Question, wait_s: float) -> bodies.Answer:
         """Which step to restore; waits up to `wait_s` seconds for saves that the daemon is writing."""
         asked = question.model_copy(update={"wait_s": min(wait_s, CHOICE_WAIT_S)})
         return self._persist(lambda: self._api.choose(self._rank_id, turn, asked), time.monotonic() + wait_s)
 
-    def ended(self, turn: int, end: rest.RestoreEnd, wait_s: float) -> rest.RestoreVerdict:
+    def ended(self, turn: int, end: bodies.RestoreEnd, wait_s: float) -> bodies.RestoreVerdict:
         """How a restore ended; waits up to `wait_s` seconds for the other ranks."""
         said = end.model_copy(update={"wait_s": min(wait_s, CHOICE_WAIT_S)})
         return self._persist(lambda: self._api.restore_ended(self._rank_id, turn, said), time.monotonic() + wait_s)
@@ -278,7 +279,7 @@ class Courier:
     def give_up(self, number: int, step: int, error: CheckpointError, timeout_s: float | None = None) -> None:
         """The other ranks of the world are to hear at once that this step is not saved."""
         try:
-            self._api.abandon_upload(self._rank_id, number, rest.AbandonRequest(problem=error.problem()), timeout_s)
+            self._api.abandon_upload(self._rank_id, number, bodies.AbandonRequest(problem=error.problem()), timeout_s)
         except CheckpointError as unheard:
             log.info("%s was not told that step %d is given up: %s", self._api.url, step, unheard.detail)
 
@@ -313,7 +314,7 @@ class Courier:
                 return
 
 
-def _problem_of(ended: rest.Upload) -> dict[str, Any] | None:
+def _problem_of(ended: bodies.Upload) -> dict[str, Any] | None:
     return (ended.problem or {}) if ended.state == "aborted" else None
 
 
@@ -322,7 +323,7 @@ def _may_go_on(error: CheckpointError) -> bool:
     return isinstance(error, InvalidRequest) and bool({"reason", "received"} & error.members.keys())
 
 
-def _join(api: Api, rank_id: str, hello: rest.RankHello) -> rest.RankWelcome:
+def _join(api: Api, rank_id: str, hello: bodies.RankHello) -> bodies.RankWelcome:
     """Say hello. A job that was killed a moment ago counts as alive until it was silent for a while: that is awaited.
 
     What it had sent before it died may count as a word of it later, so this is tried until a time is over in which a job

@@ -16,9 +16,9 @@ from holdfast import config
 from holdfast.rest import owner_token
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.rest.jobs import JobsApi
-from holdfast_formats import rest
 from holdfast_formats.errors import CheckpointError, DaemonGone, StorageFailed, from_problem
-from holdfast_formats.observed import Difference, Layers, TensorStatistics
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import Difference, Layers, TensorStatistics
 
 PAGE_ITEMS = 500
 CONNECT_TIMEOUT_S = 5.0
@@ -88,28 +88,28 @@ class Api(JobsApi):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def health(self) -> rest.Health:
-        return self._get("/healthz", rest.Health)
+    def health(self) -> bodies.Health:
+        return self._get("/healthz", bodies.Health)
 
-    def runs(self, prefix: str = "") -> Iterator[rest.Run]:
+    def runs(self, prefix: str = "") -> Iterator[bodies.Run]:
         """Runs by name; with `prefix`, those whose names begin so."""
-        return self._pages("/v1/runs", rest.Run, {"prefix": prefix or None})
+        return self._pages("/v1/runs", bodies.Run, {"prefix": prefix or None})
 
-    def run(self, run: str) -> rest.Run:
-        return self._get(_run_path(run), rest.Run)
+    def run(self, run: str) -> bodies.Run:
+        return self._get(_run_path(run), bodies.Run)
 
-    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Iterator[rest.Checkpoint]:
+    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Iterator[bodies.Checkpoint]:
         """The run's checkpoints, newest step first; those that `wanted` lets through."""
-        return self._pages(f"{_run_path(run)}/checkpoints", rest.Checkpoint, wanted.query())
+        return self._pages(f"{_run_path(run)}/checkpoints", bodies.Checkpoint, wanted.query())
 
-    def checkpoint(self, run: str, step: Step = "latest") -> rest.Checkpoint:
-        return self._get(_step_path(run, step), rest.Checkpoint)
+    def checkpoint(self, run: str, step: Step = "latest") -> bodies.Checkpoint:
+        return self._get(_step_path(run, step), bodies.Checkpoint)
 
-    def best(self, run: str, metric: str, mode: Literal["min", "max"] = "min") -> rest.Checkpoint:
+    def best(self, run: str, metric: str, mode: Literal["min", "max"] = "min") -> bodies.Checkpoint:
         """The verified and healthy checkpoint whose metric is lowest, or highest."""
         with self._translated():
             answer = self._http.get(f"{_run_path(run)}/checkpoints/best", params={"metric": metric, "mode": mode})
-            return rest.Checkpoint.model_validate_json(self._checked(answer).content)
+            return bodies.Checkpoint.model_validate_json(self._checked(answer).content)
 
     def statistics(
         self, run: str, step: Step = "latest", group: str | None = None, sort: StatisticsSort = "name", part: str = ""
@@ -146,11 +146,11 @@ class Api(JobsApi):
         with self._translated():
             return self._checked(self._http.get(f"{_step_path(run, step)}/manifest")).content
 
-    def tensors(self, run: str, step: Step = "latest", group: str | None = None) -> Iterator[rest.Tensor]:
-        return self._pages(f"{_step_path(run, step)}/tensors", rest.Tensor, {"group": group})
+    def tensors(self, run: str, step: Step = "latest", group: str | None = None) -> Iterator[bodies.Tensor]:
+        return self._pages(f"{_step_path(run, step)}/tensors", bodies.Tensor, {"group": group})
 
-    def files(self, run: str, step: Step = "latest") -> Iterator[rest.File]:
-        return self._pages(f"{_step_path(run, step)}/files", rest.File)
+    def files(self, run: str, step: Step = "latest") -> Iterator[bodies.File]:
+        return self._pages(f"{_step_path(run, step)}/files", bodies.File)
 
     def file_range(self, run: str, step: Step, name: str, offset: int, buffer: memoryview) -> int:
         """Read a file from `offset` on into `buffer`; return the bytes read, fewer than asked for only at its end.
@@ -175,43 +175,43 @@ class Api(JobsApi):
             break
         return done
 
-    def rounds(self, run: str | None = None, state: str | None = None, wanted: Filter = NO_FILTER) -> Iterator[rest.Round]:
+    def rounds(self, run: str | None = None, state: str | None = None, wanted: Filter = NO_FILTER) -> Iterator[bodies.Round]:
         """Rounds, newest first; of this run, in this state, and those that `wanted` lets through."""
-        return self._pages("/v1/rounds", rest.Round, {**wanted.query(), "run": run, **({"state": state} if state else {})})
+        return self._pages("/v1/rounds", bodies.Round, {**wanted.query(), "run": run, **({"state": state} if state else {})})
 
     def compare(self, run: str, a: Step, b: Step, **how: str | int | bool) -> Iterator[Difference]:
         """Two checkpoints, tensor by tensor; `how` is `run_b`, `group`, `state`, `q`, `exact` and `limit`, as in API.md."""
         query = {"a": a, "b": b, **how}
         return self._pages(f"{_run_path(run)}/compare", Difference, {name: str(value) for name, value in query.items()})
 
-    def nodes(self) -> list[rest.Node]:
-        return list(self._pages("/v1/nodes", rest.Node))
+    def nodes(self) -> list[bodies.Node]:
+        return list(self._pages("/v1/nodes", bodies.Node))
 
-    def join(self, rank_id: str, hello: rest.RankHello) -> rest.RankWelcome:
+    def join(self, rank_id: str, hello: bodies.RankHello) -> bodies.RankWelcome:
         """Say hello as a rank that shares no memory with the daemon; repeating it is harmless."""
-        return self._send("PUT", _rank_path(rank_id), hello, rest.RankWelcome)
+        return self._send("PUT", _rank_path(rank_id), hello, bodies.RankWelcome)
 
     def leave(self, rank_id: str) -> None:
         """The rank parts; what it has not sealed ends."""
         with self._translated():
             self._checked(self._http.delete(_rank_path(rank_id)))
 
-    def reserve(self, rank_id: str, room: rest.Room) -> None:
+    def reserve(self, rank_id: str, room: bodies.Room) -> None:
         """Have memory kept for the rank's slots; `LimitExceeded` when the daemon's arena has not that much."""
         with self._translated():
             self._checked(self._http.put(f"{_rank_path(rank_id)}/segment", json=room.model_dump()))
 
     def open_upload(
-        self, rank_id: str, number: int, wanted: rest.UploadRequest, timeout_s: float | None = None
-    ) -> rest.Upload:
+        self, rank_id: str, number: int, wanted: bodies.UploadRequest, timeout_s: float | None = None
+    ) -> bodies.Upload:
         """Begin the rank's `number`-th upload; refuses by name a step that may not be saved."""
-        return self._send("PUT", _upload_path(rank_id, number), wanted, rest.Upload, timeout_s)
+        return self._send("PUT", _upload_path(rank_id, number), wanted, bodies.Upload, timeout_s)
 
-    def upload(self, rank_id: str, number: int) -> rest.Upload:
+    def upload(self, rank_id: str, number: int) -> bodies.Upload:
         """How far an upload is."""
-        return self._get(_upload_path(rank_id, number), rest.Upload)
+        return self._get(_upload_path(rank_id, number), bodies.Upload)
 
-    def put_chunk(self, rank_id: str, number: int, part: Part, chunk: Chunk) -> rest.Upload:
+    def put_chunk(self, rank_id: str, number: int, part: Part, chunk: Chunk) -> bodies.Upload:
         """Send one chunk; when this returns it has been received and proven."""
         headers = {
             "Content-Length": str(len(chunk.body)),
@@ -222,31 +222,31 @@ class Api(JobsApi):
             headers["Content-Encoding"] = chunk.encoding
         with self._translated():
             answer = self._http.put(f"{_upload_path(rank_id, number)}/{part}", content=Pieces(chunk.body), headers=headers)
-            return rest.Upload.model_validate_json(self._checked(answer).content)
+            return bodies.Upload.model_validate_json(self._checked(answer).content)
 
-    def seal_upload(self, rank_id: str, number: int, whole: rest.SealRequest) -> rest.Upload:
+    def seal_upload(self, rank_id: str, number: int, whole: bodies.SealRequest) -> bodies.Upload:
         """Hand a complete slot over; from then on the daemon saves it, whatever becomes of the rank."""
-        return self._send("POST", f"{_upload_path(rank_id, number)}/seal", whole, rest.Upload)
+        return self._send("POST", f"{_upload_path(rank_id, number)}/seal", whole, bodies.Upload)
 
     def abandon_upload(
-        self, rank_id: str, number: int, why: rest.AbandonRequest, timeout_s: float | None = None
-    ) -> rest.Upload:
+        self, rank_id: str, number: int, why: bodies.AbandonRequest, timeout_s: float | None = None
+    ) -> bodies.Upload:
         """Give an upload up, and the save of its step with it."""
-        return self._send("POST", f"{_upload_path(rank_id, number)}/abandon", why, rest.Upload, timeout_s)
+        return self._send("POST", f"{_upload_path(rank_id, number)}/abandon", why, bodies.Upload, timeout_s)
 
-    def outcomes(self, rank_id: str, after: int, wait_s: float) -> rest.Outcomes:
+    def outcomes(self, rank_id: str, after: int, wait_s: float) -> bodies.Outcomes:
         """Uploads that have ended, waiting for one; asking also says that the rank is alive."""
         with self._translated():
             answer = self._http.get(f"{_rank_path(rank_id)}/outcomes", params={"after": after, "wait_s": wait_s})
-            return rest.Outcomes.model_validate_json(self._checked(answer).content)
+            return bodies.Outcomes.model_validate_json(self._checked(answer).content)
 
-    def choose(self, rank_id: str, turn: int, question: rest.Question) -> rest.Answer:
+    def choose(self, rank_id: str, turn: int, question: bodies.Question) -> bodies.Answer:
         """Which step to restore; `DeadlineExceeded` while older saves are being written: ask again."""
-        return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}", question, rest.Answer)
+        return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}", question, bodies.Answer)
 
-    def restore_ended(self, rank_id: str, turn: int, end: rest.RestoreEnd) -> rest.RestoreVerdict:
+    def restore_ended(self, rank_id: str, turn: int, end: bodies.RestoreEnd) -> bodies.RestoreVerdict:
         """How a restore ended: whether this rank goes on; `DeadlineExceeded` while others are at it: ask again."""
-        return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}/end", end, rest.RestoreVerdict)
+        return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}/end", end, bodies.RestoreVerdict)
 
     def _send(self, method: str, path: str, body: BaseModel, model: type[Model], timeout_s: float | None = None) -> Model:
         headers = {"Content-Type": "application/json"}
@@ -271,7 +271,7 @@ class Api(JobsApi):
             yield from response.iter_raw()
 
     def _pages(self, path: str, item: type[Model], query: Mapping[str, str | None] | None = None) -> Iterator[Model]:
-        page_of: TypeAdapter[rest.Page[Model]] = TypeAdapter(rest.Page[item])  # type: ignore[valid-type]
+        page_of: TypeAdapter[bodies.Page[Model]] = TypeAdapter(bodies.Page[item])  # type: ignore[valid-type]
         params: dict[str, str | int] = {name: value for name, value in (query or {}).items() if value is not None}
         params.setdefault("limit", PAGE_ITEMS)
         while True:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from holdfast.rest.api import Api
 from holdfast_formats.errors import CheckpointError, RoundAborted, StorageFailed, from_problem
-from holdfast_formats.operations import Job, JobRequest
+from holdfast_formats.rest.operations import Job, JobRequest
 
 ENDED = ("done", "failed", "cancelled")
 WAIT_S = 20.0

@@ -6,8 +6,8 @@ import re
 from datetime import datetime, timedelta, timezone
 from typing import NamedTuple
 
-from holdfast_formats import rest
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.rest import bodies
 
 _AGO = re.compile(r"(\d{1,6})(s|min|h|d|w)")
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -26,7 +26,7 @@ class Filter(NamedTuple):
         """As parameters of a request, without those that are not given."""
         return {name: str(value) for name, value in self._asdict().items() if value is not None}
 
-    def lets_through(self, checkpoint: rest.Checkpoint) -> bool:
+    def lets_through(self, checkpoint: bodies.Checkpoint) -> bool:
         """Whether step and time of a checkpoint are wanted; `InvalidRequest` where only a service knows the answer."""
         if self.label is not None or self.state is not None:
             raise InvalidRequest(

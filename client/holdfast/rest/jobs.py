@@ -11,7 +11,7 @@ import httpx
 from pydantic import BaseModel
 
 from holdfast_formats.errors import DeadlineExceeded, Unavailable
-from holdfast_formats.operations import Event, Gap, Job, JobRequest
+from holdfast_formats.rest.operations import Event, Gap, Job, JobRequest
 
 POLL_S = 20.0
 QUIET_MAX_S = 60.0  # the service says something every 15 s: a stream that is silent for longer is broken

@@ -9,9 +9,9 @@ import httpx
 from pydantic import ValidationError
 
 from holdfast.rest.api import Api, Model
-from holdfast_formats import rest
 from holdfast_formats.errors import StorageFailed
-from holdfast_formats.retention import Force, Preview, RetentionPolicy, check_label
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.retention import Force, Preview, RetentionPolicy, check_label
 
 FORCES: tuple[str, ...] = get_args(Force)
 
@@ -64,10 +64,10 @@ def remove(api: Api, run: str, step: int, force: Force | None = None) -> None:
     api.request("DELETE", _step(run, step), params=_forced(force))
 
 
-def try_remove(api: Api, run: str, step: int, force: Force | None = None) -> rest.Checkpoint:
+def try_remove(api: Api, run: str, step: int, force: Force | None = None) -> bodies.Checkpoint:
     """What `remove` would remove, or the error it would raise."""
     answer = api.request("DELETE", _step(run, step), params={**_forced(force), "dry_run": "true"})
-    return _parsed(answer, rest.Checkpoint)
+    return _parsed(answer, bodies.Checkpoint)
 
 
 def _forced(force: Force | None) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from holdfast.rest.api import Api
-from holdfast_formats.observed import RunSummary
+from holdfast_formats.rest.observed import RunSummary
 
 PAGE_ITEMS = 100
 Order = Literal["name", "attention"]

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from holdfast.rest.api import PAGE_ITEMS, Api
 from holdfast_formats.errors import CheckpointError, InvalidRequest, from_problem
-from holdfast_formats.operations import NewToken, Token, TokenRequest
+from holdfast_formats.rest.operations import NewToken, Token, TokenRequest
 
 _PATH = "/v1/tokens"
 

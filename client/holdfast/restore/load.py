@@ -19,8 +19,8 @@ from holdfast.restore.targets import finish, targets_of
 from holdfast.state.masters import Masters
 from holdfast.state.train_state import Stored, TrainState
 from holdfast.tensors.leaves import Leaf
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.manifest import Manifest
 
 
 class RestoreReport(NamedTuple):

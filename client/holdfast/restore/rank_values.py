@@ -8,10 +8,12 @@ from typing import NamedTuple
 from holdfast.state import rng
 from holdfast.state.optimizers import GROUP as OPTIM
 from holdfast.tensors import optimizer_documents
-from holdfast_formats import claims, roles, values
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.mesh import Mesh
-from holdfast_formats.roles import Heir
+from holdfast_formats.disk import state_json as values
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.layout import successors
+from holdfast_formats.layout.mesh import Mesh
+from holdfast_formats.layout.successors import Heir
+from holdfast_formats.staging import replica_digests
 
 _OWN_ACCOUNT = f"{rng.GROUP}/{rng.KEY}"  # random streams say themselves what became of them
 
@@ -31,8 +33,8 @@ class Heritage(NamedTuple):
 
     def own(self, manifest: Manifest, group: str, name: str) -> tuple[str, str]:
         """The group and name under which this rank's tensor is stored, where ranks may have had others of that name."""
-        apart = claims.apart(self.position if group == claims.HOME else self.place, group, name)
-        return (claims.HOME, apart) if apart in manifest.tensors.get(claims.HOME, {}) else (group, name)
+        apart = replica_digests.apart(self.position if group == replica_digests.HOME else self.place, group, name)
+        return (replica_digests.HOME, apart) if apart in manifest.tensors.get(replica_digests.HOME, {}) else (group, name)
 
 
 def heritage(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) -> Heritage:
@@ -40,13 +42,13 @@ def heritage(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) ->
 
     Optimizers' documents are put together of all ranks': each rank knew the parameters of its own stage only.
     """
-    saved = roles.read(manifest.mesh) if now is not None else None
+    saved = successors.read(manifest.mesh) if now is not None else None
     if now is None or saved is None or saved.world != manifest.world:
         held = values.for_rank(encoded, rank)
         notes = [f"{name}: taken from another rank of the saved world" for name in _told(held.remapped)]
         writer = rank % manifest.world
         return Heritage(_merged(encoded, held), None, tuple(notes), writer, writer)
-    position, stream = roles.position(saved, now, rank), roles.stream(saved, now, rank)
+    position, stream = successors.position(saved, now, rank), successors.stream(saved, now, rank)
 
     def heir(group: str, key: str) -> int:
         return position.rank if group == rng.GROUP and key != rng.KEY else stream.rank
@@ -64,12 +66,12 @@ def heritage(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) ->
 
 def _of_positions(names: Sequence[str], heir: Heir, meshes: tuple[Mesh, Mesh], rank: int) -> list[str]:
     saved, now = meshes
-    index, count = roles.index(now, now.coordinate(rank)), roles.indices(saved)
+    index, count = successors.index(now, now.coordinate(rank)), successors.indices(saved)
     notes = []
     if not heir.exact:
         text = f"data-parallel index {index} is new ({count} were saved): it starts where rank {heir.rank} was, as others do"
         notes += [f"{name}: {text}" for name in names]
-    left = roles.left(saved, now)
+    left = successors.left(saved, now)
     if left:
         text = f"indices {left.start} to {left.stop - 1} of {count} are continued by nobody: there are {left.start} now"
         notes += [f"{name}: {text}" for name in names]

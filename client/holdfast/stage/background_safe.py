@@ -16,8 +16,8 @@ from holdfast.state.optimizer_wrappers import innermost
 from holdfast.state.train_state import EXTRA
 from holdfast.tensors.fragments import Piece, local_tensor
 from holdfast.tensors.leaves import RANK_PREFIX, Leaf
-from holdfast_formats.arena import PAGE_BYTES
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.staging.arena import PAGE_BYTES
 
 
 class Judge:

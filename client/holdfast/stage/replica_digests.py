@@ -20,7 +20,8 @@ from holdfast.state.extras import GROUP as EXTRA
 from holdfast.tensors.fragments import local_tensor
 from holdfast.tensors.leaves import RANK_PREFIX, Key, Leaf
 from holdfast.tickets import SaveTicket
-from holdfast_formats import claims, digest, table
+from holdfast_formats import digest
+from holdfast_formats.staging import replica_digests, slot_table
 
 
 class Kind(IntEnum):
@@ -41,7 +42,7 @@ class Statement:
     @property
     def table_bytes(self) -> int:
         """How much longer it makes a table."""
-        return table.digests_bytes(len(self._places))
+        return slot_table.digests_bytes(len(self._places))
 
     def digests(self, data: memoryview) -> bytes:
         """As a table has them; call it once everything is in the slot."""
@@ -73,10 +74,10 @@ def _taken(
 
 def _one(box: NDArray[Any], step: int | None) -> int:
     """What `native_copy.c` does."""
-    if step is None or len(box) <= claims.SAMPLE_BYTES:
+    if step is None or len(box) <= replica_digests.SAMPLE_BYTES:
         return digest.number(box)
-    parts = [digest.number(box[at : at + claims.STRETCH_BYTES]) for at in claims.places(len(box), step)]
-    return digest.number(struct.pack(f"<{claims.STRETCHES}Q", *parts))
+    parts = [digest.number(box[at : at + replica_digests.STRETCH_BYTES]) for at in replica_digests.places(len(box), step)]
+    return digest.number(struct.pack(f"<{replica_digests.STRETCHES}Q", *parts))
 
 
 class _Rows(NamedTuple):

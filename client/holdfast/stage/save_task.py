@@ -13,8 +13,8 @@ from holdfast.stage.slots import Slot
 from holdfast.stage.staging import Layout
 from holdfast.threads import at_exit, background_requests
 from holdfast.tickets import SaveTicket, Tickets
-from holdfast_formats import table
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.staging import slot_table as table
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ import weakref
 
 from holdfast.memory.mapping import Mapping
 from holdfast.transport import Transport
-from holdfast_formats import arena, wire
-from holdfast_formats.arena import SlotHeader, SlotState
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError, DaemonGone, LimitExceeded
 from holdfast_formats.lineage import NO_INTENT, Intent
+from holdfast_formats.staging import arena, wire
+from holdfast_formats.staging.arena import SlotHeader, SlotState
 
 LEASE_MARGIN_S = 10.0  # how much longer than the daemon itself we wait for its answer
 

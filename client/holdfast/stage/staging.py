@@ -12,12 +12,12 @@ from holdfast.stage.background_copy import Move
 from holdfast.state.train_state import Leaf, Snapshot
 from holdfast.tensors.fragments import Piece
 from holdfast.tensors.torch_dtypes import SIGNED, as_integers
-from holdfast_formats import table
-from holdfast_formats.arena import PAGE_BYTES
-from holdfast_formats.holdings import span_of
+from holdfast_formats.disk.packing import FILE_BYTES_MAX, pack
 from holdfast_formats.lineage import NO_INTENT, Intent
-from holdfast_formats.packing import FILE_BYTES_MAX, pack
-from holdfast_formats.table import Blob, SlotTable
+from holdfast_formats.staging import slot_table
+from holdfast_formats.staging.arena import PAGE_BYTES
+from holdfast_formats.staging.holdings import span_of
+from holdfast_formats.staging.slot_table import Blob, SlotTable
 from holdfast_formats.tensors import Fragment as StagedFragment
 from holdfast_formats.tensors import TensorSpec
 
@@ -94,7 +94,7 @@ def lay_out(
         end += -end % ALIGNMENT_BYTES if place is None else (place - end) % PAGE_BYTES
         boxes = tuple(piece.box for piece in leaf.pieces)
         fragments.append(StagedFragment(spec, boxes, end, leaf.placement))
-        encoded.append(table.encode_fragment(fragments[-1]))
+        encoded.append(slot_table.encode_fragment(fragments[-1]))
         for piece in leaf.pieces:
             copies.append(Copy(leaf.path, piece.tensor, end, not settled(leaf, piece)))
             end += piece.tensor.numel() * piece.tensor.element_size()
@@ -145,7 +145,7 @@ def encode_table(
     intent: Intent = NO_INTENT,
 ) -> bytes:
     """The slot's table: everything the daemon needs to save this rank's part without this rank."""
-    return table.encode(
+    return slot_table.encode(
         SlotTable(
             *who,
             groups=snapshot.groups,

@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
-from holdfast_formats.table import ASSET_BYTES_MAX
+from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX
 
 
 def collect(assets: Any) -> dict[str, bytes]:

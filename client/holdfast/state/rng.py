@@ -22,7 +22,7 @@ from holdfast.tensors.leaves import RANK_PREFIX, Content, Plan, Selection, Store
 from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
-from holdfast_formats.roles import Heir
+from holdfast_formats.layout.successors import Heir
 
 GROUP = "extra"
 KEY = "rng"

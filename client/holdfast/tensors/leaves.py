@@ -13,8 +13,8 @@ from holdfast.tensors import fragments
 from holdfast.tensors.fragments import Fragment, Piece, Placed, Storable
 from holdfast.tensors.torch_dtypes import has_memory, safetensors_name
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.layout.successors import Heir
 from holdfast_formats.region import Shape
-from holdfast_formats.roles import Heir
 from holdfast_formats.tensors import TensorSpec
 
 RANK_PREFIX = "ranks/"  # tensors that belong to one rank's process, not to the model: RNG, data loaders

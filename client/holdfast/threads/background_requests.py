@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from holdfast.threads.latch import Latch
 from holdfast.transport import Reply, Transport
-from holdfast_formats import wire
+from holdfast_formats.staging import wire
 
 _Result = TypeVar("_Result")
 

@@ -7,11 +7,11 @@ from typing import Annotated, NamedTuple
 
 from fastapi import APIRouter, Depends, Query, Request
 
-from holdfast_formats import comparing, rest
-from holdfast_formats.comparing import Pair
+from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import LimitExceeded
-from holdfast_formats.observed import Difference, DifferenceState
-from holdfast_formats.packing import natural_key
+from holdfast_formats.rest import bodies, comparing
+from holdfast_formats.rest.comparing import Pair
+from holdfast_formats.rest.observed import Difference, DifferenceState
 from holdfast_service.daemon.checking import comparing as reading
 from holdfast_service.daemon.checking.comparing import Side
 
@@ -29,8 +29,8 @@ StepText = Annotated[str, Query(max_length=32, description="a step, or a selecto
 class Asked(NamedTuple):
     """Which tensors of which two checkpoints."""
 
-    left: rest.Checkpoint
-    right: rest.Checkpoint
+    left: bodies.Checkpoint
+    right: bodies.Checkpoint
     group: str | None
     state: DifferenceState | None
     q: str
@@ -47,12 +47,12 @@ def _two(
     a: StepText,
     b: StepText,
     run_b: Annotated[str | None, Query(max_length=128, description="the run of b; the same one unless given")] = None,
-) -> tuple[rest.Checkpoint, rest.Checkpoint]:
+) -> tuple[bodies.Checkpoint, bodies.Checkpoint]:
     return contents.find(services, run, a), contents.find(services, run_b or run, b)
 
 
 def _asked(
-    two: Annotated[tuple[rest.Checkpoint, rest.Checkpoint], Depends(_two)],
+    two: Annotated[tuple[bodies.Checkpoint, bodies.Checkpoint], Depends(_two)],
     group: Annotated[str | None, Query(max_length=64, description="of this group only")] = None,
     state: Annotated[DifferenceState | None, Query(description="in this state only, as the manifests tell it")] = None,
     q: Annotated[str, Query(max_length=256, description="whose names contain this")] = "",
@@ -68,14 +68,14 @@ def compare_checkpoints(
     exact: Annotated[bool, Query(description="read what changed and say how far it is apart; at most 1 GiB a page")] = False,
     cursor: Cursor = None,
     limit: Limit = 100,
-) -> rest.Page[Difference]:
+) -> bodies.Page[Difference]:
     """By group, in natural order of names. Digests say what is equal; `exact` reads the rest, every byte proven.
 
     `unknown` is what was cut into other extents, so that only its bytes can tell. A `compare` job reads without a limit.
     """
     shown, behind = _page(asked.pairs(request.app.state.opened), cursor, limit)
     if not exact:
-        return rest.Page(items=[comparing.difference(pair) for pair in shown], next=behind)
+        return bodies.Page(items=[comparing.difference(pair) for pair in shown], next=behind)
     size = reading.bytes_to_read(shown)
     if size > EXACT_BYTES_MAX:
         raise LimitExceeded(
@@ -84,7 +84,7 @@ def compare_checkpoints(
             bytes=size,
         )
     sides = Side(asked.left.run, asked.left.step), Side(asked.right.run, asked.right.step)
-    return rest.Page(items=list(reading.compare(services.tier, sides, shown)), next=behind)
+    return bodies.Page(items=list(reading.compare(services.tier, sides, shown)), next=behind)
 
 
 def _page(found: list[Pair], cursor: str | None, limit: int) -> tuple[list[Pair], str | None]:

@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast_formats import manifest as manifests
-from holdfast_formats import naming, proof, rest, statistics
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest as manifests
+from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.packing import natural_key
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint, NoSuchResource
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.packing import natural_key
-from holdfast_formats.proof import Piece
+from holdfast_formats.rest import bodies, statistics
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.storage import Tier, vouched
 
@@ -79,10 +81,10 @@ class Contents:
     def columns(self) -> Columns:
         return Columns(self.manifest)
 
-    def tensor(self, group: str, name: str) -> rest.Tensor:
+    def tensor(self, group: str, name: str) -> bodies.Tensor:
         alias_of = self.manifest.aliases.get(group, {}).get(name)
         entry = self.manifest.tensors[group][alias_of or name]
-        return rest.Tensor(
+        return bodies.Tensor(
             group=group,
             name=name,
             dtype=entry.dtype,
@@ -138,7 +140,7 @@ class OpenedCheckpoints:
         return encoded, manifests.decode(encoded, commit)
 
 
-def find(services: Services, run: str, step: str) -> rest.Checkpoint:
+def find(services: Services, run: str, step: str) -> bodies.Checkpoint:
     """The checkpoint that a path names by number, as `latest` or `latest-healthy`.
 
     Raises `NoSuchRun`, `NoSuchCheckpoint` or `InvalidRequest`.
@@ -158,7 +160,7 @@ def find(services: Services, run: str, step: str) -> rest.Checkpoint:
     return services.catalog.checkpoint(run, int(step))
 
 
-def page_of_tensors(contents: Contents, group: str | None, cursor: str | None, limit: int) -> rest.Page[rest.Tensor]:
+def page_of_tensors(contents: Contents, group: str | None, cursor: str | None, limit: int) -> bodies.Page[bodies.Tensor]:
     """The tensors behind `cursor`, of one group or of all."""
     keys = [key for key in contents.tensor_keys if group is None or key[0] == group]
     if group is not None and group not in contents.manifest.tensors:
@@ -169,13 +171,13 @@ def page_of_tensors(contents: Contents, group: str | None, cursor: str | None, l
         first = bisect_right(keys, (at_group, natural_key(at_name), at_name))
     shown = keys[first : first + limit]
     more = first + limit < len(keys)
-    return rest.Page(
+    return bodies.Page(
         items=[contents.tensor(key[0], key[2]) for key in shown],
         next=encode_cursor(shown[-1][0], shown[-1][2]) if more else None,
     )
 
 
-def page_of_files(tier: Tier, contents: Contents, cursor: str | None, limit: int) -> rest.Page[rest.File]:
+def page_of_files(tier: Tier, contents: Contents, cursor: str | None, limit: int) -> bodies.Page[bodies.File]:
     """Every file of the checkpoint, COMMIT and manifest included, with what is on storage beside what should be."""
     listed = {file.name: file for file in contents.manifest.files}
     names = sorted({*listed, naming.COMMIT, naming.MANIFEST})
@@ -185,7 +187,7 @@ def page_of_files(tier: Tier, contents: Contents, cursor: str | None, limit: int
         stored = tier.size(f"{contents.directory}/{name}")
         entry = listed.get(name)
         items.append(
-            rest.File(
+            bodies.File(
                 name=name,
                 bytes=entry.bytes if entry else stored or 0,
                 stored=stored,
@@ -193,7 +195,7 @@ def page_of_files(tier: Tier, contents: Contents, cursor: str | None, limit: int
                 digest=entry.digest if entry else None,
             )
         )
-    return rest.Page(items=items, next=encode_cursor(items[-1].name) if first + limit < len(names) else None)
+    return bodies.Page(items=items, next=encode_cursor(items[-1].name) if first + limit < len(names) else None)
 
 
 def encode_cursor(*position: str) -> str:

@@ -15,9 +15,9 @@ import aiofiles
 import zstandard
 from starlette.responses import Response, StreamingResponse
 
-from holdfast_formats import proof
+from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import CorruptManifest, Damaged, InvalidRequest, NoSuchResource, StorageFailed
-from holdfast_formats.proof import Piece
 from holdfast_service.storage import Tier
 
 from . import problems

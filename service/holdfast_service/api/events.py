@@ -12,9 +12,9 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from holdfast_formats import rest
 from holdfast_formats.errors import DeadlineExceeded, InvalidRequest
-from holdfast_formats.operations import EVENTS, Event, Gap
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import EVENTS, Event, Gap
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.pages import INTEGER_MAX
 
@@ -123,7 +123,7 @@ Asked = Annotated[Wanted, Depends(_asked)]
     "/events",
     dependencies=READS,
     summary="Events: a live stream with `Accept: text/event-stream`, else a page, newest first",
-    response_model=rest.Page[Event],
+    response_model=bodies.Page[Event],
     responses={200: {"description": "A page, or a stream", "content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}},
 )
 async def get_events(

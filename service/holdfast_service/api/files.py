@@ -11,11 +11,13 @@ import zstandard
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
-from holdfast_formats import naming, proof, rest
+from holdfast_formats import naming
 from holdfast_formats.digest import digest
+from holdfast_formats.disk import pieces
+from holdfast_formats.disk.manifest import stated_sha256
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import NoSuchResource
-from holdfast_formats.manifest import stated_sha256
-from holdfast_formats.proof import Piece
+from holdfast_formats.rest import bodies
 
 from . import contents, delivery, problems
 from .contents import Contents, OpenedCheckpoints
@@ -74,12 +76,12 @@ def list_tensors(
     group: Annotated[str | None, Query(description="this group only")] = None,
     cursor: Cursor = None,
     limit: Limit = 100,
-) -> rest.Page[rest.Tensor]:
+) -> bodies.Page[bodies.Tensor]:
     return contents.page_of_tensors(held, group, cursor, limit)
 
 
 @router.get(f"{_CHECKPOINT}/files", dependencies=READS_RUN, summary="Files, by name, with their lengths on storage")
-def list_files(services: Wired, held: Held, cursor: Cursor = None, limit: Limit = 100) -> rest.Page[rest.File]:
+def list_files(services: Wired, held: Held, cursor: Cursor = None, limit: Limit = 100) -> bodies.Page[bodies.File]:
     return contents.page_of_files(services.tier, held, cursor, limit)
 
 
@@ -119,7 +121,7 @@ def _delivery(opened: OpenedCheckpoints, services: Services, path: tuple[str, st
     if entry is None:
         raise NoSuchResource(f"checkpoint {run}@{number} has no file {name!r}", hint="…/files lists them")
     if whole:
-        proof.check_size(held.manifest, name, services.tier.size(f"{held.directory}/{name}"))
+        pieces.check_size(held.manifest, name, services.tier.size(f"{held.directory}/{name}"))
     etag = f'"{held.sha256[:32]}-{entry.digest}"'
     if services.files_root is not None:
         fetch = delivery.fetch_posix(services.files_root / held.directory)

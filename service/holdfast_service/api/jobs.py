@@ -10,9 +10,9 @@ from fastapi import APIRouter, Depends, Header, Path, Query
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 
-from holdfast_formats import rest
 from holdfast_formats.errors import NoSuchResource
-from holdfast_formats.operations import Job, JobKind, JobRequest, JobState
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
 from holdfast_service.control.access.tokens import Principal
 from holdfast_service.control.jobs.catalog import GOES_ON, second_run
 from holdfast_service.control.jobs.runner import JobRunner
@@ -69,7 +69,7 @@ def list_jobs(  # noqa: PLR0913 — one a filter
     run: Annotated[str | None, Query(description="of this run only")] = None,
     cursor: Cursor = None,
     limit: Limit = 100,
-) -> rest.Page[Job]:
+) -> bodies.Page[Job]:
     page = runner.jobs.page(cursor, limit, kind, state, run)
     return page.model_copy(update={"items": [_shown(job, viewer) for job in page.items]})
 

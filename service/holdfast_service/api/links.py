@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import HTMLResponse, Response
 
 from holdfast_formats.errors import Unauthenticated
-from holdfast_formats.operations import Link
+from holdfast_formats.rest.operations import Link
 
 from . import problems
 from .heads import COOKIE

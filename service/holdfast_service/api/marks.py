@@ -6,9 +6,10 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
 from holdfast_formats.errors import Damaged
-from holdfast_formats.retention import check_label
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.retention import check_label
 from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file
 from holdfast_service.storage import Tier
 
@@ -42,7 +43,7 @@ class Marks:
             raise self._problem
         return self._file.labels.get(label, ())
 
-    def on(self, checkpoint: rest.Checkpoint) -> rest.Checkpoint:
+    def on(self, checkpoint: bodies.Checkpoint) -> bodies.Checkpoint:
         """The checkpoint with its marks."""
         pinned, labels = checkpoint.step in self._pins, self._labels.get(checkpoint.step, [])
         return checkpoint.model_copy(update={"pinned": pinned, "labels": labels}) if pinned or labels else checkpoint

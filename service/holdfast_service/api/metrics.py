@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from holdfast_formats.errors import CatalogUnavailable, Forbidden, NoSpace, QuotaExceeded, Unauthenticated
-from holdfast_formats.operations import EVENTS
+from holdfast_formats.rest.operations import EVENTS
 from holdfast_service.control.catalog.catalog import ENDED
 from holdfast_service.control.database.visible import sees_all, visible
 from holdfast_service.control.insight.gauges import Gauges

@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute, RouteContext, iter_route_contexts
 from starlette.routing import BaseRoute
 
 from holdfast_formats.errors import NoSuchRun
-from holdfast_formats.operations import Scope
+from holdfast_formats.rest.operations import Scope
 from holdfast_service.control.access.tokens import Principal
 
 from . import bodies, rights

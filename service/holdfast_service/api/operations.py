@@ -8,8 +8,8 @@ from fastapi import APIRouter, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from starlette.responses import Response
 
-from holdfast_formats import rest
 from holdfast_formats.errors import CheckpointError, StorageFailed
+from holdfast_formats.rest import bodies
 from holdfast_service.control.access.tokens import Principal
 from holdfast_service.control.catalog.listing import Within
 from holdfast_service.control.database.visible import sees_all
@@ -32,19 +32,19 @@ def list_rounds(  # noqa: PLR0913 — one a filter
     since: Since = None,
     cursor: Cursor = None,
     limit: Limit = 100,
-) -> rest.Page[rest.Round]:
+) -> bodies.Page[bodies.Round]:
     """All filters that are given hold together; `since` looks at when a round was opened."""
     return services.catalog.rounds(run, state, cursor, limit, Within(step_min, step_max, since))
 
 
 @router.get("/v1/nodes", dependencies=READS, summary="Daemons that write here")
-def list_nodes(services: Wired, viewer: Viewer) -> rest.Page[rest.Node]:
+def list_nodes(services: Wired, viewer: Viewer) -> bodies.Page[bodies.Node]:
     """Where things are on its machine is for tokens of all runs; the socket also for those that may save."""
     node = services.node()
-    return rest.Page(items=[node if viewer.sees_all else _of_own_runs(node, services, viewer)])
+    return bodies.Page(items=[node if viewer.sees_all else _of_own_runs(node, services, viewer)])
 
 
-def _of_own_runs(node: rest.Node, services: Services, viewer: Principal) -> rest.Node:
+def _of_own_runs(node: bodies.Node, services: Services, viewer: Principal) -> bodies.Node:
     told: dict[str, Any] = {
         "pid": None,
         "root": None,
@@ -58,14 +58,14 @@ def _of_own_runs(node: rest.Node, services: Services, viewer: Principal) -> rest
 
 
 @router.get("/healthz", dependencies=OPEN, summary="The process answers; `degraded` while the catalog is away")
-async def get_health(services: Wired, viewer: Viewer) -> rest.Health:
+async def get_health(services: Wired, viewer: Viewer) -> bodies.Health:
     """The version is for those who may read, the root for tokens of all runs. Nothing is waited for, not even a thread."""
     away = services.book is not None and services.book.trouble is not None
     return _health("degraded" if away else "ok", services, viewer)
 
 
 @router.get("/readyz", dependencies=OPEN, summary="Catalog and storage answer; a 5xx problem when one does not")
-def get_readiness(services: Wired, viewer: Viewer) -> rest.Health:
+def get_readiness(services: Wired, viewer: Viewer) -> bodies.Health:
     try:
         services.catalog.round_counts()
         services.tier.free_bytes()
@@ -78,11 +78,11 @@ def get_readiness(services: Wired, viewer: Viewer) -> rest.Health:
     return _health("ready", services, viewer)
 
 
-def _health(status: str, services: Services, viewer: Principal) -> rest.Health:
+def _health(status: str, services: Services, viewer: Principal) -> bodies.Health:
     if not viewer.known:
-        return rest.Health(status=status)
+        return bodies.Health(status=status)
     root = services.root if viewer.sees_all else None
-    return rest.Health(status=status, version=services.version, root=root)
+    return bodies.Health(status=status, version=services.version, root=root)
 
 
 @router.get(

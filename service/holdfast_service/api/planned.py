@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast_formats import holding, layouts, proof, reading, rest, shard_file
+from holdfast_formats.disk import pieces, read_planner
+from holdfast_formats.disk.read_planner import ReadPlan, Wanted
 from holdfast_formats.errors import CorruptManifest, NoSuchResource, StateMismatch
-from holdfast_formats.holding import Held, Holding
-from holdfast_formats.reading import ReadPlan, Wanted
-from holdfast_formats.shard_file import Placed
+from holdfast_formats.layout import language, rank_tensors, shard_file
+from holdfast_formats.layout.rank_tensors import Held, Holding
+from holdfast_formats.layout.shard_file import Placed
+from holdfast_formats.rest import bodies
 from holdfast_service.daemon.shared_reads.extent_cache import Source
 from holdfast_service.storage import Tier
 
@@ -64,7 +66,7 @@ class PlannedShard:
         plan = self._plan(self.recipe.file.tensors)
         return plan.needed, plan.read
 
-    def page(self, cursor: str | None, limit: int) -> rest.ShardPlan:
+    def page(self, cursor: str | None, limit: int) -> bodies.ShardPlan:
         """The plan of the tensors behind `cursor`: `limit` of them, or fewer where they have very many extents."""
         placed = self.recipe.file.tensors
         first = self._position(cursor)
@@ -78,7 +80,7 @@ class PlannedShard:
         shown = placed[first:last]
         needed, read = self._totals
         manifest = self._contents.manifest
-        return rest.ShardPlan(
+        return bodies.ShardPlan(
             run=manifest.run,
             step=manifest.step,
             manifest_sha256=self._contents.sha256,
@@ -108,11 +110,11 @@ class PlannedShard:
     def _plan(self, placed: tuple[Placed, ...]) -> ReadPlan:
         group = self._asked.group
         wanted = (Wanted(group, part.tensor, part.box) for one in placed for part in one.local.parts)
-        return reading.plan(self._contents.manifest, wanted)
+        return read_planner.plan(self._contents.manifest, wanted)
 
-    def _stored(self, name: str) -> rest.StoredTensor:
+    def _stored(self, name: str) -> bodies.StoredTensor:
         entry = self.recipe.entries[name]
-        return rest.StoredTensor(dtype=entry.dtype, shape=list(entry.shape), file=entry.file, start=entry.start)
+        return bodies.StoredTensor(dtype=entry.dtype, shape=list(entry.shape), file=entry.file, start=entry.start)
 
 
 class PlannedShards:
@@ -130,8 +132,8 @@ class PlannedShards:
 
         Every spelling of a layout has one shard.
         """
-        layout = layouts.parse(asked.layout)
-        asked = asked._replace(layout=layouts.text(layout))
+        layout = language.parse(asked.layout)
+        asked = asked._replace(layout=language.text(layout))
         key = (contents.sha256, asked)
         with self._planning:
             if key not in self._shards:
@@ -154,8 +156,8 @@ class PlannedShards:
     def _holding(self, contents: Contents, asked: Asked) -> Holding:
         key = (contents.sha256, asked.layout, asked.group)
         if key not in self._holdings:
-            layout, config = layouts.parse(asked.layout), self._config(contents)
-            self._holdings[key] = holding.of_manifest(contents.manifest, asked.group, layout, config)
+            layout, config = language.parse(asked.layout), self._config(contents)
+            self._holdings[key] = rank_tensors.of_manifest(contents.manifest, asked.group, layout, config)
             if len(self._holdings) > HOLDINGS_MAX:
                 self._holdings.popitem(last=False)
         self._holdings.move_to_end(key)
@@ -170,7 +172,7 @@ class PlannedShards:
             encoded = self._tier.read(f"{contents.directory}/{CONFIG}", 0, entry.bytes)
         except NoSuchResource as error:
             raise CorruptManifest(f"{CONFIG} is missing", file=CONFIG) from error
-        proof.check(contents.pieces[CONFIG][0], encoded)
+        pieces.check(contents.pieces[CONFIG][0], encoded)
         try:
             config = json.loads(encoded)
         except (ValueError, RecursionError):
@@ -187,9 +189,9 @@ def _told(notes: tuple[str, ...]) -> list[str]:
     return [*notes[:NOTES_MAX], *([f"and {more} more"] if more > 0 else [])]
 
 
-def _item(placed: Placed) -> rest.ShardTensor:
+def _item(placed: Placed) -> bodies.ShardTensor:
     local = placed.local
-    return rest.ShardTensor(
+    return bodies.ShardTensor(
         name=local.name,
         dtype=local.dtype,
         shape=list(local.shape),
@@ -197,7 +199,7 @@ def _item(placed: Placed) -> rest.ShardTensor:
         bytes=placed.stop - placed.start,
         padding=local.padding,
         parts=[
-            rest.ShardPart(
+            bodies.ShardPart(
                 tensor=part.tensor,
                 offset=list(part.box.offset),
                 shape=list(part.box.shape),
@@ -209,14 +211,14 @@ def _item(placed: Placed) -> rest.ShardTensor:
     )
 
 
-def _reads(plan: ReadPlan) -> list[rest.ShardRead]:
+def _reads(plan: ReadPlan) -> list[bodies.ShardRead]:
     return [
-        rest.ShardRead(
+        bodies.ShardRead(
             file=read.file,
             start=read.start,
             stop=read.stop,
             extents=[
-                rest.ShardExtent(tensor=str(piece.tensor), start=piece.start, length=piece.length, digest=piece.digest)
+                bodies.ShardExtent(tensor=str(piece.tensor), start=piece.start, length=piece.length, digest=piece.digest)
                 for piece in read.pieces
             ],
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from holdfast_formats import rest
-from holdfast_formats.operations import Replica
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import Replica
 from holdfast_service.control.checkpoints import replicas
 
 from . import contents, problems
@@ -20,7 +20,7 @@ router = APIRouter(prefix="/v1", tags=["replicas"], responses=problems.RESPONSES
     dependencies=READS_RUN,
     summary="A checkpoint's copies in other tiers, by tier",
 )
-def list_replicas(services: Wired, run: str, step: str) -> rest.Page[Replica]:
+def list_replicas(services: Wired, run: str, step: str) -> bodies.Page[Replica]:
     """All on one page: there are as many as tiers. What is being copied, or could not be, is among them with its problem."""
     found = contents.find(services, run, step)
-    return rest.Page(items=replicas.listed(services.catalog.database, found.run, found.step))
+    return bodies.Page(items=replicas.listed(services.catalog.database, found.run, found.step))

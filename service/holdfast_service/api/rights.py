@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from holdfast_formats.errors import NoSuchRun
-from holdfast_formats.operations import Scope
+from holdfast_formats.rest.operations import Scope
 from holdfast_service.control.access.tokens import Principal
 
 from . import bodies

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from holdfast_formats import rest
+from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.listing import Within
 from holdfast_service.control.insight.facts import UNKNOWN, Lived
 
@@ -19,21 +19,21 @@ from .services import Cursor, Limit, Since, StepMax, StepMin, Wired
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
 Prefix = Annotated[str, Query(max_length=128, description="only runs whose names begin so")]
 Label = Annotated[str | None, Query(max_length=128, description="only those that have this label")]
-State = Annotated[rest.CheckpointState | None, Query(description="only those in this state; the worst that is known")]
+State = Annotated[bodies.CheckpointState | None, Query(description="only those in this state; the worst that is known")]
 
 
 @router.get("/runs", dependencies=READS, summary="Runs, by name")
-def list_runs(services: Wired, cursor: Cursor = None, limit: Limit = 100, prefix: Prefix = "") -> rest.Page[rest.Run]:
+def list_runs(services: Wired, cursor: Cursor = None, limit: Limit = 100, prefix: Prefix = "") -> bodies.Page[bodies.Run]:
     page, lives = services.catalog.runs(cursor, limit, prefix), services.lives()
     return page.model_copy(update={"items": [_alive(run, lives) for run in page.items]})
 
 
 @router.get("/runs/{run}", dependencies=READS_RUN, summary="One run")
-def get_run(services: Wired, run: str) -> rest.Run:
+def get_run(services: Wired, run: str) -> bodies.Run:
     return _alive(services.catalog.run(run), services.lives())
 
 
-def _alive(run: rest.Run, lives: Mapping[str, Lived]) -> rest.Run:
+def _alive(run: bodies.Run, lives: Mapping[str, Lived]) -> bodies.Run:
     return run.model_copy(update={"state": lives.get(run.name, UNKNOWN).life})
 
 
@@ -48,7 +48,7 @@ def list_checkpoints(  # noqa: PLR0913 — one a filter
     since: Since = None,
     cursor: Cursor = None,
     limit: Limit = 100,
-) -> rest.Page[rest.Checkpoint]:
+) -> bodies.Page[bodies.Checkpoint]:
     """All filters that are given hold together. A label that nothing has makes an empty list."""
     marks = Marks(services.tier, run)
     within = Within(step_min, step_max, since, None if label is None else marks.labelled(label))
@@ -59,7 +59,7 @@ def list_checkpoints(  # noqa: PLR0913 — one a filter
 @router.get("/runs/{run}/checkpoints/{step}", dependencies=READS_RUN, summary="One checkpoint, by step or by what it is")
 def get_checkpoint(
     services: Wired, run: str, step: str, metric: selecting.Metric = None, mode: selecting.Mode = "min"
-) -> rest.Checkpoint:
+) -> bodies.Checkpoint:
     """`latest`, `latest-healthy`, or `best` with `?metric=` and `?mode=`: of those verified and healthy."""
     if step == selecting.BEST:
         found = selecting.find(services, run, step, metric, mode)

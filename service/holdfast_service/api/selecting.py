@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from fastapi import Query
 
-from holdfast_formats import rest
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.rest import bodies
 from holdfast_service.control.findings import selection
 
 from .services import Services
@@ -21,7 +21,7 @@ Mode = Annotated[Literal["min", "max"], Query(description="with `best`: whether 
 
 def find(
     services: Services, run: str, name: str, metric: str | None = None, mode: selection.Mode = "min"
-) -> rest.Checkpoint:
+) -> bodies.Checkpoint:
     """The checkpoint that one of `NAMES` names; `NoSuchRun`, `NoSuchCheckpoint`, or `InvalidRequest` without a metric."""
     services.catalog.run(run)
     database = services.catalog.database

@@ -10,10 +10,10 @@ from typing import Annotated, Protocol
 
 from fastapi import Depends, Query, Request
 
-from holdfast_formats import rest
 from holdfast_formats.errors import Damaged
 from holdfast_formats.naming import STEP_MAX
-from holdfast_formats.operations import ReplicaLag
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import ReplicaLag
 from holdfast_service.control.access.owner import Owner
 from holdfast_service.control.access.tokens import Principal, Tokens, make_text
 from holdfast_service.control.catalog.book import Book
@@ -52,7 +52,7 @@ class Services:
     catalog: Catalog
     root: str
     version: str
-    node: Callable[[], rest.Node]
+    node: Callable[[], bodies.Node]
     rotation: Rotation
     events: Events
     files_root: Path | None = None

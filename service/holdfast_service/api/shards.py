@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
-from holdfast_formats import rest
+from holdfast_formats.rest import bodies
 
 from . import contents, delivery, problems
 from .delivery import Delivery
@@ -30,7 +30,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The shard, or its plan where Accept asks for JSON",
         "content": {MEDIA_TYPE: {}, JSON: {"schema": {"$ref": "#/components/schemas/ShardPlan"}}},
-        "model": rest.ShardPlan,
+        "model": bodies.ShardPlan,
     },
     206: {"description": "The bytes of the range"},
     304: {"description": "The asker has it already"},

@@ -8,10 +8,10 @@ import numpy as np
 from fastapi import APIRouter, Query, Request
 from numpy.typing import NDArray
 
-from holdfast_formats import rest, statistics
 from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchResource
-from holdfast_formats.observed import Layers, TensorStatistics
-from holdfast_formats.statistics import Statistics
+from holdfast_formats.rest import bodies, statistics
+from holdfast_formats.rest.observed import Layers, TensorStatistics
+from holdfast_formats.rest.statistics import Statistics
 from holdfast_service.control.catalog.statistics import LAST_MAX, StatisticsStore
 
 from . import contents, problems
@@ -43,7 +43,7 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     q: Text = "",
     cursor: Cursor = None,
     limit: Limit = 100,
-) -> rest.Page[TensorStatistics]:
+) -> bodies.Page[TensorStatistics]:
     """They are made when the checkpoint is read back after its commit; before, 404. They never change."""
     opened = request.app.state.opened
     assert isinstance(opened, OpenedCheckpoints)
@@ -59,7 +59,7 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     shown = order[first : first + limit].tolist()
     items = [statistics.describe(found, position, listed[position]) for position in shown]
     more = first + limit < len(order)
-    return rest.Page(items=items, next=contents.encode_cursor(sort, str(shown[-1])) if more else None)
+    return bodies.Page(items=items, next=contents.encode_cursor(sort, str(shown[-1])) if more else None)
 
 
 @router.get("/runs/{run}/layers", dependencies=READS_RUN, summary="Health by layer over the newest steps: a heat map")

@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats import parts, proof, reading, shard_file, transfer
+from holdfast_formats import transfer
+from holdfast_formats.disk import pieces, read_planner
+from holdfast_formats.disk.manifest import TensorEntry
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import DeadlineExceeded
-from holdfast_formats.manifest import TensorEntry
-from holdfast_formats.proof import Piece
+from holdfast_formats.layout import parts, shard_file
+from holdfast_formats.layout.shard_file import ShardFile, Strip
 from holdfast_formats.region import Box, Shape, byte_span, byte_view
-from holdfast_formats.shard_file import ShardFile, Strip
 from holdfast_formats.transfer import Direction, Elements
 from holdfast_service.daemon.shared_reads.extent_cache import Octets, ProvenExtents, Source
 from holdfast_service.storage import Tier
@@ -156,9 +158,9 @@ def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, lis
         together = stop - start == (part.stop - part.start) * strip.itemsize == part.box.volume * strip.itemsize
         span = (start, stop, strip.at + part.start * strip.itemsize) if together else (0, 0, 0)
         place = Place(parts.view(memory, part), part.box, view.shape, *span)
-        for first, last in reading.extents_of(entry.extents, part.box, view):
+        for first, last in read_planner.extents_of(entry.extents, part.box, view):
             for extent in entry.extents[first:last]:
-                wanted.setdefault(proof.tensor_piece(recipe.group, part.tensor, entry, extent), []).append(place)
+                wanted.setdefault(pieces.tensor_piece(recipe.group, part.tensor, entry, extent), []).append(place)
     return sum(part.box.volume for part in strip.parts) * strip.itemsize
 
 

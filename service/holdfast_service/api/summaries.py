@@ -6,8 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from holdfast_formats import rest
-from holdfast_formats.observed import RunSummary
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import RunSummary
 from holdfast_service.control.insight.summary_queries import Order, Summaries
 
 from . import problems
@@ -28,7 +28,7 @@ def list_summaries(
     sort: Annotated[Order, Query(description="by name, or those first that need attention (up to a minute old)")] = "name",
     cursor: Cursor = None,
     limit: Limit = 100,
-) -> rest.Page[RunSummary]:
+) -> bodies.Page[RunSummary]:
     return _summaries(request).page(cursor, limit, prefix, sort)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 from starlette.responses import Response
 
-from holdfast_formats import operations, rest
+from holdfast_formats.rest import bodies, operations
 
 from . import problems
 from .needs import ADMINS, ADMINS_JSON
@@ -17,7 +17,7 @@ router = APIRouter(prefix="/v1", tags=["tokens"], responses=problems.RESPONSES)
 
 
 @router.get("/tokens", dependencies=ADMINS, summary="Tokens, newest first; never their text")
-def list_tokens(services: Wired, cursor: Cursor = None, limit: Limit = 100) -> rest.Page[operations.Token]:
+def list_tokens(services: Wired, cursor: Cursor = None, limit: Limit = 100) -> bodies.Page[operations.Token]:
     return services.tokens.page(cursor, limit)
 
 

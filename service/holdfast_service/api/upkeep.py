@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from holdfast_formats.consistency import CatalogCheck
+from holdfast_formats.rest.consistency import CatalogCheck
 from holdfast_service.control.checkpoints import consistency
 
 from . import problems

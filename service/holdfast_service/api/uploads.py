@@ -12,7 +12,6 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from holdfast_formats import rest
 from holdfast_formats.errors import (
     CheckpointError,
     DaemonGone,
@@ -22,6 +21,7 @@ from holdfast_formats.errors import (
     NoSuchResource,
     from_problem,
 )
+from holdfast_formats.rest import bodies
 from holdfast_service.daemon.arena.shares import Asker
 from holdfast_service.daemon.arena.upload import Chunk
 from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
@@ -67,7 +67,7 @@ def _rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> RemoteRank:
     return rank
 
 
-def _own(viewer: Viewer, hello: rest.RankHello) -> rest.RankHello:
+def _own(viewer: Viewer, hello: bodies.RankHello) -> bodies.RankHello:
     """What the framework has made of the hello, about a run of the asker's."""
     viewer.require_run(hello.run)
     return hello
@@ -78,15 +78,15 @@ Known = Annotated[RemoteRank, Depends(_rank)]
 
 @router.put(_RANK, dependencies=WRITES_STATED_JSON, summary="A rank says hello; repeating it is harmless")
 def put_rank(
-    services: Wired, ranks: Ranks, rank_id: RankId, hello: Annotated[rest.RankHello, Depends(_own)], viewer: Viewer
-) -> rest.RankWelcome:
+    services: Wired, ranks: Ranks, rank_id: RankId, hello: Annotated[bodies.RankHello, Depends(_own)], viewer: Viewer
+) -> bodies.RankWelcome:
     """Ranks with the same `launch` share an attempt. A rank that begins anew under another id takes its old one's place.
 
     `keep_last` of a token that is no admin's is a wish, which removes nothing: `notices` says so.
     """
     asker = Asker(viewer.tenant, owner=viewer.scope == "admin")
     rank = ranks.hello(rank_id, hello, asker)
-    return rest.RankWelcome(
+    return bodies.RankWelcome(
         attempt=rank.who.attempt,
         node=services.node().name,
         root=services.root,
@@ -114,7 +114,7 @@ def delete_rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> None:
     status_code=204,
     summary="Keep memory for a rank's slots; 413 when the arena has not that much",
 )
-def put_segment(rank: Known, room: rest.Room) -> None:
+def put_segment(rank: Known, room: bodies.Room) -> None:
     rank.reserve(room)
 
 
@@ -123,7 +123,7 @@ def put_segment(rank: Known, room: rest.Room) -> None:
     dependencies=WRITES_STATED_JSON,
     summary="Begin an upload: lease a slot for a step; 409 when the step may not be saved",
 )
-def put_upload(rank: Known, number: Number, wanted: rest.UploadRequest) -> rest.Upload:
+def put_upload(rank: Known, number: Number, wanted: bodies.UploadRequest) -> bodies.Upload:
     """Where no slot is free, since storage has not taken the saves before, the policy decides: an older one or this one is
     dropped, the latter with 503 `generation-dropped`; under `wait` it is 429 `arena-full`: try again. Repeating is harmless.
     """
@@ -131,7 +131,7 @@ def put_upload(rank: Known, number: Number, wanted: rest.UploadRequest) -> rest.
 
 
 @router.get(_UPLOAD, dependencies=READS_STATED, summary="How far an upload is, and what became of it")
-def get_upload(rank: Known, number: Number) -> rest.Upload:
+def get_upload(rank: Known, number: Number) -> bodies.Upload:
     return rank.state(number)
 
 
@@ -143,7 +143,7 @@ async def put_chunk(
     part: Literal["data", "table"],
     content_range: Annotated[str, Header(description="bytes FIRST-LAST/TOTAL, where this chunk stands in its part")],
     x_content_digest: Annotated[str, Header(description="xxh3-64=…, of the chunk before any Content-Encoding")],
-) -> rest.Upload:
+) -> bodies.Upload:
     """Chunks come in order; each is taken as a whole, once its digest was found right, or not at all. A repeated one is
     harmless. `Content-Encoding: zstd` is understood."""
     offset, length = _span(content_range)
@@ -166,14 +166,14 @@ async def put_chunk(
     dependencies=WRITES_STATED_JSON,
     summary="The slot is complete: from here on the daemon saves it, whatever becomes of the rank",
 )
-def seal_upload(rank: Known, number: Number, whole: rest.SealRequest) -> rest.Upload:
+def seal_upload(rank: Known, number: Number, whole: bodies.SealRequest) -> bodies.Upload:
     return rank.seal(number, whole)
 
 
 @router.post(
     f"{_UPLOAD}/abandon", dependencies=WRITES_STATED_JSON, summary="Give an upload up, and with it the save of this step"
 )
-def abandon_upload(rank: Known, number: Number, why: rest.AbandonRequest) -> rest.Upload:
+def abandon_upload(rank: Known, number: Number, why: bodies.AbandonRequest) -> bodies.Upload:
     return rank.abandon(number, from_problem(why.problem))
 
 
@@ -187,7 +187,7 @@ async def get_outcomes(
     rank: Known,
     after: Annotated[int, Query(ge=0, description="`next` of the answer before")] = 0,
     wait_s: Annotated[float, Query(ge=0, le=WAIT_MAX_S, description="how long to wait for an end to tell of")] = 0,
-) -> rest.Outcomes:
+) -> bodies.Outcomes:
     loop, heard = asyncio.get_running_loop(), asyncio.Event()
 
     def listener() -> None:
@@ -211,8 +211,8 @@ async def get_outcomes(
     summary="Which step to restore: every rank's n-th question has one answer",
 )
 def put_choice(
-    services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], question: rest.Question
-) -> rest.Answer:
+    services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], question: bodies.Question
+) -> bodies.Answer:
     """504 while what was saved before is still being written: ask again."""
     return _ranks(services).choose(rank.who, turn, question)
 
@@ -223,15 +223,15 @@ def put_choice(
     summary="How a restore ended: whether this rank goes on, once those of the other ranks have ended too",
 )
 async def put_choice_end(
-    services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], end: rest.RestoreEnd
-) -> rest.RestoreVerdict:
+    services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], end: bodies.RestoreEnd
+) -> bodies.RestoreVerdict:
     """504 while other ranks are still at it: ask again. A problem of damage is looked into, and ends it for all ranks."""
     about = (turn, end.step, None if end.problem is None else from_problem(end.problem))
     limit = time.monotonic() + end.wait_s
     while True:
         try:  # many ranks may wait: none of them keeps a thread meanwhile
             found = await asyncio.to_thread(_ranks(services).restores.judge, rank.who, about, end.alone, 0.0)
-            return rest.RestoreVerdict(again=found.again, problem=found.problem, late=found.late, newest=found.newest)
+            return bodies.RestoreVerdict(again=found.again, problem=found.problem, late=found.late, newest=found.newest)
         except DeadlineExceeded:
             if time.monotonic() >= limit:
                 raise

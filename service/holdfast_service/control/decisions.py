@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import (
     AlreadyCommitted,
     CatalogUnavailable,
@@ -24,12 +25,12 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.lineage import Key as Launch
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.observed import Life
-from holdfast_formats.operations import Level
-from holdfast_formats.plan import Plan
-from holdfast_formats.statistics import Statistics
-from holdfast_formats.table import SlotTable
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import Life
+from holdfast_formats.rest.operations import Level
+from holdfast_formats.rest.statistics import Statistics
+from holdfast_formats.staging.plan import Plan
+from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.attempts import UNNAMED, Attempts, Member
 from holdfast_service.control.catalog.book import Book
@@ -315,9 +316,9 @@ class Decisions:
 
     def _replaced(self, run: str, step: int) -> None:
         """The catalog is told which one stands there now: until then nobody judges it by what is known of the other."""
-        made = rest.describe(roots.load_manifest(self._tier, run, step))
+        made = bodies.describe(roots.load_manifest(self._tier, run, step))
         try:
-            known = rest.as_committed(self._catalog.checkpoint(run, step))
+            known = bodies.as_committed(self._catalog.checkpoint(run, step))
         except NotFound:
             known = None
         if known != made:
@@ -327,7 +328,7 @@ class Decisions:
 
     def _list(self, made: Manifest) -> None:
         if stands(self._tier, made.run, made.step):  # else it was removed while the catalog was away
-            self._catalog.record_checkpoint(rest.describe(made), roots.stamp(self._tier, made.run, made.step))
+            self._catalog.record_checkpoint(bodies.describe(made), roots.stamp(self._tier, made.run, made.step))
 
     def _clear(self, path: str) -> None:
         """Remove a tree in staging/; what cannot be removed now, the next sweep removes."""

@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from holdfast_formats import arena, rest, wire
-from holdfast_formats.arena import Geometry, SlotHeader, SlotState
 from holdfast_formats.digest import check_digest, digest
 from holdfast_formats.errors import (
     CheckpointError,
@@ -29,6 +27,9 @@ from holdfast_formats.errors import (
     from_problem,
 )
 from holdfast_formats.lineage import NO_INTENT, Intent
+from holdfast_formats.rest import bodies
+from holdfast_formats.staging import arena, wire
+from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.segment import Segment
 from holdfast_service.daemon.arena.shares import ADMIN, Asker, Holder, left
@@ -51,7 +52,7 @@ REAP_INTERVAL_S = 1.0
 class RemoteRank:
     """One rank that speaks over HTTP: its segment and its uploads. What ends them comes from the saver, by any thread."""
 
-    def __init__(self, parts: tuple[Arena, Saver], hello: rest.RankHello, attempt: int, tenant: str = "") -> None:
+    def __init__(self, parts: tuple[Arena, Saver], hello: bodies.RankHello, attempt: int, tenant: str = "") -> None:
         self._arena, self._saver = parts
         self.hello, self.holder = hello, Holder(hello.run, tenant)
         self.who = DistantParticipant(hello, attempt, self._notify, lambda: self.heard)
@@ -65,7 +66,7 @@ class RemoteRank:
         self._forgotten = 0  # how many of them are not kept any more
         self._listeners: set[Callable[[], None]] = set()
 
-    def reserve(self, room: rest.Room) -> None:
+    def reserve(self, room: bodies.Room) -> None:
         """Keep so much memory for this rank; `LimitExceeded`, with the numbers, when the arena has not that much."""
         made = arena.geometry(room.slots, room.data_bytes, room.table_bytes)
         with self._turn:
@@ -78,7 +79,7 @@ class RemoteRank:
         if outgrown is not None:
             self._arena.drop(outgrown)
 
-    def open(self, number: int, step: int, policy: wire.Policy = "wait", intent: Intent = NO_INTENT) -> rest.Upload:
+    def open(self, number: int, step: int, policy: wire.Policy = "wait", intent: Intent = NO_INTENT) -> bodies.Upload:
         """Begin the rank's `number`-th upload, or find it begun. Refuses by name a step that this rank may not save.
 
         Where no slot is free the policy decides; `ArenaFull`, at once, under `wait`.
@@ -102,7 +103,7 @@ class RemoteRank:
                 raise
             return self._describe(upload)
 
-    def state(self, number: int) -> rest.Upload:
+    def state(self, number: int) -> bodies.Upload:
         """How far an upload is, and how it ended."""
         return self._describe(self._find(number))
 
@@ -115,7 +116,7 @@ class RemoteRank:
                 hint="reserve a larger segment first",
             )
 
-    def write(self, number: int, part: Part, chunk: Chunk) -> rest.Upload:
+    def write(self, number: int, part: Part, chunk: Chunk) -> bodies.Upload:
         """Take a chunk whose digest is right and that begins where the one before ended; a repeated one changes nothing."""
         check_digest(chunk.digest)
         found = digest(chunk.data)
@@ -145,7 +146,7 @@ class RemoteRank:
             self._saver.renew(self.who, upload.step)
             return self._describe(upload)
 
-    def seal(self, number: int, whole: rest.SealRequest) -> rest.Upload:
+    def seal(self, number: int, whole: bodies.SealRequest) -> bodies.Upload:
         """Hand a slot that arrived completely over to the saver; doing so twice is harmless."""
         check_digest(whole.table_digest)
         with self._turn:
@@ -172,7 +173,7 @@ class RemoteRank:
                 raise
             return self._describe(upload)
 
-    def abandon(self, number: int, error: CheckpointError) -> rest.Upload:
+    def abandon(self, number: int, error: CheckpointError) -> bodies.Upload:
         """Give an upload up, and with it the round; one that is sealed is not the rank's any more and goes on."""
         with self._turn:
             upload = self._find(number)
@@ -181,13 +182,13 @@ class RemoteRank:
                 self._end(upload, "aborted", error)
             return self._describe(upload)
 
-    def outcomes(self, after: int) -> rest.Outcomes:
+    def outcomes(self, after: int) -> bodies.Outcomes:
         """The ends of uploads from the `after`-th one on; the oldest are not kept."""
         with self._lock:
             numbers = self._ended[max(after - self._forgotten, 0) :]
             ended = [self._uploads[number] for number in numbers]
             following = self._forgotten + len(self._ended)
-        return rest.Outcomes(items=[self._describe(upload) for upload in ended], next=following)
+        return bodies.Outcomes(items=[self._describe(upload) for upload in ended], next=following)
 
     @contextmanager
     def listening(self, listener: Callable[[], None]) -> Iterator[None]:
@@ -249,9 +250,9 @@ class RemoteRank:
             raise InvalidRequest(f"upload {number} is committed already")
         return upload
 
-    def _describe(self, upload: Upload) -> rest.Upload:
+    def _describe(self, upload: Upload) -> bodies.Upload:
         outcome = upload.outcome
-        return rest.Upload(
+        return bodies.Upload(
             number=upload.number,
             step=upload.step,
             attempt=self.who.attempt,
@@ -284,14 +285,14 @@ class RemoteRanks:
         with self._lock:
             return len(self._ranks)
 
-    def notices(self, hello: rest.RankHello, owner: bool) -> tuple[str, ...]:
+    def notices(self, hello: bodies.RankHello, owner: bool) -> tuple[str, ...]:
         return self._decisions.denied(hello.run, hello.keep_last, owner)
 
     @property
     def closing(self) -> bool:
         return self._closing.is_set()
 
-    def hello(self, rank_id: str, hello: rest.RankHello, asker: Asker = ADMIN) -> RemoteRank:
+    def hello(self, rank_id: str, hello: bodies.RankHello, asker: Asker = ADMIN) -> RemoteRank:
         """The rank of this id, new or known. One that begins anew takes its predecessor's place. `asker`: see `shares`."""
         if hello.protocol != wire.PROTOCOL:
             raise InvalidRequest(
@@ -337,7 +338,7 @@ class RemoteRanks:
             hint = "let some end first, or have ranks on the daemon's machine use its socket"
             raise LimitExceeded(f"{len(held)} ranks speak over HTTP already, of {RANKS_MAX}, {share.name}", hint=hint)
 
-    def _known(self, rank_id: str, hello: rest.RankHello) -> RemoteRank | None:
+    def _known(self, rank_id: str, hello: bodies.RankHello) -> RemoteRank | None:
         with self._lock:
             known = self._ranks.get(rank_id)
         if known is not None:
@@ -362,12 +363,12 @@ class RemoteRanks:
         """The rank parts; what it has sealed is saved."""
         self._part(rank_id, RoundAborted("this rank has parted"), parted=True)
 
-    def choose(self, who: Participant, turn: int, question: rest.Question) -> rest.Answer:
+    def choose(self, who: Participant, turn: int, question: bodies.Question) -> bodies.Answer:
         """The step that this rank's attempt restores; `DeadlineExceeded` while what was sealed before is being written."""
         if not self._saver.settle(who.run, question.wait_s):
             raise DeadlineExceeded(f"saves of {who.run} are still being written", hint="ask again")
         step = self._decisions.choose(who.run, who.attempt, turn, question.step, question.groups, question.healthy)
-        return rest.Answer(step=step, notes=self.restores.told(who, turn, step, named=question.step is not None))
+        return bodies.Answer(step=step, notes=self.restores.told(who, turn, step, named=question.step is not None))
 
     def expire(self) -> None:
         """Give up the ranks that have been silent for too long."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, InvalidRequest
-from holdfast_formats.operations import Job
+from holdfast_formats.rest.operations import Job
 from holdfast_service.daemon.checking.checker import Checker, Ended, told
 from holdfast_service.daemon.checking.verifier import read_manifest
 from holdfast_service.daemon.saving.saver import Saver

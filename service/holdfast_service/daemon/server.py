@@ -12,14 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from holdfast_formats import arena as formats
-from holdfast_formats import wire
 from holdfast_formats.errors import (
     CheckpointError,
     InvalidRequest,
     LimitExceeded,
     from_problem,
 )
+from holdfast_formats.staging import arena as formats
+from holdfast_formats.staging import wire
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.callers import Caller, Callers, listen
 from holdfast_service.daemon.arena.peer import Peer, hung_up

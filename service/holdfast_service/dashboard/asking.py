@@ -11,8 +11,8 @@ import httpx
 from fastapi import Depends, Request
 from pydantic import BaseModel
 
-from holdfast_formats import rest
 from holdfast_formats.errors import CheckpointError, NotFound, from_problem
+from holdfast_formats.rest import bodies
 
 COOKIE = "holdfast_token"
 LIMIT_MAX = 1000  # of a page of the API
@@ -63,8 +63,8 @@ class Api:
         answer = await self.ask("GET", path, headers={"Accept": "application/json"}, **params)
         return model.model_validate_json(answer.content)
 
-    async def page(self, model: type[Model], path: str, **params: Any) -> rest.Page[Model]:
-        return await self.get(rest.Page[model], path, **params)  # type: ignore[valid-type]
+    async def page(self, model: type[Model], path: str, **params: Any) -> bodies.Page[Model]:
+        return await self.get(bodies.Page[model], path, **params)  # type: ignore[valid-type]
 
     async def walk(self, model: type[Model], path: str, most: int, **params: Any) -> tuple[list[Model], bool]:
         """Up to `most` items of a list, page by page, and whether these are all."""

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast_formats.decoding import decoder
+from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import CheckpointError, CorruptManifest, LimitExceeded
-from holdfast_formats.manifest import Manifest, TensorEntry
-from holdfast_formats.observed import TensorStatistics
-from holdfast_formats.packing import natural_key
+from holdfast_formats.rest.observed import TensorStatistics
 
 from .asking import Api, Shown, at
 

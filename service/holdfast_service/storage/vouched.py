@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 
-from holdfast_formats import manifest, naming
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest
 from holdfast_formats.errors import CorruptManifest, NotCommitted
 
 from .tier import Readable

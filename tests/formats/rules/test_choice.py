@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rules import choose, packaged
+from holdfast_formats.layout.rules import choose, packaged
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def test_every_packaged_table_is_sound() -> None:
     """Each TOML file beside the code is a table of its own file's name, with rules."""
-    there = {entry.name.removesuffix(".toml") for entry in (files("holdfast_formats.rules") / "tables").iterdir()}
+    there = {entry.name.removesuffix(".toml") for entry in (files("holdfast_formats.layout.rules") / "tables").iterdir()}
     assert set(packaged()) == there
     for name in packaged():
         assert choose(None, [], table=name).name == name

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rules import choose
-from holdfast_formats.rules.document import TEXT_BYTES_MAX, check, decode
+from holdfast_formats.layout.rules import choose
+from holdfast_formats.layout.rules.document import TEXT_BYTES_MAX, check, decode
 
 
 def test_a_text_becomes_plain_values() -> None:
@@ -139,7 +139,7 @@ def test_any_table_is_rules_or_refused(table: dict[str, Any], config: dict[str, 
 @given(st.data())
 def test_a_sound_table_with_one_value_changed_is_rules_or_refused(data: st.DataObject) -> None:
     """Whatever stands in the place of any value of a packaged table, the end is rules or a named error."""
-    text = (files("holdfast_formats.rules") / "tables" / "gpt_neox.toml").read_bytes()
+    text = (files("holdfast_formats.layout.rules") / "tables" / "gpt_neox.toml").read_bytes()
     table = decode(text) | {"name": "mine"}
     place: Any = table
     while True:

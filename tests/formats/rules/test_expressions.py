@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rules.expressions import CHARACTERS_MAX, VALUE_MAX, evaluate, names_in, parse
+from holdfast_formats.layout.rules.expressions import CHARACTERS_MAX, VALUE_MAX, evaluate, names_in, parse
 
 VALUES = {"a": 7, "b": 3, "zero": 0}
 

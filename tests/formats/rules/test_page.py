@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast_formats.rules import choose, decode, document, packaged
+from holdfast_formats.layout.rules import choose, decode, document, packaged
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = [DOCS / "rules.md", DOCS / "rules.zh-CN.md"]

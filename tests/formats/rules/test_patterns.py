@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rules.patterns import NAME_CHARACTERS_MAX, Place, compile_pattern, count, expand, places, split
+from holdfast_formats.layout.rules.patterns import NAME_CHARACTERS_MAX, Place, compile_pattern, count, expand, places, split
 
 
 def _match(text: str, name: str) -> Place | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast_formats.errors import InvalidRequest, StateMismatch
-from holdfast_formats.rules import Rules, choose
+from holdfast_formats.layout.rules import Rules, choose
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

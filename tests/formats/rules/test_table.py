@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.rules.document import check
-from holdfast_formats.rules.patterns import compile_pattern
-from holdfast_formats.rules.table import Table, compile_table
+from holdfast_formats.layout.rules.document import check
+from holdfast_formats.layout.rules.patterns import compile_pattern
+from holdfast_formats.layout.rules.table import Table, compile_table
 
 Q, K, V = ({"name": f"l.{{layer}}.{part}", "shape": ["rows", "hidden"], "cut": 0} for part in "qkv")
 E = {"name": "l.{layer}.e.{expert}.up", "shape": ["hidden"]}

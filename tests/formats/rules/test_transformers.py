@@ -12,9 +12,9 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from holdfast_formats.parts import fill, fuse, stack
+from holdfast_formats.layout.parts import fill, fuse, stack
+from holdfast_formats.layout.rules import Fusion, Rules, choose
 from holdfast_formats.region import Shape, whole
-from holdfast_formats.rules import Fusion, Rules, choose
 
 SMALL = {
     "vocab_size": 96,

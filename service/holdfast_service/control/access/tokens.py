@@ -19,9 +19,9 @@ from typing import NamedTuple, get_args
 
 from sqlalchemy import or_, select
 
-from holdfast_formats import rest
 from holdfast_formats.errors import CatalogUnavailable, Forbidden, InvalidRequest, NoSuchResource, Unauthenticated
-from holdfast_formats.operations import NewToken, Scope, Token, TokenRequest
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import NewToken, Scope, Token, TokenRequest
 from holdfast_service.control.access.owner import SESSION_PREFIX, Owner, digest
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
@@ -121,7 +121,7 @@ class Tokens:
         self._tell(token, "made")
         return NewToken(**token.model_dump(), token=text)
 
-    def page(self, cursor: str | None, limit: int) -> rest.Page[Token]:
+    def page(self, cursor: str | None, limit: int) -> bodies.Page[Token]:
         """A page of all tokens, the newest first, revoked and expired ones among them."""
         before = decode_cursor("token", cursor)
         wanted = select(TokenRow).order_by(TokenRow.id.desc()).limit(bounded(limit) + 1)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, Damaged, InvalidRequest, StaleAttempt
-from holdfast_formats.observed import Life
+from holdfast_formats.rest.observed import Life
 from holdfast_service.storage import Tier, vouched
 
 log = logging.getLogger(__name__)

@@ -12,12 +12,13 @@ from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
 from holdfast_formats.errors import (
     InvalidRequest,
     NoSuchCheckpoint,
     NoSuchResource,
 )
+from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog import lines, listing, statistics
 from holdfast_service.control.catalog.attempts import Declared
 from holdfast_service.control.catalog.listing import ENDED, EVERYTHING, GOING_ON, ROUND_STATES, Within
@@ -28,7 +29,7 @@ from holdfast_service.control.database.schema import AnswerRow, AttemptRow, Chec
 __all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "Known"]
 
 UNSAVED = ("aborted", "dropped")
-_STORED = set(rest.Checkpoint.model_fields) - rest.MARKS
+_STORED = set(bodies.Checkpoint.model_fields) - bodies.MARKS
 
 
 class Known(NamedTuple):
@@ -172,7 +173,7 @@ class Catalog:
         code: str | None = None,
         detail: str | None = None,
         **measured: float,
-    ) -> rest.Round | None:
+    ) -> bodies.Round | None:
         """End a round and return it, with what was `measured` of it (`SaveTimes`).
 
         The first end stands, a second one changes nothing and returns None.
@@ -183,7 +184,7 @@ class Catalog:
                 return None
             row.state, row.ended, row.code, row.detail = state, now, code, detail
             row.node, row.measured = self.node, measured or None
-            return rest.Round.model_validate(row, from_attributes=True)
+            return bodies.Round.model_validate(row, from_attributes=True)
 
     def measure_round(self, round_id: int, measured: Mapping[str, float]) -> None:
         """Note what was found out of a round since it ended."""
@@ -191,7 +192,7 @@ class Catalog:
             row = _lock_round(session, round_id)
             row.measured = {**(row.measured or {}), **measured}
 
-    def settle_committed_rounds(self, now: str) -> list[rest.Round]:
+    def settle_committed_rounds(self, now: str) -> list[bodies.Round]:
         """End the rounds going on whose checkpoint is listed: it was published, and the daemon ended before it said so."""
         same = (CheckpointRow.step == RoundRow.step, CheckpointRow.attempt == RoundRow.attempt)
         # One of before this round is what it was to be put in the place of.
@@ -202,7 +203,7 @@ class Catalog:
             rows = session.scalars(wanted.with_for_update()).all()
             for row in rows:
                 row.state, row.ended, row.node = "committed", now, self.node
-            return [rest.Round.model_validate(row, from_attributes=True) for row in rows]
+            return [bodies.Round.model_validate(row, from_attributes=True) for row in rows]
 
     def abort_open_rounds(self, now: str, code: str, detail: str, keep: Collection[int] = ()) -> list[int]:
         """Abort every round going on but those to keep; return their ids."""
@@ -213,7 +214,7 @@ class Catalog:
                 row.state, row.ended, row.code, row.detail = "aborted", now, code, detail
             return [row.id for row in rows]
 
-    def record_checkpoint(self, checkpoint: rest.Checkpoint, stamp: str | None = None) -> None:
+    def record_checkpoint(self, checkpoint: bodies.Checkpoint, stamp: str | None = None) -> None:
         """List a checkpoint, in the place of what was listed for its step. `stamp` is what storage says of it."""
         made = _row(checkpoint, stamp)
         with self._write(hasty=True) as session:
@@ -230,7 +231,7 @@ class Catalog:
         self,
         run: str,
         gone: Mapping[int, str | None],
-        found: Sequence[tuple[rest.Checkpoint, str | None]],
+        found: Sequence[tuple[bodies.Checkpoint, str | None]],
         stamps: Mapping[int, str | None],
     ) -> None:
         """In one transaction: list `gone` no more, list what was `found` and note the `stamps` of what stands as listed.
@@ -265,12 +266,12 @@ class Catalog:
             _forget(session, run, step)
             lines.settle(session, run)
 
-    def runs(self, cursor: str | None, limit: int, prefix: str = "") -> rest.Page[rest.Run]:
+    def runs(self, cursor: str | None, limit: int, prefix: str = "") -> bodies.Page[bodies.Run]:
         """A page of all runs, or of those whose names begin with `prefix`, by name."""
         with self._read() as session:
             return listing.runs(session, cursor, limit, prefix)
 
-    def run(self, name: str) -> rest.Run:
+    def run(self, name: str) -> bodies.Run:
         with self._read() as session:
             listing.check_known(session, name)
             return listing.summed(session, [session.get_one(RunRow, name)])[0]
@@ -283,7 +284,7 @@ class Catalog:
 
     def checkpoints(
         self, run: str, cursor: str | None, limit: int, state: str | None = None, within: Within = EVERYTHING
-    ) -> rest.Page[rest.Checkpoint]:
+    ) -> bodies.Page[bodies.Checkpoint]:
         """A page of a run's checkpoints, newest step first; only those in this state and within these bounds."""
         with self._read() as session:
             return listing.checkpoints(session, run, cursor, limit, state, within)
@@ -294,7 +295,7 @@ class Catalog:
             found = session.execute(select(CheckpointRow.step, CheckpointRow.stamp).where(CheckpointRow.run == run))
             return {step: stamp for step, stamp in found}
 
-    def checkpoint(self, run: str, step: int) -> rest.Checkpoint:
+    def checkpoint(self, run: str, step: int) -> bodies.Checkpoint:
         naming.check_step(step)
         with self._read() as session:
             row = session.get(CheckpointRow, (run, step)) if naming.is_run_name(run) else None
@@ -318,7 +319,7 @@ class Catalog:
         cursor: str | None = None,
         limit: int = 100,
         within: Within = EVERYTHING,
-    ) -> rest.Page[rest.Round]:
+    ) -> bodies.Page[bodies.Round]:
         """A page of rounds, the newest first; of one run, in one state, within these bounds, if they are given."""
         with self._read() as session:
             return listing.rounds(session, run, state, within, (cursor, limit))
@@ -361,7 +362,7 @@ def _lock_round(session: Session, round_id: int) -> RoundRow:
     return row
 
 
-def _row(checkpoint: rest.Checkpoint, stamp: str | None) -> CheckpointRow:
+def _row(checkpoint: bodies.Checkpoint, stamp: str | None) -> CheckpointRow:
     naming.check_step(checkpoint.step)
     return CheckpointRow(**checkpoint.model_dump(include=_STORED), stamp=stamp)
 

@@ -12,9 +12,9 @@ from sqlalchemy import delete, func, select
 from sqlalchemy import text as statement
 from sqlalchemy.orm import Session
 
-from holdfast_formats import rest
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.operations import EVENTS, Event, Level
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import EVENTS, Event, Level
 from holdfast_service.control.catalog.pages import bounded, decode_cursor, integer, page
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import EventRow
@@ -113,7 +113,7 @@ class Events:
 
     def newest(
         self, cursor: str | None, limit: int, run: str | None = None, kind: str | None = None, after: int = 0
-    ) -> rest.Page[Event]:
+    ) -> bodies.Page[Event]:
         """A page of events, newest first, back to the one behind id `after`."""
         before = decode_cursor("event", cursor)
         wanted = select(EventRow).where(EventRow.id > after).order_by(EventRow.id.desc()).limit(bounded(limit) + 1)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 from sqlalchemy import ColumnElement, Select, and_, func, or_, select
 from sqlalchemy.orm import Session
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchRun
+from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_cursor, integer, page
 from holdfast_service.control.database.schema import CheckpointRow, RoundRow, RunRow
 
@@ -46,7 +47,7 @@ class Within(NamedTuple):
 EVERYTHING = Within()
 
 
-def runs(session: Session, cursor: str | None, limit: int, prefix: str = "") -> rest.Page[rest.Run]:
+def runs(session: Session, cursor: str | None, limit: int, prefix: str = "") -> bodies.Page[bodies.Run]:
     """A page of the runs whose names begin with `prefix`, by name."""
     after = decode_cursor("run", cursor)
     if after is not None and not naming.is_run_name(after):
@@ -62,7 +63,7 @@ def runs(session: Session, cursor: str | None, limit: int, prefix: str = "") -> 
     return page("run", summed(session, session.scalars(wanted).all()), limit, lambda run: run.name)
 
 
-def summed(session: Session, rows: Sequence[RunRow]) -> list[rest.Run]:
+def summed(session: Session, rows: Sequence[RunRow]) -> list[bodies.Run]:
     """The runs with number and bytes of their checkpoints, and the newest step that is not known to be damaged."""
     within = CheckpointRow.run.in_([row.name for row in rows])
     totals = (
@@ -85,7 +86,7 @@ def summed(session: Session, rows: Sequence[RunRow]) -> list[rest.Run]:
     for row in rows:
         count, newest, size = found.get(row.name, (0, None, 0))
         made.append(
-            rest.Run(
+            bodies.Run(
                 name=row.name, attempt=row.attempt, keep_last=row.keep_last, checkpoints=count, newest=newest, bytes=size
             )
         )
@@ -94,7 +95,7 @@ def summed(session: Session, rows: Sequence[RunRow]) -> list[rest.Run]:
 
 def checkpoints(
     session: Session, run: str, cursor: str | None, limit: int, state: str | None = None, within: Within = EVERYTHING
-) -> rest.Page[rest.Checkpoint]:
+) -> bodies.Page[bodies.Checkpoint]:
     """A page of a run's checkpoints, newest step first; `NoSuchRun`."""
     before = decode_cursor("step", cursor)
     within = within if before is None else _below(within, integer(before))
@@ -106,7 +107,7 @@ def checkpoints(
     wanted = wanted.order_by(CheckpointRow.step.desc())
     more = bounded(limit) + 1
     check_known(session, run)
-    found: list[rest.Checkpoint] = []
+    found: list[bodies.Checkpoint] = []
     for steps in _in_parts(within):
         part = wanted if steps is None else wanted.where(CheckpointRow.step.in_(steps))
         found += [checkpoint(row) for row in session.scalars(part.limit(more - len(found)))]
@@ -117,7 +118,7 @@ def checkpoints(
 
 def rounds(
     session: Session, run: str | None, state: str | None, within: Within, position: tuple[str | None, int]
-) -> rest.Page[rest.Round]:
+) -> bodies.Page[bodies.Round]:
     """A page of rounds, the newest first, of one run or in one state if these are given. `position`: cursor, limit."""
     cursor, limit = position
     before = decode_cursor("round", cursor)
@@ -131,12 +132,12 @@ def rounds(
     if run is not None:
         check_known(session, run)
         wanted = wanted.where(RoundRow.run == run)
-    found = [rest.Round.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
+    found = [bodies.Round.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
     return page("round", found, limit, lambda made: made.id)
 
 
-def checkpoint(row: CheckpointRow) -> rest.Checkpoint:
-    return rest.Checkpoint.model_validate(row, from_attributes=True)
+def checkpoint(row: CheckpointRow) -> bodies.Checkpoint:
+    return bodies.Checkpoint.model_validate(row, from_attributes=True)
 
 
 def check_known(session: Session, run: str) -> None:

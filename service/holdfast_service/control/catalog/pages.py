@@ -7,8 +7,8 @@ import binascii
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from holdfast_formats import rest
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast_formats.rest import bodies
 
 PAGE_ITEMS_MAX = 1000
 INTEGER_MAX = 2**63 - 1
@@ -24,11 +24,11 @@ def bounded(limit: int) -> int:
     return limit
 
 
-def page(kind: str, found: list[_Item], limit: int, key: Callable[[_Item], Any]) -> rest.Page[_Item]:
+def page(kind: str, found: list[_Item], limit: int, key: Callable[[_Item], Any]) -> bodies.Page[_Item]:
     """A page from one item more than it holds. `kind` names the list's order, so that cursors of other lists are refused."""
     items = found[:limit]
     behind = f"{kind}:{key(items[-1])}".encode() if len(found) > limit else None
-    return rest.Page(items=items, next=None if behind is None else base64.urlsafe_b64encode(behind).decode())
+    return bodies.Page(items=items, next=None if behind is None else base64.urlsafe_b64encode(behind).decode())
 
 
 def decode_cursor(kind: str, cursor: str | None) -> str | None:

@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
-from holdfast_formats import rest
 from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 
@@ -143,6 +143,6 @@ class Rounds:
     def _note_seals(self, made: _Round) -> None:
         self._catalog.update_round(self._id(made), sealed=made.sealed)
 
-    def _note_end(self, made: _Round, ended: Ended) -> rest.Round | None:
+    def _note_end(self, made: _Round, ended: Ended) -> bodies.Round | None:
         state, at, code, detail, measured = ended
         return self._catalog.end_round(self._id(made), state, at, code, detail, **measured)

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
-from holdfast_formats import statistics
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import InvalidRequest, NoSuchResource
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.observed import LayerHealth, Layers
-from holdfast_formats.packing import natural_key
-from holdfast_formats.statistics import Statistics
+from holdfast_formats.rest import statistics
+from holdfast_formats.rest.observed import LayerHealth, Layers
+from holdfast_formats.rest.statistics import Statistics
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, StatisticsRow
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdfast_formats import index, manifest, naming
+from holdfast_formats import naming
 from holdfast_formats.digest import digest
+from holdfast_formats.disk import index, manifest
+from holdfast_formats.disk.manifest import FileEntry, Manifest, TensorEntry
 from holdfast_formats.errors import CheckpointError, StateMismatch, StorageFailed
 from holdfast_formats.lineage import Lineage
-from holdfast_formats.manifest import FileEntry, Manifest, TensorEntry
-from holdfast_formats.plan import Plan, Receipt, decode_receipt
+from holdfast_formats.staging.plan import Plan, Receipt, decode_receipt
 from holdfast_service.storage import Tier
 
 

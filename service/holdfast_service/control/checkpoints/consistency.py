@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from sqlalchemy import delete, func, select, update
 
-from holdfast_formats import naming, rest
-from holdfast_formats.consistency import CONTRADICTIONS_MAX, CatalogCheck, CatalogRebuild, Contradiction, Kind
+from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, NoSuchCheckpoint
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.consistency import CONTRADICTIONS_MAX, CatalogCheck, CatalogRebuild, Contradiction, Kind
 from holdfast_service.control.catalog.catalog import Catalog, Known
 from holdfast_service.control.catalog.listing import GOING_ON
 from holdfast_service.control.checkpoints import roots
@@ -108,7 +109,7 @@ def _look_at_run(
         items.append(_one("listed-but-gone", run, step, "is listed, and its directory is gone"))
     for step in look.unread:
         try:
-            manifest = rest.describe(roots.load_manifest(tier, run, step))
+            manifest = bodies.describe(roots.load_manifest(tier, run, step))
         except NoSuchCheckpoint:  # an empty directory, or removed meanwhile
             if step in listed:
                 items.append(_one("listed-but-gone", run, step, "is listed, and its directory is gone"))
@@ -121,12 +122,12 @@ def _look_at_run(
             continue
         if step not in listed:
             items.append(_one("not-listed", run, step, "is committed, and not listed"))
-        elif step in rows and (members := _differing(rest.as_committed(rows[step]), manifest)):
+        elif step in rows and (members := _differing(bodies.as_committed(rows[step]), manifest)):
             items.append(_one("differs", run, step, f"is listed with another {', '.join(members)} than its manifest has"))
     return items, len(look.unread)
 
 
-def _differing(listed: rest.Checkpoint, manifest: rest.Checkpoint) -> list[str]:
+def _differing(listed: bodies.Checkpoint, manifest: bodies.Checkpoint) -> list[str]:
     told, stated = listed.model_dump(), manifest.model_dump()
     return [name for name in told if told[name] != stated[name]]
 

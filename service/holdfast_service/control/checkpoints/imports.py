@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted
 from holdfast_formats.lineage import Lineage, Way
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.plan import Plan
+from holdfast_formats.rest import bodies
+from holdfast_formats.staging.plan import Plan
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import commit
@@ -46,7 +47,7 @@ class Imports:
             )
         else:
             made = commit.publish_copy(self._tier, staging, *vouching)
-        self._catalog.record_checkpoint(rest.describe(made))
+        self._catalog.record_checkpoint(bodies.describe(made))
         text = f"step {made.step} was brought in from elsewhere and is committed"
         self._events.add("checkpoint-committed", text, made.run, made.step, bytes=made.bytes, imported=True)
         return made

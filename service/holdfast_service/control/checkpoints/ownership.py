@@ -12,8 +12,8 @@ from typing import NamedTuple
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from holdfast_formats import rest
 from holdfast_formats.errors import CheckpointError, WrongRoot
+from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.salvage import file_of
 from holdfast_service.control.checkpoints import roots
@@ -128,7 +128,7 @@ def _stands(tier: Tier, catalog: Catalog, run: str, stamps: dict[int, str | None
 
 def _is_listed_so(tier: Tier, catalog: Catalog, run: str, step: int) -> bool:
     try:
-        there = rest.describe(roots.load_manifest(tier, run, step))
+        there = bodies.describe(roots.load_manifest(tier, run, step))
     except CheckpointError:
         return False
-    return rest.as_committed(catalog.checkpoint(run, step)) == there
+    return bodies.as_committed(catalog.checkpoint(run, step)) == there

@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast_formats import claims, values
+from holdfast_formats.disk import state_json
+from holdfast_formats.disk.packing import FILE_BYTES_MAX, pack
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.packing import FILE_BYTES_MAX, pack
-from holdfast_formats.plan import Origin, Plan, PlannedAsset, PlannedFile, PlannedTensor
 from holdfast_formats.region import Box, first_overlap, whole
-from holdfast_formats.table import SlotTable
+from holdfast_formats.staging import replica_digests
+from holdfast_formats.staging.plan import Origin, Plan, PlannedAsset, PlannedFile, PlannedTensor
+from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec, box_bytes
 from holdfast_service.control.checkpoints.replica_digests import Apart, Shared, own_spec
 
@@ -61,7 +62,7 @@ def plan(tables: Sequence[SlotTable]) -> Plan:
         metrics=metrics,
         mesh=next((t.mesh for t in ordered if t.mesh), {}),
         intent=first.intent,
-        state=values.merge(first.step, metrics, first.groups, {t.rank: t.values for t in ordered}),
+        state=state_json.merge(first.step, metrics, first.groups, {t.rank: t.values for t in ordered}),
     )
 
 
@@ -92,7 +93,7 @@ def _placed(ordered: Sequence[SlotTable]) -> tuple[PlannedFile, ...]:
     apart = shared.compare(ordered)
     if known is None or known.apart != apart:
         held = held or _collect(ordered)
-        _set_apart(held, apart, claims.HOME in ordered[0].groups)
+        _set_apart(held, apart, replica_digests.HOME in ordered[0].groups)
         known = _Known(shared, apart, _place(held, len(ordered), file_bytes_max))
     with _lock:
         _remembered[key] = known

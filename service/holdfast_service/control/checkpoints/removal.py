@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import count
 
 from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, CorruptManifest, NoSuchCheckpoint, NoSuchResource
-from holdfast_formats.manifest import Manifest
 from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.storage import Tier
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, delete, func, select, update
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound
-from holdfast_formats.operations import Replica, ReplicaLag
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import Replica, ReplicaLag
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import commit, removal, roots
@@ -58,12 +59,12 @@ class ReplicaBook:
         with self._database.read() as session:
             return [(run, step) for run, step in session.execute(wanted.limit(DUE_MAX))]
 
-    def due(self, name: str) -> list[rest.Checkpoint]:
+    def due(self, name: str) -> list[bodies.Checkpoint]:
         """Verified checkpoints that have no copy in this tier, newest first."""
         order = (CheckpointRow.created.desc(), CheckpointRow.step.desc())
         wanted = select(CheckpointRow).where(CheckpointRow.verified, _not_settled(name)).order_by(*order).limit(DUE_MAX)
         with self._database.read() as session:
-            found = [rest.Checkpoint.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
+            found = [bodies.Checkpoint.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
         return [checkpoint for checkpoint in found if checkpoint.damage is None]
 
     def stale(self, name: str, before: str) -> tuple[str, int] | None:
@@ -101,7 +102,7 @@ class ReplicaBook:
         with self._database.write() as session:
             session.execute(delete(ReplicaRow).where(*_row(name, run, step), ReplicaRow.state == "gone"))
 
-    def copying(self, name: str, which: rest.Checkpoint) -> None:
+    def copying(self, name: str, which: bodies.Checkpoint) -> None:
         """A copy has begun."""
         self._set(name, (which.run, which.step), state="copying", bytes=which.bytes)
 
@@ -173,7 +174,7 @@ class RepairBook:
     def __init__(self, tier: Tier, catalog: Catalog, events: Events) -> None:
         self._tier, self._catalog, self._events = tier, catalog, events
 
-    def known(self, run: str, step: int) -> rest.Checkpoint | None:
+    def known(self, run: str, step: int) -> bodies.Checkpoint | None:
         """What the catalog says of a checkpoint; None where it says nothing."""
         try:
             return self._catalog.checkpoint(run, step)
@@ -197,7 +198,7 @@ class RepairBook:
         """A checkpoint was read back whole: it is listed, verified, and what was wrong with it is forgotten."""
         known = self.known(run, step)
         if known is None or roots.was_unreadable(known):  # what little was listed of it is not what its manifest says
-            self._catalog.record_checkpoint(rest.describe(roots.load_manifest(self._tier, run, step)))
+            self._catalog.record_checkpoint(bodies.describe(roots.load_manifest(self._tier, run, step)))
         values = {"verified": True, "damage": None, "checked": self._events.now()}
         with self._catalog.database.write() as session:
             where = (CheckpointRow.run == run, CheckpointRow.step == step)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from holdfast_formats import manifest, naming, rest
+from holdfast_formats import naming
+from holdfast_formats.disk import manifest
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint, NotCommitted
-from holdfast_formats.manifest import Manifest
+from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.catalog import Catalog, Known
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.checkpoints.run_files import read_run_file
@@ -137,12 +139,12 @@ def _relist(tier: Tier, catalog: Catalog, run: str, thorough: bool) -> list[Prob
     before = catalog.stamps(run)
     stands, unread, stamps = look(tier, run, before, thorough)
     listed = {made.step: made for made in all_checkpoints(catalog, run)} if before and unread else {}
-    found: list[tuple[rest.Checkpoint, str | None]] = []
+    found: list[tuple[bodies.Checkpoint, str | None]] = []
     again: dict[int, str | None] = {}
-    damaged: list[tuple[rest.Checkpoint, Damaged]] = []
+    damaged: list[tuple[bodies.Checkpoint, Damaged]] = []
     for step in unread:
         try:
-            there = rest.describe(load_manifest(tier, run, step))
+            there = bodies.describe(load_manifest(tier, run, step))
         except NoSuchCheckpoint:
             continue  # removed at this moment
         except CheckpointError as error:
@@ -151,7 +153,7 @@ def _relist(tier: Tier, catalog: Catalog, run: str, thorough: bool) -> list[Prob
             if known is not None and isinstance(error, Damaged):
                 damaged.append((known, error))
             continue
-        if step in listed and rest.as_committed(listed[step]) == there and not was_unreadable(listed[step]):
+        if step in listed and bodies.as_committed(listed[step]) == there and not was_unreadable(listed[step]):
             again[step] = stamps.get(step)
         else:
             found.append((there, stamps.get(step)))
@@ -168,19 +170,19 @@ def _relist(tier: Tier, catalog: Catalog, run: str, thorough: bool) -> list[Prob
     return problems
 
 
-def _list_damaged(catalog: Catalog, known: rest.Checkpoint, error: Damaged) -> None:
+def _list_damaged(catalog: Catalog, known: bodies.Checkpoint, error: Damaged) -> None:
     problem = {**error.problem(), "run": known.run, "step": known.step}
     if known.damage != problem:
         catalog.record_checkpoint(known.model_copy(update={"verified": False, "damage": problem}))
 
 
-def _unreadable(tier: Tier, run: str, step: int) -> rest.Checkpoint | None:
+def _unreadable(tier: Tier, run: str, step: int) -> bodies.Checkpoint | None:
     """What is known of a checkpoint whose COMMIT or manifest is damaged; None where there is neither."""
     directory = naming.checkpoint_path(run, step)
     if not {naming.COMMIT, naming.MANIFEST} & set(tier.list(directory)):
         return None
     sizes = [tier.size(f"{directory}/{name}") or 0 for name in tier.list(directory)]
-    return rest.Checkpoint(
+    return bodies.Checkpoint(
         run=run,
         step=step,
         attempt=0,
@@ -195,7 +197,7 @@ def _unreadable(tier: Tier, run: str, step: int) -> rest.Checkpoint | None:
     )
 
 
-def was_unreadable(known: rest.Checkpoint) -> bool:
+def was_unreadable(known: bodies.Checkpoint) -> bool:
     """Whether it was marked because of COMMIT or manifest, which can be read now: then all else has to be looked at anew."""
     return known.damage is not None and known.damage.get("file") in (naming.COMMIT, naming.MANIFEST)
 
@@ -206,9 +208,9 @@ def steps(tier: Tier, run: str) -> list[int]:
     return sorted(step for step in found if step is not None)
 
 
-def all_checkpoints(catalog: Catalog, run: str) -> list[rest.Checkpoint]:
+def all_checkpoints(catalog: Catalog, run: str) -> list[bodies.Checkpoint]:
     """Every checkpoint that the catalog lists of a run, newest step first."""
-    items: list[rest.Checkpoint] = []
+    items: list[bodies.Checkpoint] = []
     cursor = None
     while True:
         page = catalog.checkpoints(run, cursor, PAGE_ITEMS_MAX)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, PreconditionFailed
-from holdfast_formats.retention import COUNT_MAX, STEPS_MAX, RetentionPolicy, Step
+from holdfast_formats.rest.retention import COUNT_MAX, STEPS_MAX, RetentionPolicy, Step
 from holdfast_service.storage import Tier, vouched
 
 RUN_FILE_BYTES_MAX = 2**20

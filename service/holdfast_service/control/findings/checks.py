@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import func, or_, select
 
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, from_problem
-from holdfast_formats.manifest import Manifest
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events

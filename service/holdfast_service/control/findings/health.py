@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, NoSuchCheckpoint
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.statistics import Statistics, sum_up
+from holdfast_formats.rest.statistics import Statistics, sum_up
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.pages import INTEGER_MAX
 from holdfast_service.control.catalog.statistics import NonFinite, StatisticsStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from holdfast_formats.observed import Attention, RunSummary
+from holdfast_formats.rest.observed import Attention, RunSummary
 from holdfast_service.control.insight.facts import Facts, Save
 from holdfast_service.control.retention.rotation import seconds_of
 

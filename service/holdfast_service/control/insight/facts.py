@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from holdfast_formats.observed import Life
+from holdfast_formats.rest.observed import Life
 
 NOTHING: Mapping[str, float] = {}
 

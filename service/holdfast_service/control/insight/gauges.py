@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, case, func, select
 
-from holdfast_formats.operations import JobState
+from holdfast_formats.rest.operations import JobState
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import CheckpointRow, JobRow, ReplicaRow, RoundRow
 from holdfast_service.control.insight.cached_value import Remembered

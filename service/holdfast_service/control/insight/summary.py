@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import isfinite
 from statistics import median
 
-from holdfast_formats.observed import RunSummary
+from holdfast_formats.rest.observed import RunSummary
 from holdfast_service.control.insight import intervals
 from holdfast_service.control.insight.attention import attention, failing
 from holdfast_service.control.insight.facts import Facts, Save

@@ -13,9 +13,9 @@ import msgspec
 from sqlalchemy import Text, case, func, select, type_coerce
 from sqlalchemy.orm import Session, aliased
 
-from holdfast_formats import rest
 from holdfast_formats.errors import Damaged, NoSuchRun
-from holdfast_formats.observed import RunSummary
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import RunSummary
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.pages import bad_cursor, bounded, decode_cursor, page
 from holdfast_service.control.checkpoints.run_files import read_run_file
@@ -67,7 +67,7 @@ class Summaries:
             raise NoSuchRun(f"there is no run {run!r}", hint="holdfast ls lists the runs")
         return found[0]
 
-    def page(self, cursor: str | None, limit: int, prefix: str = "", order: Order = "name") -> rest.Page[RunSummary]:
+    def page(self, cursor: str | None, limit: int, prefix: str = "", order: Order = "name") -> bodies.Page[RunSummary]:
         """A page of summaries of runs whose name begins with `prefix`: by name, or those first that need attention.
 
         What stands where by attention is up to a minute old; what is said of the runs of the page is not.
@@ -78,7 +78,7 @@ class Summaries:
         cut = page(kind, keys, limit, lambda key: key)
         known = {summary.run: summary for summary in self._of([_run_of(key, order) for key in cut.items])}
         items = [known[run] for run in (_run_of(key, order) for key in cut.items) if run in known]
-        return rest.Page(items=items, next=cut.next)
+        return bodies.Page(items=items, next=cut.next)
 
     def _keys(self, after: str | None, limit: int, prefix: str, order: Order) -> list[str]:
         if order == "attention":

@@ -17,9 +17,9 @@ from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from holdfast_formats import rest
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, NoSuchResource
-from holdfast_formats.operations import Job, JobKind, JobRequest, JobState
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
 from holdfast_service.control.catalog.pages import INTEGER_MAX, bounded, decode_cursor, integer, page
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import JobRow
@@ -86,7 +86,7 @@ class Jobs:
         kind: JobKind | None = None,
         state: JobState | None = None,
         run: str | None = None,
-    ) -> rest.Page[Job]:
+    ) -> bodies.Page[Job]:
         """A page of jobs, newest first, of one kind, in one state, of one run if these are given."""
         before = decode_cursor("job", cursor)
         wanted = select(JobRow).order_by(JobRow.id.desc()).limit(bounded(limit) + 1)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InvalidRequest
-from holdfast_formats.operations import Job, JobRequest, Level
+from holdfast_formats.rest.operations import Job, JobRequest, Level
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.jobs.catalog import Jobs, second_run
 

@@ -10,10 +10,11 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from holdfast_formats import lineage, manifest, naming
+from holdfast_formats import lineage, naming
+from holdfast_formats.disk import manifest
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, CatalogUnavailable, CheckpointError, Damaged, NotFound
 from holdfast_formats.lineage import Intent, Key, Way
-from holdfast_formats.manifest import Manifest
 from holdfast_service.control.catalog import lines
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog

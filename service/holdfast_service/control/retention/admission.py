@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Callable
 
+from holdfast_formats.disk.packing import tensor_extent_bytes
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, QuotaExceeded
-from holdfast_formats.packing import tensor_extent_bytes
-from holdfast_formats.plan import Plan
+from holdfast_formats.staging.plan import Plan
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import commit, roots
 from holdfast_service.control.checkpoints.run_files import RunFiles

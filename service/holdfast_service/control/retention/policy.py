@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from holdfast_formats.lineage import ROOT, Key
-from holdfast_formats.retention import Best, RetentionPolicy
+from holdfast_formats.rest.retention import Best, RetentionPolicy
 
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
-from holdfast_formats import rest
 from holdfast_formats.errors import (
     CheckpointError,
     Conflict,
@@ -27,7 +26,8 @@ from holdfast_formats.errors import (
     Pinned,
 )
 from holdfast_formats.lineage import line
-from holdfast_formats.retention import Preview, RetentionPolicy, Verdict
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.retention import Preview, RetentionPolicy, Verdict
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import removal, replicas, roots, run_files
@@ -175,7 +175,7 @@ class Rotation:
 
     def remove(
         self, run: str, step: int, newest: bool = False, dry_run: bool = False, healthy: bool = False
-    ) -> rest.Checkpoint:
+    ) -> bodies.Checkpoint:
         """Remove one checkpoint on request (I4), and return what it was; with `dry_run` only say whether that would work.
 
         Raises `NoSuchCheckpoint`, `Pinned`, `InUse`, for the newest verified one `NewestVerified` unless `newest`, and where
@@ -218,7 +218,7 @@ class Rotation:
         with self._freshness:
             self._fresh -= Counter({(run, step): 1})
 
-    def _refuse(self, found: rest.Checkpoint, newest: bool, healthy: bool) -> None:
+    def _refuse(self, found: bodies.Checkpoint, newest: bool, healthy: bool) -> None:
         with self._freshness:
             fresh = (found.run, found.step) in self._fresh
         if fresh:
@@ -244,7 +244,7 @@ class Rotation:
                 hint=f"holdfast label {run}@{step} {labels[0]} --remove takes it away",
             )
 
-    def _refuse_the_newest(self, found: rest.Checkpoint, newest: bool, healthy: bool) -> None:
+    def _refuse_the_newest(self, found: bodies.Checkpoint, newest: bool, healthy: bool) -> None:
         """What no policy removes is removed by name alone."""
         which = (
             f"{found.run}@{found.step} is the newest checkpoint of its run with the groups {', '.join(found.groups)} that is"
@@ -267,7 +267,7 @@ class Rotation:
         busy = dict.fromkeys(read, _READ) | fresh
         return file, [_candidate(c, file, busy.get(c.step)) for c in self._listed(run)]
 
-    def _listed(self, run: str) -> list[rest.Checkpoint]:
+    def _listed(self, run: str) -> list[bodies.Checkpoint]:
         return roots.all_checkpoints(self._catalog, run)
 
     def _discard(self, run: str, steps: Mapping[int, Sequence[str]], why: str) -> dict[int, str]:
@@ -350,7 +350,7 @@ _READ = "it is being read"
 _FRESH = "it is saved anew at this moment"
 
 
-def _candidate(c: rest.Checkpoint, file: RunFile, busy: str | None) -> Candidate:
+def _candidate(c: bodies.Checkpoint, file: RunFile, busy: str | None) -> Candidate:
     pin = ["it is pinned"] if c.step in file.pins else []
     labels = [f"it has the label {label}" for label in file.labels_of(c.step)]
     before = file.policy is None and file.keep_last is not None and c.attempt < file.keep_last_since
@@ -368,7 +368,7 @@ def seconds_of(created: str) -> float:
         return float("inf")
 
 
-def _verdict(decision: Decision, listed: rest.Checkpoint, file: RunFile) -> Verdict:
+def _verdict(decision: Decision, listed: bodies.Checkpoint, file: RunFile) -> Verdict:
     return Verdict(
         step=decision.step,
         keep=decision.keep,

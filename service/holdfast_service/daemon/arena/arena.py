@@ -9,8 +9,8 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from holdfast_formats.arena import Geometry, Owner
 from holdfast_formats.errors import CheckpointError, InvalidRequest
+from holdfast_formats.staging.arena import Geometry, Owner
 from holdfast_service.daemon.arena.budget import Budget, Room, fitting
 from holdfast_service.daemon.arena.fd_keeper import Keeper
 from holdfast_service.daemon.arena.segment import Segment, memfd

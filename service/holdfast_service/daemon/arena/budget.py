@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast_formats.arena import Geometry
 from holdfast_formats.errors import LimitExceeded
+from holdfast_formats.staging.arena import Geometry
 
 PROC = Path("/proc")
 SHARE_PERCENT = 94  # of the narrowest limit, for the arena, where no budget is declared; a run alone may have 96 % of that

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from holdfast_formats import arena
-from holdfast_formats.arena import Owner, SlotState
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.wire import HELD_RANKS_MAX, HeldPart
+from holdfast_formats.staging import arena
+from holdfast_formats.staging.arena import Owner, SlotState
+from holdfast_formats.staging.wire import HELD_RANKS_MAX, HeldPart
 from holdfast_service.daemon.arena.segment import SealedSlot, Segment
 
 log = logging.getLogger(__name__)

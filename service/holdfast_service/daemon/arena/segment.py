@@ -12,11 +12,12 @@ import time
 import uuid
 from collections.abc import Callable
 
-from holdfast_formats import arena, table
-from holdfast_formats.arena import Geometry, Owner, SlotHeader, SlotState
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import ArenaFull, CheckpointError, InvalidRequest, NoSpace, StateMismatch
-from holdfast_formats.table import SlotTable
+from holdfast_formats.staging import arena
+from holdfast_formats.staging import slot_table as table
+from holdfast_formats.staging.arena import Geometry, Owner, SlotHeader, SlotState
+from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.daemon.arena.peer import Peer
 from holdfast_service.daemon.arena.shares import Holder
 from holdfast_service.daemon.arena.spill import emptier

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast_formats.arena import Geometry
 from holdfast_formats.errors import CheckpointError, LimitExceeded, NoSpace
+from holdfast_formats.staging.arena import Geometry
 from holdfast_service.daemon.arena.budget import Room
 from holdfast_service.storage import scratch
 

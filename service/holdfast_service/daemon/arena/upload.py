@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from holdfast_formats import wire
+from holdfast_formats.staging import wire
 from holdfast_service.daemon.arena.segment import Segment
 
 Part = Literal["data", "table"]

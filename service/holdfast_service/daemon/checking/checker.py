@@ -16,8 +16,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NotFound
-from holdfast_formats.manifest import Manifest
 from holdfast_service.daemon.checking import layout_trials
 from holdfast_service.daemon.checking.health import examination, report
 from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Examined, Heed, Passed, examine, read_manifest

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats import comparing, naming, proof
-from holdfast_formats.comparing import Distance, Octets, Pair
-from holdfast_formats.manifest import TensorEntry
-from holdfast_formats.observed import Difference
+from holdfast_formats import naming
+from holdfast_formats.disk import pieces
+from holdfast_formats.disk.manifest import TensorEntry
+from holdfast_formats.rest import comparing
+from holdfast_formats.rest.comparing import Distance, Octets, Pair
+from holdfast_formats.rest.observed import Difference
 from holdfast_service.storage import Tier
 
 READ = ("changed", "unknown")  # what has to be read to say how far it is apart
@@ -54,7 +56,7 @@ def compare(
 
 def _octets(tier: Tier, side: Side, pair: Pair, entry: TensorEntry) -> Iterator[Octets]:
     for extent in entry.extents:
-        piece = proof.tensor_piece(pair.group, pair.name, entry, extent)
+        piece = pieces.tensor_piece(pair.group, pair.name, entry, extent)
         data = tier.read(f"{side.directory}/{piece.file}", piece.start, piece.length)
-        proof.check(piece, data)
+        pieces.check(piece, data)
         yield np.frombuffer(data, np.uint8)

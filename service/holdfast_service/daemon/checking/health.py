@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from holdfast_formats import naming, proof
+from holdfast_formats import naming
+from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.holdings import Bytes
-from holdfast_formats.manifest import Manifest, TensorEntry
-from holdfast_formats.proof import Piece
-from holdfast_formats.statistics import Part, Statistics, collect, merge, tensors_of
+from holdfast_formats.rest.statistics import Part, Statistics, collect, merge, tensors_of
+from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.checking.statistics import measure
 from holdfast_service.daemon.checking.verifier import WORKERS
 from holdfast_service.daemon.ports import Decisions

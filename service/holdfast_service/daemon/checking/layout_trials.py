@@ -15,14 +15,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast_formats import holding, layouts, parts, proof, reading, region, shard_file, transfer
+from holdfast_formats import region, transfer
+from holdfast_formats.disk import pieces, read_planner
+from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.read_planner import Wanted
 from holdfast_formats.errors import CorruptManifest, NotFound, Refused
-from holdfast_formats.holding import Held, Holding
-from holdfast_formats.holdings import Bytes
-from holdfast_formats.manifest import Manifest, TensorEntry
-from holdfast_formats.parts import Part
-from holdfast_formats.reading import Wanted
-from holdfast_formats.shard_file import ShardFile, Strip
+from holdfast_formats.layout import language as layouts
+from holdfast_formats.layout import parts, rank_tensors, shard_file
+from holdfast_formats.layout.parts import Part
+from holdfast_formats.layout.rank_tensors import Held, Holding
+from holdfast_formats.layout.shard_file import ShardFile, Strip
+from holdfast_formats.staging.holdings import Bytes
 from holdfast_formats.transfer import Direction, Elements
 from holdfast_service.storage import Tier
 
@@ -70,7 +73,7 @@ def try_layouts(tier: Tier, directory: str, made: Manifest, heed: Heed | None = 
         rank = chance.randrange(layout.mesh.world)
         where = f"layout {text}, rank {rank}"
         try:
-            held = holding.of_manifest(made, group, layout, config)
+            held = rank_tensors.of_manifest(made, group, layout, config)
             mine = held.of(rank)
             file = shard_file.lay_out(mine.tensors, {name: e.shape for name, e in trial.entries.items()}, {})
         except (Refused, NotFound):  # it does not fit; other layouts do
@@ -87,13 +90,13 @@ def try_layouts(tier: Tier, directory: str, made: Manifest, heed: Heed | None = 
 def _check_coverage(made: Manifest, group: str, held: Holding, rank: int, mine: Held, where: str) -> None:
     """The read plan of the rank brings what it holds, and all ranks together hold every element."""
     wanted = [Wanted(group, part.tensor, part.box) for local in mine.tensors for part in local.parts]
-    plan = reading.plan(made, wanted)
+    plan = read_planner.plan(made, wanted)
     brought = {(piece.tensor, piece.offset) for read in plan.reads for piece in read.pieces}
     for one in wanted:
         entry = made.tensors[group][one.name]
         view = region.byte_view(entry.dtype, entry.shape, one.name)
         box = region.byte_box(entry.dtype, one.box, entry.shape, one.name)
-        for first, stop in reading.extents_of(entry.extents, box, view):
+        for first, stop in read_planner.extents_of(entry.extents, box, view):
             if any((one.name, extent.offset) not in brought for extent in entry.extents[first:stop]):
                 raise CorruptManifest(f"{where}: the read plan leaves out a part of tensor {one.name!r}", tensor=one.name)
     entries = made.tensors[group]
@@ -139,10 +142,10 @@ class _Trial:
     def _assemble(self, group: str, strip: Strip, part: Part, memory: Bytes) -> None:
         """A part as a restore gets it: from whole extents, proven."""
         entry, view, held = self._place(strip, part, memory)
-        for first, stop in reading.extents_of(entry.extents, part.box, view):
+        for first, stop in read_planner.extents_of(entry.extents, part.box, view):
             for extent in entry.extents[first:stop]:
                 data = self._get(entry.file, entry.start + extent.offset, extent.length)
-                proof.check(proof.tensor_piece(group, part.tensor, entry, extent), data)
+                pieces.check(pieces.tensor_piece(group, part.tensor, entry, extent), data)
                 units = np.frombuffer(data, held.dtype)
                 transfer.move(Direction.SCATTER, units, extent.offset // strip.itemsize, held, part.box, view.shape)
 

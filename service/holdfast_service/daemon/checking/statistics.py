@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
-from holdfast_formats.holdings import Bytes
-from holdfast_formats.statistics import Part, merge
+from holdfast_formats.rest.statistics import Part, merge
+from holdfast_formats.staging.holdings import Bytes
 
 BLOCK = 2**17  # elements
 # Of products at a time. Short, so that sums of 32-bit floats lose nothing worth telling before a 64-bit one takes them up;

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats import manifest, proof
+from holdfast_formats.disk import manifest
+from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest, Damaged, NoSuchResource, NotCommitted, StorageFailed
-from holdfast_formats.holdings import Bytes
-from holdfast_formats.manifest import Manifest, TensorEntry
-from holdfast_formats.proof import Piece
+from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, Windows
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier, vouched

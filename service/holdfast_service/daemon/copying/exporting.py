@@ -7,8 +7,8 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchResource
-from holdfast_formats.manifest import Manifest
 from holdfast_service.daemon.copying.copies import Going, Pair, carry, read_pair
 from holdfast_service.storage import Tier
 from holdfast_service.storage.tier import split_leaf

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdfast_formats import naming, proof
+from holdfast_formats import naming
+from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.proof import Piece
 from holdfast_service.daemon.copying.repair_sources import Directory, Source
 from holdfast_service.storage import Tier
 

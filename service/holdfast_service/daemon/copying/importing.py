@@ -12,15 +12,16 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from holdfast_formats import manifest, naming, safetensors, values
+from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
 from holdfast_formats.digest import digest
+from holdfast_formats.disk import manifest, safetensors, state_json
+from holdfast_formats.disk.manifest import Extent, FileEntry, Manifest
+from holdfast_formats.disk.packing import FilePlan, pack, tensor_extent_bytes
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
 from holdfast_formats.lineage import Way
-from holdfast_formats.manifest import Extent, FileEntry, Manifest
-from holdfast_formats.packing import FilePlan, pack, tensor_extent_bytes
-from holdfast_formats.plan import Plan, PlannedAsset, PlannedFile, PlannedTensor, Receipt, encode_receipt
-from holdfast_formats.table import ASSET_BYTES_MAX, Blob
+from holdfast_formats.staging.plan import Plan, PlannedAsset, PlannedFile, PlannedTensor, Receipt, encode_receipt
+from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX, Blob
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.daemon.copying import recognition
 from holdfast_service.daemon.copying.copies import Going, Pair, Stopped, carry, read_pair
@@ -86,7 +87,7 @@ def plan_import(source: Readable, goal: Goal) -> Plan:
         assets=assets,
         metrics={},
         mesh={},
-        state=values.merge(goal.step, {}, (GROUP,), {0: {}}),
+        state=state_json.merge(goal.step, {}, (GROUP,), {0: {}}),
     )
 
 

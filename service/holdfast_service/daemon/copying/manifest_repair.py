@@ -10,10 +10,13 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 
-from holdfast_formats import manifest, naming, proof, rest
+from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
+from holdfast_formats.disk import manifest
+from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged
-from holdfast_formats.manifest import Manifest
+from holdfast_formats.rest import bodies
 from holdfast_service.daemon.copying.copies import Pair, read_pair
 from holdfast_service.daemon.copying.repair_sources import Directory
 from holdfast_service.storage import Tier, vouched
@@ -24,7 +27,7 @@ _decode = decoder(Manifest)
 
 
 def trusted_pair(
-    tier: Tier, which: tuple[str, int], others: Mapping[str, Tier], known: rest.Checkpoint | None
+    tier: Tier, which: tuple[str, int], others: Mapping[str, Tier], known: bodies.Checkpoint | None
 ) -> tuple[Pair, str | None]:
     """The pair that this checkpoint was committed with, and where it came from: None when it stands here, sound.
 
@@ -43,7 +46,7 @@ def trusted_pair(
     for label, pair in _pairs(others, which):
         if commit == pair.commit or encoded == pair.encoded:
             return pair, label
-        described = known is not None and rest.as_committed(known) == rest.describe(pair.made)
+        described = known is not None and bodies.as_committed(known) == bodies.describe(pair.made)
         if described and _proves_some(tier, directory, pair):
             return pair, label
     raise damage

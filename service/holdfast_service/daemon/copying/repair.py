@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, StorageFailed
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.wire import HeldPart
+from holdfast_formats.rest import bodies
+from holdfast_formats.staging.wire import HeldPart
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.file_repair import Mended, mend_file, mend_small
 from holdfast_service.daemon.copying.manifest_repair import same_pairs, stored, trusted_pair
@@ -49,7 +50,7 @@ class Elsewhere(NamedTuple):
 
     tiers: Mapping[str, Tier]
     held: Callable[[Manifest], AbstractContextManager[HeldSlots | None]]
-    known: rest.Checkpoint | None
+    known: bodies.Checkpoint | None
 
 
 class Repairer:

@@ -11,19 +11,20 @@ from typing import Protocol
 
 import numpy as np
 
-from holdfast_formats import arena, index, safetensors, table
 from holdfast_formats.digest import digest
+from holdfast_formats.disk import index, safetensors
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.disk.packing import FORMAT_METADATA, FilePlan
+from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.safetensors import Stored
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.holdings import gather
-from holdfast_formats.manifest import Manifest
 from holdfast_formats.naming import STATE, index_file_name
-from holdfast_formats.packing import FORMAT_METADATA, FilePlan
-from holdfast_formats.plan import Plan
-from holdfast_formats.proof import Piece
-from holdfast_formats.safetensors import Stored
-from holdfast_formats.table import SlotTable
+from holdfast_formats.staging import arena, slot_table
+from holdfast_formats.staging.holdings import gather
+from holdfast_formats.staging.plan import Plan
+from holdfast_formats.staging.slot_table import SlotTable
+from holdfast_formats.staging.wire import HeldPart
 from holdfast_formats.tensors import TensorSpec
-from holdfast_formats.wire import HeldPart
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.writing.gathering import Cut, FileBytes
 from holdfast_service.storage import Tier
@@ -160,7 +161,7 @@ def _opened(parts: tuple[HeldPart, ...], fds: tuple[int, ...], made: Manifest, d
             geometry = arena.read_superblock(memory)
             header = arena.read_header(memory, geometry, part.slot)
             start = geometry.table_offset(part.slot)
-            tables.append(table.decode(bytes(memory[start : start + header.table_bytes]), header.data_bytes))
+            tables.append(slot_table.decode(bytes(memory[start : start + header.table_bytes]), header.data_bytes))
             data = geometry.data_offset(part.slot)
             slots[part.rank] = memory[data : data + header.data_bytes]
         plan = decisions.plan(tables)

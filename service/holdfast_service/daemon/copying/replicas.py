@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 
-from holdfast_formats import naming, rest
+from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NoSuchCheckpoint, Unavailable
+from holdfast_formats.rest import bodies
 from holdfast_service.daemon.copying.copies import Going, Pair, Stopped, carry, read_back, read_pair
 from holdfast_service.daemon.ports import ReplicaBook
 from holdfast_service.daemon.writing.priority import give_way
@@ -128,7 +129,7 @@ class Replicator:
             log.info("%s@%s is removed from replica %s, as it was", run, step, self.name)
         return bool(gone)
 
-    def _copy(self, tier: Tier, checkpoint: rest.Checkpoint) -> None:
+    def _copy(self, tier: Tier, checkpoint: bodies.Checkpoint) -> None:
         """Copy one checkpoint. It is not held meanwhile: a disk that hangs must not keep it from being removed."""
         run, step = which = checkpoint.run, checkpoint.step
         directory = naming.checkpoint_path(run, step)

@@ -11,10 +11,10 @@ import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from holdfast_formats import arena as formats
-from holdfast_formats.arena import Owner, SlotState
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.wire import Outcome
+from holdfast_formats.staging import arena as formats
+from holdfast_formats.staging.arena import Owner, SlotState
+from holdfast_formats.staging.wire import Outcome
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.segment import Segment, find_sealed
 from holdfast_service.daemon.ports import Decisions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from holdfast_formats.observed import Life
+from holdfast_formats.rest.observed import Life
 from holdfast_service.daemon.saving.rounds import Participant
 
 BACK_S = 60.0  # how long a rank that is gone without a goodbye may take to be back

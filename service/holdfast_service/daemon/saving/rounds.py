@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from holdfast_formats.arena import Owner
 from holdfast_formats.errors import CheckpointError, RoundAborted, StateMismatch, from_problem
-from holdfast_formats.wire import Outcome
+from holdfast_formats.staging.arena import Owner
+from holdfast_formats.staging.wire import Outcome
 from holdfast_service.daemon.arena.segment import SealedSlot, Segment
 
 ENDED_ROUNDS_MAX = 256

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from holdfast_formats import rest, wire
 from holdfast_formats.errors import RunBusy
-from holdfast_formats.wire import Outcome
+from holdfast_formats.rest import bodies
+from holdfast_formats.staging import wire
+from holdfast_formats.staging.wire import Outcome
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
@@ -28,7 +29,7 @@ class DistantParticipant(Participant):
     remote = True
 
     def __init__(
-        self, hello: rest.RankHello, attempt: int, notify: Callable[[Outcome], None], heard: Callable[[], float]
+        self, hello: bodies.RankHello, attempt: int, notify: Callable[[Outcome], None], heard: Callable[[], float]
     ) -> None:
         """`heard` says when it last spoke, by `time.monotonic()`."""
         super().__init__(hello.run, hello.rank, hello.world, attempt, notify)
@@ -58,7 +59,7 @@ _Made = TypeVar("_Made")
 
 
 def let_in(
-    parts: tuple[Saver, Decisions], hello: wire.Hello | rest.RankHello, join: Callable[[int], _Made], tenant: str = ""
+    parts: tuple[Saver, Decisions], hello: wire.Hello | bodies.RankHello, join: Callable[[int], _Made], tenant: str = ""
 ) -> _Made:
     """Declare a rank's attempt and have it `join`; `RunBusy` for the first rank of a new launch while another job's live.
 
@@ -91,7 +92,7 @@ def let_in(
     )
 
 
-def _others(saver: Saver, decisions: Decisions, hello: wire.Hello | rest.RankHello) -> list[Participant]:
+def _others(saver: Saver, decisions: Decisions, hello: wire.Hello | bodies.RankHello) -> list[Participant]:
     """The living ranks of another job."""
     living = [other for other in saver.present(hello.run) if other.silent_s() < SILENCE_MAX_S]
     if not living or decisions.declared(hello.run, hello.launch, (hello.rank, hello.session)):

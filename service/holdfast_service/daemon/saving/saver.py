@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import (
     ArenaFull,
     CheckpointError,
@@ -22,9 +23,8 @@ from holdfast_formats.errors import (
     StaleAttempt,
 )
 from holdfast_formats.lineage import NO_INTENT, Intent
-from holdfast_formats.manifest import Manifest
-from holdfast_formats.observed import Life
-from holdfast_formats.wire import Outcome, Policy
+from holdfast_formats.rest.observed import Life
+from holdfast_formats.staging.wire import Outcome, Policy
 from holdfast_service.daemon.arena.held_slots import Holds
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find_sealed
 from holdfast_service.daemon.checking.checker import Checker, Checks

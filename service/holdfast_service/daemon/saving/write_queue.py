@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import cast
 
 from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, RoundAborted
-from holdfast_formats.manifest import Manifest
 from holdfast_service.daemon.arena.held_slots import Holds
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import Round

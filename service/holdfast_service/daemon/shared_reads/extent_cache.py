@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast_formats import proof
+from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
+from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import CorruptManifest, NoSuchResource
-from holdfast_formats.manifest import EXTENT_BYTES_MAX
-from holdfast_formats.proof import Piece
 from holdfast_service.storage import Tier
 
 SLAB_BYTES = EXTENT_BYTES_MAX  # one read: an extent, or several that touch

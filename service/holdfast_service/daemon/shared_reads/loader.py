@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from holdfast_formats import naming, wire
+from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, DaemonGone
-from holdfast_formats.listing import Listing
+from holdfast_formats.staging import wire
+from holdfast_formats.staging.piece_list import Listing
 from holdfast_service.daemon.arena.arena import Arena, Loan
 from holdfast_service.daemon.shared_reads.sealed_memory import LentMemory, Stored
 from holdfast_service.daemon.shared_reads.sharing import WANTED_BY_MIN, WANTED_BY_MIN_CACHED, Shared, decide

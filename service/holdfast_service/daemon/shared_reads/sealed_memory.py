@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats import digest, listing
+from holdfast_formats import digest
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSpace
-from holdfast_formats.listing import Listing
+from holdfast_formats.staging import piece_list
+from holdfast_formats.staging.piece_list import Listing
 from holdfast_service.daemon.shared_reads.sharing import Job, jobs
 from holdfast_service.storage import Tier
 
@@ -81,7 +82,7 @@ class LentMemory:
             for finished in [threads.submit(drain) for _ in range(count)]:
                 finished.result()
         good = Listing(wanted.files, wanted.rows[filling.good])
-        _write(self.fd, memoryview(listing.encode(good)), 0)
+        _write(self.fd, memoryview(piece_list.encode(good)), 0)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         return good, int(filling.read.sum())
 
@@ -131,8 +132,8 @@ def read_listing(fd: int) -> Listing:
     """What a rank has written into the memfd that it sent; `InvalidRequest` for what is no listing."""
     try:
         size = os.fstat(fd).st_size
-        if size > listing.LISTING_BYTES_MAX:
-            raise InvalidRequest(f"a listing of {size} bytes is over the limit of {listing.LISTING_BYTES_MAX}")
+        if size > piece_list.LISTING_BYTES_MAX:
+            raise InvalidRequest(f"a listing of {size} bytes is over the limit of {piece_list.LISTING_BYTES_MAX}")
         encoded = bytearray(size)
         done = 0
         while done < size:
@@ -142,7 +143,7 @@ def read_listing(fd: int) -> Listing:
             done += got
     except OSError as error:
         raise InvalidRequest(f"the descriptor is of nothing that can be read: {error.strerror}") from error
-    return listing.decode(bytes(encoded[:done]))
+    return piece_list.decode(bytes(encoded[:done]))
 
 
 def _write(fd: int, data: memoryview, at: int) -> None:

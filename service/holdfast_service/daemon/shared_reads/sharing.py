@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats import arena, listing
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.listing import Listing, Rows
+from holdfast_formats.staging import arena
+from holdfast_formats.staging import piece_list as listing
+from holdfast_formats.staging.piece_list import Listing, Rows
 
 # What only one rank wants it reads itself, straight into its tensors. What is in the page cache so few ranks read faster
 # from there, twice, than memory for all of it is had, filled and freed.

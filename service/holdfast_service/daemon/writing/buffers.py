@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast_formats.holdings import Bytes
-from holdfast_formats.manifest import EXTENT_BYTES_MAX
+from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
+from holdfast_formats.staging.holdings import Bytes
 
 ALIGNMENT_MAX = 2**16  # of any tier that is written through windows
 WINDOW_BYTES = EXTENT_BYTES_MAX + 2 * ALIGNMENT_MAX  # whole extents, and what aligning both ends adds

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast_formats.digest import digest, running
-from holdfast_formats.holdings import Bytes, Holding, gather, hold, hold_all, view
-from holdfast_formats.manifest import EXTENT_BYTES_MAX, Extent
-from holdfast_formats.packing import tensor_extent_bytes
-from holdfast_formats.plan import Origin, PlannedFile, PlannedTensor
+from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
+from holdfast_formats.disk.packing import tensor_extent_bytes
+from holdfast_formats.staging.holdings import Bytes, Holding, gather, hold, hold_all, view
+from holdfast_formats.staging.plan import Origin, PlannedFile, PlannedTensor
 
 CACHED_BYTES = 2**19  # what a core's own cache holds besides what it comes from
 STRAIGHT_BYTES_MIN = 2**17  # less is sooner copied than written as a buffer of its own

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
-from holdfast_formats.manifest import Extent, FileEntry
-from holdfast_formats.plan import Plan, PlannedFile, PlannedTensor, Receipt, encode_receipt
+from holdfast_formats.disk.manifest import Extent, FileEntry
+from holdfast_formats.staging.plan import Plan, PlannedFile, PlannedTensor, Receipt, encode_receipt
 from holdfast_service.daemon.writing.buffers import Windows
 from holdfast_service.daemon.writing.gathering import FileBytes, Slots, Window
 from holdfast_service.daemon.writing.priority import give_way

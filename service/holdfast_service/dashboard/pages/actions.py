@@ -7,10 +7,10 @@ from typing import get_args
 from fastapi import Request
 from starlette.responses import Response
 
-from holdfast_formats import rest
 from holdfast_formats.errors import CheckpointError, InvalidRequest
-from holdfast_formats.operations import Job, JobRequest
-from holdfast_formats.retention import Force, check_label
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import Job, JobRequest
+from holdfast_formats.rest.retention import Force, check_label
 from holdfast_service.dashboard.asking import Asked, at, to
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Form, Posted, page_router
@@ -44,7 +44,7 @@ async def remove_label(api: Asked, run: str, step: int, label: str, _: Posted) -
 @router.get(f"{_CHECKPOINT}/remove")
 async def confirm_removal(request: Request, api: Asked, run: str, step: int) -> Response:
     """What would go, or why it may not, before anything does."""
-    made = await api.get(rest.Checkpoint, at(run, step))
+    made = await api.get(bodies.Checkpoint, at(run, step))
     refused: CheckpointError | None = None
     try:
         await api.ask("DELETE", at(run, step), dry_run="true")

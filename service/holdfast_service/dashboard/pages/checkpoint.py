@@ -8,11 +8,11 @@ from typing import Annotated, NamedTuple
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
-from holdfast_formats import rest
+from holdfast_formats.disk.manifest import TensorEntry
 from holdfast_formats.errors import NoSuchResource
-from holdfast_formats.manifest import TensorEntry
-from holdfast_formats.operations import Job, Replica
-from holdfast_formats.retention import Preview, Verdict
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import Job, Replica
+from holdfast_formats.rest.retention import Preview, Verdict
 from holdfast_service.dashboard import contents
 from holdfast_service.dashboard.asking import Api, Asked, Shown, at, shown
 from holdfast_service.dashboard.contents import Line, Stripe
@@ -37,7 +37,7 @@ class Drawn(NamedTuple):
 @router.get("/runs/{run}/checkpoints/{step}")
 async def show_checkpoint(request: Request, api: Asked, run: str, step: str) -> Response:
     """Facts, checks, copies and actions."""
-    found = await api.get(rest.Checkpoint, at(run, step))
+    found = await api.get(bodies.Checkpoint, at(run, step))
     replicas, verdict, jobs, beside = await asyncio.gather(
         shown(api.page(Replica, at(run, found.step, "replicas"))),
         shown(_verdict(api, run, found.step)),
@@ -59,10 +59,10 @@ async def show_checkpoint(request: Request, api: Asked, run: str, step: str) -> 
 @router.get("/runs/{run}/checkpoints/{step}/files")
 async def show_files(request: Request, api: Asked, run: str, step: str, cursor: str | None = None) -> Response:
     """Files as they should be, and as they lie on storage. A page of its own: asking for it holds the checkpoint a while."""
-    made = await api.get(rest.Checkpoint, at(run, step))
+    made = await api.get(bodies.Checkpoint, at(run, step))
     files, node = await asyncio.gather(
-        shown(api.page(rest.File, at(run, made.step, "files"), cursor=cursor, limit=FILES_SHOWN)),
-        shown(api.page(rest.Node, "/v1/nodes")),
+        shown(api.page(bodies.File, at(run, made.step, "files"), cursor=cursor, limit=FILES_SHOWN)),
+        shown(api.page(bodies.Node, "/v1/nodes")),
     )
     return page(
         request,
@@ -79,7 +79,7 @@ async def show_files(request: Request, api: Asked, run: str, step: str, cursor: 
 @router.get("/runs/{run}/checkpoints/{step}/map/{name}")
 async def show_map(request: Request, api: Asked, run: str, step: str, name: str, first: int = 0) -> Response:
     """One file from its first byte to its last: which tensors stand where, and who held them as they were saved."""
-    made = await api.get(rest.Checkpoint, at(run, step))
+    made = await api.get(bodies.Checkpoint, at(run, step))
     held = await contents.held(api, run, made.step)
     entry = held.manifest.file(name)
     if entry is None:
@@ -124,7 +124,7 @@ async def show_extents(
 ) -> Response:
     """A tensor's extents: where each stands, and the digest that proves it."""
     group, name, first = asked
-    made = await api.get(rest.Checkpoint, at(run, step))
+    made = await api.get(bodies.Checkpoint, at(run, step))
     held = await contents.held(api, run, made.step)
     line = held.line(group, name)
     if line is None:
@@ -147,10 +147,10 @@ async def _verdict(api: Api, run: str, step: int) -> Verdict | None:
     return next((verdict for verdict in preview.verdicts if verdict.step == step), None)
 
 
-async def _before(api: Api, made: rest.Checkpoint) -> int | None:
+async def _before(api: Api, made: bodies.Checkpoint) -> int | None:
     """The step of the checkpoint before this one, to compare with."""
-    listed: Shown[tuple[list[rest.Checkpoint], bool]] = await shown(
-        api.walk(rest.Checkpoint, at(made.run) + "/checkpoints", 1000)
+    listed: Shown[tuple[list[bodies.Checkpoint], bool]] = await shown(
+        api.walk(bodies.Checkpoint, at(made.run) + "/checkpoints", 1000)
     )
     older = [other.step for other in listed.value[0] if other.step < made.step] if listed.value else []
     return max(older, default=None)

@@ -10,10 +10,10 @@ from typing import Annotated, Any, NamedTuple, get_args
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
-from holdfast_formats import comparing, rest
-from holdfast_formats.comparing import Pair
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.observed import Difference, DifferenceState
+from holdfast_formats.rest import bodies, comparing
+from holdfast_formats.rest.comparing import Pair
+from holdfast_formats.rest.observed import Difference, DifferenceState
 from holdfast_service.dashboard import contents
 from holdfast_service.dashboard.asking import Api, Asked, at
 from holdfast_service.dashboard.contents import Held, Measured
@@ -43,11 +43,11 @@ Wanted = Annotated[dict[str, str], Depends(_asked)]
 @router.get("/runs/{run}/compare")
 async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, first: int = 0) -> Response:
     """`a` is the older step, `b` the newer one; without both, a form to choose them. `exact` reads what is shown."""
-    listed = await api.page(rest.Checkpoint, at(run) + "/checkpoints", limit=STEPS_OFFERED)
+    listed = await api.page(bodies.Checkpoint, at(run) + "/checkpoints", limit=STEPS_OFFERED)
     same: dict[str, Any] = {"run": run, "steps": listed.items, "asked": asked, "states": STATES}
     if not (asked["a"] and asked["b"]):
         return page(request, "compare.html", compared=None, **same)
-    checkpoints = [await api.get(rest.Checkpoint, at(run, asked[side])) for side in ("a", "b")]
+    checkpoints = [await api.get(bodies.Checkpoint, at(run, asked[side])) for side in ("a", "b")]
     one, other = [await contents.held(api, run, found.step) for found in checkpoints]
     known = [(await contents.statistics(api, held)).value or {} for held in (one, other)]
     compared = await asyncio.to_thread(compare, one, other)

@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import Query, Request
 from starlette.responses import Response
 
-from holdfast_formats import rest
-from holdfast_formats.operations import EVENTS, Event
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import EVENTS, Event
 from holdfast_service.dashboard.asking import Asked, shown
 from holdfast_service.dashboard.rendering import link, page
 from holdfast_service.dashboard.routing import page_router
@@ -25,7 +25,7 @@ async def show_events(
 ) -> Response:
     """`run` and `kind` are asked of the API; `level` hides the quiet ones of a page."""
     found = await shown(api.page(Event, "/v1/events", run=run, kind=kind, cursor=cursor, limit=EVENTS_SHOWN))
-    listed = found.value or rest.Page[Event](items=[])
+    listed = found.value or bodies.Page[Event](items=[])
     return page(
         request,
         "events.html",

@@ -7,8 +7,8 @@ from typing import Annotated, NamedTuple
 from fastapi import Query, Request
 from starlette.responses import Response
 
-from holdfast_formats import rest
-from holdfast_formats.observed import LayerHealth, Layers
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import LayerHealth, Layers
 from holdfast_service.dashboard.asking import Asked, at, shown
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
@@ -28,8 +28,8 @@ async def show_health(
     request: Request, api: Asked, run: str, group: Annotated[str, Query(max_length=64)] = "model"
 ) -> Response:
     """The map is drawn by a script from the same numbers; the worst cells are a table for whoever sees no map."""
-    found = await api.get(rest.Run, at(run))
-    newest = await api.page(rest.Checkpoint, at(run) + "/checkpoints", limit=1)
+    found = await api.get(bodies.Run, at(run))
+    newest = await api.page(bodies.Checkpoint, at(run) + "/checkpoints", limit=1)
     layers = await shown(api.get(Layers, at(run) + "/layers", group=group))
     cells = [
         Cell(name, health)

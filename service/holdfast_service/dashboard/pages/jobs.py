@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import Query, Request
 from starlette.responses import Response
 
-from holdfast_formats import rest
-from holdfast_formats.operations import Job
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import Job
 from holdfast_service.dashboard.asking import Asked, shown
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Posted, page_router
@@ -25,7 +25,7 @@ async def show_jobs(
     request: Request, api: Asked, state: Annotated[str, Query(max_length=20)] = "", cursor: str | None = None
 ) -> Response:
     jobs = await shown(api.page(Job, "/v1/jobs", state=state, cursor=cursor, limit=JOBS_SHOWN))
-    listed = jobs.value or rest.Page[Job](items=[])
+    listed = jobs.value or bodies.Page[Job](items=[])
     return page(
         request,
         "jobs.html",

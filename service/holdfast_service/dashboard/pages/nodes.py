@@ -7,7 +7,7 @@ import asyncio
 from fastapi import Request
 from starlette.responses import Response
 
-from holdfast_formats import rest
+from holdfast_formats.rest import bodies
 from holdfast_service.dashboard.asking import Asked, shown
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
@@ -21,8 +21,8 @@ ROUNDS_SHOWN = 50
 async def show_nodes(request: Request, api: Asked) -> Response:
     """Every daemon; below them the newest saves, whoever writes them."""
     nodes, ready, rounds = await asyncio.gather(
-        api.page(rest.Node, "/v1/nodes"),
-        shown(api.get(rest.Health, "/readyz")),
-        api.page(rest.Round, "/v1/rounds", limit=ROUNDS_SHOWN),
+        api.page(bodies.Node, "/v1/nodes"),
+        shown(api.get(bodies.Health, "/readyz")),
+        api.page(bodies.Round, "/v1/rounds", limit=ROUNDS_SHOWN),
     )
     return page(request, "nodes.html", nodes=nodes.items, ready=ready, rounds=rounds.items)

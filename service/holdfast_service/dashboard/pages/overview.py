@@ -8,8 +8,8 @@ from typing import Annotated, NamedTuple
 from fastapi import Query, Request
 from starlette.responses import Response
 
-from holdfast_formats import rest
-from holdfast_formats.observed import Attention, RunSummary
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import Attention, RunSummary
 from holdfast_service.dashboard.asking import Api, Asked, shown
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
@@ -61,8 +61,8 @@ async def show_overview(
     order = sort if sort in SORTS else "attention"
     lines, health, nodes, going_on = await asyncio.gather(
         _lines(api, q, order, cursor),
-        api.get(rest.Health, "/healthz"),
-        shown(api.page(rest.Node, "/v1/nodes")),
+        api.get(bodies.Health, "/healthz"),
+        shown(api.page(bodies.Node, "/v1/nodes")),
         shown(_under_way(api)),
     )
     return page(
@@ -80,22 +80,22 @@ async def show_overview(
     )
 
 
-async def _lines(api: Api, prefix: str, order: str, cursor: str | None) -> rest.Page[RunLine]:
+async def _lines(api: Api, prefix: str, order: str, cursor: str | None) -> bodies.Page[RunLine]:
     said = {"prefix": prefix, "sort": order, "cursor": cursor, "limit": RUNS_SHOWN}
     summed = await shown(api.page(RunSummary, "/v1/summaries", **said))
     if summed.value is not None:
         made = [RunLine(s.run, s.newest, s.checkpoints, s.bytes, s.attempt, s) for s in summed.value.items]
-        return rest.Page(items=made, next=summed.value.next)
+        return bodies.Page(items=made, next=summed.value.next)
     if not summed.absent and summed.error is not None:
         raise summed.error
-    runs = await api.page(rest.Run, "/v1/runs", **said)
+    runs = await api.page(bodies.Run, "/v1/runs", **said)
     plain = [RunLine(run.name, run.newest, run.checkpoints, run.bytes, run.attempt, None) for run in runs.items]
-    return rest.Page(items=plain, next=runs.next)
+    return bodies.Page(items=plain, next=runs.next)
 
 
-async def _under_way(api: Api) -> list[rest.Round]:
+async def _under_way(api: Api) -> list[bodies.Round]:
     pages = await asyncio.gather(
-        *(api.page(rest.Round, "/v1/rounds", state=state, limit=20) for state in ("open", "sealed"))
+        *(api.page(bodies.Round, "/v1/rounds", state=state, limit=20) for state in ("open", "sealed"))
     )
     return [made for found in pages for made in found.items]
 

@@ -8,9 +8,9 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from holdfast_formats import rest
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.retention import Preview, RetentionPolicy
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.retention import Preview, RetentionPolicy
 from holdfast_service.dashboard.asking import Api, Asked, at, to
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Form, Posted, page_router
@@ -100,7 +100,7 @@ async def _tag(api: Api, run: str) -> str:
 
 async def _page(request: Request, api: Api, run: str, tag: str, preview: Preview, *, in_force: Preview) -> Response:
     """The form with the previewed policy. Where that is the one in force, nothing is proposed."""
-    newest = await api.page(rest.Checkpoint, at(run) + "/checkpoints", limit=1)
+    newest = await api.page(bodies.Checkpoint, at(run) + "/checkpoints", limit=1)
     before = {verdict.step: verdict.keep for verdict in in_force.verdicts}
     return page(
         request,

@@ -10,8 +10,9 @@ from urllib.parse import quote
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
-from holdfast_formats import layouts, rest
 from holdfast_formats.errors import CheckpointError
+from holdfast_formats.layout import language
+from holdfast_formats.rest import bodies
 from holdfast_service.dashboard.asking import Api, Asked, at, shown
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
@@ -21,7 +22,7 @@ router = page_router()
 RANKS_SHOWN = 32
 AXES = ("tp", "pp", "ep", "dp")
 STAGES = ("stage1", "stage2", "stage3")
-Text = Annotated[str, Query(max_length=layouts.TEXT_BYTES_MAX)]
+Text = Annotated[str, Query(max_length=language.TEXT_BYTES_MAX)]
 Small = Annotated[str, Query(max_length=15)]
 
 
@@ -38,7 +39,7 @@ class Share(NamedTuple):
     """What a rank holds and what is read for it; or why it cannot be."""
 
     rank: int
-    plan: rest.ShardPlan | None
+    plan: bodies.ShardPlan | None
     error: CheckpointError | None
 
 
@@ -63,7 +64,7 @@ def _fields(
 
 def _asked(
     fields: Annotated[dict[str, str], Depends(_fields)],
-    layout: Annotated[str | None, Query(max_length=layouts.TEXT_BYTES_MAX)] = None,
+    layout: Annotated[str | None, Query(max_length=language.TEXT_BYTES_MAX)] = None,
     group: Annotated[str, Query(max_length=64)] = "model",
     first: int = 0,
 ) -> Wanted:
@@ -75,18 +76,18 @@ async def show_restoring(
     request: Request, api: Asked, run: str, step: str, wanted: Annotated[Wanted, Depends(_asked)]
 ) -> Response:
     """The fields make up the layout's text, unless `layout` says it as a whole."""
-    made = await api.get(rest.Checkpoint, at(run, step))
+    made = await api.get(bodies.Checkpoint, at(run, step))
     text, group, first = wanted.text, wanted.group, wanted.first
     shares: list[Share] = []
     refused: CheckpointError | None = None
     world = 1
     try:
-        parsed = layouts.parse(text)
-        text, world = layouts.text(parsed), parsed.mesh.world
+        parsed = language.parse(text)
+        text, world = language.text(parsed), parsed.mesh.world
         shares = await _shares(api, made, text, group, range(first, min(world, first + RANKS_SHOWN)))
     except CheckpointError as error:
         refused = error
-    files = await shown(api.page(rest.Node, "/v1/nodes"))
+    files = await shown(api.page(bodies.Node, "/v1/nodes"))
     root = (files.value.items[0].root if files.value and files.value.items else None) or "."
     return page(
         request,
@@ -117,16 +118,16 @@ def _text(fields: dict[str, str]) -> str:
     return ",".join(parts)
 
 
-async def _shares(api: Api, made: rest.Checkpoint, layout: str, group: str, ranks: range) -> list[Share]:
+async def _shares(api: Api, made: bodies.Checkpoint, layout: str, group: str, ranks: range) -> list[Share]:
     async def share(rank: int) -> Share:
         asked = {"layout": layout, "rank": rank, "group": group, "limit": 1}
-        found = await shown(api.get(rest.ShardPlan, at(made.run, made.step, "shard"), **asked))
+        found = await shown(api.get(bodies.ShardPlan, at(made.run, made.step, "shard"), **asked))
         return Share(rank, found.value, found.error)
 
     return list(await asyncio.gather(*map(share, ranks)))
 
 
-def _lines(made: rest.Checkpoint, layout: str, group: str, where: tuple[str, str]) -> Lines:
+def _lines(made: bodies.Checkpoint, layout: str, group: str, where: tuple[str, str]) -> Lines:
     root, url = where
     name, cut = f"{made.run}@{made.step}", shlex.quote(layout)
     grouped = "" if group == "model" else f" --group {shlex.quote(group)}"

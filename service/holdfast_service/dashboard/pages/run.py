@@ -8,9 +8,9 @@ from typing import Annotated
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
-from holdfast_formats import rest
-from holdfast_formats.observed import RunSummary
-from holdfast_formats.retention import Preview, Verdict
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import RunSummary
+from holdfast_formats.rest.retention import Preview, Verdict
 from holdfast_service.dashboard import history
 from holdfast_service.dashboard.asking import LIMIT_MAX, Api, Asked, Shown, at, shown
 from holdfast_service.dashboard.rendering import page
@@ -35,11 +35,11 @@ Filters = Annotated[dict[str, str], Depends(_filters)]
 @router.get("/runs/{run}")
 async def show_run(request: Request, api: Asked, run: str, filters: Filters, cursor: str | None = None) -> Response:
     """Tiles, timeline and plots of the newest saves, and a page of checkpoints."""
-    found = await api.get(rest.Run, at(run))
+    found = await api.get(bodies.Run, at(run))
     listed, drawn, rounds, summary, verdicts = await asyncio.gather(
-        api.page(rest.Checkpoint, at(run) + "/checkpoints", cursor=cursor, limit=CHECKPOINTS_SHOWN, **filters),
-        api.page(rest.Checkpoint, at(run) + "/checkpoints", limit=SAVES_DRAWN),
-        api.page(rest.Round, "/v1/rounds", run=run, limit=SAVES_DRAWN),
+        api.page(bodies.Checkpoint, at(run) + "/checkpoints", cursor=cursor, limit=CHECKPOINTS_SHOWN, **filters),
+        api.page(bodies.Checkpoint, at(run) + "/checkpoints", limit=SAVES_DRAWN),
+        api.page(bodies.Round, "/v1/rounds", run=run, limit=SAVES_DRAWN),
         shown(api.get(RunSummary, at(run) + "/summary")),
         _verdicts(api, found),
     )
@@ -66,7 +66,7 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
     )
 
 
-async def _verdicts(api: Api, run: rest.Run) -> Shown[dict[int, Verdict]]:
+async def _verdicts(api: Api, run: bodies.Run) -> Shown[dict[int, Verdict]]:
     if run.checkpoints > VERDICTS_UP_TO:
         return Shown(None)
     preview = await shown(api.get(Preview, at(run.name) + "/retention"))

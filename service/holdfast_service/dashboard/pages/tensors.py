@@ -9,8 +9,8 @@ from typing import Annotated, Any, NamedTuple
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
-from holdfast_formats import rest
-from holdfast_formats.observed import TensorStatistics
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.observed import TensorStatistics
 from holdfast_service.dashboard import contents
 from holdfast_service.dashboard.asking import Api, Asked, at
 from holdfast_service.dashboard.contents import Held, Line, Measured
@@ -70,7 +70,7 @@ Wanted = Annotated[Search, Depends(_search)]
 @router.get("/runs/{run}/checkpoints/{step}/tensors")
 async def show_tensors(request: Request, api: Asked, run: str, step: str, wanted: Wanted) -> Response:
     """A page of them, with what was measured while their bytes passed."""
-    made = await api.get(rest.Checkpoint, at(run, step))
+    made = await api.get(bodies.Checkpoint, at(run, step))
     held = await contents.held(api, run, made.step)
     measured = await contents.statistics(api, held)
     many = held.tensors > contents.STATISTICS_MAX

@@ -8,9 +8,9 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from holdfast_formats import rest
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.operations import NewToken, Token, TokenRequest
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.operations import NewToken, Token, TokenRequest
 from holdfast_service.dashboard.asking import Api, Asked, shown
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Form, Posted, page_router
@@ -57,7 +57,7 @@ def _wanted(form: Form) -> TokenRequest:
 
 async def _page(request: Request, api: Api, cursor: str | None, made: NewToken | None) -> Response:
     found = await shown(api.page(Token, "/v1/tokens", cursor=cursor, limit=TOKENS_SHOWN))
-    listed = found.value or rest.Page[Token](items=[])
+    listed = found.value or bodies.Page[Token](items=[])
     return page(
         request,
         "tokens.html",

@@ -1,0 +1,316 @@
+"""The manifest: what a checkpoint holds, how it lies in its files, and the digest of every byte. FORMAT.md states it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import isfinite, prod
+from operator import itemgetter
+
+import msgspec
+
+from holdfast_formats import decoding, dtypes, lineage, naming
+from holdfast_formats.digest import check_digest, check_digests
+from holdfast_formats.errors import CheckpointError, CorruptManifest, InvalidRequest, LimitExceeded, NotCommitted
+from holdfast_formats.lineage import Lineage, Rewind
+from holdfast_formats.tensors import TensorSpec
+
+FORMAT = 1
+EXTENT_BYTES_MAX = 16 * 2**20
+COMMIT_BYTES_MAX = 2**16
+MANIFEST_BYTES_MAX = 2**29  # a million tensors with five hundred bytes each
+_REPAIR = "this checkpoint cannot be proven any more; restore another step"
+_Placed = tuple[int, int, str]  # a tensor in its file: first byte, bytes, name
+
+
+class Extent(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Contiguous bytes of one tensor, counted from the tensor's first byte, and their xxh3-64 digest."""
+
+    offset: int
+    length: int
+    digest: str
+
+
+class FileEntry(msgspec.Struct, frozen=True, gc=False):
+    """A file of the checkpoint. `digest` proves its first `header_bytes` bytes, or all of it when that is 0."""
+
+    name: str
+    bytes: int
+    header_bytes: int
+    digest: str
+
+
+class TensorEntry(msgspec.Struct, frozen=True, gc=False):
+    """A tensor: shape in elements, the file that holds it, its first byte in that file, its extents in order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    extents: tuple[Extent, ...]
+    placement: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return dtypes.nbytes(self.dtype, prod(self.shape))
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything that proves a checkpoint and slices it. `tensors` and `aliases` are keyed by group, then by name.
+
+    `restored`, `turn` and `rewinds` are its lineage; what was written before there was any has none.
+    """
+
+    format: int
+    run: str
+    step: int
+    attempt: int
+    created: str
+    world: int
+    mesh: dict[str, int]
+    metrics: dict[str, float]
+    files: tuple[FileEntry, ...]
+    tensors: dict[str, dict[str, TensorEntry]]
+    aliases: dict[str, dict[str, str]]
+    restored: int | None = None
+    turn: int = 0
+    rewinds: tuple[Rewind, ...] = ()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(self.tensors)
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def file(self, name: str) -> FileEntry | None:
+        return next((file for file in self.files if file.name == name), None)
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    """A manifest, of which no more than the files is decoded."""
+
+    files: tuple[FileEntry, ...]
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """What a manifest says of its place among other checkpoints."""
+
+    step: int
+    attempt: int
+    tensors: dict[str, msgspec.Raw]
+    turn: int = 0
+    rewinds: tuple[Rewind, ...] = ()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(self.tensors)
+
+
+class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The COMMIT file: the last byte written, and the only thing that makes a directory a checkpoint (I1)."""
+
+    format: int
+    manifest_sha256: str
+    bytes: int
+    files: int
+
+
+_decode, _decode_commit = decoding.decoder(Manifest), decoding.decoder(Commit)
+_decode_files, _decode_place = decoding.decoder(_Listed), decoding.decoder(Placement)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest's bytes; validates first, so nothing that `decode` or a reader's bound refuses is ever written."""
+    validate(manifest)
+    encoded = msgspec.json.encode(manifest)
+    if len(encoded) > MANIFEST_BYTES_MAX:
+        raise LimitExceeded(
+            f"{naming.MANIFEST} would have {len(encoded)} bytes, over the limit of {MANIFEST_BYTES_MAX}",
+            hint="save fewer tensors, or shorter names",
+        )
+    return encoded
+
+
+def encode_commit(manifest: Manifest, manifest_bytes: bytes) -> bytes:
+    """The COMMIT file of a manifest that is already encoded."""
+    sha256 = hashlib.sha256(manifest_bytes).hexdigest()
+    return _encode_commit(sha256, manifest.bytes, len(manifest.files))
+
+
+def _encode_commit(sha256: str, size: int, files: int) -> bytes:
+    return msgspec.json.encode(Commit(FORMAT, sha256, size, files)) + b"\n"
+
+
+def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
+    """The manifest, after COMMIT vouched for its bytes and its own parts fit together (I5).
+
+    Raises `NotCommitted` when COMMIT is empty or unreadable, `CorruptManifest` when the two disagree or the manifest does
+    not tile its files.
+    """
+    commit = _check_digest(manifest_bytes, commit_bytes)
+    try:
+        manifest = _decode(manifest_bytes)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
+    validate(manifest)
+    _check_counts(commit, commit_bytes, manifest.files)
+    return manifest
+
+
+def placement(manifest_bytes: bytes, commit_bytes: bytes) -> Placement:
+    """A checkpoint's place alone, after COMMIT vouched for the manifest; nothing else of it is looked at."""
+    check_bytes(manifest_bytes, commit_bytes)
+    try:
+        return _decode_place(manifest_bytes)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
+
+
+def check_bytes(manifest_bytes: bytes, commit_bytes: bytes) -> None:
+    """Raise `CorruptManifest` unless these are the bytes that COMMIT vouches for, and all else that it states is so (I5);
+    `NotCommitted` where it is none. For who hands the bytes on: of the manifest no more than its files is looked at.
+    """
+    commit = _check_digest(manifest_bytes, commit_bytes)
+    try:
+        files = _decode_files(manifest_bytes).files
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
+    _check_counts(commit, commit_bytes, files)
+
+
+def _check_digest(manifest_bytes: bytes, commit_bytes: bytes) -> Commit:
+    commit = _read_commit(commit_bytes)
+    if hashlib.sha256(manifest_bytes).hexdigest() != commit.manifest_sha256:
+        raise CorruptManifest(
+            f"{naming.MANIFEST} does not have the digest that {naming.COMMIT} states", hint=_REPAIR, file=naming.MANIFEST
+        )
+    return commit
+
+
+def _check_counts(commit: Commit, commit_bytes: bytes, files: Sequence[FileEntry]) -> None:
+    size = sum(file.bytes for file in files)
+    if commit_bytes != _encode_commit(commit.manifest_sha256, size, len(files)):
+        raise CorruptManifest(
+            f"{naming.COMMIT} states {commit.files} files of {commit.bytes} bytes, or is not spelled as it was written; "
+            f"the manifest has {len(files)} files of {size} bytes",
+            hint=_REPAIR,
+            file=naming.COMMIT,
+        )
+
+
+def stated_sha256(commit_bytes: bytes) -> str:
+    """The manifest's digest, as COMMIT states it; `NotCommitted` where it states none."""
+    return _read_commit(commit_bytes).manifest_sha256
+
+
+def _read_commit(commit_bytes: bytes) -> Commit:
+    try:
+        commit = _decode_commit(commit_bytes)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise NotCommitted(f"{naming.COMMIT} cannot be read: {error}", hint=_REPAIR, file=naming.COMMIT) from error
+    if commit.format != FORMAT:
+        raise NotCommitted(
+            f"{naming.COMMIT} says format {commit.format}, this version reads {FORMAT}",
+            hint="use the version of holdfast that wrote it",
+            file=naming.COMMIT,
+        )
+    return commit
+
+
+def validate(manifest: Manifest) -> None:
+    """Check that files, tensors and extents tile exactly and that every name resolves; `CorruptManifest` if not."""
+    try:
+        _validate(manifest)
+    except CorruptManifest:
+        raise
+    except CheckpointError as error:
+        raise CorruptManifest(f"manifest: {error.detail}", hint=_REPAIR) from error
+
+
+def _validate(manifest: Manifest) -> None:
+    if manifest.format != FORMAT:
+        raise _broken(f"format {manifest.format} is not {FORMAT}")
+    naming.check_run(manifest.run)
+    naming.check_step(manifest.step)
+    check_metrics(manifest.metrics)
+    if manifest.attempt < 0 or manifest.world < 1:
+        raise _broken(f"attempt {manifest.attempt} of a world of {manifest.world}")
+    lineage.check(Lineage(manifest.restored, manifest.turn, manifest.rewinds))
+    files = _checked_files(manifest.files)
+    inside: dict[str, list[_Placed]] = {file.name: [] for file in manifest.files if file.header_bytes}
+    for group, tensors in manifest.tensors.items():
+        naming.check_group(group)
+        for name, tensor in tensors.items():
+            if tensor.file not in inside:
+                raise _broken(f"tensor {name!r} lies in {tensor.file!r}, which is not a listed shard file")
+            TensorSpec(group, name, tensor.dtype, tensor.shape).check()
+            size = tensor.nbytes  # once: of 100 000 tensors it is what this costs
+            _check_extents(name, tensor, size)
+            inside[tensor.file].append((tensor.start, size, name))
+    for file_name, placed in inside.items():
+        _check_file(files[file_name], sorted(placed, key=itemgetter(0, 1)))
+    for group, aliases in manifest.aliases.items():
+        for alias, target in aliases.items():
+            held = manifest.tensors.get(group, {})
+            if alias in held or target not in held:
+                raise _broken(f"alias {alias!r} of {target!r} in group {group!r} does not resolve")
+
+
+def _checked_files(listed: Sequence[FileEntry]) -> dict[str, FileEntry]:
+    files = {file.name: file for file in listed}
+    if len(files) != len(listed):
+        raise _broken("a file is listed twice")
+    for file in listed:
+        check_digest(file.digest)
+        reserved = file.name in (naming.COMMIT, naming.MANIFEST)
+        if reserved or not naming.is_file_name(file.name) or not 0 <= file.header_bytes <= file.bytes:
+            raise _broken(f"file {file.name!r} has an impossible name or header length")
+    return files
+
+
+def check_metrics(metrics: Mapping[str, float]) -> None:
+    """Refuse, by name, a metric that JSON cannot state."""
+    for name, value in metrics.items():
+        if not isfinite(value):
+            raise InvalidRequest(f"metric {name!r} is {value}, which JSON cannot state", hint="leave it out")
+
+
+def _check_extents(name: str, tensor: TensorEntry, size: int) -> None:
+    itemsize = max(dtypes.bits(tensor.dtype) // 8, 1)
+    extents = tensor.extents
+    check_digests([extent.digest for extent in extents])  # all at once: a checkpoint has some 65 536 of them
+    lengths = [extent.length for extent in extents]
+    edges = list(accumulate(lengths, initial=0))
+    if edges[-1] == size and [extent.offset for extent in extents] == edges[:-1] and _fit(lengths, itemsize):
+        return
+    end = 0
+    for extent in extents:
+        if extent.offset != end or not 0 < extent.length <= EXTENT_BYTES_MAX or extent.length % itemsize:
+            raise _broken(f"tensor {name!r}: extent {extent.offset}+{extent.length} does not follow {end}")
+        end += extent.length
+    if end != size:
+        raise _broken(f"tensor {name!r}: extents cover {end} of {size} bytes")
+
+
+def _fit(lengths: Sequence[int], itemsize: int) -> bool:
+    sound = not lengths or (min(lengths) > 0 and max(lengths) <= EXTENT_BYTES_MAX)
+    return sound and (itemsize == 1 or not any(length % itemsize for length in set(lengths)))
+
+
+def _check_file(file: FileEntry, placed: Sequence[_Placed]) -> None:
+    if len({name for *_, name in placed}) != len(placed):
+        raise _broken(f"file {file.name!r} holds two tensors of the same name")
+    end = file.header_bytes
+    for start, size, name in placed:
+        if start != end:
+            raise _broken(f"file {file.name!r}: tensor {name!r} begins at {start}, the one before it ends at {end}")
+        end += size
+    if end != file.bytes:
+        raise _broken(f"file {file.name!r} has {file.bytes} bytes, its tensors end at {end}")
+
+
+def _broken(what: str) -> CorruptManifest:
+    return CorruptManifest(f"manifest: {what}", hint=_REPAIR, file=naming.MANIFEST)

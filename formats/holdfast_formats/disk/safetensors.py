@@ -1,0 +1,166 @@
+"""The safetensors header: encode, decode, validate.
+
+Format: README § Format of https://github.com/huggingface/safetensors (0.8): eight bytes of little-endian header length,
+the header as JSON, the tensors' bytes without hole or overlap. On the library's own output `encode(decode(x)) == x`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+
+from holdfast_formats import decoding, dtypes
+from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
+
+LENGTH_BYTES = 8
+HEADER_BYTES_MAX = 100_000_000  # the library's own limit
+LIBRARY_ALIGNMENT_BYTES = 8
+DATA_ALIGNMENT_BYTES = 4096  # ours: O_DIRECT and mmap stay aligned; legal, since the padding is spaces in the header
+_SIZE_MAX = 2**63 - 1
+_METADATA = "__metadata__"
+_REPAIR = "restore another step; this file is not what was written"
+
+
+class Stored(NamedTuple):
+    """One tensor of a file: dtype, shape in elements, bytes [start, stop) behind the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Header(NamedTuple):
+    """A decoded header: tensors by ascending offset, the string metadata, and the whole header's length in bytes."""
+
+    tensors: tuple[Stored, ...]
+    metadata: dict[str, str] | None
+    header_bytes: int
+
+
+def storage_order(tensors: Iterable[tuple[str, str]]) -> list[int]:
+    """Positions of (name, dtype) pairs in the order in which the library stores them: dtype descending, then name."""
+    listed = list(tensors)
+    return sorted(range(len(listed)), key=lambda i: (-dtypes.ORDER[listed[i][1]], listed[i][0].encode()))
+
+
+def encode(
+    tensors: Sequence[Stored], metadata: Mapping[str, str] | None = None, alignment_bytes: int = DATA_ALIGNMENT_BYTES
+) -> bytes:
+    """The length field and the header, padded with spaces so that the data begins at a multiple of `alignment_bytes`."""
+    validate(tensors)
+    document: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
+    for tensor in tensors:
+        document[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": (tensor.start, tensor.stop),
+        }
+    body = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    body += b" " * (-(LENGTH_BYTES + len(body)) % alignment_bytes)
+    if len(body) > HEADER_BYTES_MAX:
+        raise LimitExceeded(
+            f"a safetensors header of {len(body)} bytes is over the format's limit of {HEADER_BYTES_MAX}",
+            hint="lower file_bytes_max, so that a file holds fewer tensors",
+        )
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def decode(head: bytes, file_bytes: int, source: str = "file") -> Header:
+    """Decode and validate the header of a file of `file_bytes` bytes from its first bytes.
+
+    `head` must hold at least the whole header. Raises `CorruptManifest`, naming `source`, for a truncated file, an
+    oversized header, duplicate keys, holes, overlaps, or sizes that do not follow from dtype and shape.
+    """
+    length = header_length(head, file_bytes, source)
+    if len(head) < LENGTH_BYTES + length:
+        raise _broken(source, f"is cut off inside its header ({len(head)} of {LENGTH_BYTES + length} bytes)")
+    try:
+        text = head[LENGTH_BYTES : LENGTH_BYTES + length].decode()
+        document = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise _broken(source, f"has a header that is not JSON: {error}") from error
+    if not text.startswith("{"):
+        raise _broken(source, "has a header that does not begin with a JSON object")
+    metadata = document.pop(_METADATA, None)
+    try:
+        known = None if metadata is None else msgspec.convert(metadata, dict[str, str])
+        tensors = [_stored(name, _convert(entry)) for name, entry in document.items()]
+        tensors.sort(key=lambda t: (t.start, t.stop))
+        if known and not _is_unicode("".join((*known, *known.values()))):
+            raise StateMismatch("its metadata is not valid Unicode")
+        end = validate(tensors)
+    except (msgspec.ValidationError, UnicodeEncodeError, StateMismatch) as error:
+        raise _broken(source, f"has a header that does not fit together: {error}") from error
+    if LENGTH_BYTES + length + end != file_bytes:
+        raise _broken(source, f"has {file_bytes} bytes where its header says {LENGTH_BYTES + length + end}")
+    return Header(tuple(tensors), known, LENGTH_BYTES + length)
+
+
+def header_length(head: bytes, file_bytes: int, source: str = "file") -> int:
+    """The header's length in bytes, read from the first eight; `CorruptManifest` when it cannot be true."""
+    if len(head) < LENGTH_BYTES:
+        raise _broken(source, f"has {len(head)} bytes, too few for a safetensors file")
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    if length > HEADER_BYTES_MAX or LENGTH_BYTES + length > file_bytes:
+        raise _broken(source, f"claims a header of {length} bytes in a file of {file_bytes}")
+    return length
+
+
+def validate(tensors: Sequence[Stored]) -> int:
+    """Check that the tensors tile the data from 0 on, in order, each as long as dtype and shape say; return the end."""
+    names = {tensor.name for tensor in tensors}
+    if len(names) != len(tensors) or _METADATA in names or not _is_unicode("".join(names)):
+        raise StateMismatch(f"tensor names must be different Unicode texts, and none of them {_METADATA!r}")
+    end = 0
+    for tensor in tensors:
+        if tensor.dtype not in dtypes.BITS:
+            raise StateMismatch(f"tensor {tensor.name!r}: unknown dtype {tensor.dtype!r}")
+        if any(n < 0 for n in tensor.shape):
+            raise StateMismatch(f"tensor {tensor.name!r}: negative size in shape {list(tensor.shape)}")
+        if tensor.start != end or tensor.stop < tensor.start:
+            raise StateMismatch(f"tensor {tensor.name!r}: bytes [{tensor.start}, {tensor.stop}) do not follow {end}")
+        if prod(tensor.shape) * dtypes.BITS[tensor.dtype] > _SIZE_MAX:
+            raise StateMismatch(f"tensor {tensor.name!r}: shape {list(tensor.shape)} is too large")
+        if tensor.stop - tensor.start != dtypes.nbytes(tensor.dtype, prod(tensor.shape), tensor.name):
+            raise StateMismatch(
+                f"tensor {tensor.name!r}: {tensor.stop - tensor.start} bytes for {tensor.dtype}{list(tensor.shape)}"
+            )
+        end = tensor.stop
+    return end
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_convert = decoding.converter(_Entry)
+
+
+def _stored(name: str, entry: _Entry) -> Stored:
+    return Stored(name, entry.dtype, entry.shape, *entry.data_offsets)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold the text: JSON can spell half a surrogate pair, which no reader in another language takes."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        seen: set[str] = set()
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        raise ValueError(f"duplicate key {twice!r}")
+    return document
+
+
+def _broken(source: str, what: str) -> CorruptManifest:
+    return CorruptManifest(f"{source} {what}", hint=_REPAIR, file=source)

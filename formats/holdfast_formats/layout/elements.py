@@ -1,0 +1,133 @@
+"""The element tensors of a group: what its tensors are once fused ones and stacks are taken apart.
+
+Layouts speak of element tensors alone, so that a checkpoint which holds `qkv_proj` or stacked experts and one which holds
+their parts are the same to them. An optimizer's `<parameter>/<key>` is taken apart as its parameter is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.layout.parts import Fused, LocalTensor, Part, fuse, stack
+from holdfast_formats.layout.rules import Fusion, Rule, Rules
+from holdfast_formats.region import Box, Shape, whole
+
+Specs = Mapping[str, tuple[str, Shape]]  # name -> dtype, shape
+
+
+class Element(NamedTuple):
+    """An element tensor: its name (`parameter`, and of optimizer state `/key`), and what the rules say of the parameter."""
+
+    name: str
+    parameter: str
+    key: str
+    dtype: str
+    shape: Shape
+    rule: Rule | None
+
+
+class Elements(NamedTuple):
+    """A group's element tensors in the order of its own tensors, and which stored tensors hold those that are not stored."""
+
+    by_name: dict[str, Element]
+    sources: dict[str, list[Fused]]
+
+
+def split_key(name: str, keyed: bool) -> tuple[str, str]:
+    """An optimizer's name as parameter and `/key`; the whole name where the group's names are not keyed."""
+    parameter, slash, key = name.rpartition("/")
+    return (parameter, slash + key) if keyed and slash else (name, "")
+
+
+def take_apart(specs: Specs, rules: Rules, keyed: bool) -> Elements:
+    """The elements of a group's tensors; `keyed` says that its names are `<parameter>/<key>`.
+
+    Raises `StateMismatch`, naming the tensor and the numbers, for a fused tensor that does not have the shape of its parts.
+    """
+    found = Elements({}, {})
+    for name, (dtype, shape) in specs.items():
+        parameter, key = split_key(name, keyed)
+        fusion = rules.fusion(parameter)
+        if fusion is None:
+            found.by_name[name] = Element(name, parameter, key, dtype, shape, rules.rule(parameter))
+            continue
+        shapes: tuple[Shape, ...] = ((),)
+        if shape:
+            shapes = part_shapes(fusion, name, shape, rules)
+            fused = compose(fusion, name, key, dtype, shapes)
+        else:
+            fused = one_for_all(name, dtype, [part + key for part in fusion.of])
+        if fused.shape != shape:
+            raise StateMismatch(
+                f"tensor {name!r} has shape {list(shape)}, its parts make {list(fused.shape)}",
+                hint="the rules or config.json do not fit this checkpoint",
+            )
+        source = Fused(name, shape, fused.parts)
+        for position, part in enumerate(fusion.of):
+            found.sources.setdefault(part + key, []).append(source)
+            element = Element(part + key, part, key, dtype, shapes[position % len(shapes)], rules.rule(part))
+            found.by_name.setdefault(element.name, element)
+    return found
+
+
+def part_shapes(fusion: Fusion, name: str, shape: Shape, rules: Rules) -> tuple[Shape, ...]:
+    """The shapes of the tensors that are fused into one of `shape`; in a stack, of one expert's.
+
+    From the config where there is one, else from the number of heads or as equal parts.
+    """
+    inner, count = shape, len(fusion.of)
+    if fusion.stacked:
+        if count % shape[0]:
+            raise StateMismatch(f"tensor {name!r} stacks {shape[0]} experts, the rules know {count} tensors of it")
+        inner, count = shape[1:], count // shape[0]
+    if fusion.dimension >= len(inner):
+        raise StateMismatch(f"tensor {name!r} of shape {list(shape)} has no dimension {fusion.dimension} to be fused along")
+    stated = [rule.shape if rule else None for rule in map(rules.rule, fusion.of[:count])]
+    if all(one is not None and len(one) == len(inner) for one in stated):
+        return tuple(one for one in stated if one is not None)
+    if fusion.kind == "qkv" and fusion.units is None:
+        raise heads_unknown(name)
+    weights = (fusion.units[0], fusion.units[1], fusion.units[1]) if fusion.units and count == 3 else (1,) * count
+    length = inner[fusion.dimension]
+    if length % sum(weights):
+        raise StateMismatch(
+            f"tensor {name!r}: {length} rows in dimension {fusion.dimension} do not fall into parts of {weights}",
+            hint="give the checkpoint its config.json, or rules with its sizes",
+        )
+    return tuple(_resized(inner, fusion.dimension, length // sum(weights) * weight) for weight in weights)
+
+
+def compose(fusion: Fusion, name: str, key: str, dtype: str, shapes: tuple[Shape, ...]) -> LocalTensor:
+    """The whole fused tensor, made of whole elements in the pattern in which checkpoints hold it.
+
+    `StateMismatch` where that pattern goes by heads whose number is not known.
+    """
+    if not fusion.groups:
+        raise heads_unknown(name)
+    count = len(shapes)
+    layers = [
+        fuse(
+            name,
+            dtype,
+            [(part + key, whole(shape)) for part, shape in zip(fusion.of[at : at + count], shapes, strict=True)],
+            fusion.dimension,
+            fusion.groups,
+        )
+        for at in range(0, len(fusion.of), count)
+    ]
+    return stack(name, layers) if fusion.stacked else layers[0]
+
+
+def heads_unknown(name: str) -> StateMismatch:
+    return StateMismatch(f"tensor {name!r}: how many heads it has is not known", hint="give the checkpoint its config.json")
+
+
+def one_for_all(name: str, dtype: str, elements: Sequence[str]) -> LocalTensor:
+    """A scalar that an optimizer keeps for a fused parameter: it stands for the scalar of each of its parts."""
+    return LocalTensor(name, dtype, (), tuple(Part(element, Box((), ()), 0, ()) for element in elements))
+
+
+def _resized(shape: Shape, dimension: int, length: int) -> Shape:
+    return (*shape[:dimension], length, *shape[dimension + 1 :])

@@ -1,0 +1,259 @@
+"""What a rank holds in a layout: local tensors, each made of parts of other tensors.
+
+A part says which box of another tensor stands where in a local one. The place is a first element and a stride for each
+dimension of the box, so that one form covers a shard, a fused tensor, a stack of experts and a flat range of any of them.
+What no part covers is padding: zeros in memory, and nothing on storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats.errors import StateMismatch
+from holdfast_formats.region import Box, Shape, intersect, whole
+
+
+class Part(NamedTuple):
+    """Element `box.offset + i` of `tensor` stands at element `start + Σ i·strides` of the local tensor, counted row-major.
+
+    Every dimension's stride reaches past all inner ones, as it does in a row-major tensor: positions follow the box's order.
+    """
+
+    tensor: str
+    box: Box
+    start: int
+    strides: Shape
+
+    @property
+    def stop(self) -> int:
+        """One behind the last element's position."""
+        return self.start + sum((n - 1) * stride for n, stride in zip(self.box.shape, self.strides, strict=True)) + 1
+
+
+class LocalTensor(NamedTuple):
+    """A tensor as a rank holds it; its parts do not overlap, but for a scalar that stands for several."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    parts: tuple[Part, ...]
+
+    @property
+    def volume(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def padding(self) -> int:
+        """Elements that no part covers."""
+        return max(self.volume - sum(part.box.volume for part in self.parts), 0)
+
+
+class Fused(NamedTuple):
+    """A stored tensor of `shape` that is made of others: they are read out of it, and written into it."""
+
+    name: str
+    shape: Shape
+    parts: tuple[Part, ...]
+
+
+def strides(shape: Sequence[int]) -> Shape:
+    """How far one step along each dimension of a row-major tensor reaches, in elements."""
+    return tuple(accumulate(reversed((*shape[1:], 1)), lambda a, b: a * b))[::-1] if shape else ()
+
+
+def of_box(name: str, dtype: str, tensor: str, box: Box) -> LocalTensor:
+    """A box of a tensor as a tensor of its own."""
+    parts = (Part(tensor, box, 0, strides(box.shape)),) if box.volume else ()
+    return LocalTensor(name, dtype, box.shape, parts)
+
+
+def padded(local: LocalTensor, rows: int) -> LocalTensor:
+    """The same tensor with padding behind it, so that dimension 0 has `rows`."""
+    return local._replace(shape=(rows, *local.shape[1:]))
+
+
+def narrow(part: Part, box: Box) -> Part | None:
+    """What the part has of `box`, which is counted in the part's own tensor; None when that is nothing."""
+    common = intersect(part.box, box)
+    if common is None:
+        return None
+    steps = (o - p for o, p in zip(common.offset, part.box.offset, strict=True))
+    shift = sum(step * stride for step, stride in zip(steps, part.strides, strict=True))
+    return Part(part.tensor, common, part.start + shift, part.strides)
+
+
+def cut(part: Part, start: int, stop: int) -> list[Part]:
+    """What the part has at positions [start, stop) of its local tensor, with positions counted from `start`."""
+    low, high = part.start, part.stop
+    if start <= low and high <= stop:
+        return [part._replace(start=low - start)]
+    if high <= start or stop <= low:
+        return []
+    outer = next(d for d, n in enumerate(part.box.shape) if n > 1)  # a part of one element is in or out
+    stride, n = part.strides[outer], part.box.shape[outer]
+    span = high - low - (n - 1) * stride  # how far one step of the outermost dimension reaches
+    inside = (
+        max(-(-(start - low) // stride), 0),
+        min((stop - low - span) // stride + 1, n),
+    )  # steps that lie inside as they are
+    first = max((start - low - span) // stride + 1, 0)
+    last = min(-(-(stop - low) // stride), n)
+    found: list[Part] = []
+    for step in range(first, min(inside[0], last)):
+        found += cut(_steps(part, outer, step, step + 1), start, stop)
+    if inside[0] < inside[1]:
+        found += cut(_steps(part, outer, *inside), start, stop)
+    for step in range(max(inside[1], inside[0], first), last):
+        found += cut(_steps(part, outer, step, step + 1), start, stop)
+    return found
+
+
+def _steps(part: Part, dimension: int, first: int, last: int) -> Part:
+    offset, shape = list(part.box.offset), list(part.box.shape)
+    offset[dimension] += first
+    shape[dimension] = last - first
+    return Part(part.tensor, Box(tuple(offset), tuple(shape)), part.start + first * part.strides[dimension], part.strides)
+
+
+def flat(local: LocalTensor, start: int, stop: int) -> LocalTensor:
+    """Elements [start, stop) of a local tensor, in one dimension."""
+    parts = [piece for part in local.parts for piece in cut(part, start, stop)]
+    return LocalTensor(local.name, local.dtype, (stop - start,), tuple(parts))
+
+
+def rows(local: LocalTensor, first: int, last: int) -> LocalTensor:
+    """Rows [first, last) of a local tensor: a cut along dimension 0."""
+    if len(local.parts) == 1 and local.parts[0].box.shape == local.shape:  # the part is all of it, row-major
+        tensor, box, _, steps = local.parts[0]
+        shape = (last - first, *local.shape[1:])
+        part = Part(tensor, Box((box.offset[0] + first, *box.offset[1:]), shape), 0, steps)
+        return LocalTensor(local.name, local.dtype, shape, (part,) if first < last else ())
+    row = prod(local.shape[1:])
+    return flat(local, first * row, last * row)._replace(shape=(last - first, *local.shape[1:]))
+
+
+def fuse(name: str, dtype: str, pieces: Sequence[tuple[str, Box]], dimension: int, groups: int) -> LocalTensor:
+    """One tensor out of boxes of others, along `dimension`: of each box the first of `groups` equal parts, then of each
+    the second, and so on. One group is one box after the other. `StateMismatch` where the groups do not divide a box, and
+    where boxes differ in another dimension.
+    """
+    lengths = []
+    first = pieces[0][1].shape
+    for tensor, box in pieces:
+        if box.shape[:dimension] != first[:dimension] or box.shape[dimension + 1 :] != first[dimension + 1 :]:
+            raise StateMismatch(
+                f"{name!r}: {list(box.shape)} of {tensor!r} and {list(first)} of {pieces[0][0]!r} do not fit together along "
+                f"dimension {dimension}",
+                hint="the parts of a fused tensor must be cut alike",
+            )
+        if box.shape[dimension] % groups:
+            raise StateMismatch(
+                f"{name!r}: {box.shape[dimension]} of {tensor!r} in dimension {dimension} are no {groups} equal groups"
+            )
+        lengths.append(box.shape[dimension] // groups)
+    shape = (*first[:dimension], sum(lengths) * groups, *first[dimension + 1 :])
+    steps = strides(shape)
+    parts: list[Part] = []
+    at = 0
+    for group in range(groups):
+        for (tensor, box), length in zip(pieces, lengths, strict=True):
+            place = Part(tensor, box, 0, steps)
+            if length and box.volume:
+                parts.append(
+                    _steps(place, dimension, group * length, (group + 1) * length)._replace(start=at * steps[dimension])
+                )
+            at += length
+    return LocalTensor(name, dtype, shape, tuple(parts))
+
+
+def stack(name: str, layers: Sequence[LocalTensor]) -> LocalTensor:
+    """Tensors of one shape as one tensor, along a new dimension 0."""
+    shape = layers[0].shape
+    if any(layer.shape != shape or layer.dtype != layers[0].dtype for layer in layers):
+        raise StateMismatch(f"tensor {name!r} cannot be stacked: {sorted({(t.dtype, t.shape) for t in layers})}")
+    volume = prod(shape)
+    parts = [part._replace(start=part.start + i * volume) for i, layer in enumerate(layers) for part in layer.parts]
+    return LocalTensor(name, layers[0].dtype, (len(layers), *shape), tuple(parts))
+
+
+def resolve(local: LocalTensor, sources: Mapping[str, Sequence[Fused]]) -> LocalTensor:
+    """The same local tensor with parts of stored tensors, where its own parts are of tensors that lie inside others.
+
+    `sources` names, for a tensor, the stored ones that hold it; what it does not name is stored as it is. Raises
+    `StateMismatch` naming the tensor of which a part is not stored.
+    """
+    parts: list[Part] = []
+    for part in local.parts:
+        held = sources.get(part.tensor)
+        if held is None:
+            parts.append(part)
+            continue
+        found = [inner for source in held for inner in _inside(part, source)]
+        if sum(inner.box.volume for inner in found) != part.box.volume:
+            raise StateMismatch(
+                f"tensor {local.name!r} needs {list(part.box.offset)}+{list(part.box.shape)} of {part.tensor!r}, "
+                f"of which {', '.join(repr(source.name) for source in held)} do not hold everything"
+            )
+        parts += found
+    return local._replace(parts=tuple(dict.fromkeys(parts)))
+
+
+def _inside(part: Part, source: Fused) -> Iterable[Part]:
+    for piece in source.parts:
+        wanted = narrow(part, piece.box) if piece.tensor == part.tensor else None
+        if wanted is None:
+            continue
+        there = narrow(piece, wanted.box)
+        assert there is not None  # the same common box
+        place, dimensions = _place(there, source.shape)
+        steps = [0] * len(source.shape)
+        for own, outer in enumerate(dimensions):
+            if outer is not None:
+                steps[outer] = wanted.strides[own]
+        yield Part(source.name, place, wanted.start, tuple(steps))
+
+
+def _place(part: Part, shape: Shape) -> tuple[Box, list[int | None]]:
+    """The box of a row-major tensor of `shape` in which the part stands, and which dimension each of the part's became."""
+    steps = strides(shape)
+    left, offset = part.start, []
+    for step in steps:
+        offset.append(left // step)
+        left %= step
+    lengths = [1] * len(shape)
+    dimensions: list[int | None] = []
+    for n, stride in zip(part.box.shape, part.strides, strict=True):
+        outer = next((d for d in range(len(shape)) if steps[d] == stride and shape[d] > 1), None) if n > 1 else None
+        if n > 1 and outer is None:
+            raise StateMismatch(f"a part of {part.tensor!r} with strides {list(part.strides)} is no box of {list(shape)}")
+        if outer is not None:
+            lengths[outer] = n
+        dimensions.append(outer)
+    return Box(tuple(offset), tuple(lengths)), dimensions
+
+
+def view(memory: NDArray[Any], part: Part) -> NDArray[Any]:
+    """The part's place in the memory of its local tensor, as an array of its box's shape; `memory` is 1-d and contiguous."""
+    steps = tuple(stride * memory.itemsize for stride in part.strides)
+    return np.lib.stride_tricks.as_strided(memory[part.start :], part.box.shape, steps)
+
+
+def fill(local: LocalTensor, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    """The local tensor, out of whole tensors in memory: what `parts` mean, in five lines. Padding is zero."""
+    memory = np.zeros(
+        local.volume, next(iter(tensors.values())).dtype if not local.parts else tensors[local.parts[0].tensor].dtype
+    )
+    for part in local.parts:
+        view(memory, part)[...] = tensors[part.tensor][part.box.slices]
+    return memory.reshape(local.shape)
+
+
+def full(name: str, dtype: str, shape: Shape) -> LocalTensor:
+    """A tensor of which a rank holds everything."""
+    return of_box(name, dtype, name, whole(shape))

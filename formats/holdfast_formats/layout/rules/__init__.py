@@ -1,0 +1,11 @@
+"""Which dimension of which tensor is cut by which axis: tables, one a family of architectures, and their reading.
+
+A table is a TOML file (docs/rules.md). `choose` picks one by config.json, by the tensors' names or by its own name, and
+works its sizes out; `Rules` then answers for single tensors.
+"""
+
+from holdfast_formats.layout.rules.choice import choose, packaged
+from holdfast_formats.layout.rules.document import decode
+from holdfast_formats.layout.rules.rules import Fusion, Rule, Rules
+
+__all__ = ["Fusion", "Rule", "Rules", "choose", "decode", "packaged"]

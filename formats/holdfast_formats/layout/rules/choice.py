@@ -1,0 +1,200 @@
+"""Which table fits a checkpoint: said by name, by config.json, or by the names of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.layout.rules.document import Document, check, decode
+from holdfast_formats.layout.rules.expressions import VALUE_MAX, evaluate, names_in
+from holdfast_formats.layout.rules.patterns import Pattern, split
+from holdfast_formats.layout.rules.rules import Rules
+from holdfast_formats.layout.rules.table import Table, TieRow, compile_table
+from holdfast_formats.region import Shape
+
+EXTENDS_MAX = 8  # documents that one table is put together of
+
+_NONE = compile_table([Document(name="none")])
+
+
+@cache
+def packaged() -> tuple[str, ...]:
+    """The names of the tables that come with Holdfast, those that know the most of a name's peculiarities first."""
+    documents = [check(decode(entry.read_bytes())) for entry in _tables() if entry.name.endswith(".toml")]
+    return tuple(doc.name for doc in sorted(documents, key=lambda doc: (-len(doc.marks), doc.name)))
+
+
+def _tables() -> Any:
+    return (files(__package__) / "tables").iterdir()
+
+
+@cache
+def _document(name: str) -> Document:
+    return check(decode((files(__package__) / "tables" / f"{name}.toml").read_bytes()))
+
+
+@cache
+def _table(name: str) -> Table:
+    return compile_table(_lineage(_document(name)))
+
+
+def _lineage(document: Document) -> list[Document]:
+    """The document and all that it extends, nearest first; of several that it extends the last counts most."""
+    found = [document]
+    waiting = _bases(document)
+    while waiting:
+        name = waiting.pop()
+        if name not in packaged():
+            raise InvalidRequest(
+                f"rules table {document.name!r} extends {name!r}, which is no table", hint=f"one of {', '.join(packaged())}"
+            )
+        base = _document(name)
+        if base not in found:
+            found.append(base)
+        if len(found) > EXTENDS_MAX:
+            raise InvalidRequest(f"rules table {document.name!r} is put together of more than {EXTENDS_MAX} tables")
+        waiting += _bases(base)
+    return found
+
+
+def _bases(document: Document) -> list[str]:
+    return [document.extends] if isinstance(document.extends, str) else list(document.extends)
+
+
+def choose(
+    config: Mapping[str, Any] | None,
+    names: Iterable[str],
+    *,
+    table: str = "auto",
+    extra: Mapping[str, Any] | None = None,
+    shapes: Mapping[str, Shape] | None = None,
+) -> Rules:
+    """The rules for a checkpoint with this config.json and these tensors.
+
+    `extra` is a decoded rules file: it is the table that counts, unless `table` names another. Without either the table is
+    the one with the config's architecture, else with its model type, else whose marks are all among the names, else "none".
+    Layers and experts that no config counts are counted by the names and by the `shapes` of experts' stacks. Raises
+    `InvalidRequest` for a table that does not exist or cannot be meant, and for sizes in the config that are no numbers.
+    """
+    held = frozenset(names)
+    chosen = _chosen(config, held, table, extra)
+    sizes = _sizes(chosen, config or {})
+    if "layers" not in sizes or ("experts" not in sizes and chosen.has_experts):
+        sizes = {**_counted(chosen, held, shapes or {}), **sizes}
+    return Rules(chosen, sizes, {} if config is None else _aliases(chosen.ties, config, held))
+
+
+def _chosen(config: Mapping[str, Any] | None, held: frozenset[str], table: str, extra: Mapping[str, Any] | None) -> Table:
+    own = None if extra is None else check(extra)
+    if own is not None and own.name in (*packaged(), "none", "auto"):
+        raise InvalidRequest(
+            f"rules table {own.name!r}: the name is taken", hint=f'name it otherwise, and extends = "{own.name}"'
+        )
+    if own is not None and table in ("auto", own.name):
+        return compile_table(_lineage(own))
+    if table == "none":
+        return _NONE
+    if table != "auto":
+        if table not in packaged():
+            raise InvalidRequest(f"there is no rules table {table!r}", hint=f"auto, none, {', '.join(packaged())}")
+        return _table(table)
+    found = None if config is None else _by_config(config, held)
+    return found or _marked([_table(name) for name in packaged()], held) or _NONE
+
+
+def _by_config(config: Mapping[str, Any], held: frozenset[str]) -> Table | None:
+    """The table of the config's architecture, else of its model type; of several the one whose marks are met."""
+    said = _documents_of(config)
+    architectures = {name for doc in said for name in _texts(doc.get("architectures"))}
+    model_types = [name for doc in said for name in _texts([doc.get("model_type")])]
+    tables = [_table(name) for name in packaged()]
+    found = [table for table in tables if table.architectures & architectures]
+    for model_type in model_types:
+        found = found or [table for table in tables if model_type in table.model_types]
+    return (_marked(found, held) if len(found) > 1 else None) or next(iter(found), None)
+
+
+def _texts(value: Any) -> list[str]:
+    return [text for text in value if isinstance(text, str)] if isinstance(value, (list, tuple)) else []
+
+
+def _documents_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The config and, for a model of several parts, that of its text model."""
+    nested = config.get("text_config")
+    return [config, nested] if isinstance(nested, Mapping) else [config]
+
+
+def _marked(tables: Sequence[Table], held: frozenset[str]) -> Table | None:
+    """The first table all of whose marks are met by the names."""
+    wanted: dict[str, list[tuple[str, int, Pattern]]] = {}
+    for table in tables:
+        for i, mark in enumerate(table.marks):
+            for pattern in mark:
+                wanted.setdefault(pattern.key, []).append((table.name, i, pattern))
+    met = set()
+    for name in held:
+        key, numbers = split(name)
+        met |= {(table, i) for table, i, pattern in wanted.get(key, ()) if pattern.match(numbers)}
+    return next((t for t in tables if t.marks and all((t.name, i) in met for i in range(len(t.marks)))), None)
+
+
+def _sizes(table: Table, config: Mapping[str, Any]) -> dict[str, int]:
+    said = _documents_of(config)
+    keys = {key for expression in table.sizes.values() for key in names_in(expression)}
+    values = {key: value for key in keys if (value := _whole(said, key)) is not None}
+    sizes: dict[str, int] = {}
+    for name, expression in table.sizes.items():
+        try:
+            size = evaluate(expression, values)
+        except InvalidRequest as problem:
+            raise InvalidRequest(f"rules table {table.name!r}, size {name!r} for this config: {problem.detail}") from None
+        if size is not None:
+            sizes[name] = size
+    return sizes
+
+
+def _whole(said: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    value = next((doc[key] for doc in reversed(said) if doc.get(key) is not None), None)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= VALUE_MAX):
+        raise InvalidRequest(
+            f"config.json says {key} = {value!r}, which is no size", hint='rules "none" do without the config'
+        )
+    return value
+
+
+def _counted(table: Table, held: frozenset[str], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """How many layers and experts the tensors show."""
+    known: dict[str, list[tuple[Pattern, bool]]] = {}
+    for pattern in table.tensors:
+        known.setdefault(pattern.key, []).append((pattern, False))
+    for pattern, row in table.fusions.items():
+        known.setdefault(pattern.key, []).append((pattern, row.kind == "experts"))
+    layers, experts = 0, 0
+    for name in held:
+        key, numbers = split(name)
+        for pattern, stacked in known.get(key, ()):
+            place = pattern.match(numbers)
+            if place is None:
+                continue
+            shape = shapes.get(name, ())
+            layers = max(layers, -1 if place.layer is None else place.layer + 1)
+            experts = max(experts, -1 if place.expert is None else place.expert + 1, shape[0] if stacked and shape else 0)
+    return {name: count for name, count in (("layers", layers), ("experts", experts)) if count}
+
+
+def _aliases(ties: Sequence[TieRow], config: Mapping[str, Any], held: frozenset[str]) -> dict[str, str]:
+    """Tied names and where each is stored; no checkpoint at hand means that the target is. Both stored are no alias."""
+    found: dict[str, str] = {}
+    for tie in ties:
+        said = (doc.get(tie.when) for doc in _documents_of(config))
+        if not next((value for value in said if isinstance(value, bool)), tie.default):
+            continue
+        stored = next((target for target in tie.targets if target in held), None)
+        if tie.alias not in held and (stored or not held):
+            found[tie.alias] = stored or tie.targets[0]
+        elif tie.alias in held and not stored:
+            found[tie.targets[0]] = tie.alias
+    return found

@@ -1,0 +1,192 @@
+"""What a table says of the tensors of one checkpoint, with the sizes that its config.json gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeVar
+
+from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.layout.rules.document import Kind, Otherwise
+from holdfast_formats.layout.rules.expressions import Expression, evaluate
+from holdfast_formats.layout.rules.patterns import Pattern, Place, split
+from holdfast_formats.layout.rules.table import FusionRow, Table, TensorRow
+from holdfast_formats.region import Shape
+
+Row = TypeVar("Row")
+_Index = dict[str, list[tuple[Pattern, Row]]]
+
+
+class Rule(NamedTuple):
+    """What a table says of one tensor that is not fused."""
+
+    shape: Shape | None  # None where the config does not give every size of it
+    dimension: int | None  # which one is cut; None: every rank of the axis holds the whole tensor
+    axis: Literal["tp", "etp", ""]
+    units: int | None  # indivisible units along the dimension; None: rows of one, or not known (then `unit` has a name)
+    otherwise: Otherwise  # what happens when the axis does not divide the units
+    vocabulary: bool  # dimension 0 is the vocabulary and may be padded
+    stage: int | Literal["first", "last", "every"]  # a number is the layer's
+    expert: int | None
+    experts: int | None  # how many there are, for an expert's tensor
+    unit: str = ""  # what the units are: "kv_heads"
+
+
+class Fusion(NamedTuple):
+    """A fused tensor that exists for certain others, whether or not a checkpoint holds it."""
+
+    kind: Kind
+    name: str
+    of: tuple[str, ...]  # for a stack expert by expert
+    dimension: int  # along which they are joined, of each of them; a stack's experts stand along a new dimension 0
+    units: tuple[int, int] | None  # query heads and key-value heads, where they are known
+    stacked: bool
+    groups: int  # how a checkpoint's own one is cut: 1 is one after the other; 0: by heads whose number is not known
+
+
+class Rules:
+    """Answers for the names of one checkpoint; `name` is the table's, "none" one that knows no tensor."""
+
+    def __init__(self, table: Table, sizes: Mapping[str, int], ties: Mapping[str, str]) -> None:
+        self.name = table.name
+        self.layers = sizes.get("layers")
+        self.experts = sizes.get("experts")
+        self._sizes = sizes
+        self._ties = dict(ties)
+        self._synonyms = table.synonyms
+        worked_out: dict[TensorRow, Rule] = {}
+        for pattern, row in table.tensors.items():
+            if row not in worked_out:
+                worked_out[row] = self._work_out(pattern, row)
+        self._tensors = _index({pattern: worked_out[row] for pattern, row in table.tensors.items()})
+        self._fusions = _index(table.fusions)
+        self._parts: dict[Pattern, list[FusionRow]] = {}
+        for fusion in table.fusions.values():
+            for part in fusion.of:
+                self._parts.setdefault(part, []).append(fusion)
+        self._made: dict[str, Fusion] = {}
+
+    def rule(self, name: str) -> Rule | None:
+        """What the table says of a tensor that is not fused, or None where it does not know one of this name.
+
+        `StateMismatch` for an expert beyond the number that the config gives.
+        """
+        found = _find(self._tensors, name)
+        if found is None:
+            return None
+        _, rule, place = found
+        stage = rule.stage
+        if isinstance(stage, int) and place.layer is not None:
+            beyond = self.layers is not None and place.layer >= self.layers
+            stage = "last" if beyond else place.layer  # what predicts further tokens follows the layers
+        if place.expert is None:
+            return Rule(*rule[:6], stage, None, None, rule.unit)
+        if self.experts is not None and place.expert >= self.experts:
+            raise StateMismatch(f"tensor {name!r} is of expert {place.expert}, but the config has {self.experts} experts")
+        return Rule(*rule[:6], stage, place.expert, self.experts, rule.unit)
+
+    def fusion(self, name: str) -> Fusion | None:
+        """The fused tensor of this name; None where none has it, and for a stack of experts whose number is not known."""
+        made = self._made.get(name)
+        if made is None:
+            found = _find(self._fusions, name)
+            if found is not None:
+                made = self._fuse(found[1], found[2])
+        return made
+
+    def fusions(self, name: str) -> tuple[Fusion, ...]:
+        """Every fused tensor that the tensor `name` may be a part of, in the table's order: the first is the usual one."""
+        made = (self._fuse(row, place) for row, place in self._holders(name))
+        return tuple(fusion for fusion in made if fusion is not None)
+
+    def stored(self, name: str) -> Fusion | None:
+        """The fused tensor in which a save stores the tensor `name`; None: it is stored as itself."""
+        return next((self._fuse(row, place) for row, place in self._holders(name) if row.stored), None)
+
+    def aliases(self) -> dict[str, str]:
+        """Names that the config ties to another tensor, and that tensor's name: the one that is stored."""
+        return dict(self._ties)
+
+    def synonyms(self, name: str) -> tuple[str, ...]:
+        """Other names under which checkpoints hold the tensor `name`."""
+        found = _find(self._tensors, name)
+        return () if found is None else tuple(other.name(found[2]) for other in self._synonyms.get(found[0], ()))
+
+    def _holders(self, name: str) -> list[tuple[FusionRow, Place]]:
+        found = _find(self._tensors, name)
+        return [] if found is None else [(row, found[2]) for row in self._parts.get(found[0], ())]
+
+    def _fuse(self, row: FusionRow, place: Place) -> Fusion | None:
+        stacked = row.kind == "experts"
+        if stacked and self.experts is None:
+            return None
+        name = row.name.name(place)
+        made = self._made.get(name)
+        if made is None:
+            places = [Place(place.layer, expert) for expert in range(self.experts or 0)] if stacked else [place]
+            of = tuple(part.name(each) for each in places for part in row.of)
+            units = self._heads(row)
+            made = self._made[name] = Fusion(row.kind, name, of, row.dimension, units, stacked, _groups(row, units))
+        return made
+
+    def _heads(self, row: FusionRow) -> tuple[int, int] | None:
+        if row.heads is None:
+            return None
+        query, key_value = (evaluate(size, self._sizes) for size in row.heads)
+        return None if query is None or key_value is None else (query, key_value)
+
+    def _work_out(self, pattern: Pattern, row: TensorRow) -> Rule:
+        stage: int | Literal["first", "last", "every"] = 0 if row.stage == "layer" else row.stage
+        shape = self._shape(pattern, row)
+        units = None if row.units is None else self._size(pattern, row.units)
+        rule = Rule(shape, row.cut, row.by, units, row.otherwise, row.vocabulary, stage, None, None, row.unit)
+        return rule if row.block == 1 else _by_block(rule, row.block)
+
+    def _shape(self, pattern: Pattern, row: TensorRow) -> Shape | None:
+        if row.shape is None:
+            return None
+        lengths = [self._size(pattern, size) for size in row.shape]
+        known = tuple(length for length in lengths if length is not None)
+        return known if len(known) == len(lengths) else None
+
+    def _size(self, pattern: Pattern, size: Expression) -> int | None:
+        try:
+            return evaluate(size, self._sizes)
+        except InvalidRequest as problem:
+            raise InvalidRequest(f"rules table {self.name!r}, {pattern.text!r}: {problem.detail}") from None
+
+
+def _groups(row: FusionRow, units: tuple[int, int] | None) -> int:
+    if row.found == "contiguous":
+        return 1
+    query, key_value = units or (0, 0)
+    return query if row.found == "heads" else key_value
+
+
+def _index(rows: Mapping[Pattern, Row]) -> _Index[Row]:
+    """Rows by their patterns' keys, those with the fewest open numbers first: `layers.0.` before `layers.{layer}.`."""
+    found: _Index[Row] = {}
+    for pattern, row in sorted(rows.items(), key=lambda item: item[0].open):
+        found.setdefault(pattern.key, []).append((pattern, row))
+    return found
+
+
+def _find(index: _Index[Row], name: str) -> tuple[Pattern, Row, Place] | None:
+    key, numbers = split(name)
+    for pattern, row in index.get(key, ()):
+        place = pattern.match(numbers)
+        if place is not None:
+            return pattern, row, place
+    return None
+
+
+def _by_block(rule: Rule, block: int) -> Rule:
+    """The rule of the numbers a block beside a weight, cut where the weight is as long as no block lies across the cut."""
+    shape = None if rule.shape is None else tuple(-(-length // block) for length in rule.shape)
+    if rule.dimension is None or rule.shape is None:
+        return rule._replace(shape=shape, units=None, unit="", otherwise="replicate")
+    rows = rule.shape[rule.dimension]
+    if rows % block:  # then every rank's part ends within a block
+        return rule._replace(shape=shape, dimension=None, axis="", units=None, unit="", otherwise="replicate")
+    if rule.units and rows % rule.units == 0 and (rows // rule.units) % block == 0:
+        return rule._replace(shape=shape)
+    return rule._replace(shape=shape, units=None, unit="", otherwise="replicate")

@@ -1,0 +1,280 @@
+"""A table, compiled: patterns of tensors and of fused tensors with what is said of them, checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.layout.rules import document
+from holdfast_formats.layout.rules.document import Document, Found, Kind, Otherwise
+from holdfast_formats.layout.rules.expressions import Expression, names_in, parse
+from holdfast_formats.layout.rules.patterns import Pattern, compile_pattern, count, expand, places
+
+PATTERNS_MAX = 20_000
+
+Stage = Literal["layer", "first", "last", "every"]
+
+
+class TensorRow(NamedTuple):
+    """What a table says of a pattern's tensors; `block` > 1: one element stands for so many rows and columns."""
+
+    shape: tuple[Expression, ...] | None
+    cut: int | None
+    by: Literal["tp", "etp", ""]
+    units: Expression | None
+    unit: str
+    otherwise: Otherwise
+    vocabulary: bool
+    stage: Stage
+    block: int = 1
+
+
+class FusionRow(NamedTuple):
+    """What a table says of a fused tensor; its patterns' words are written out together."""
+
+    kind: Kind
+    name: Pattern
+    of: tuple[Pattern, ...]
+    dimension: int
+    heads: tuple[Expression, Expression] | None
+    found: Found
+    stored: bool
+
+
+class TieRow(NamedTuple):
+    """A name that is one tensor with one of `targets` if config.json's `when` is true, or `default` where it is silent."""
+
+    alias: str
+    targets: tuple[str, ...]
+    when: str
+    default: bool
+
+
+class Table(NamedTuple):
+    """All that is known of a family of architectures, before a config has been looked at."""
+
+    name: str
+    architectures: frozenset[str]
+    model_types: frozenset[str]
+    marks: tuple[tuple[Pattern, ...], ...]  # each is met by any of its patterns
+    sizes: Mapping[str, Expression]
+    tensors: Mapping[Pattern, TensorRow]
+    fusions: Mapping[Pattern, FusionRow]
+    ties: tuple[TieRow, ...]
+    synonyms: Mapping[Pattern, tuple[Pattern, ...]]  # each with the other names of the same tensor
+    has_experts: bool
+
+
+def compile_table(lineage: Sequence[Document]) -> Table:
+    """The table of a document and of those that it extends, nearest first: what a nearer one says of a name counts.
+
+    `InvalidRequest` naming the table and the entry for whatever cannot be meant.
+    """
+    own = lineage[0]
+    try:
+        return _compiled(own, lineage)
+    except InvalidRequest as problem:
+        raise InvalidRequest(
+            f"rules table {own.name!r}: {problem.detail}", hint=problem.hint or "see docs/rules.md"
+        ) from None
+
+
+def _compiled(own: Document, lineage: Sequence[Document]) -> Table:
+    roots = next((doc.root for doc in lineage if doc.root is not None), [""])
+    sizes = {name: _expression(size) for doc in reversed(lineage) for name, size in doc.sizes.items()}
+    _check_size(lineage, roots)
+    scales = next((doc.scales for doc in lineage if doc.scales is not None), None)
+    tensors = _tensors(lineage, roots, sizes.keys())
+    if scales is not None:
+        tensors |= _scaled(tensors, scales)
+    fusions = _fusions(lineage, roots, sizes.keys(), tensors)
+    if scales is not None:
+        fusions |= _scaled_fusions(fusions, tensors, scales.suffix)
+    return Table(
+        name=own.name,
+        architectures=frozenset(own.architectures),
+        model_types=frozenset(own.model_types),
+        marks=tuple(_mark(_texts(mark), roots) for mark in own.marks),
+        sizes=sizes,
+        tensors=tensors,
+        fusions=fusions,
+        ties=tuple(_ties(lineage, roots)),
+        synonyms=_synonyms(lineage, roots, tensors),
+        has_experts=any("expert" in pattern.slots for pattern in tensors),
+    )
+
+
+def _check_size(lineage: Sequence[Document], roots: Sequence[str]) -> None:
+    patterns = 0
+    for doc in lineage:
+        texts = [_texts(mark) for mark in doc.marks]
+        listed: list[tuple[list[str], list[str]]] = [(found, []) for found in (*texts, *([tie.target] for tie in doc.ties))]
+        listed += [(_texts(entry.name), entry.part) for entry in doc.tensors]
+        listed += [([entry.name, *entry.of], entry.part) for entry in doc.fusions]
+        listed += [(entry.names, entry.part) for entry in doc.synonyms]
+        patterns += sum(count(found, {"root": roots, "part": part}) for found, part in listed)
+    if patterns > PATTERNS_MAX:
+        raise InvalidRequest(f"{patterns} names with {{root}} and {{part}} written out, {PATTERNS_MAX} are allowed")
+
+
+def _texts(text: str | list[str]) -> list[str]:
+    return [text] if isinstance(text, str) else text
+
+
+def _mark(texts: Sequence[str], roots: Sequence[str]) -> tuple[Pattern, ...]:
+    return tuple(pattern for text in texts for (pattern,) in expand([text], {"root": roots}))
+
+
+def _expression(size: str | int) -> Expression:
+    return parse(str(size))
+
+
+def _sized(size: str | int, known: Iterable[str]) -> Expression:
+    """An expression over the table's own sizes."""
+    expression = _expression(size)
+    unknown = sorted(names_in(expression) - set(known))
+    if unknown:
+        raise InvalidRequest(f"{size!r} asks for {unknown[0]!r}, which [sizes] does not have")
+    return expression
+
+
+def _tensors(lineage: Sequence[Document], roots: Sequence[str], known: Iterable[str]) -> dict[Pattern, TensorRow]:
+    found: dict[Pattern, TensorRow] = {}
+    for doc in lineage:
+        said: dict[Pattern, TensorRow] = {}
+        for entry in doc.tensors:
+            for text in _texts(entry.name):
+                row = _row(entry, text, known)
+                for (pattern,) in expand([text], {"root": roots, "part": entry.part}):
+                    if pattern in said:
+                        raise InvalidRequest(f"{pattern.text!r} is told of twice")
+                    said[pattern] = row
+        found |= {pattern: row for pattern, row in said.items() if pattern not in found}
+    return found
+
+
+def _row(entry: document.Tensor, name: str, known: Iterable[str]) -> TensorRow:
+    inside = places(name)
+    shape = None if entry.shape is None else tuple(_sized(size, known) for size in entry.shape)
+    stage = entry.stage or ("layer" if "layer" in inside else None)
+    if stage is None:
+        raise InvalidRequest(f"{name!r} has no {{layer}}: its stage must be said", hint='stage = "first", "last" or "every"')
+    if stage == "layer" and "layer" not in inside:
+        raise InvalidRequest(f"{name!r} is to go with its layer, but has no {{layer}}")
+    if entry.cut is None:
+        spare = next((key for key in ("by", "units", "otherwise") if getattr(entry, key) is not None), "")
+        if spare or entry.vocabulary:
+            raise InvalidRequest(f"{name!r} says {spare or 'vocabulary'}, but not which dimension is cut")
+        return TensorRow(shape, None, "", None, "", "replicate", False, stage)
+    if shape is not None and entry.cut >= len(shape):
+        raise InvalidRequest(f"{name!r} has {len(shape)} dimensions, so dimension {entry.cut} cannot be cut")
+    if entry.vocabulary and entry.cut:
+        raise InvalidRequest(f"{name!r}: a vocabulary is cut along dimension 0, not {entry.cut}")
+    return TensorRow(
+        shape=shape,
+        cut=entry.cut,
+        by=entry.by or ("etp" if "expert" in inside else "tp"),
+        units=None if entry.units is None else _sized(entry.units, known),
+        unit="" if entry.units is None else str(entry.units),
+        otherwise=entry.otherwise or "refuse",
+        vocabulary=entry.vocabulary,
+        stage=stage,
+    )
+
+
+def _fusions(
+    lineage: Sequence[Document], roots: Sequence[str], known: Iterable[str], tensors: Mapping[Pattern, TensorRow]
+) -> dict[Pattern, FusionRow]:
+    found: dict[Pattern, FusionRow] = {}
+    for doc in lineage:
+        said: dict[Pattern, FusionRow] = {}
+        for entry in doc.fusions:
+            _check_fusion(entry)
+            heads = None if entry.heads is None else (_sized(entry.heads[0], known), _sized(entry.heads[1], known))
+            for name, *of in expand([entry.name, *entry.of], {"root": roots, "part": entry.part}):
+                if name in said or name in tensors:
+                    raise InvalidRequest(f"{name.text!r} is told of twice")
+                _check_atoms(entry, of, tensors)
+                said[name] = FusionRow(entry.kind, name, tuple(of), entry.dimension, heads, entry.found, entry.stored)
+        found |= {pattern: row for pattern, row in said.items() if pattern not in found}
+    return found
+
+
+def _check_fusion(entry: document.Fusion) -> None:
+    inside = places(entry.name)
+    wanted = (inside | {"expert"}) if entry.kind == "experts" else inside
+    if entry.kind == "experts" and "expert" in inside:
+        raise InvalidRequest(f"{entry.name!r} holds all experts, so its name has no {{expert}}")
+    for text in entry.of:
+        if places(text) != wanted:
+            there, should = (
+                ", ".join(f"{{{word}}}" for word in sorted(words)) or "none" for words in (places(text), wanted)
+            )
+            raise InvalidRequest(f"{entry.name!r} is made of {text!r}, which has the places {there} instead of {should}")
+    if len(set(entry.of)) < len(entry.of):
+        raise InvalidRequest(f"{entry.name!r} is made of a tensor twice")
+    if entry.kind == "qkv" and (len(entry.of) != 3 or entry.heads is None):
+        raise InvalidRequest(f"{entry.name!r} must be made of query, key and value, and say its heads and key-value heads")
+    if entry.found != "contiguous" and entry.heads is None:
+        raise InvalidRequest(f"{entry.name!r} is found by {entry.found}, but does not say how many there are")
+
+
+def _check_atoms(entry: document.Fusion, of: Sequence[Pattern], tensors: Mapping[Pattern, TensorRow]) -> None:
+    for pattern in of:
+        row = tensors.get(pattern)
+        if row is None:
+            raise InvalidRequest(f"{entry.name!r} is made of {pattern.text!r}, of which no [[tensors]] tells")
+        if row.shape is not None and entry.dimension >= len(row.shape):
+            raise InvalidRequest(f"{entry.name!r} joins dimension {entry.dimension} of {pattern.text!r}, which has fewer")
+
+
+def _scaled(tensors: Mapping[Pattern, TensorRow], scales: document.Scales) -> dict[Pattern, TensorRow]:
+    """The rows of the numbers a block that stand beside weights, cut as these are."""
+    found = {}
+    for pattern, row in tensors.items():
+        if row.shape is not None and len(row.shape) == 2 and not row.vocabulary and pattern.text.endswith(".weight"):
+            found[compile_pattern(pattern.text + scales.suffix)] = row._replace(block=scales.block)
+    return {pattern: row for pattern, row in found.items() if pattern not in tensors}
+
+
+def _scaled_fusions(
+    fusions: Mapping[Pattern, FusionRow], tensors: Mapping[Pattern, TensorRow], suffix: str
+) -> dict[Pattern, FusionRow]:
+    found = {}
+    for fusion in fusions.values():
+        of = tuple(compile_pattern(pattern.text + suffix) for pattern in fusion.of)
+        name = compile_pattern(fusion.name.text + suffix)
+        if all(pattern in tensors for pattern in of) and name not in fusions:
+            found[name] = fusion._replace(name=name, of=of)
+    return found
+
+
+def _ties(lineage: Sequence[Document], roots: Sequence[str]) -> Iterator[TieRow]:
+    said: set[str] = set()
+    for doc in lineage:
+        for tie in doc.ties:
+            if places(tie.alias) or places(tie.target) - {"root"}:
+                raise InvalidRequest(
+                    f"{tie.alias!r} is tied to {tie.target!r}: no place but the target's {{root}} can be open"
+                )
+            if tie.alias not in said:
+                targets = tuple(target.text for (target,) in expand([tie.target], {"root": roots}))
+                yield TieRow(tie.alias, targets, tie.when, tie.default)
+        said |= {tie.alias for tie in doc.ties}
+
+
+def _synonyms(
+    lineage: Sequence[Document], roots: Sequence[str], tensors: Mapping[Pattern, TensorRow]
+) -> dict[Pattern, tuple[Pattern, ...]]:
+    found: dict[Pattern, tuple[Pattern, ...]] = {}
+    for entry in (entry for doc in lineage for entry in doc.synonyms):
+        if len({places(text) for text in entry.names}) > 1:
+            named = " and ".join(map(repr, entry.names))
+            raise InvalidRequest(f"{named} are no synonyms: their places differ")
+        for patterns in expand(entry.names, {"root": roots, "part": entry.part}):
+            for pattern in patterns:
+                if pattern not in tensors:
+                    raise InvalidRequest(f"{pattern.text!r} is a synonym, but no [[tensors]] tells of it")
+                found.setdefault(pattern, tuple(other for other in patterns if other != pattern))
+    return found

@@ -1,0 +1,83 @@
+"""Which rank of a saved world a rank of another one takes after, where both have a layout.
+
+What a rank keeps for itself has a role. A *position* (a data loader's, a sampler's) belongs to a data-parallel index, which
+is `sharding` and `dp` counted together as the ranks are: whoever has that index now goes on from there, whatever its number
+and whatever became of the other axes. A *stream* (random numbers, a module's own state) belongs to a place: the same tp, cp,
+pp and data-parallel index. Where there was no such index or place, the heir has that of the coordinates modulo the saved
+sizes, and is not exact: a stream is mixed with the rank's number then, a position starts where another has started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.layout.mesh import ORDER, Coordinate, Mesh, arrange
+
+_BEHIND = ("etp", "vpp")  # axes that number no ranks
+
+
+class Heir(NamedTuple):
+    """Whose: the saved rank. Exact: it stood at the very same index or place."""
+
+    rank: int
+    exact: bool
+
+
+def stated(mesh: Mesh) -> dict[str, int]:
+    """A layout's mesh as a manifest states it: the axes that number the ranks, innermost first, then the others."""
+    return {axis: getattr(mesh, axis) for axis in (*mesh.order, *_BEHIND)}
+
+
+def read(mesh: Mapping[str, int]) -> Mesh | None:
+    """The mesh that a manifest states; None where it is no layout's, but one that was read off the tensors."""
+    order = tuple(axis for axis in mesh if axis not in _BEHIND)
+    if sorted(order) != sorted(ORDER) or not set(_BEHIND) <= set(mesh):
+        return None
+    try:
+        return arrange(mesh, order)
+    except InvalidRequest:
+        return None
+
+
+def indices(mesh: Mesh) -> int:
+    """How many data-parallel indices there are."""
+    return mesh.sharding * mesh.dp
+
+
+def index(mesh: Mesh, at: Coordinate) -> int:
+    """The data-parallel index of a place."""
+    if mesh.order.index("sharding") < mesh.order.index("dp"):
+        return at.sharding + at.dp * mesh.sharding
+    return at.dp + at.sharding * mesh.dp
+
+
+def position(saved: Mesh, now: Mesh, rank: int) -> Heir:
+    """Whose data position a rank of the mesh `now` continues."""
+    at = now.coordinate(rank)
+    wanted = index(now, at)
+    same = {axis: getattr(at, axis) if getattr(at, axis) < getattr(saved, axis) else 0 for axis in ("tp", "cp", "pp")}
+    return Heir(_rank(saved, wanted % indices(saved), same), wanted < indices(saved))
+
+
+def stream(saved: Mesh, now: Mesh, rank: int) -> Heir:
+    """Whose streams a rank of the mesh `now` continues."""
+    at = now.coordinate(rank)
+    wanted = index(now, at)
+    place = {axis: getattr(at, axis) % getattr(saved, axis) for axis in ("tp", "cp", "pp")}
+    exact = wanted < indices(saved) and all(getattr(at, axis) == place[axis] for axis in place)
+    return Heir(_rank(saved, wanted % indices(saved), place), exact)
+
+
+def left(saved: Mesh, now: Mesh) -> range:
+    """The data-parallel indices whose positions nobody continues: there are fewer now."""
+    return range(indices(now), indices(saved))
+
+
+def _rank(mesh: Mesh, wanted: int, place: Mapping[str, int]) -> int:
+    if mesh.order.index("sharding") < mesh.order.index("dp"):
+        dp, sharding = divmod(wanted, mesh.sharding)
+    else:
+        sharding, dp = divmod(wanted, mesh.dp)
+    return mesh.rank(sharding=sharding, dp=dp, **place)

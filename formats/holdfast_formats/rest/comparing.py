@@ -1,0 +1,188 @@
+"""Two checkpoints, tensor by tensor: by their manifests what is equal, missing or of another shape, by their bytes the rest.
+
+Digests alone say what is equal, as long as both were cut into the same extents; how far changed tensors are apart takes
+their bytes, in blocks. Norms are L2, over float64 sums, as `torch.linalg.vector_norm(b.double() - a.double())`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import prod, sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats import dtypes
+from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.packing import natural_key
+from holdfast_formats.errors import NoSuchResource
+from holdfast_formats.rest.observed import Difference, DifferenceState
+
+BLOCK_ELEMENTS = 2**16  # as float64 they stay in a core's cache
+
+Octets = NDArray[np.uint8]
+
+
+class Pair(NamedTuple):
+    """A tensor of two checkpoints; None where one of them has none of that name."""
+
+    group: str
+    name: str
+    a: TensorEntry | None
+    b: TensorEntry | None
+
+    @property
+    def entry(self) -> TensorEntry:
+        entry = self.b or self.a
+        assert entry is not None
+        return entry
+
+    @property
+    def state(self) -> DifferenceState:
+        """What the manifests say; "unknown" where they are cut into other extents, so that only the bytes could tell."""
+        a, b = self.a, self.b
+        if a is None or b is None:
+            return "missing-in-a" if a is None else "missing-in-b"
+        if a.shape != b.shape:
+            return "reshaped"
+        if a.dtype != b.dtype:
+            return "retyped"
+        if a.extents == b.extents:
+            return "equal"
+        same_cuts = [(e.offset, e.length) for e in a.extents] == [(e.offset, e.length) for e in b.extents]
+        return "changed" if same_cuts else "unknown"
+
+
+def pairs(a: Manifest, b: Manifest, group: str | None = None) -> list[Pair]:
+    """The tensors of both, of one group or of all, by group and in natural order; `NoSuchResource` for an unknown group."""
+    groups = sorted({*a.tensors, *b.tensors})
+    if group is not None and group not in groups:
+        raise NoSuchResource(f"neither checkpoint has a group {group!r}", hint=f"groups: {', '.join(groups)}")
+    found = []
+    for held in groups if group is None else [group]:
+        left, right = a.tensors.get(held, {}), b.tensors.get(held, {})
+        names = sorted({**left, **right}, key=natural_key)  # a set would lose the manifests' order, which is nearly this one
+        found += [Pair(held, name, left.get(name), right.get(name)) for name in names]
+    return found
+
+
+def difference(pair: Pair, distance: Distance | None = None) -> Difference:
+    """What is known of a pair: by the manifests, and by its bytes where these were compared."""
+    entry = pair.entry
+    made = Difference(
+        group=pair.group,
+        name=pair.name,
+        state=pair.state,
+        dtype=entry.dtype,
+        shape=list(entry.shape),
+        bytes=entry.nbytes,
+    )
+    if pair.state in ("reshaped", "retyped"):
+        assert pair.a is not None
+        made.detail = {"dtype_a": pair.a.dtype, "shape_a": list(pair.a.shape)}
+    if pair.state == "equal":
+        made.change = made.relative = 0.0
+    if distance is None:
+        return made
+    made.state = "changed" if distance.differing else "equal"
+    made.detail = {"differing": distance.differing, "nonfinite": distance.nonfinite}
+    if dtypes.bits(entry.dtype) >= 8:
+        made.norm_a, made.norm_b, made.change = distance.norm_a, distance.norm_b, distance.change
+        made.relative = distance.change / distance.norm_a if distance.norm_a else (None if distance.change else 0.0)
+        made.detail["largest"] = distance.largest
+    return made
+
+
+class Distance:
+    """How far two tensors of one dtype and shape are apart, block by block.
+
+    `differing` counts elements (bytes, for types below one byte) whose bits differ. Norms are over elements that are finite
+    in both; `nonfinite` counts the differing ones that are not.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._bits = dtypes.bits(dtype)
+        self._dtype = np.dtype(np.uint8) if self._bits < 8 else dtypes.to_numpy(dtype)
+        self.elements = self.differing = self.nonfinite = 0
+        self.largest = 0.0
+        self._a = self._b = self._change = 0.0
+
+    def add(self, a: Octets, b: Octets) -> None:
+        """Count two pieces of equal length, the same bytes of both tensors, in whole elements."""
+        step = BLOCK_ELEMENTS * self._dtype.itemsize
+        for start in range(0, len(a), step):
+            self._add(a[start : start + step], b[start : start + step])
+
+    def _add(self, a: Octets, b: Octets) -> None:
+        width = self._dtype.itemsize
+        differs = (a.reshape(-1, width) != b.reshape(-1, width)).any(axis=1)
+        self.elements += len(differs)
+        self.differing += int(np.count_nonzero(differs))
+        if self._bits < 8:
+            return
+        left, right = _as_float(a, self._dtype), _as_float(b, self._dtype)
+        finite = np.isfinite(left) & np.isfinite(right)
+        if not finite.all():
+            self.nonfinite += int(np.count_nonzero(differs & ~finite.reshape(len(differs), -1).all(axis=1)))
+            left, right = left[finite], right[finite]
+        change = right - left
+        self._a += float(left @ left)
+        self._b += float(right @ right)
+        self._change += float(change @ change)
+        self.largest = max(self.largest, float(np.abs(change).max(initial=0.0)))
+
+    @property
+    def norm_a(self) -> float:
+        return sqrt(self._a)
+
+    @property
+    def norm_b(self) -> float:
+        return sqrt(self._b)
+
+    @property
+    def change(self) -> float:
+        return sqrt(self._change)
+
+
+def _as_float(octets: Octets, dtype: np.dtype[Any]) -> NDArray[np.float64]:
+    """The elements as float64; a complex one as its two parts."""
+    values = octets.view(np.float32) if dtype.kind == "c" else octets.view(dtype)
+    return values.astype(np.float64)
+
+
+def blocks(a: Iterable[Octets], b: Iterable[Octets]) -> Iterator[tuple[Octets, Octets]]:
+    """The same bytes of two tensors side by side, however each is cut; both hold as many bytes."""
+    left, right = (iter(part for part in cut if len(part)) for cut in (a, b))
+    held_a = held_b = np.empty(0, np.uint8)
+    while True:
+        held_a = held_a if len(held_a) else next(left, held_a)
+        held_b = held_b if len(held_b) else next(right, held_b)
+        length = min(len(held_a), len(held_b))
+        if length == 0:
+            return
+        yield held_a[:length], held_b[:length]
+        held_a, held_b = held_a[length:], held_b[length:]
+
+
+class Summary(NamedTuple):
+    """How many tensors are in each state, their elements, and the bytes of those that differ."""
+
+    tensors: dict[str, int]
+    elements: int
+    bytes_changed: int
+    relative: float | None
+
+
+def summarise(found: Iterable[Difference]) -> Summary:
+    """All tensors taken together; `relative` is the change over the norm of a, of those whose bytes were compared."""
+    states: dict[str, int] = {}
+    elements = changed = 0
+    change = norm = 0.0
+    for one in found:
+        states[one.state] = states.get(one.state, 0) + 1
+        elements += prod(one.shape)
+        changed += one.bytes if one.state != "equal" else 0
+        change += (one.change or 0.0) ** 2
+        norm += (one.norm_a or 0.0) ** 2
+    return Summary(states, elements, changed, sqrt(change / norm) if norm else None)

@@ -1,0 +1,102 @@
+"""What a run keeps: the retention policy as run.json, the REST API and the command line state it, and its verdicts.
+
+The rules of a policy are alternatives: a checkpoint stays when any one of them keeps it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest
+
+COUNT_MAX = 10**9
+SECONDS_MAX = 10.0**11
+BYTES_MAX = 2**63 - 1
+BEST_RULES_MAX = 16
+STEPS_MAX = 10_000  # explicit ones, pins, and steps under labels, each
+LABEL_CHARACTERS = "1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+Force = Literal["newest-verified", "newest-healthy"]  # the two checkpoints that are removed by name alone
+
+Count = Annotated[int, Field(strict=True, ge=1, le=COUNT_MAX)]
+Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX)]
+Step = Annotated[int, Field(strict=True, ge=0, le=naming.STEP_MAX)]
+
+
+class Best(BaseModel):
+    """Keep the `count` checkpoints whose metric is lowest (`min`) or highest (`max`); of equal ones the oldest."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    metric: str = Field(min_length=1, max_length=128, description="a name in the `metrics` given at save")
+    mode: Literal["min", "max"] = "min"
+    count: Count
+    keep_unmeasured: bool = Field(default=False, description="also keep every checkpoint that was saved without this metric")
+
+
+class RetentionPolicy(BaseModel):
+    """What stays of a run. Without a rule that limits, which `steps` and `quota_bytes` are not, everything does."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    last: Count | None = Field(default=None, description="the newest so many")
+    every_steps: Count | None = Field(default=None, description="steps that are multiples of this")
+    steps_apart: Count | None = Field(
+        default=None, description="the oldest, and each one at least so many steps after the last"
+    )
+    every_seconds: Seconds | None = Field(
+        default=None, description="the oldest, and each one at least so long after the last"
+    )
+    within_seconds: Seconds | None = Field(default=None, description="those committed not longer ago than this")
+    best: tuple[Best, ...] = Field(default=(), max_length=BEST_RULES_MAX, description="the best ones by a metric")
+    steps: tuple[Step, ...] = Field(default=(), max_length=STEPS_MAX, description="these steps, whatever the rules say")
+    quota_bytes: Annotated[int, Field(strict=True, ge=1, le=BYTES_MAX)] | None = Field(
+        default=None, description="a save that would bring the run above this is refused"
+    )
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(set(steps)))
+
+    @property
+    def limits(self) -> bool:
+        """Whether any rule may let a checkpoint go."""
+        return bool(self.best) or any(
+            rule is not None
+            for rule in (self.last, self.every_steps, self.steps_apart, self.every_seconds, self.within_seconds)
+        )
+
+
+class Verdict(BaseModel):
+    """What becomes of one checkpoint, and why: what keeps it, or why each rule does not."""
+
+    step: int
+    keep: bool
+    reasons: list[str]
+    verified: bool
+    pinned: bool
+    labels: list[str]
+    created: str
+    bytes: int
+
+
+class Preview(BaseModel):
+    """A policy and its verdict on every checkpoint of a run at one moment, newest step first."""
+
+    policy: RetentionPolicy
+    verdicts: list[Verdict]
+    bytes_kept: int
+    bytes_removed: int
+
+
+def check_label(label: str) -> str:
+    """The label itself, or `InvalidRequest`."""
+    if not _LABEL.fullmatch(label):
+        raise InvalidRequest(f"label {label!r} is not allowed", hint=f"use {LABEL_CHARACTERS}")
+    return label

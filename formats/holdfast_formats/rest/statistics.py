@@ -1,0 +1,234 @@
+"""Statistics of every tensor of a checkpoint: parts put together, columns of numbers as bytes, layers for plots.
+
+Columns follow the order of the manifest and hold no names: whoever reads them has the manifest beside them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from holdfast_formats.disk.manifest import Manifest, TensorEntry
+from holdfast_formats.disk.packing import natural_key
+from holdfast_formats.errors import CorruptStatistics
+from holdfast_formats.rest.observed import TensorStatistics
+
+LAYERS_MAX = 512  # of a group; what comes after them in natural order is taken together
+OTHERS = "(others)"
+_MAGIC = b"HFST"
+_VERSION = 1
+_HEAD = struct.Struct("<4sHHQ")  # magic, version, columns, tensors
+_COLUMNS: dict[str, str] = {
+    "nan": "<i8",
+    "inf": "<i8",
+    "zeros": "<i8",
+    "minimum": "<f8",
+    "maximum": "<f8",
+    "mean": "<f8",
+    "rms": "<f8",
+    "change": "<f8",
+    "changed_from": "<i8",
+}
+_COUNTS = ("nan", "inf", "zeros")
+_NOWHERE = -1  # `changed_from` of what has no predecessor
+_HINT = "the checkpoint itself is not touched by this; its statistics are lost"
+
+
+class Part(NamedTuple):
+    """Of some elements of one tensor. Moments are over the `finite` ones; `change` is the norm of their change."""
+
+    finite: int = 0
+    nan: int = 0
+    inf: int = 0
+    zeros: int = 0
+    minimum: float = math.inf
+    maximum: float = -math.inf
+    mean: float = 0.0
+    norm: float = 0.0
+    change: float | None = 0.0  # None: not known of all of them
+
+
+def merge(parts: Sequence[Part]) -> Part:
+    """The parts of a tensor taken together. Counts are exact; sums are rounded once, whatever the parts' order."""
+    if len(parts) == 1:
+        return parts[0]
+    finite = sum(part.finite for part in parts)
+    changes = [part.change for part in parts]
+    known = [change for change in changes if change is not None]
+    return Part(
+        finite,
+        sum(part.nan for part in parts),
+        sum(part.inf for part in parts),
+        sum(part.zeros for part in parts),
+        min((part.minimum for part in parts), default=math.inf),
+        max((part.maximum for part in parts), default=-math.inf),
+        math.fsum(part.mean * (part.finite / finite) for part in parts if part.finite),
+        math.hypot(*(part.norm for part in parts)),
+        math.hypot(*known) if len(known) == len(changes) else None,
+    )
+
+
+class Statistics:
+    """The columns, an entry a tensor, in the order of the manifest. In those of floats, NaN stands for "there is none"."""
+
+    def __init__(self, columns: Mapping[str, NDArray[Any]]) -> None:
+        self.columns = dict(columns)
+
+    def __len__(self) -> int:
+        return len(self.columns["nan"])
+
+    def __getitem__(self, column: str) -> NDArray[Any]:
+        return self.columns[column]
+
+    @property
+    def nonfinite(self) -> NDArray[np.int64]:
+        """NaN and infinite elements of every tensor."""
+        found: NDArray[np.int64] = self["nan"] + self["inf"]
+        return found
+
+
+def collect(found: Iterable[tuple[Part, int | None]]) -> Statistics:
+    """The columns of whole tensors in the manifest's order, each with the step that its change is measured from."""
+    rows = [_row(part, step) for part, step in found]
+    table = list(zip(*rows, strict=True)) if rows else [()] * len(_COLUMNS)
+    return Statistics({name: np.array(column, kind) for (name, kind), column in zip(_COLUMNS.items(), table, strict=True)})
+
+
+def _row(part: Part, step: int | None) -> tuple[float, ...]:
+    known = part.finite > 0
+    rms = part.norm / math.sqrt(part.finite) if known and math.isfinite(part.norm) else math.nan
+    change = part.change if step is not None and part.change is not None else math.nan
+    change = change if math.isfinite(change) else math.nan
+    moments = (part.minimum, part.maximum, part.mean) if known else (math.nan,) * 3
+    before = _NOWHERE if step is None or math.isnan(change) else step
+    return (part.nan, part.inf, part.zeros, *moments, rms, change, before)
+
+
+def encode(statistics: Statistics) -> bytes:
+    """The columns as bytes, compressed, with a checksum."""
+    columns = b"".join(statistics[name].astype(kind).tobytes() for name, kind in _COLUMNS.items())
+    head = _HEAD.pack(_MAGIC, _VERSION, len(_COLUMNS), len(statistics))
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(head + columns)
+
+
+def decode(encoded: bytes, tensors: int) -> Statistics:
+    """The statistics of a checkpoint of so many tensors; `CorruptStatistics` for bytes that are not that."""
+    size = _HEAD.size + 8 * len(_COLUMNS) * tensors
+    try:
+        if zstandard.frame_content_size(encoded) != size:
+            raise CorruptStatistics(f"the statistics are not those of {tensors} tensors", hint=_HINT)
+        plain = zstandard.ZstdDecompressor().decompress(encoded, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise CorruptStatistics(f"the statistics cannot be read: {error}", hint=_HINT) from error
+    if _HEAD.unpack_from(plain) != (_MAGIC, _VERSION, len(_COLUMNS), tensors):
+        raise CorruptStatistics("the statistics begin as those of no version that is known", hint=_HINT)
+    at, columns = _HEAD.size, {}
+    for name, kind in _COLUMNS.items():
+        columns[name] = np.frombuffer(plain, kind, tensors, at)
+        at += 8 * tensors
+    found = Statistics(columns)
+    _check(found)
+    return found
+
+
+def _check(found: Statistics) -> None:
+    floats = [found[name] for name, kind in _COLUMNS.items() if kind == "<f8"]
+    possible = (
+        all((found[name] >= 0).all() for name in _COUNTS)
+        and not any(np.isinf(column).any() for column in floats)
+        and not (found["minimum"] > found["maximum"]).any()
+        and not ((found["rms"] < 0) | (found["change"] < 0) | (found["changed_from"] < _NOWHERE)).any()
+    )
+    if not possible:
+        raise CorruptStatistics("the statistics state what no tensor has", hint=_HINT)
+
+
+def tensors_of(manifest: Manifest) -> list[tuple[str, str, TensorEntry]]:
+    """(group, name, entry) of every tensor, in the order of the columns."""
+    return [(group, name, entry) for group, held in manifest.tensors.items() for name, entry in held.items()]
+
+
+def describe(statistics: Statistics, position: int, tensor: tuple[str, str, TensorEntry]) -> TensorStatistics:
+    """One tensor's statistics, for people and programs."""
+    group, name, entry = tensor
+    elements = math.prod(entry.shape)
+    before = int(statistics["changed_from"][position])
+
+    def number(column: str) -> float | None:
+        value = float(statistics[column][position])
+        return None if math.isnan(value) else value
+
+    return TensorStatistics(
+        group=group,
+        name=name,
+        dtype=entry.dtype,
+        shape=list(entry.shape),
+        elements=elements,
+        nan=int(statistics["nan"][position]),
+        inf=int(statistics["inf"][position]),
+        minimum=number("minimum"),
+        maximum=number("maximum"),
+        mean=number("mean"),
+        rms=number("rms"),
+        zeros=int(statistics["zeros"][position]) / elements if elements else 0.0,
+        change=number("change"),
+        changed_from=None if before == _NOWHERE else before,
+    )
+
+
+def layer_of(name: str) -> str:
+    """model.layers.11.mlp.weight/exp_avg -> model.layers.11: a name up to its first number, else without its last part."""
+    parts = name.partition("/")[0].split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    if number is not None:
+        return ".".join(parts[: number + 1])
+    return ".".join(parts[:-1][:2]) or parts[0]
+
+
+def sum_up(manifest: Manifest, statistics: Statistics) -> dict[str, Any]:
+    """What plots and verdicts need of them, as JSON: (non-finite, rms, relative change) of every layer of every group, and
+    the NaN and infinities of each tensor that has any.
+
+    Tensors without dimensions, which are counters, take no part in norms.
+    """
+    listed = tensors_of(manifest)
+    held: dict[str, dict[str, list[int]]] = {}
+    for position, (group, name, _) in enumerate(listed):
+        held.setdefault(group, {}).setdefault(layer_of(name), []).append(position)
+    elements = np.array([math.prod(entry.shape) if entry.shape else 0 for _, _, entry in listed], np.float64)
+    groups = {}
+    for group, layers in held.items():
+        cells = {}
+        for layer, positions in _bounded(layers).items():
+            cells[layer] = _cell(statistics, elements, np.array(positions))
+        groups[group] = cells
+    broken: dict[str, dict[str, list[int]]] = {}
+    for position in np.flatnonzero(statistics.nonfinite).tolist():
+        group, name, _ = listed[position]
+        broken.setdefault(group, {})[name] = [int(statistics["nan"][position]), int(statistics["inf"][position])]
+    return {"groups": groups, "nonfinite": broken}
+
+
+def _bounded(layers: dict[str, list[int]]) -> dict[str, list[int]]:
+    names = sorted(layers, key=natural_key)
+    shown = {name: layers[name] for name in names[:LAYERS_MAX]}
+    rest = [position for name in names[LAYERS_MAX:] for position in layers[name]]
+    return shown | ({OTHERS: rest} if rest else {})
+
+
+def _cell(statistics: Statistics, elements: NDArray[np.float64], at: NDArray[Any]) -> list[float | None]:
+    nonfinite = statistics.nonfinite[at]
+    counted = np.where(np.isnan(statistics["rms"][at]), 0, np.maximum(elements[at] - nonfinite, 0))
+    roots = np.sqrt(counted)
+    norm = math.hypot(*(np.nan_to_num(statistics["rms"][at]) * roots).tolist())
+    change = math.hypot(*statistics["change"][at][counted > 0].tolist())
+    total = float(counted.sum())
+    rms = norm / math.sqrt(total) if total else None
+    relative = change / norm if total and norm and math.isfinite(change) else None
+    return [int(nonfinite.sum()), rms, relative]

@@ -1,0 +1,1 @@
+"""The bytes between a rank and its daemon."""

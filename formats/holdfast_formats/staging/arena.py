@@ -1,0 +1,182 @@
+"""The staging arena's bytes: one shared-memory segment a rank, a superblock, then the rank's slots.
+
+    segment    superblock page · slot 0 · slot 1 · …                      each slot begins at a 4 KiB boundary
+    slot       header page · data (data_bytes, 4 KiB aligned) · table (table_bytes_max, 4 KiB aligned)
+
+All numbers are little-endian. A slot's state and seal stand in its header, so a daemon that finds a segment without knowing
+its rank can tell what is complete: the seal word is written last and is the digest of the table, which states everything
+else. Single 8-byte stores to aligned shared memory are not torn on the machines we support (x86-64, AArch64).
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest, LimitExceeded
+
+MAGIC = b"HOLDFAST"
+VERSION = 2
+PAGE_BYTES = 4096
+SLOTS_MAX = 64
+SEGMENT_BYTES_MAX = 2**46
+_SUPERBLOCK = struct.Struct("<8sIIQQIIQ128s")  # magic, version, slots, data, table, rank, world, attempt, run
+_HEADER = struct.Struct("<8sIIQQQQQ")  # magic, version, state, step, attempt, data bytes used, table bytes, seal word
+_LOCK = struct.Struct("@hhqqi4x")  # the kernel's struct flock: kind, whence, start, length, pid
+_STATE_OFFSET = 12
+_SEAL_OFFSET = 48
+
+
+class SlotState(IntEnum):
+    """Free → leased → sealed → free. The daemon leases and frees, the rank seals."""
+
+    FREE = 0
+    LEASED = 1
+    SEALED = 2
+
+
+class Geometry(NamedTuple):
+    """A segment's measures: how many slots, and each one's room for data and for its table, in bytes."""
+
+    slots: int
+    data_bytes: int
+    table_bytes_max: int
+
+    @property
+    def slot_bytes(self) -> int:
+        return PAGE_BYTES + self.data_bytes + self.table_bytes_max
+
+    @property
+    def segment_bytes(self) -> int:
+        return PAGE_BYTES + self.slots * self.slot_bytes
+
+    def header_offset(self, slot: int) -> int:
+        """Where a slot begins; `InvalidRequest` for a slot that the segment does not have."""
+        if not 0 <= slot < self.slots:
+            raise InvalidRequest(f"slot {slot} of a segment of {self.slots}")
+        return PAGE_BYTES + slot * self.slot_bytes
+
+    def data_offset(self, slot: int) -> int:
+        return self.header_offset(slot) + PAGE_BYTES
+
+    def table_offset(self, slot: int) -> int:
+        return self.data_offset(slot) + self.data_bytes
+
+
+class Owner(NamedTuple):
+    """Whose segment it is: one rank of one attempt of a run."""
+
+    run: str
+    rank: int
+    world: int
+    attempt: int
+
+
+class SlotHeader(NamedTuple):
+    state: SlotState
+    step: int
+    attempt: int
+    data_bytes: int
+    table_bytes: int
+    seal: int
+
+
+def page_aligned(size: int) -> int:
+    """`size` rounded up to whole pages."""
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def geometry(slots: int, data_bytes: int, table_bytes: int) -> Geometry:
+    """The geometry of a segment whose slots hold this much; `LimitExceeded` or `InvalidRequest` for impossible ones."""
+    if not 1 <= slots <= SLOTS_MAX or data_bytes < 0 or table_bytes < 0:
+        raise InvalidRequest(f"a segment of {slots} slots of {data_bytes} + {table_bytes} bytes is not possible")
+    made = Geometry(slots, page_aligned(data_bytes), page_aligned(max(table_bytes, 1)))
+    if made.segment_bytes > SEGMENT_BYTES_MAX:
+        raise LimitExceeded(f"an arena segment of {made.segment_bytes} bytes is over the limit of {SEGMENT_BYTES_MAX}")
+    return made
+
+
+def write_superblock(memory: memoryview, made: Geometry, owner: Owner | None = None) -> None:
+    """State the segment's measures and whose it is; a segment of nobody cannot be adopted by another daemon."""
+    rank, world, attempt, run = (owner.rank, owner.world, owner.attempt, owner.run.encode()) if owner else (0, 0, 0, b"")
+    measures = (made.slots, made.data_bytes, made.table_bytes_max)
+    _SUPERBLOCK.pack_into(memory, 0, MAGIC, VERSION, *measures, rank, world, attempt, run)
+
+
+def read_superblock(memory: memoryview) -> Geometry:
+    """The geometry a segment states; `InvalidRequest` or `LimitExceeded` when it is not one of ours or is cut short."""
+    made = read_measures(memory)
+    if made.segment_bytes > len(memory):
+        raise InvalidRequest(f"a segment of {len(memory)} bytes claims to hold {made.segment_bytes}")
+    return made
+
+
+def read_measures(memory: memoryview) -> Geometry:
+    """The geometry that a segment's first page states, whether or not the rest is there."""
+    if len(memory) < PAGE_BYTES:
+        raise InvalidRequest(f"a segment of {len(memory)} bytes is not a staging arena")
+    magic, version, slots, data_bytes, table_bytes_max, *_ = _SUPERBLOCK.unpack_from(memory, 0)
+    if magic != MAGIC or version != VERSION:
+        raise InvalidRequest("shared memory does not hold a staging arena of this version")
+    made = geometry(slots, data_bytes, table_bytes_max)
+    if (made.data_bytes, made.table_bytes_max) != (data_bytes, table_bytes_max):
+        raise InvalidRequest(f"a segment with slots of {data_bytes} + {table_bytes_max} bytes, which are not whole pages")
+    return made
+
+
+def read_owner(memory: memoryview) -> Owner:
+    """Whose segment it is; `InvalidRequest` when it says nobody or somebody impossible. Read the superblock first."""
+    *_, rank, world, attempt, name = _SUPERBLOCK.unpack_from(memory, 0)
+    run = name.rstrip(b"\0").decode(errors="replace")
+    if not naming.is_run_name(run) or not rank < world:
+        raise InvalidRequest(f"a segment of rank {rank} of {world} of run {run!r}: nobody's")
+    return Owner(run, rank, world, attempt)
+
+
+def write_header(memory: memoryview, made: Geometry, slot: int, header: SlotHeader) -> None:
+    _HEADER.pack_into(
+        memory,
+        made.header_offset(slot),
+        MAGIC,
+        VERSION,
+        header.state,
+        header.step,
+        header.attempt,
+        header.data_bytes,
+        header.table_bytes,
+        header.seal,
+    )
+
+
+def read_header(memory: memoryview, made: Geometry, slot: int) -> SlotHeader:
+    """A slot's header; `InvalidRequest` when the bytes are not one."""
+    magic, version, state, *rest = _HEADER.unpack_from(memory, made.header_offset(slot))
+    if magic != MAGIC or version != VERSION or state not in tuple(SlotState):
+        raise InvalidRequest(f"slot {slot} has no valid header")
+    header = SlotHeader(SlotState(state), *rest)
+    if header.data_bytes > made.data_bytes or header.table_bytes > made.table_bytes_max:
+        raise InvalidRequest(f"slot {slot} claims {header.data_bytes} + {header.table_bytes} bytes, more than it has")
+    return header
+
+
+def seal(memory: memoryview, made: Geometry, slot: int, header: SlotHeader, table_digest: str) -> None:
+    """Declare a slot complete: everything but the seal word first, then the word, then the state."""
+    write_header(memory, made, slot, header._replace(state=SlotState.LEASED, seal=0))
+    at = made.header_offset(slot)
+    struct.pack_into("<Q", memory, at + _SEAL_OFFSET, int(table_digest, 16))
+    struct.pack_into("<I", memory, at + _STATE_OFFSET, SlotState.SEALED)
+
+
+def slot_lock(made: Geometry, slot: int, kind: int) -> bytes:
+    """What `F_OFD_SETLK` takes to lock a slot: its header's first byte, shared by who reads it, alone by who leases it out.
+
+    Such a lock belongs to an open file description, so a reader opens the segment anew, and it ends with its holder. A lock
+    of the kernel's outlives the daemon: no other daemon leases out what is being read.
+    """
+    return _LOCK.pack(kind, 0, made.header_offset(slot), 1, 0)
+
+
+def set_state(memory: memoryview, made: Geometry, slot: int, state: SlotState) -> None:
+    struct.pack_into("<I", memory, made.header_offset(slot) + _STATE_OFFSET, state)

@@ -1,0 +1,83 @@
+"""What slots hold of a tensor, and its bytes put together from there: by the writer for a file, by a restart for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_formats.region import Box, ByteView, byte_box, byte_span, byte_view
+from holdfast_formats.tensors import TensorSpec
+from holdfast_formats.transfer import Direction, element_dtype, move
+
+Bytes = NDArray[np.uint8]
+
+
+class Holding(NamedTuple):
+    """A box's bytes in a slot, and the bytes [start, stop) of the tensor that they are: None if strided."""
+
+    flat: Bytes
+    span: tuple[int, int] | None
+    box: Box  # in byte-view coordinates
+
+
+def hold(spec: TensorSpec, box: Box, data: Bytes) -> Holding:
+    """The holding of a box, given the slot's bytes from the box's first one on; what follows the box does not count."""
+    view = byte_view(spec.dtype, spec.shape, spec.name)
+    inside = byte_box(spec.dtype, box, spec.shape, spec.name)
+    return Holding(data[: inside.volume * view.itemsize], _span(inside, view), inside)
+
+
+def span_of(spec: TensorSpec, box: Box) -> tuple[int, int] | None:
+    """The bytes [start, stop) of the tensor that a box is; None if strided."""
+    return _span(byte_box(spec.dtype, box, spec.shape, spec.name), byte_view(spec.dtype, spec.shape, spec.name))
+
+
+def _span(inside: Box, view: ByteView) -> tuple[int, int] | None:
+    span = byte_span(inside, view.shape, view.itemsize)
+    return span if span[1] - span[0] == inside.volume * view.itemsize else None
+
+
+def hold_all(spec: TensorSpec, data: Bytes) -> Holding:
+    """The holding of a whole tensor, with less ado than `hold` makes of it."""
+    size = spec.nbytes
+    return Holding(data[:size], (0, size), Box((), ()))
+
+
+def view(held: Sequence[Holding], start: int, stop: int) -> Bytes | None:
+    """Bytes [start, stop) of the tensor where they stand in one piece; None when they must be gathered."""
+    for one in held:
+        if one.span is not None and one.span[0] <= start and stop <= one.span[1]:
+            return one.flat[start - one.span[0] : stop - one.span[0]]
+    return None
+
+
+def gather(spec: TensorSpec, held: Sequence[Holding], offset: int, target: Bytes) -> int:
+    """Fill `target` with the tensor's bytes from `offset` on; returns how many there were: all, if the boxes tile it."""
+    stop = offset + target.nbytes
+    copied = 0
+    for one in held:
+        if one.span is None:
+            return _gather_strided(spec, held, offset, target)
+        low, high = max(one.span[0], offset), min(one.span[1], stop)
+        if low < high:
+            target[low - offset : high - offset] = one.flat[low - one.span[0] : high - one.span[0]]
+            copied += high - low
+    return copied
+
+
+def _gather_strided(spec: TensorSpec, held: Sequence[Holding], offset: int, target: Bytes) -> int:
+    seen = byte_view(spec.dtype, spec.shape, spec.name)
+    before = offset % seen.itemsize  # the ends of what is asked for may lie inside an element
+    after = -(offset + target.nbytes) % seen.itemsize
+    padded: Bytes = np.empty(before + target.nbytes + after, np.uint8) if before or after else target
+    extent: NDArray[Any] = padded.view(element_dtype(seen.itemsize))
+    moved = 0
+    for one in held:
+        elements = one.flat.view(element_dtype(seen.itemsize)).reshape(one.box.shape)
+        moved += move(Direction.GATHER, extent, offset // seen.itemsize, elements, one.box, seen.shape)
+    if padded is not target:
+        target[:] = padded[before : before + target.nbytes]
+    return target.nbytes if moved == extent.size else moved * seen.itemsize

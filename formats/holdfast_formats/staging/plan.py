@@ -1,0 +1,95 @@
+"""A plan (layout + whose slot each byte is read from) and a receipt (what a node made durable). Both are values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast_formats import decoding, naming
+from holdfast_formats.disk.manifest import Extent, FileEntry
+from holdfast_formats.disk.packing import FilePlan, extent_bytes
+from holdfast_formats.errors import CorruptManifest
+from holdfast_formats.lineage import Intent
+from holdfast_formats.region import Box
+from holdfast_formats.staging.slot_table import Blob
+from holdfast_formats.tensors import TensorSpec
+
+
+class Origin(NamedTuple):
+    """Where the bytes of one box stand: in the slot of `rank`, from `slot_offset` on, row-major."""
+
+    rank: int
+    box: Box
+    slot_offset: int
+
+
+class PlannedTensor(NamedTuple):
+    """A tensor, its first byte in the file, and the boxes that tile it exactly, each read from one of its holders."""
+
+    spec: TensorSpec
+    start: int
+    origins: tuple[Origin, ...]
+    placement: str
+
+
+class PlannedFile(NamedTuple):
+    layout: FilePlan
+    tensors: tuple[PlannedTensor, ...]
+
+
+class PlannedAsset(NamedTuple):
+    rank: int
+    blob: Blob
+
+
+class Plan(NamedTuple):
+    """Everything a node needs to write one step: nothing in it depends on time, on nodes, or on the order of ranks."""
+
+    run: str
+    step: int
+    attempt: int
+    world: int
+    groups: tuple[str, ...]
+    files: tuple[PlannedFile, ...]
+    aliases: dict[str, dict[str, str]]
+    assets: tuple[PlannedAsset, ...]
+    metrics: dict[str, float]
+    mesh: dict[str, int]
+    state: bytes  # state.json
+    intent: Intent = Intent()
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.layout.bytes for file in self.files)
+
+    @property
+    def extent_bytes(self) -> int:
+        """The length of extents: from the tensors' bytes alone, so that it is the same whoever saves them."""
+        return extent_bytes(sum(file.layout.bytes - len(file.layout.header) for file in self.files))
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What one node wrote and fsynced for one round: the files, and the extents of every tensor by group and name."""
+
+    node: str
+    run: str
+    step: int
+    attempt: int
+    files: tuple[FileEntry, ...]
+    extents: dict[str, dict[str, tuple[Extent, ...]]]
+
+
+_decode = decoding.decoder(Receipt)
+
+
+def encode_receipt(receipt: Receipt) -> bytes:
+    return msgspec.json.encode(receipt)
+
+
+def decode_receipt(encoded: bytes) -> Receipt:
+    """A receipt read back from disk; `CorruptManifest` when it is not one."""
+    try:
+        return _decode(encoded)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CorruptManifest(f"a receipt under {naming.RECEIPTS} cannot be read: {error}") from error

@@ -1,0 +1,152 @@
+"""A slot's table: what one rank put into its slot for one save. It stands in the slot itself, behind the header.
+
+So a slot describes itself: whoever finds it sealed, and the table's digest right, can save it without its rank.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast_formats import decoding, naming
+from holdfast_formats.disk.manifest import check_metrics
+from holdfast_formats.errors import InvalidRequest, LimitExceeded
+from holdfast_formats.lineage import Existing, Intent
+from holdfast_formats.staging import replica_digests
+from holdfast_formats.staging.arena import Owner
+from holdfast_formats.tensors import Fragment
+
+TABLE_BYTES_MAX = 512 * 2**20
+ASSET_BYTES_MAX = 256 * 2**20
+
+
+class Blob(msgspec.Struct, frozen=True, array_like=True):
+    """A small file (an asset such as config.json) whose bytes stand in the slot."""
+
+    name: str
+    slot_offset: int
+    length: int
+
+
+class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One rank's part of one save.
+
+    `values` holds JSON documents as text, by group and key. `groups` names what is saved, also groups without a tensor.
+    `digests` are what this rank says of the bytes in its boxes (`claims`), none in a world of one.
+    """
+
+    run: str
+    step: int
+    attempt: int
+    rank: int
+    world: int
+    groups: tuple[str, ...]
+    fragments: tuple[Fragment, ...]
+    values: dict[str, dict[str, str]]
+    aliases: dict[str, dict[str, str]]
+    blobs: tuple[Blob, ...] = ()
+    metrics: dict[str, float] = {}
+    mesh: dict[str, int] = {}
+    file_bytes_max: int = 0
+    digests: bytes = b""
+    restored: int | None = None
+    turn: int = 0
+    existing: Existing = "refuse"
+    again: int = 0
+
+    @property
+    def owner(self) -> Owner:
+        """Whose part it is."""
+        return Owner(self.run, self.rank, self.world, self.attempt)
+
+    @property
+    def intent(self) -> Intent:
+        """Where the state comes from, and what it may take the place of."""
+        return Intent(self.restored, self.turn, self.existing, self.groups, self.again)
+
+
+class _Encoded(SlotTable, frozen=True):
+    """The same table with fragments that were encoded before."""
+
+    fragments: msgspec.Raw  # type: ignore[assignment]
+
+
+def encode_fragment(fragment: Fragment) -> bytes:
+    """One fragment as it stands in a table; `InvalidRequest` for what JSON cannot state."""
+    return _json(fragment)
+
+
+def encode(table: SlotTable, fragments: Sequence[bytes] | None = None) -> bytes:
+    """The table's bytes; `LimitExceeded` when they would not fit a slot, `InvalidRequest` for what JSON cannot state.
+
+    `fragments` stand for the table's own where they are encoded already: most are the same from save to save.
+    """
+    check_metrics(table.metrics)
+    count = len(table.fragments)
+    if fragments is not None:
+        fields = {field: getattr(table, field) for field in table.__struct_fields__}
+        count = len(fragments)
+        table = _Encoded(**{**fields, "fragments": msgspec.Raw(b"[" + b",".join(fragments) + b"]")})
+    encoded = _json(table)
+    if len(encoded) > TABLE_BYTES_MAX:
+        raise LimitExceeded(f"the state's table of {count} fragments takes {len(encoded)} bytes, over {TABLE_BYTES_MAX}")
+    return encoded
+
+
+def with_digests(encoded: bytes, digests: bytes) -> bytes:
+    """A table that was encoded without digests, with them: they are known only once everything has been copied."""
+    return encoded[:-1] + b',"digests":"' + b64encode(digests) + b'"}' if digests else encoded
+
+
+def digests_bytes(boxes: int) -> int:
+    """How much longer the digests of so many boxes make a table."""
+    return 4 * -(-boxes * replica_digests.ROW_BYTES // 3) + 16
+
+
+def _json(value: msgspec.Struct) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the state holds a name or value that is not valid Unicode: {error}") from error
+
+
+_decode = decoding.decoder(SlotTable)
+
+
+def decode(encoded: bytes | memoryview, data_bytes: int) -> SlotTable:
+    """The table, after every fragment and blob was found to lie inside `data_bytes`; `InvalidRequest` if not."""
+    try:
+        table = _decode(encoded)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the slot's table cannot be read: {error}") from error
+    _check(table, data_bytes)
+    return table
+
+
+def _check(table: SlotTable, data_bytes: int) -> None:
+    naming.check_run(table.run)
+    naming.check_step(table.step)
+    if not 0 <= table.rank < table.world:
+        raise InvalidRequest(f"rank {table.rank} of a world of {table.world}")
+    groups = {naming.check_group(group) for group in table.groups}
+    for fragment in table.fragments:
+        fragment.check()
+        _check_span(fragment.spec.name, fragment.slot_offset, fragment.nbytes, data_bytes)
+        if fragment.spec.group not in groups:
+            raise InvalidRequest(f"tensor {fragment.spec.name!r} is in group {fragment.spec.group!r}, which is not saved")
+    boxes = sum(len(fragment.boxes) for fragment in table.fragments)
+    if len(table.digests) not in (0, boxes * replica_digests.ROW_BYTES):
+        raise InvalidRequest(f"{len(table.digests)} bytes of digests are not those of {boxes} boxes")
+    for blob in table.blobs:
+        naming.check_asset(blob.name)
+        _check_span(blob.name, blob.slot_offset, blob.length, data_bytes)
+    unknown = (set(table.values) | set(table.aliases)) - groups
+    if unknown:
+        raise InvalidRequest(f"values or aliases for groups that are not saved: {sorted(unknown)}")
+
+
+def _check_span(name: str, offset: int, length: int, data_bytes: int) -> None:
+    if offset < 0 or length < 0 or offset + length > data_bytes:
+        raise InvalidRequest(f"{name!r} at {offset}+{length} lies outside the slot's {data_bytes} bytes")
