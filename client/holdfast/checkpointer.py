@@ -23,7 +23,7 @@ from holdfast.stage.copy_plans import Routes
 from holdfast.stage.growth import Need
 from holdfast.stage.origin import Origin
 from holdfast.stage.preallocation import Preparation
-from holdfast.stage.replica_digests import Claims
+from holdfast.stage.replica_claims import Claims
 from holdfast.stage.reservation import Reservation
 from holdfast.stage.save_request import Check, SaveRequest, Wait, check_check, check_metrics, check_step
 from holdfast.stage.save_task import Handover, Sealable

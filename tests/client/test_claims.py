@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from holdfast.stage.replica_claims import Claims, Statement
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.memory import native_copy
 from holdfast.stage import staging
-from holdfast.stage.replica_digests import Claims, Statement
 from holdfast.state.train_state import TrainState
 from holdfast.tickets import SaveTicket
 from holdfast_formats import digest
 from holdfast_formats.errors import RoundAborted
-from holdfast_formats.staging import replica_digests
+from holdfast_formats.staging import replica_claims
 
 SIZES = st.one_of(st.integers(0, 300), st.integers(2**16 - 2, 2**16 + 2), st.integers(0, 300_000))
 
@@ -41,7 +41,7 @@ def test_both_ways_digest_alike(boxes: list[tuple[int, bool, bool]], step: int) 
     for (at, size), (_, sampled, entire), (sample, whole) in zip(places, boxes, rows.tolist(), strict=True):
         assert bool(sample) == (sampled and size > 0) and bool(whole) == (entire and size > 0)
         assert not whole or whole == digest.number(data[at : at + size])
-        assert not sample or size > replica_digests.SAMPLE_BYTES or sample == digest.number(data[at : at + size])
+        assert not sample or size > replica_claims.SAMPLE_BYTES or sample == digest.number(data[at : at + size])
 
 
 def said(says: Claims, state: dict[str, Any], step: int) -> tuple[SaveTicket, dict[str, tuple[bool, bool]]]:

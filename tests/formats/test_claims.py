@@ -8,31 +8,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats.staging import replica_digests
+from holdfast_formats.staging import replica_claims
 
 
-@given(st.integers(replica_digests.SAMPLE_BYTES + 1, 2**40), st.integers(0, 10**15))
+@given(st.integers(replica_claims.SAMPLE_BYTES + 1, 2**40), st.integers(0, 10**15))
 def test_stretches_lie_in_the_box_apart_from_each_other(nbytes: int, step: int) -> None:
     """One in each sixteenth, so that no undeclared shard escapes."""
-    places = replica_digests.places(nbytes, step)
-    assert len(places) == replica_digests.STRETCHES and all(
-        0 <= at <= nbytes - replica_digests.STRETCH_BYTES for at in places
-    )
-    assert all(b - a >= replica_digests.STRETCH_BYTES for a, b in pairwise(places))
+    places = replica_claims.places(nbytes, step)
+    assert len(places) == replica_claims.STRETCHES and all(0 <= at <= nbytes - replica_claims.STRETCH_BYTES for at in places)
+    assert all(b - a >= replica_claims.STRETCH_BYTES for a, b in pairwise(places))
 
 
 def test_places_change_with_the_step() -> None:
-    assert replica_digests.places(2**30, 1) != replica_digests.places(2**30, 2)
+    assert replica_claims.places(2**30, 1) != replica_claims.places(2**30, 2)
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["model", "extra", "ema_2"]), st.text(min_size=1))
 def test_a_ranks_own_says_whose_and_what_it_is(rank: int, group: str, name: str) -> None:
-    assert replica_digests.parse_apart(replica_digests.HOME, replica_digests.apart(rank, group, name)) == (rank, group, name)
+    assert replica_claims.parse_apart(replica_claims.HOME, replica_claims.apart(rank, group, name)) == (rank, group, name)
 
 
 @pytest.mark.parametrize(
     "name", ["w", "ranks/00001/rng/cpu", "ranks/1/$model/w", "ranks/00001/$Model/w", "x/ranks/00001/$model/w"]
 )
 def test_other_tensors_are_nobodys_own(name: str) -> None:
-    assert replica_digests.parse_apart(replica_digests.HOME, name) is None
-    assert replica_digests.parse_apart("model", replica_digests.apart(1, "model", "w")) is None
+    assert replica_claims.parse_apart(replica_claims.HOME, name) is None
+    assert replica_claims.parse_apart("model", replica_claims.apart(1, "model", "w")) is None

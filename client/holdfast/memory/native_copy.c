@@ -155,7 +155,7 @@ void holdfast_digest(const struct box *boxes, size_t count, digest_of *digest, u
 #define STRETCHES 16
 #define STRETCH 4096
 
-/* Digest a sample of each, in places that follow from its length and the step alone (formats/holdfast_formats/staging/replica_digests.py). */
+/* Digest a sample of each, in places that follow from its length and the step alone (formats/holdfast_formats/staging/replica_claims.py). */
 void holdfast_sample(const struct box *boxes, size_t count, uint64_t step, digest_of *digest, uint64_t *values)
 {
     for (size_t i = 0; i < count; i++) {

@@ -27,7 +27,7 @@ from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.errors import CheckpointError, DaemonGone, StateMismatch
 from holdfast_formats.region import Box
-from holdfast_formats.staging import arena, holdings, replica_digests, slot_table, wire
+from holdfast_formats.staging import arena, holdings, replica_claims, slot_table, wire
 from holdfast_formats.staging.arena import SlotState
 from holdfast_formats.staging.holdings import Bytes, Holding
 from holdfast_formats.staging.slot_table import SlotTable
@@ -171,8 +171,8 @@ class HeldSource:
                 self._fragments.setdefault((fragment.spec.group, fragment.spec.name), []).append((slot, fragment))
         self._apart: set[tuple[int, str, str]] = {
             found
-            for name in manifest.tensors.get(replica_digests.HOME, {})
-            if (found := replica_digests.parse_apart(replica_digests.HOME, name))
+            for name in manifest.tensors.get(replica_claims.HOME, {})
+            if (found := replica_claims.parse_apart(replica_claims.HOME, name))
         }
         self._files: dict[str, list[_Placed]] = {}
         for group, tensors in manifest.tensors.items():
@@ -254,7 +254,7 @@ class HeldSource:
 
     def _find(self, spec: TensorSpec) -> tuple[Holding, ...]:
         found: dict[Box, Holding] = {}
-        of_one = replica_digests.parse_apart(spec.group, spec.name)
+        of_one = replica_claims.parse_apart(spec.group, spec.name)
         group, name = (spec.group, spec.name) if of_one is None else of_one[1:]
         for slot, fragment in self._fragments.get((group, name), ()):
             rank = slot.table.rank

@@ -13,7 +13,7 @@ from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.layout import successors
 from holdfast_formats.layout.mesh import Mesh
 from holdfast_formats.layout.successors import Heir
-from holdfast_formats.staging import replica_digests
+from holdfast_formats.staging import replica_claims
 
 _OWN_ACCOUNT = f"{rng.GROUP}/{rng.KEY}"  # random streams say themselves what became of them
 
@@ -33,8 +33,8 @@ class Heritage(NamedTuple):
 
     def own(self, manifest: Manifest, group: str, name: str) -> tuple[str, str]:
         """The group and name under which this rank's tensor is stored, where ranks may have had others of that name."""
-        apart = replica_digests.apart(self.position if group == replica_digests.HOME else self.place, group, name)
-        return (replica_digests.HOME, apart) if apart in manifest.tensors.get(replica_digests.HOME, {}) else (group, name)
+        apart = replica_claims.apart(self.position if group == replica_claims.HOME else self.place, group, name)
+        return (replica_claims.HOME, apart) if apart in manifest.tensors.get(replica_claims.HOME, {}) else (group, name)
 
 
 def heritage(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) -> Heritage:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from holdfast.stage import cuda_copy
 from holdfast.stage.background_copy import BackgroundCopy
 from holdfast.stage.copy_plans import Routes, Ways
-from holdfast.stage.replica_digests import Statement
+from holdfast.stage.replica_claims import Statement
 from holdfast.stage.slots import Slot
 from holdfast.stage.staging import Layout
 from holdfast.threads import at_exit, background_requests

@@ -14,7 +14,7 @@ from holdfast_formats import decoding, naming
 from holdfast_formats.disk.manifest import check_metrics
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.lineage import Existing, Intent
-from holdfast_formats.staging import replica_digests
+from holdfast_formats.staging import replica_claims
 from holdfast_formats.staging.arena import Owner
 from holdfast_formats.tensors import Fragment
 
@@ -102,7 +102,7 @@ def with_digests(encoded: bytes, digests: bytes) -> bytes:
 
 def digests_bytes(boxes: int) -> int:
     """How much longer the digests of so many boxes make a table."""
-    return 4 * -(-boxes * replica_digests.ROW_BYTES // 3) + 16
+    return 4 * -(-boxes * replica_claims.ROW_BYTES // 3) + 16
 
 
 def _json(value: msgspec.Struct) -> bytes:
@@ -137,7 +137,7 @@ def _check(table: SlotTable, data_bytes: int) -> None:
         if fragment.spec.group not in groups:
             raise InvalidRequest(f"tensor {fragment.spec.name!r} is in group {fragment.spec.group!r}, which is not saved")
     boxes = sum(len(fragment.boxes) for fragment in table.fragments)
-    if len(table.digests) not in (0, boxes * replica_digests.ROW_BYTES):
+    if len(table.digests) not in (0, boxes * replica_claims.ROW_BYTES):
         raise InvalidRequest(f"{len(table.digests)} bytes of digests are not those of {boxes} boxes")
     for blob in table.blobs:
         naming.check_asset(blob.name)

@@ -18,11 +18,11 @@ from holdfast_formats.disk import state_json
 from holdfast_formats.disk.packing import FILE_BYTES_MAX, pack
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, first_overlap, whole
-from holdfast_formats.staging import replica_digests
+from holdfast_formats.staging import replica_claims
 from holdfast_formats.staging.plan import Origin, Plan, PlannedAsset, PlannedFile, PlannedTensor
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec, box_bytes
-from holdfast_service.control.checkpoints.replica_digests import Apart, Shared, own_spec
+from holdfast_service.control.checkpoints.replica_claims import Apart, Shared, own_spec
 
 _Key = tuple[str, str]
 _Holders = dict[Box, list[tuple[int, int]]]  # box -> (rank, slot offset) of every rank that holds it
@@ -93,7 +93,7 @@ def _placed(ordered: Sequence[SlotTable]) -> tuple[PlannedFile, ...]:
     apart = shared.compare(ordered)
     if known is None or known.apart != apart:
         held = held or _collect(ordered)
-        _set_apart(held, apart, replica_digests.HOME in ordered[0].groups)
+        _set_apart(held, apart, replica_claims.HOME in ordered[0].groups)
         known = _Known(shared, apart, _place(held, len(ordered), file_bytes_max))
     with _lock:
         _remembered[key] = known

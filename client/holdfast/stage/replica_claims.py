@@ -21,7 +21,7 @@ from holdfast.tensors.fragments import local_tensor
 from holdfast.tensors.leaves import RANK_PREFIX, Key, Leaf
 from holdfast.tickets import SaveTicket
 from holdfast_formats import digest
-from holdfast_formats.staging import replica_digests, slot_table
+from holdfast_formats.staging import replica_claims, slot_table
 
 
 class Kind(IntEnum):
@@ -74,10 +74,10 @@ def _taken(
 
 def _one(box: NDArray[Any], step: int | None) -> int:
     """What `native_copy.c` does."""
-    if step is None or len(box) <= replica_digests.SAMPLE_BYTES:
+    if step is None or len(box) <= replica_claims.SAMPLE_BYTES:
         return digest.number(box)
-    parts = [digest.number(box[at : at + replica_digests.STRETCH_BYTES]) for at in replica_digests.places(len(box), step)]
-    return digest.number(struct.pack(f"<{replica_digests.STRETCHES}Q", *parts))
+    parts = [digest.number(box[at : at + replica_claims.STRETCH_BYTES]) for at in replica_claims.places(len(box), step)]
+    return digest.number(struct.pack(f"<{replica_claims.STRETCHES}Q", *parts))
 
 
 class _Rows(NamedTuple):

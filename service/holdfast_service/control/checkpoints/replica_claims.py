@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats.errors import ReplicasDiffer
 from holdfast_formats.region import Box, whole
-from holdfast_formats.staging import replica_digests
+from holdfast_formats.staging import replica_claims
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec
 
@@ -113,4 +113,4 @@ def _refuse(wrong: Mapping[str, set[int]]) -> NoReturn:
 
 def own_spec(spec: TensorSpec, rank: int) -> TensorSpec:
     """What a rank's own of a tensor is stored as."""
-    return TensorSpec(replica_digests.HOME, replica_digests.apart(rank, spec.group, spec.name), spec.dtype, spec.shape)
+    return TensorSpec(replica_claims.HOME, replica_claims.apart(rank, spec.group, spec.name), spec.dtype, spec.shape)
