@@ -32,7 +32,7 @@ IMPORTED: dict[str, tuple[str, ...]] = {
     ),
     "daemon": (
         *("holdfast_service.assembly", "holdfast_service.collecting", "holdfast_service.config", "holdfast_service.logs"),
-        *("holdfast_service.api.app", "holdfast_service.api.entrance", "holdfast_service.daemon.server"),
+        *("holdfast_service.api.app", "holdfast_service.api.door.policy", "holdfast_service.daemon.server"),
         *("holdfast_service.watching", "tests.patient_daemon", "alembic.command", "alembic.config"),
         *("sqlalchemy.dialects.sqlite", "uvicorn.lifespan.off", "uvicorn.loops.auto"),
     ),

@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 @contextmanager
 def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Services, socket.socket | None]]:
     """All that serves. Before anybody can learn where that is, a signal to end sets `stop`; until then it kills."""
-    from holdfast_service.api import entrance
+    from holdfast_service.api.door import policy
 
     root = config.root.resolve()
     root.mkdir(parents=True, exist_ok=True)
@@ -80,12 +80,12 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
         listener = stack.enter_context(_bind(config.listen)) if config.listen else None
         url = _url(listener) if listener else None
         control = assembly.open_control(config, root, stack)
-        door = entrance.policy(config, listener)
+        door = policy.policy(config, listener)
         node = assembly.open_node(config, control, url, stack)
         services = assembly.services(config, control, node, door, stack)
         control.decisions.events.add("daemon-started", f"{config.node} serves {root}", pid=os.getpid(), version=__version__)
         if listener is not None and door.tokens:
-            stack.enter_context(entrance.announced(config, listener, services.owner))
+            stack.enter_context(policy.announced(config, listener, services.owner))
         if control.identity.copy_of is not None:
             text = f"{root} is a copy of another root: it has an id of its own from now on"
             log.warning("%s", text)
@@ -155,7 +155,7 @@ def _serve(
 def _http(listener: socket.socket, services: Services, activity: Activity, stop: threading.Event) -> Iterator[None]:
     """The REST edge in a thread of its own, so that the main thread stays free for signals."""
     from holdfast_service.api.app import create_app
-    from holdfast_service.api.connections import server as bounded
+    from holdfast_service.api.door.connections import server as bounded
 
     app = create_app(services)
 

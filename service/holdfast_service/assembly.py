@@ -51,7 +51,7 @@ from holdfast_service.watching import watch
 from holdfast_service.work import Workers, start_jobs
 
 if TYPE_CHECKING:
-    from holdfast_service.api.doors import Policy
+    from holdfast_service.api.door.middleware import Policy
     from holdfast_service.api.services import Services
 
 log = logging.getLogger("holdfast_service")

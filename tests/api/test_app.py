@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import holdfast_service
 from holdfast_formats import errors, naming
 from holdfast_service.api.app import ROOMS
-from holdfast_service.api.contents import encode_cursor
+from holdfast_service.api.content.open_checkpoints import encode_cursor
 from holdfast_service.control.checkpoints import run_files
 from tests.checkpoints import build_root
 from tests.serving import Served, served

@@ -12,7 +12,7 @@ import pytest
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptExtent, LimitExceeded, NoSuchCheckpoint
-from holdfast_service.api import comparisons
+from holdfast_service.api.routes import comparisons
 from tests.checkpoints import Arrays, build, flip, varied_arrays
 from tests.serving import served
 

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast_formats.errors import StorageFailed
 from holdfast_formats.rest.operations import Scope
-from holdfast_service.api.doors import Policy
+from holdfast_service.api.door.middleware import Policy
 from holdfast_service.control.database.schema import JobRow
 from tests.api.guarded import CHECKPOINT, Guarded, code, guarded
 from tests.attack.sockets import ask
@@ -430,7 +430,7 @@ def test_refusals_are_told_and_counted(closed: Guarded, caplog: pytest.LogCaptur
 def test_many_peers_cost_no_more_than_a_few_lines(ajar: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes from many addresses fills neither memory nor the log."""
     from holdfast_formats.errors import Unauthenticated
-    from holdfast_service.api import refusals as module
+    from holdfast_service.api.door import refusals as module
 
     refusals = module.Refusals(ajar.running.services.events)
     newest = ajar.running.services.events.bounds()[1]

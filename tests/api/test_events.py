@@ -18,9 +18,9 @@ from holdfast.rest.api import Api
 from holdfast.rest.jobs import RETRY_S
 from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest
 from holdfast_formats.rest.operations import EVENTS, Event, Gap
-from holdfast_service.api import events as module
-from holdfast_service.api import listening
-from holdfast_service.api.doors import Policy
+from holdfast_service.api.content import event_wait
+from holdfast_service.api.door.middleware import Policy
+from holdfast_service.api.routes import events as module
 from holdfast_service.control.catalog import events as ring
 from tests.api.guarded import guarded
 from tests.checkpoints import build_root
@@ -151,7 +151,7 @@ def test_heartbeats(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_nodes_events_are_found(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody tells of them: the catalog is asked now and then."""
-    monkeypatch.setattr(listening, "ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(event_wait, "ASK_EVERY_S", 0.05)
     other = ring.Events(service.services.catalog.database, "node-2", lambda: "2030-01-01T00:00:00.000Z")
     with stream(service) as frames:
         next(frames)

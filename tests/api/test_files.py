@@ -13,7 +13,7 @@ import zstandard
 
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
-from holdfast_service.api.delivery import not_modified, parse_range, prefers_zstd, weights
+from holdfast_service.api.content.delivery import not_modified, parse_range, prefers_zstd, weights
 from tests.checkpoints import build_root, flip
 from tests.serving import Served, served
 

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from holdfast_service.api.places import Peer, Places
+from holdfast_service.api.door.places import Peer, Places
 
 READER, OTHER, ADMIN = Peer("reader", False), Peer("other", False), Peer("admin", True)
 

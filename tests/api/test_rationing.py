@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from holdfast_service.api.rationing import Ration
+from holdfast_service.api.content.rationing import Ration
 
 
 @pytest.mark.parametrize("seed", range(5))

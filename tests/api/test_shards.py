@@ -25,7 +25,7 @@ from holdfast_formats.layout import parts
 from holdfast_formats.layout.parts import LocalTensor, Part
 from holdfast_formats.layout.rank_tensors import of_manifest
 from holdfast_formats.region import Box
-from holdfast_service.api import planned, streams
+from holdfast_service.api.content import shard_plans, shard_streams
 from tests.checkpoints import Built, build
 from tests.layouts import models, oracle
 from tests.layouts.matrix import LAYOUTS, MODELS
@@ -56,12 +56,12 @@ def http(service: Served) -> Iterator[httpx.Client]:
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows so small that every shard has many, and most of them cut tensors."""
-    monkeypatch.setattr(streams, "WINDOW_BYTES", 1024)
+    monkeypatch.setattr(shard_streams, "WINDOW_BYTES", 1024)
 
 
 def expected(built: Built, text: str, rank: int, group: str = "model") -> dict[str, NDArray[Any]]:
     """The shard, out of the whole tensors in memory and what the layout says of them."""
-    config = json.loads((built.path / planned.CONFIG).read_bytes())
+    config = json.loads((built.path / shard_plans.CONFIG).read_bytes())
     held = of_manifest(built.manifest, group, layouts.parse(text), config).of(rank)
     return {
         local.name: parts.fill(local, built.arrays[group]).astype(dtypes.to_numpy(local.dtype)) for local in held.tensors
@@ -249,7 +249,7 @@ def test_the_plan_as_a_resource(http: httpx.Client, monkeypatch: pytest.MonkeyPa
         "application/json;q=0",
     ):
         assert http.head(url, params=asked, headers={"Accept": accept}).headers["etag"] == plan.json()["etag"]
-    monkeypatch.setattr(planned, "EXTENTS_MAX", 3)
+    monkeypatch.setattr(shard_plans, "EXTENTS_MAX", 3)
     page = http.get(url, params=asked, headers={"Accept": "application/json"}).json()
     assert len(page["items"]) == 1 and page["next"] is not None
     wrong = http.get(url, params={**asked, "cursor": "???"}, headers={"Accept": "application/json"})
@@ -332,7 +332,7 @@ def test_configs_that_say_nothing(tmp_path: Path, config: bytes) -> None:
 
 def test_planned_shards_are_kept_within_bounds(service: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many shards are asked for, few stay planned, and what was forgotten is planned again, the same."""
-    monkeypatch.setattr(planned, "PARTS_MAX", 100)
+    monkeypatch.setattr(shard_plans, "PARTS_MAX", 100)
     first = http.head(path_of("moe"), params={"layout": "dp=9"}).headers["etag"]
     for rank in range(1, 9):
         http.head(path_of("moe"), params={"layout": "dp=9", "rank": rank})

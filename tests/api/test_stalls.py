@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from holdfast_service.api import stalls
+from holdfast_service.api.content import stall_limit
+from holdfast_service.api.content.stall_limit import StallLimit
 from holdfast_service.api.problems import TransferAborted
-from holdfast_service.api.stalls import StallLimit
 
 
 def run(sleep_s: float) -> list[Any]:
@@ -38,6 +38,6 @@ def test_a_client_that_takes_its_bytes_is_left_alone() -> None:
 
 def test_a_client_that_stalls_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who takes nothing for as long as the limit ends with an error, which cuts the connection."""
-    monkeypatch.setattr(stalls, "STALL_MAX_S", 0.05)
+    monkeypatch.setattr(stall_limit, "STALL_MAX_S", 0.05)
     with pytest.raises(TransferAborted, match="/v1/x"):
         run(10)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from holdfast_formats import naming
-from holdfast_service.api import planned, streams
+from holdfast_service.api.content import shard_plans, shard_streams
 from tests.checkpoints import Built, build, flip
 from tests.daemons import wait_until
 from tests.layouts.matrix import MODELS
@@ -23,7 +23,7 @@ from .shard_roots import PLAIN, path_of, save
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows so small that every shard has many."""
-    monkeypatch.setattr(streams, "WINDOW_BYTES", 1024)
+    monkeypatch.setattr(shard_streams, "WINDOW_BYTES", 1024)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_damage_in_the_first_window_is_a_problem(damaged: tuple[Built, httpx.Cli
 def test_files_and_config_that_are_gone(damaged: tuple[Built, httpx.Client]) -> None:
     """A missing file is a problem that names it; so is a config.json that is missing, damaged, or no JSON object."""
     built, http = damaged
-    config = built.path / planned.CONFIG
+    config = built.path / shard_plans.CONFIG
     flip(config, 0)
     assert http.get(path_of("llama"), params={"layout": "tp=2"}).json()["code"] == "corrupt-extent"
     config.unlink()
@@ -97,18 +97,18 @@ def test_no_memory_stays_when_nobody_reads(tmp_path: Path) -> None:
 
 def test_too_many_streams_are_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who finds no room in time is told so; a client that breaks off makes room again."""
-    monkeypatch.setattr(streams, "STREAM_WAIT_MAX_S", 0.2)
-    monkeypatch.setattr(streams, "WINDOW_BYTES", 2**21)
+    monkeypatch.setattr(shard_streams, "STREAM_WAIT_MAX_S", 0.2)
+    monkeypatch.setattr(shard_streams, "WINDOW_BYTES", 2**21)
     arrays = {"model": {"big": np.arange(2**22, dtype=np.uint64)}}  # 32 MiB, more than sockets hold
     directory = tmp_path / naming.checkpoint_path("big", 5)
     build(directory, arrays, run="big", config=b"{}", file_bytes_max=2**30, extent_bytes=2**20)
     with served(tmp_path) as running, httpx.Client(base_url=running.url, trust_env=False, headers=PLAIN) as client:
-        running.app.state.streams = streams.Streams(running.services.tier, streams_max=1)
+        running.app.state.streams = shard_streams.Streams(running.services.tier, streams_max=1)
         with client.stream("GET", path_of("big")) as slow:
             body = slow.iter_raw()
             next(body)
             got = client.get(path_of("big"))
             assert (got.status_code, got.json()["code"], got.json()["retryable"]) == (504, "deadline-exceeded", True)
             assert client.head(path_of("big")).status_code == 200
-        monkeypatch.setattr(streams, "STREAM_WAIT_MAX_S", 30.0)
+        monkeypatch.setattr(shard_streams, "STREAM_WAIT_MAX_S", 30.0)
         assert client.get(path_of("big"), headers={"Range": "bytes=0-9"}).status_code == 206

@@ -18,7 +18,7 @@ import zstandard
 
 from holdfast_formats.digest import digest
 from holdfast_formats.staging import wire
-from holdfast_service.api.uploads import CHUNK_BYTES_MAX, UPLOAD_BYTES_MAX
+from holdfast_service.api.routes.uploads import CHUNK_BYTES_MAX, UPLOAD_BYTES_MAX
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, running
 from tests.serving import served

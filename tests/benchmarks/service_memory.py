@@ -27,7 +27,7 @@ import zstandard
 from holdfast import Checkpointer
 from holdfast_formats.digest import digest
 from holdfast_formats.staging import wire
-from holdfast_service.api.uploads import CHUNK_BYTES_MAX
+from holdfast_service.api.routes.uploads import CHUNK_BYTES_MAX
 from tests.benchmarks.growth import MIB, Peak, own_bytes
 from tests.daemons import running
 

@@ -26,7 +26,8 @@ from holdfast_formats.staging import arena, piece_list, slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import Fragment, TensorSpec
 from holdfast_formats.whereabouts import RootMark
-from holdfast_service.api import bodies, contents
+from holdfast_service.api.content import open_checkpoints
+from holdfast_service.api.door import bodies
 from holdfast_service.control.access import tokens
 from holdfast_service.control.catalog import pages
 from holdfast_service.control.checkpoints import run_files
@@ -154,7 +155,7 @@ _PIECES = [Piece("a.safetensors", 0, 100, "0" * 16), Piece("b.safetensors", 4096
 _STATE = state_json.merge(
     5, {"loss": 2.5}, ["model", "extra"], {0: {"extra": {"lr": "0.1", "x": "[1]"}}, 1: {"extra": {"lr": "0.1", "x": "[2]"}}}
 )
-_CURSOR = contents.encode_cursor("model", "w").encode()
+_CURSOR = open_checkpoints.encode_cursor("model", "w").encode()
 _LAYOUTS = (
     b"tp=4,pp=2,dp=8",
     b"tp=2,pp=2:3/1,sharding=4:stage1:flat:align=8:pad=2:bucket=99,vocab=64,qkv=heads,experts=stacked,rules=gpt-2",
@@ -204,7 +205,7 @@ PARSERS = (
     Parser("rules", _rules, tuple(path.read_bytes() for path in sorted(_RULES.rglob("*.toml")))[:3], bytes_changed),
     Parser("state", _state, (_STATE,)),
     Parser("cursor", lambda data: pages.decode_cursor("run", _text(data)), (b"cnVuOmE=",), bytes_changed),
-    Parser("cursor-of-tensors", lambda data: contents.decode_cursor(_text(data), 2), (_CURSOR,), bytes_changed),
+    Parser("cursor-of-tensors", lambda data: open_checkpoints.decode_cursor(_text(data), 2), (_CURSOR,), bytes_changed),
     Parser("body", bodies.parse, (_RUN_FILE, b'{"name": "a", "runs": "*", "expires_s": 60}')),
     Parser("problem", _problem, (b'{"code": "no-space", "detail": "d", "hint": "h", "needed": 5, "type": "t"}',)),
     Parser("token", lambda data: tokens.well_formed(_text(data)), (tokens.PREFIX.encode() + b"A" * 48,), bytes_changed),

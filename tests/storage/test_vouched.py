@@ -15,7 +15,7 @@ from holdfast.read.sources import DirectorySource
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, LimitExceeded, NotCommitted
-from holdfast_service.api.contents import OpenedCheckpoints
+from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import read_run_file

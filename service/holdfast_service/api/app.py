@@ -5,16 +5,22 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from holdfast_service import dashboard
-
-from . import (
+from holdfast_service.api import problems
+from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints
+from holdfast_service.api.content.rationing import Ration
+from holdfast_service.api.content.shard_plans import PlannedShards
+from holdfast_service.api.content.shard_streams import Streams
+from holdfast_service.api.content.stall_limit import StallLimit
+from holdfast_service.api.door import needs
+from holdfast_service.api.door.content_policy import ContentPolicy
+from holdfast_service.api.door.middleware import Doors
+from holdfast_service.api.routes import (
     comparisons,
     events,
     files,
     jobs,
     links,
-    needs,
     operations,
-    problems,
     replicas,
     retention,
     runs,
@@ -25,17 +31,11 @@ from . import (
     upkeep,
     uploads,
 )
-from .content_policy import ContentPolicy
-from .contents import OpenedCheckpoints
-from .doors import Doors
+
 from .metrics import Collected
 from .observing import Observed, Requests
-from .planned import PlannedShards
-from .rationing import Ration
 from .reading import HeldWhileSending
 from .services import Services
-from .stalls import StallLimit
-from .streams import Streams
 
 __all__ = ["Services", "create_app"]
 

@@ -14,6 +14,8 @@ from holdfast_formats.errors import Damaged
 from holdfast_formats.naming import STEP_MAX
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import ReplicaLag
+from holdfast_service.api.door.middleware import Policy
+from holdfast_service.api.door.refusals import Refusals
 from holdfast_service.control.access.owner import Owner
 from holdfast_service.control.access.tokens import Principal, Tokens, make_text
 from holdfast_service.control.catalog.book import Book
@@ -26,9 +28,6 @@ from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.storage import Tier
-
-from .doors import Policy
-from .refusals import Refusals
 
 LIMIT_MAX = 1000
 

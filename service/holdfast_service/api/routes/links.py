@@ -9,11 +9,10 @@ from starlette.responses import HTMLResponse, Response
 
 from holdfast_formats.errors import Unauthenticated
 from holdfast_formats.rest.operations import Link
-
-from . import problems
-from .heads import COOKIE
-from .needs import OPEN, READS
-from .services import Wired
+from holdfast_service.api import problems
+from holdfast_service.api.door.heads import COOKIE
+from holdfast_service.api.door.needs import OPEN, READS
+from holdfast_service.api.services import Wired
 
 router = APIRouter(tags=["tokens"], responses=problems.RESPONSES)
 

@@ -18,10 +18,9 @@ from starlette.responses import Response, StreamingResponse
 from holdfast_formats.disk import pieces as proof
 from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import CorruptManifest, Damaged, InvalidRequest, NoSuchResource, StorageFailed
+from holdfast_service.api import problems
+from holdfast_service.api.reading import met
 from holdfast_service.storage import Tier
-
-from . import problems
-from .reading import met
 
 log = logging.getLogger(__name__)
 

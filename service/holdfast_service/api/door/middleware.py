@@ -21,14 +21,13 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast_formats.errors import CheckpointError, DaemonGone, Forbidden, Unauthenticated
+from holdfast_service.api.door import bodies, connections, heads, scopes
+from holdfast_service.api.door.lasting import Lasting
+from holdfast_service.api.door.places import NOBODY, Peer, Places, asked_by, asking
+from holdfast_service.api.door.refusals import Refusals
+from holdfast_service.api.problems import problem_response
 from holdfast_service.control.access.tokens import OWNER, Principal, Tokens, missing
 from holdfast_service.control.database.visible import limited_to
-
-from . import bodies, connections, heads, rights
-from .lasting import Lasting
-from .places import NOBODY, Peer, Places, asked_by, asking
-from .problems import problem_response
-from .refusals import Refusals
 
 log = logging.getLogger(__name__)
 
@@ -93,20 +92,20 @@ class Doors:
         if asking() is not NOBODY:
             return
         first = (
-            scope["path"] in rights.PROBES
+            scope["path"] in scopes.PROBES
             or (principal.token is not None and principal.scope == "admin")
             or principal == OWNER
         )
         name = _peer(scope) if principal.token is None else f"token {principal.token}"
         name = principal.name if principal == OWNER else name  # it shares with nobody at its address
-        peer = Peer(f"probe {name}" if scope["path"] in rights.PROBES else name, first)
+        peer = Peer(f"probe {name}" if scope["path"] in scopes.PROBES else name, first)
         held.enter_context(asked_by(peer))
         if not held.enter_context(self._places.held(peer)):
             raise DaemonGone("too many requests are being answered", hint="try again in a moment")
 
     async def _admit(self, scope: Scope, headers: dict[str, str]) -> Principal:
         method, path = scope["method"], scope["path"]
-        if rights.is_open(method, path) or (path == rights.METRICS and self._policy.metrics_open and method in rights.SAFE):
+        if scopes.is_open(method, path) or (path == scopes.METRICS and self._policy.metrics_open and method in scopes.SAFE):
             principal = await self._prober(headers)
             if principal in (PROBE, ANYBODY):
                 self._check_host(headers)
@@ -122,9 +121,9 @@ class Doors:
             raise missing()
         else:
             principal = ANYBODY
-        if bearer is None and method not in rights.SAFE:
+        if bearer is None and method not in scopes.SAFE:
             self._check_origin(headers, told=cookie is not None)
-        rights.check(principal, method, path, scope["query_string"])
+        scopes.check(principal, method, path, scope["query_string"])
         return principal
 
     async def _prober(self, headers: dict[str, str]) -> Principal:
@@ -178,9 +177,9 @@ class Doors:
 async def _checked_body(scope: Scope, headers: dict[str, str], receive: Receive, principal: Principal) -> Receive:
     """The body, looked at by what the door takes it for; whoever reads it later is told that, and nothing else."""
     method, path = scope["method"], scope["path"]
-    if method in rights.SAFE:
+    if method in scopes.SAFE:
         return receive
-    given, read = bodies.kind_of(headers.get("content-type")), rights.body_of(method, path)
+    given, read = bodies.kind_of(headers.get("content-type")), scopes.body_of(method, path)
     if given is not None:
         bodies.check_kind(given, read)
     if read == bodies.OCTETS:
@@ -195,7 +194,7 @@ async def _checked_body(scope: Scope, headers: dict[str, str], receive: Receive,
     bodies.check_kind(given, read)
     _tell(scope, read)
     if read == bodies.JSON:
-        rights.check_body(principal, path, bodies.parse(body))
+        scopes.check_body(principal, path, bodies.parse(body))
     return bodies.replay(body, receive)
 
 

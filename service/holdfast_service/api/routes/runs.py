@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from holdfast_formats.rest import bodies
+from holdfast_service.api import problems
+from holdfast_service.api.content import open_checkpoints, selectors
+from holdfast_service.api.content.marks import Marks
+from holdfast_service.api.door.needs import READS, READS_RUN
+from holdfast_service.api.services import Cursor, Limit, Since, StepMax, StepMin, Wired
 from holdfast_service.control.catalog.listing import Within
 from holdfast_service.control.insight.facts import UNKNOWN, Lived
-
-from . import contents, problems, selecting
-from .marks import Marks
-from .needs import READS, READS_RUN
-from .services import Cursor, Limit, Since, StepMax, StepMin, Wired
 
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
 Prefix = Annotated[str, Query(max_length=128, description="only runs whose names begin so")]
@@ -58,11 +58,11 @@ def list_checkpoints(  # noqa: PLR0913 — one a filter
 
 @router.get("/runs/{run}/checkpoints/{step}", dependencies=READS_RUN, summary="One checkpoint, by step or by what it is")
 def get_checkpoint(
-    services: Wired, run: str, step: str, metric: selecting.Metric = None, mode: selecting.Mode = "min"
+    services: Wired, run: str, step: str, metric: selectors.Metric = None, mode: selectors.Mode = "min"
 ) -> bodies.Checkpoint:
     """`latest`, `latest-healthy`, or `best` with `?metric=` and `?mode=`: of those verified and healthy."""
-    if step == selecting.BEST:
-        found = selecting.find(services, run, step, metric, mode)
+    if step == selectors.BEST:
+        found = selectors.find(services, run, step, metric, mode)
     else:
-        found = contents.find(services, run, step)
+        found = open_checkpoints.find(services, run, step)
     return Marks(services.tier, run).on(found)

@@ -12,11 +12,10 @@ from ipaddress import ip_address
 
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.owner_key import OwnerKey
+from holdfast_service.api.door.middleware import Policy
+from holdfast_service.api.door.owner_file import left_for_owner
 from holdfast_service.config import Config, runtime_directory
 from holdfast_service.control.access.owner import Owner
-
-from .doors import Policy
-from .owner_file import left_for_owner
 
 log = logging.getLogger(__name__)
 

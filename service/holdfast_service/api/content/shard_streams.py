@@ -20,11 +20,10 @@ from holdfast_formats.layout import parts, shard_file
 from holdfast_formats.layout.shard_file import ShardFile, Strip
 from holdfast_formats.region import Box, Shape, byte_span, byte_view
 from holdfast_formats.transfer import Direction, Elements
+from holdfast_service.api.content.delivery import parts_of
+from holdfast_service.api.door.places import Places, asking
 from holdfast_service.daemon.shared_reads.extent_cache import Octets, ProvenExtents, Source
 from holdfast_service.storage import Tier
-
-from .delivery import parts_of
-from .places import Places, asking
 
 WINDOW_BYTES = 2**21
 AHEAD = 2  # windows that are put together while one is sent

@@ -8,11 +8,10 @@ from fastapi import APIRouter, Query, Request
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import RunSummary
+from holdfast_service.api import problems
+from holdfast_service.api.door.needs import READS, READS_RUN
+from holdfast_service.api.services import Cursor, Limit, Services
 from holdfast_service.control.insight.summary_queries import Order, Summaries
-
-from . import problems
-from .needs import READS, READS_RUN
-from .services import Cursor, Limit, Services
 
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
 

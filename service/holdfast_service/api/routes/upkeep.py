@@ -7,11 +7,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from holdfast_formats.rest.consistency import CatalogCheck
+from holdfast_service.api import problems
+from holdfast_service.api.door.needs import ADMINS
+from holdfast_service.api.services import Wired
 from holdfast_service.control.checkpoints import consistency
-
-from . import problems
-from .needs import ADMINS
-from .services import Wired
 
 router = APIRouter(prefix="/v1", tags=["operations"], responses=problems.RESPONSES)
 Thorough = Annotated[bool, Query(description="read every manifest, also where storage says that nothing has changed")]

@@ -18,9 +18,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
-
-from .heads import HEAD_BYTES_MAX
-from .problems import MEDIA_TYPE, TransferAborted
+from holdfast_service.api.door.heads import HEAD_BYTES_MAX
+from holdfast_service.api.problems import MEDIA_TYPE, TransferAborted
 
 log = logging.getLogger(__name__)
 

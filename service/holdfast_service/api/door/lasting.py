@@ -11,8 +11,7 @@ import anyio.to_thread
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast_formats.errors import CheckpointError, Unauthenticated
-
-from .problems import TransferAborted
+from holdfast_service.api.problems import TransferAborted
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,15 @@ from starlette.responses import JSONResponse, Response
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
+from holdfast_service.api import problems
+from holdfast_service.api.content import delivery
+from holdfast_service.api.content.event_wait import listening
+from holdfast_service.api.door import scopes
+from holdfast_service.api.door.needs import READS, WRITES_STATED, WRITES_STATED_JSON
+from holdfast_service.api.services import Cursor, Limit, Viewer, Wired
 from holdfast_service.control.access.tokens import Principal
 from holdfast_service.control.jobs.catalog import GOES_ON, second_run
 from holdfast_service.control.jobs.runner import JobRunner
-
-from . import delivery, problems, rights
-from .listening import listening
-from .needs import READS, WRITES_STATED, WRITES_STATED_JSON
-from .services import Cursor, Limit, Viewer, Wired
 
 WAIT_MAX_S = 20.0
 
@@ -41,7 +42,7 @@ _THERE = {"model": Job, "description": "A job like it is queued or running: it i
 
 def _permitted(viewer: Viewer, wanted: JobRequest) -> JobRequest:
     """What the framework has made of the request, judged as that."""
-    rights.check_job(viewer, wanted.kind, wanted.run)
+    scopes.check_job(viewer, wanted.kind, wanted.run)
     return wanted
 
 
@@ -118,7 +119,7 @@ def cancel_job(runner: Runner, job_id: JobId, viewer: Viewer) -> Response:
     Whoever may not submit such a job may not cancel it.
     """
     known = runner.jobs.get(job_id)  # read first: who may not see its run is told that there is no such job
-    rights.check_job(viewer, known.kind, known.run)
+    scopes.check_job(viewer, known.kind, known.run)
     job = runner.cancel(job_id)
     if job.state in GOES_ON:
         return JSONResponse(job.model_dump(), 202, {"Location": f"/v1/jobs/{job.id}"})

@@ -10,11 +10,11 @@ from starlette.responses import JSONResponse, Response
 from holdfast_formats.errors import PreconditionRequired
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import Force, Preview, RetentionPolicy, check_label
+from holdfast_service.api import problems
+from holdfast_service.api.content import delivery
+from holdfast_service.api.door.needs import ADMINS_RUN, ADMINS_RUN_JSON, READS_RUN, WRITES_RUN
+from holdfast_service.api.services import Wired
 from holdfast_service.control.checkpoints import run_files
-
-from . import delivery, problems
-from .needs import ADMINS_RUN, ADMINS_RUN_JSON, READS_RUN, WRITES_RUN
-from .services import Wired
 
 _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
 

@@ -19,11 +19,10 @@ from holdfast_formats.layout import language, rank_tensors, shard_file
 from holdfast_formats.layout.rank_tensors import Held, Holding
 from holdfast_formats.layout.shard_file import Placed
 from holdfast_formats.rest import bodies
+from holdfast_service.api.content.open_checkpoints import Contents, decode_cursor, encode_cursor
+from holdfast_service.api.content.shard_streams import Recipe
 from holdfast_service.daemon.shared_reads.extent_cache import Source
 from holdfast_service.storage import Tier
-
-from .contents import Contents, decode_cursor, encode_cursor
-from .streams import Recipe
 
 PLANNED_MAX = 32  # shards that are kept planned, as long as
 PARTS_MAX = 200_000  # they have no more parts together, of about 500 bytes each

@@ -12,13 +12,13 @@ from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.rest import bodies, comparing
 from holdfast_formats.rest.comparing import Pair
 from holdfast_formats.rest.observed import Difference, DifferenceState
+from holdfast_service.api import problems
+from holdfast_service.api.content import open_checkpoints
+from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints, decode_cursor, encode_cursor
+from holdfast_service.api.door.needs import READS_RUN
+from holdfast_service.api.services import Cursor, Limit, Wired
 from holdfast_service.daemon.checking import comparing as reading
 from holdfast_service.daemon.checking.comparing import Side
-
-from . import contents, problems
-from .contents import OpenedCheckpoints, decode_cursor, encode_cursor
-from .needs import READS_RUN
-from .services import Cursor, Limit, Wired
 
 EXACT_BYTES_MAX = 2**30  # one request reads no more; a job has no such limit
 
@@ -48,7 +48,7 @@ def _two(
     b: StepText,
     run_b: Annotated[str | None, Query(max_length=128, description="the run of b; the same one unless given")] = None,
 ) -> tuple[bodies.Checkpoint, bodies.Checkpoint]:
-    return contents.find(services, run, a), contents.find(services, run_b or run, b)
+    return open_checkpoints.find(services, run, a), open_checkpoints.find(services, run_b or run, b)
 
 
 def _asked(

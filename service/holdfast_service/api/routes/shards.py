@@ -11,13 +11,13 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
-
-from . import contents, delivery, problems
-from .delivery import Delivery
-from .needs import READS_RUN
-from .planned import Asked, PlannedShard, PlannedShards
-from .services import Cursor, Limit, Wired
-from .streams import Streams
+from holdfast_service.api import problems
+from holdfast_service.api.content import delivery, open_checkpoints
+from holdfast_service.api.content.delivery import Delivery
+from holdfast_service.api.content.shard_plans import Asked, PlannedShard, PlannedShards
+from holdfast_service.api.content.shard_streams import Streams
+from holdfast_service.api.door.needs import READS_RUN
+from holdfast_service.api.services import Cursor, Limit, Wired
 
 SHARD = "/runs/{run}/checkpoints/{step}/shard"
 MEDIA_TYPE = "application/octet-stream"
@@ -58,7 +58,7 @@ def _asked(
 
 
 def _shard(request: Request, services: Wired, run: str, step: str, asked: Annotated[Asked, Depends(_asked)]) -> PlannedShard:
-    held = request.app.state.opened.open(run, contents.find(services, run, step).step)
+    held = request.app.state.opened.open(run, open_checkpoints.find(services, run, step).step)
     planned: PlannedShards = request.app.state.planned
     return planned.find(held, asked)
 

@@ -10,9 +10,8 @@ from urllib.parse import parse_qs
 
 from holdfast_formats.errors import NoSuchRun
 from holdfast_formats.rest.operations import Scope
+from holdfast_service.api.door import bodies
 from holdfast_service.control.access.tokens import Principal
-
-from . import bodies
 
 PROBES = frozenset({"/healthz", "/readyz"})
 OPEN = PROBES | {"/login"}

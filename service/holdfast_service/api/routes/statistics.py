@@ -12,12 +12,12 @@ from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchRes
 from holdfast_formats.rest import bodies, statistics
 from holdfast_formats.rest.observed import Layers, TensorStatistics
 from holdfast_formats.rest.statistics import Statistics
+from holdfast_service.api import problems
+from holdfast_service.api.content import open_checkpoints
+from holdfast_service.api.content.open_checkpoints import Columns, OpenedCheckpoints
+from holdfast_service.api.door.needs import READS_RUN
+from holdfast_service.api.services import Cursor, Limit, Wired
 from holdfast_service.control.catalog.statistics import LAST_MAX, StatisticsStore
-
-from . import contents, problems
-from .contents import Columns, OpenedCheckpoints
-from .needs import READS_RUN
-from .services import Cursor, Limit, Wired
 
 Sort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
 Group = Annotated[str | None, Query(max_length=64, description="this group only")]
@@ -47,7 +47,7 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     """They are made when the checkpoint is read back after its commit; before, 404. They never change."""
     opened = request.app.state.opened
     assert isinstance(opened, OpenedCheckpoints)
-    held = opened.open(run, contents.find(services, run, step).step)
+    held = opened.open(run, open_checkpoints.find(services, run, step).step)
     if group is not None and group not in held.manifest.tensors:
         raise NoSuchResource(f"there is no group {group!r}", hint=f"groups: {', '.join(held.manifest.groups)}")
     found = StatisticsStore(services.catalog.database).load(run, held.manifest.step)
@@ -59,7 +59,7 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     shown = order[first : first + limit].tolist()
     items = [statistics.describe(found, position, listed[position]) for position in shown]
     more = first + limit < len(order)
-    return bodies.Page(items=items, next=contents.encode_cursor(sort, str(shown[-1])) if more else None)
+    return bodies.Page(items=items, next=open_checkpoints.encode_cursor(sort, str(shown[-1])) if more else None)
 
 
 @router.get("/runs/{run}/layers", dependencies=READS_RUN, summary="Health by layer over the newest steps: a heat map")
@@ -94,7 +94,7 @@ def _ordered(by_name: NDArray[np.int64], sort: Sort, found: Statistics, columns:
 
 def _behind(cursor: str, sort: Sort, order: NDArray[np.int64]) -> int:
     """The place behind the tensor that a cursor names."""
-    by, position = contents.decode_cursor(cursor, 2)
+    by, position = open_checkpoints.decode_cursor(cursor, 2)
     number = int(position) if position.isascii() and position.isdigit() and len(position) < 12 else -1
     at = np.flatnonzero(order == number)
     if by != sort or len(at) != 1:

@@ -8,9 +8,8 @@ from fastapi import Query
 
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from holdfast_formats.rest import bodies
+from holdfast_service.api.services import Services
 from holdfast_service.control.findings import selection
-
-from .services import Services
 
 LATEST_HEALTHY, BEST = "latest-healthy", "best"
 NAMES = (LATEST_HEALTHY, BEST)

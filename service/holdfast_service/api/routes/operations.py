@@ -10,13 +10,12 @@ from starlette.responses import Response
 
 from holdfast_formats.errors import CheckpointError, StorageFailed
 from holdfast_formats.rest import bodies
+from holdfast_service.api import problems
+from holdfast_service.api.door.needs import OPEN, READS
+from holdfast_service.api.services import Cursor, Limit, Services, Since, StepMax, StepMin, Viewer, Wired
 from holdfast_service.control.access.tokens import Principal
 from holdfast_service.control.catalog.listing import Within
 from holdfast_service.control.database.visible import sees_all
-
-from . import problems
-from .needs import OPEN, READS
-from .services import Cursor, Limit, Services, Since, StepMax, StepMin, Viewer, Wired
 
 router = APIRouter(tags=["operations"], responses=problems.RESPONSES)
 RoundState = Literal["open", "sealed", "committed", "aborted", "dropped"]

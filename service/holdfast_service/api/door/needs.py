@@ -18,9 +18,8 @@ from starlette.routing import BaseRoute
 
 from holdfast_formats.errors import NoSuchRun
 from holdfast_formats.rest.operations import Scope
+from holdfast_service.api.door import bodies, scopes
 from holdfast_service.control.access.tokens import Principal
-
-from . import bodies, rights
 
 # path: the run of the path. seen: whatever runs the asker may see, the catalog's rows say which. stated: the run that the
 # body names, or the rank's; the route's own parameters judge it. all: everything there is. none: no run at all.
@@ -45,7 +44,7 @@ class Needs:
             principal.require_run(None)
         elif self.runs == "path":
             run = request.path_params["run"]
-            if request.method not in rights.SAFE:
+            if request.method not in scopes.SAFE:
                 principal.require_run(run)
             elif not principal.sees(run):
                 raise NoSuchRun(f"there is no run {run!r}", hint="holdfast ls lists the runs")
@@ -85,7 +84,7 @@ def verify(routes: Sequence[BaseRoute]) -> None:
     for route in iter_route_contexts(routes):
         if isinstance(route.original_route, APIRoute):
             _verify(route, declared(route))
-        elif not set(route.methods or ()) <= rights.SAFE:
+        elif not set(route.methods or ()) <= scopes.SAFE:
             raise TypeError(f"{route.path} changes something and does not say what it needs")
 
 
@@ -93,7 +92,7 @@ def declared(route: RouteContext) -> Needs:
     """What a route declares; `TypeError` where that is not one thing."""
     found = [stated for one in route.dependencies if (stated := getattr(one.dependency, "needs", None)) is not None]
     if len(found) != 1:
-        raise TypeError(f"{route.path} has {len(found)} declarations of what it needs, and not one: see api/needs.py")
+        raise TypeError(f"{route.path} has {len(found)} declarations of what it needs, and not one: see api/door/needs.py")
     assert isinstance(found[0], Needs)
     return found[0]
 
@@ -102,13 +101,13 @@ def _verify(route: RouteContext, stated: Needs) -> None:
     path = str(route.path)
     sample = re.sub(r"{[^}]*}", "x", path.replace("{part}", "data"))
     in_path = stated.runs == "path"
-    if path.startswith(rights.API) and in_path != path.startswith(f"{rights.API}runs/{{run}}"):
+    if path.startswith(scopes.API) and in_path != path.startswith(f"{scopes.API}runs/{{run}}"):
         raise TypeError(f"{path} does not say that it is about the run of its path, or says so without one")
-    if path.startswith(rights.API) and (route.body_field is not None) != (stated.body == bodies.JSON):
+    if path.startswith(scopes.API) and (route.body_field is not None) != (stated.body == bodies.JSON):
         raise TypeError(f"{path} does not say which body it reads")
     for method in route.methods or ():
-        believed = None if rights.is_open(method, sample) else rights.needed(method, sample)
+        believed = None if scopes.is_open(method, sample) else scopes.needed(method, sample)
         if believed is not None and stated.scope != believed:
             raise TypeError(f"{method} {path} needs {stated.scope!r}, and the door believes {believed!r}")
-        if stated.body is not None and method not in rights.SAFE and stated.body != rights.body_of(method, sample):
-            raise TypeError(f"{method} {path} reads {stated.body}, and the door believes {rights.body_of(method, sample)}")
+        if stated.body is not None and method not in scopes.SAFE and stated.body != scopes.body_of(method, sample):
+            raise TypeError(f"{method} {path} reads {stated.body}, and the door believes {scopes.body_of(method, sample)}")

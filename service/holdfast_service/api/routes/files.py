@@ -18,12 +18,12 @@ from holdfast_formats.disk.manifest import stated_sha256
 from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
-
-from . import contents, delivery, problems
-from .contents import Contents, OpenedCheckpoints
-from .delivery import Delivery
-from .needs import READS_RUN
-from .services import Cursor, Limit, Services, Wired
+from holdfast_service.api import problems
+from holdfast_service.api.content import delivery, open_checkpoints
+from holdfast_service.api.content.delivery import Delivery
+from holdfast_service.api.content.open_checkpoints import Contents, OpenedCheckpoints
+from holdfast_service.api.door.needs import READS_RUN
+from holdfast_service.api.services import Cursor, Limit, Services, Wired
 
 _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
 _MEDIA_TYPES = {".json": "application/json", ".txt": "text/plain; charset=utf-8"}
@@ -43,7 +43,7 @@ def _opened(request: Request) -> OpenedCheckpoints:
 
 
 def _held(request: Request, services: Wired, run: str, step: str) -> Contents:
-    return _opened(request).open(run, contents.find(services, run, step).step)
+    return _opened(request).open(run, open_checkpoints.find(services, run, step).step)
 
 
 Held = Annotated[Contents, Depends(_held)]
@@ -54,7 +54,7 @@ Held = Annotated[Contents, Depends(_held)]
 )
 def get_manifest(request: Request, services: Wired, run: str, step: str) -> Response:
     """The ETag is the manifest's SHA-256, which COMMIT states too. Sent with zstd where Accept-Encoding names it."""
-    found = contents.find(services, run, step)
+    found = open_checkpoints.find(services, run, step)
     opened = _opened(request)
     commit = opened.commit_bytes(run, found.step)
     sha256 = stated_sha256(commit)
@@ -77,12 +77,12 @@ def list_tensors(
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> bodies.Page[bodies.Tensor]:
-    return contents.page_of_tensors(held, group, cursor, limit)
+    return open_checkpoints.page_of_tensors(held, group, cursor, limit)
 
 
 @router.get(f"{_CHECKPOINT}/files", dependencies=READS_RUN, summary="Files, by name, with their lengths on storage")
 def list_files(services: Wired, held: Held, cursor: Cursor = None, limit: Limit = 100) -> bodies.Page[bodies.File]:
-    return contents.page_of_files(services.tier, held, cursor, limit)
+    return open_checkpoints.page_of_files(services.tier, held, cursor, limit)
 
 
 @router.get(
@@ -113,7 +113,7 @@ def head_file(request: Request, services: Wired, run: str, step: str, name: str)
 def _delivery(opened: OpenedCheckpoints, services: Services, path: tuple[str, str, str], whole: bool) -> Delivery:
     """How to send a file; with `whole`, `CorruptManifest` when it is missing or of another length."""
     run, step, name = path
-    number = contents.find(services, run, step).step
+    number = open_checkpoints.find(services, run, step).step
     if name in (naming.COMMIT, naming.MANIFEST):
         return _unlisted(opened, run, number, name)
     held = opened.open(run, number)

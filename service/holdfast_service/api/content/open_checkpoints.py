@@ -24,12 +24,11 @@ from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.rest import bodies, statistics
+from holdfast_service.api.content import selectors
+from holdfast_service.api.reading import hold
+from holdfast_service.api.services import Services
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.storage import Tier, vouched
-
-from . import selecting
-from .reading import hold
-from .services import Services
 
 OPENED_MAX = 8  # manifests kept decoded; one of 100 000 tensors takes about 100 MB
 LATEST = "latest"
@@ -153,8 +152,8 @@ def find(services: Services, run: str, step: str) -> bodies.Checkpoint:
         if newest is None:
             raise NoSuchCheckpoint(f"run {run!r} has no checkpoint yet")
         return services.catalog.checkpoint(run, newest)
-    if step in selecting.NAMES:
-        return selecting.find(services, run, step)
+    if step in selectors.NAMES:
+        return selectors.find(services, run, step)
     if not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
         raise InvalidRequest(f"step {step!r} is not a whole number", hint=f"use a number or {LATEST!r}")
     return services.catalog.checkpoint(run, int(step))

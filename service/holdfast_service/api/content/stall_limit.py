@@ -7,7 +7,7 @@ import logging
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .problems import TransferAborted
+from holdfast_service.api.problems import TransferAborted
 
 log = logging.getLogger(__name__)
 

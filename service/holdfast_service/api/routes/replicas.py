@@ -6,11 +6,11 @@ from fastapi import APIRouter
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Replica
+from holdfast_service.api import problems
+from holdfast_service.api.content import open_checkpoints
+from holdfast_service.api.door.needs import READS_RUN
+from holdfast_service.api.services import Wired
 from holdfast_service.control.checkpoints import replicas
-
-from . import contents, problems
-from .needs import READS_RUN
-from .services import Wired
 
 router = APIRouter(prefix="/v1", tags=["replicas"], responses=problems.RESPONSES)
 
@@ -22,5 +22,5 @@ router = APIRouter(prefix="/v1", tags=["replicas"], responses=problems.RESPONSES
 )
 def list_replicas(services: Wired, run: str, step: str) -> bodies.Page[Replica]:
     """All on one page: there are as many as tiers. What is being copied, or could not be, is among them with its problem."""
-    found = contents.find(services, run, step)
+    found = open_checkpoints.find(services, run, step)
     return bodies.Page(items=replicas.listed(services.catalog.database, found.run, found.step))

@@ -8,10 +8,9 @@ from fastapi import APIRouter, Path
 from starlette.responses import Response
 
 from holdfast_formats.rest import bodies, operations
-
-from . import problems
-from .needs import ADMINS, ADMINS_JSON
-from .services import Cursor, Limit, Wired
+from holdfast_service.api import problems
+from holdfast_service.api.door.needs import ADMINS, ADMINS_JSON
+from holdfast_service.api.services import Cursor, Limit, Wired
 
 router = APIRouter(prefix="/v1", tags=["tokens"], responses=problems.RESPONSES)
 

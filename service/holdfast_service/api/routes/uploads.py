@@ -22,13 +22,12 @@ from holdfast_formats.errors import (
     from_problem,
 )
 from holdfast_formats.rest import bodies
+from holdfast_service.api import problems
+from holdfast_service.api.door.needs import READS_STATED, WRITES_CHUNKS, WRITES_STATED, WRITES_STATED_JSON
+from holdfast_service.api.services import Viewer, Wired
 from holdfast_service.daemon.arena.shares import Asker
 from holdfast_service.daemon.arena.upload import Chunk
 from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
-
-from . import problems
-from .needs import READS_STATED, WRITES_CHUNKS, WRITES_STATED, WRITES_STATED_JSON
-from .services import Viewer, Wired
 
 CHUNK_BYTES_MAX = 4 * 2**20  # before compression
 UPLOAD_BYTES_MAX = 24 * 2**20  # what all chunks together may take of memory at a time, packed and unpacked
