@@ -31,10 +31,10 @@ IMPORTED: dict[str, tuple[str, ...]] = {
         *("torch.distributed.device_mesh", "torch.nn.parallel", "holdfast", "holdfast.checkpointer", "holdfast.cli"),
     ),
     "daemon": (
-        *("holdfast_service.assembly", "holdfast_service.collecting", "holdfast_service.config", "holdfast_service.logs"),
-        *("holdfast_service.api.app", "holdfast_service.api.door.policy", "holdfast_service.daemon.server"),
-        *("holdfast_service.watching", "tests.patient_daemon", "alembic.command", "alembic.config"),
-        *("sqlalchemy.dialects.sqlite", "uvicorn.lifespan.off", "uvicorn.loops.auto"),
+        *("holdfast_service.config", "holdfast_service.observe.logs", "holdfast_service.daemon.server"),
+        *("holdfast_service.api.app", "holdfast_service.api.door.policy", "holdfast_service.wiring.assembly"),
+        *("holdfast_service.wiring.gc_tuning", "holdfast_service.wiring.watching", "tests.patient_daemon"),
+        *("alembic.command", "alembic.config", "sqlalchemy.dialects.sqlite", "uvicorn.lifespan.off", "uvicorn.loops.auto"),
     ),
 }
 MESSAGE_BYTES_MAX = 2**20

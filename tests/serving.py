@@ -23,8 +23,8 @@ from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.scrub import CheckJobs, Plan, Scrub
 from holdfast_service.storage import PosixTier
-from holdfast_service.transfers import Transfers
-from holdfast_service.work import Workers, start_jobs
+from holdfast_service.wiring.job_handlers import Workers, start_jobs
+from holdfast_service.wiring.transfers import Transfers
 
 
 class Served(NamedTuple):

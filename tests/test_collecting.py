@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast_service import collecting
+from holdfast_service.wiring import gc_tuning
 
 
 class Knot:
@@ -21,7 +21,7 @@ class Knot:
 @pytest.fixture
 def settled() -> Iterator[None]:
     before = gc.get_threshold()
-    collecting.settle()
+    gc_tuning.settle()
     yield
     gc.set_threshold(*before)
     gc.unfreeze()
@@ -45,5 +45,5 @@ def test_a_page_of_objects_is_made_without_a_collection_of_all(settled: None) ->
 def test_garbage_goes(settled: None) -> None:
     """What refers to itself is found all the same, after a few thousand more objects."""
     gone = weakref.ref(Knot())
-    kept = [Knot() for _ in range(3 * collecting.THRESHOLDS[0])]
+    kept = [Knot() for _ in range(3 * gc_tuning.THRESHOLDS[0])]
     assert len(kept) and gone() is None

@@ -17,7 +17,7 @@ import torch
 import holdfast_service
 from holdfast import Checkpointer
 from holdfast_formats.errors import NoSpace
-from holdfast_service.logs import FIELDS, JsonLines, TextLines, about
+from holdfast_service.observe.logs import FIELDS, JsonLines, TextLines, about
 from tests.daemons import running
 
 API_MD = (Path(holdfast_service.__file__).parent / "API.md").read_text()

@@ -15,7 +15,7 @@ import yaml
 
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_service.config import parse
-from holdfast_service.telemetry import METRICS, PHASES
+from holdfast_service.observe.metrics import METRICS, PHASES
 
 TOP = Path(__file__).parent.parent
 PROMETHEUS = TOP / "deploy" / "prometheus"

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast_formats.errors import InvalidRequest, RootBusy, StorageFailed
 from holdfast_service.config import check_apart, parse
-from holdfast_service.replication import Reached
+from holdfast_service.wiring.replication import Reached
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from holdfast_service import tracing, watching
 from holdfast_service.config import otel_environment
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import JobRow
@@ -18,8 +17,10 @@ from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.insight.round_history import History
 from holdfast_service.control.insight.spans import JobSpans
 from holdfast_service.control.retention.rotation import seconds_of
+from holdfast_service.observe import tracing
 from holdfast_service.storage import PosixTier
-from holdfast_service.watching import Watcher
+from holdfast_service.wiring import watching
+from holdfast_service.wiring.watching import Watcher
 from tests.checkpoints import build_root
 from tests.control.checkpoints import a_row
 from tests.serving import served
@@ -32,7 +33,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from holdfast_service.telemetry_otel import OtelTracer
+from holdfast_service.observe.otel import OtelTracer
 
 BEGAN, ENDED = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:10.000Z"
 PHASES = {"stage_s": 1.0, "queue_s": 0.5, "write_s": 6.0, "fsync_s": 2.0, "commit_s": 0.25, "verify_s": 3.0, "stall_s": 0.1}
@@ -175,7 +176,7 @@ def test_an_endpoint_starts_tracing() -> None:
 def test_untraced_code_imports_nothing() -> None:
     """Who does not trace does not pay: the seam imports no SDK, and a span is nothing."""
     assert "opentelemetry" not in Path(tracing.__file__).read_text().replace("OpenTelemetry", "")
-    assert "holdfast_service.tracing" in sys.modules
+    assert "holdfast_service.observe.tracing" in sys.modules
     with tracing.span("nothing", {"run": "x"}) as tell:
         tell(more=1)
     tracing.record(tracing.Part("nothing", 0, 1))

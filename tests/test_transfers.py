@@ -30,7 +30,7 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage import PosixTier
-from holdfast_service.transfers import Quiet, Transfers, open_source
+from holdfast_service.wiring.transfers import Quiet, Transfers, open_source
 from tests.checkpoints import build, flip
 from tests.crash import test_replacements
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world

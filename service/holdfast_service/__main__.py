@@ -18,13 +18,14 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, RootBusy, exit_status
 from holdfast_formats.owner_key import bracketed
 from holdfast_formats.whereabouts import DaemonFile, encode
-from holdfast_service import __version__, assembly, collecting
+from holdfast_service import __version__
 from holdfast_service.config import LISTEN, Config, parse
 from holdfast_service.daemon.server import Daemon
-from holdfast_service.logs import log_what_nobody_catches, start_logging
+from holdfast_service.observe.logs import log_what_nobody_catches, start_logging
 from holdfast_service.storage import libc
 from holdfast_service.storage.locking import lock_root
-from holdfast_service.watching import notify_ready
+from holdfast_service.wiring import assembly, gc_tuning
+from holdfast_service.wiring.watching import notify_ready
 
 if TYPE_CHECKING:
     from holdfast_service.api.services import Services
@@ -142,7 +143,7 @@ def _serve(
         if listener is not None:
             stack.enter_context(_http(listener, services, activity, stop))
         notify_ready()
-        collecting.settle()
+        gc_tuning.settle()
         while not stop.wait(IDLE_CHECK_S):
             if daemon.busy or (services.runner is not None and services.runner.busy):
                 activity.touch()

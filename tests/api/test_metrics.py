@@ -15,7 +15,7 @@ import holdfast_service
 from holdfast import Checkpointer
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_service.api.observing import ROUTES_MAX, Requests
-from holdfast_service.telemetry import METRICS, PHASES, RUNS_MAX
+from holdfast_service.observe.metrics import METRICS, PHASES, RUNS_MAX
 from tests.checkpoints import build_root
 from tests.daemons import running, wait_until
 from tests.serving import Served, served

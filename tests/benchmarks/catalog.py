@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
 from holdfast_formats.rest import bodies
-from holdfast_service import collecting
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
@@ -29,6 +28,7 @@ from holdfast_service.control.catalog.listing import Within
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.database.database import Database
 from holdfast_service.storage import PosixTier
+from holdfast_service.wiring import gc_tuning
 from tests.benchmarks import catalog_service
 from tests.benchmarks.catalog_rows import Size, at, fill, name
 from tests.control.checkpoints import a_manifest
@@ -154,7 +154,7 @@ def bench_lists(url: str, size: Size) -> dict[str, Any]:
     fill(database, size)
     filled_s = time.perf_counter() - began
     catalog, events = Catalog(database), Events(database, "node", lambda: at(0))
-    collecting.settle()  # as the daemon does before it serves
+    gc_tuning.settle()  # as the daemon does before it serves
     with saves(catalog, events, size) as took:
         asked = queries(catalog, events, size).items()
         found = [Measured(what, *measure(ask, size.repeats)) for what, ask in asked]

@@ -15,7 +15,7 @@ from holdfast import Checkpointer
 from holdfast.cli import app
 from holdfast.rest.api import Api
 from holdfast_service.config import notify_socket
-from holdfast_service.watching import notify_ready
+from holdfast_service.wiring.watching import notify_ready
 from tests.checkpoints import build_root
 from tests.daemons import running
 from tests.serving import served

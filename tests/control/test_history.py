@@ -13,7 +13,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import RoundRow
 from holdfast_service.control.insight.round_history import PENDING_MAX, SETTLED_S, History, Seen
 from holdfast_service.control.retention.rotation import seconds_of
-from holdfast_service.telemetry import SAVE_BOUNDS_S, Histogram
+from holdfast_service.observe.metrics import SAVE_BOUNDS_S, Histogram
 from tests.control.checkpoints import a_row
 
 BEGAN, ENDED = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:04.000Z"

@@ -15,7 +15,7 @@ from holdfast_service.control.database.visible import sees_all, visible
 from holdfast_service.control.insight.gauges import Gauges
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.retention.rotation import WHY_REMOVED
-from holdfast_service.telemetry import METRICS, PHASES, RUNS_MAX, Histogram
+from holdfast_service.observe.metrics import METRICS, PHASES, RUNS_MAX, Histogram
 
 from .observing import Requests
 from .services import Services

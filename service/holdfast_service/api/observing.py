@@ -7,8 +7,8 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast_service.telemetry import REQUEST_BOUNDS_S, Histogram
-from holdfast_service.tracing import span
+from holdfast_service.observe.metrics import REQUEST_BOUNDS_S, Histogram
+from holdfast_service.observe.tracing import span
 
 UNKNOWN_ROUTE = "none"  # what no route answers: its paths are not labels, there may be any number of them
 ROUTES_MAX = 300

@@ -17,7 +17,7 @@ from holdfast_service.control.insight.facts import Facts
 from holdfast_service.control.insight.summary import exposure, failing, interval
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.control.retention.rotation import seconds_of
-from holdfast_service.telemetry import RUNS_MAX
+from holdfast_service.observe.metrics import RUNS_MAX
 
 Samples = Sequence[tuple[tuple[str, ...], float]]
 

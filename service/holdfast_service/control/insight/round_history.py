@@ -18,7 +18,7 @@ from holdfast_service.control.catalog.catalog import GOING_ON
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, RoundRow
 from holdfast_service.control.retention.rotation import seconds_of
-from holdfast_service.telemetry import PHASES, SAVE_BOUNDS_S, Histogram
+from holdfast_service.observe.metrics import PHASES, SAVE_BOUNDS_S, Histogram
 
 SETTLED_S = 600.0  # a phase that has not been noted so long after the round's end will not be
 PENDING_MAX = 2000

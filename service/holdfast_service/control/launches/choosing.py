@@ -17,8 +17,8 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.findings.checks import Findings, as_damage
 from holdfast_service.control.findings.health import Health
+from holdfast_service.observe.tracing import span
 from holdfast_service.storage import Tier
-from holdfast_service.tracing import span
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from holdfast_service.daemon.saving.rounds import GivenUp, Lease, Participant, R
 from holdfast_service.daemon.saving.save_costs import History, Measured
 from holdfast_service.daemon.saving.slot_policy import gives_way
 from holdfast_service.daemon.saving.write_queue import Backlog
-from holdfast_service.logs import about
+from holdfast_service.observe.logs import about
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)

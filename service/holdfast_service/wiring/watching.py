@@ -10,11 +10,12 @@ from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError
-from holdfast_service import __version__, tracing
+from holdfast_service import __version__
 from holdfast_service.config import Config, notify_socket, otel_environment
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.insight.round_history import History
 from holdfast_service.control.insight.spans import JobSpans, SaveSpans
+from holdfast_service.observe import tracing
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def start_tracing(environment: Mapping[str, str], node: str) -> Callable[[], Non
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
         log.warning("OTEL_* names a place for spans, but the OpenTelemetry SDK is not installed: %s", _HINT)
         return lambda: None
-    from holdfast_service.telemetry_otel import exporting
+    from holdfast_service.observe.otel import exporting
 
     tracer = exporting(node, __version__)
     if tracer is None:

@@ -18,7 +18,7 @@ from holdfast_service.daemon.checking.comparing import Side
 from holdfast_service.daemon.scrub import CheckJobs
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
-from holdfast_service.transfers import Transfers
+from holdfast_service.wiring.transfers import Transfers
 
 MOST_CHANGED = 100  # tensors that a comparison names
 

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from .tracing import NANOSECONDS, Attributes, Part, Tell
+from holdfast_service.observe.tracing import NANOSECONDS, Attributes, Part, Tell
 
 SCOPE = "holdfast"
 SERVICE = "holdfast"

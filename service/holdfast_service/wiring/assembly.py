@@ -42,13 +42,13 @@ from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
 from holdfast_service.daemon.shared_reads.loader import Loader
 from holdfast_service.daemon.writing.disk_limit import PROBE_BYTES
-from holdfast_service.replication import Copies, copying
 from holdfast_service.storage import disk_speed
 from holdfast_service.storage.identity import Identity, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
-from holdfast_service.watching import watch
-from holdfast_service.work import Workers, start_jobs
+from holdfast_service.wiring.job_handlers import Workers, start_jobs
+from holdfast_service.wiring.replication import Copies, copying
+from holdfast_service.wiring.watching import watch
 
 if TYPE_CHECKING:
     from holdfast_service.api.door.middleware import Policy

@@ -1,4 +1,4 @@
-"""`python -m holdfast_service.offline`: repairs and imports in a root that no daemon serves. `holdfast` calls it."""
+"""`python -m holdfast_service.offline.repair_import`, which `holdfast` calls: repairs and imports where no daemon serves."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.storage import PosixTier, Tier, lock_root
-
-from .transfers import Quiet, Transfers, open_source
+from holdfast_service.wiring.transfers import Quiet, Transfers, open_source
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

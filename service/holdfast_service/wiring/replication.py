@@ -20,7 +20,7 @@ from holdfast_service.daemon.copying.repair import Lend, Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.storage import PosixTier, RootLock, Tier, lock_root
 from holdfast_service.storage.pacing import Pace
-from holdfast_service.transfers import Transfers
+from holdfast_service.wiring.transfers import Transfers
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`python -m holdfast_service.upkeep check|rebuild|adopt --root DIR`: looks after a catalog while no daemon serves its root.
+"""`python -m holdfast_service.offline.catalog check|rebuild|adopt --root DIR`: a catalog whose root no daemon serves.
 
 `holdfast catalog` runs it and prints what it says: one JSON document, a problem where it ends with an error.
 """

@@ -1,0 +1,1 @@
+"""Programs for a root that nobody serves."""

@@ -1,0 +1,1 @@
+"""What puts the rooms together."""
