@@ -22,7 +22,7 @@ from holdfast_service.storage import PosixTier
 from holdfast_service.wiring import watching
 from holdfast_service.wiring.watching import Watcher
 from tests.checkpoints import build_root
-from tests.control.checkpoints import a_row
+from tests.control.published import a_row
 from tests.serving import served
 
 pytest.importorskip(

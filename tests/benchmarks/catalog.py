@@ -31,7 +31,7 @@ from holdfast_service.storage import PosixTier
 from holdfast_service.wiring import gc_tuning
 from tests.benchmarks import catalog_service
 from tests.benchmarks.catalog_rows import Size, at, fill, name
-from tests.control.checkpoints import a_manifest
+from tests.control.published import a_manifest
 from tests.databases import KINDS, running_postgres, why_not
 
 BAR_MS = 50.0

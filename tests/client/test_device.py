@@ -27,7 +27,15 @@ from holdfast.stage.cuda_copy import DeviceCopy, Lane
 from holdfast.stage.slots import Slots
 from holdfast.stage.staging import Copy
 from holdfast_formats.errors import TornSnapshot
-from tests.client.test_copier import Ended, by_data, by_foreach, by_foreach_step, by_fused_step, by_numpy, moves_of
+from tests.client.stage.test_background_copy import (
+    Ended,
+    by_data,
+    by_foreach,
+    by_foreach_step,
+    by_fused_step,
+    by_numpy,
+    moves_of,
+)
 from tests.daemons import RunningDaemon, running
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ from tests.crash.mutants import Mutation
 
 _API = "service/holdfast_service/api"
 _TOKENS = "service/holdfast_service/control/access/tokens.py"
-_DOORS = "tests/api/test_doors.py"
-_CALLERS = "tests/daemon/test_callers.py"
+_DOORS = "tests/api/door/test_middleware.py"
+_CALLERS = "tests/daemon/arena/test_callers.py"
 
 DOORS = (
     Mutation(
@@ -22,14 +22,14 @@ DOORS = (
         _TOKENS,
         "            if row.revoked is not None:\n                raise Unau",
         "            if False:\n                raise Unau",
-        ("tests/control/test_tokens.py",),
+        ("tests/control/access/test_tokens.py",),
     ),
     Mutation(
         "a token's end",
         _TOKENS,
         "            if row.expires is not None and row.expires <= now:\n",
         "            if False:\n",
-        ("tests/control/test_tokens.py",),
+        ("tests/control/access/test_tokens.py",),
     ),
     Mutation("the scope", f"{_API}/rights.py", "    principal.require(needed(method, path))\n", "", (_DOORS,)),
     Mutation(
@@ -75,35 +75,35 @@ DOORS = (
         f"{_API}/entrance.py",
         "    return Policy(tokens=True, tls",
         "    return Policy(tokens=not here, tls",
-        ("tests/api/test_entrance.py",),
+        ("tests/api/door/test_policy.py",),
     ),
     Mutation(
         "the length of bodies",
         f"{_API}/bodies.py",
         "        if len(body) > BODY_BYTES_MAX:\n",
         "        if False:\n",
-        ("tests/api/test_connections.py",),
+        ("tests/api/door/test_connections.py",),
     ),
     Mutation(
         "members that stand twice",
         f"{_API}/bodies.py",
         "    if len(made) != len(pairs):\n",
         "    if False:\n",
-        ("tests/api/test_connections.py",),
+        ("tests/api/door/test_connections.py",),
     ),
     Mutation(
         "heads that trickle",
         f"{_API}/connections.py",
         "        self.transport.abort()\n",
         "        pass\n",
-        ("tests/api/test_connections.py",),
+        ("tests/api/door/test_connections.py",),
     ),
     Mutation(
         "the number of connections",
         f"{_API}/connections.py",
         "        if len(self.connections) > connections_max() and not self._make_room():\n",
         "        if False:\n",
-        ("tests/api/test_connections.py",),
+        ("tests/api/door/test_connections.py",),
     ),
     Mutation(
         "who is at the socket",

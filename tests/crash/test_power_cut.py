@@ -25,7 +25,7 @@ from holdfast_service.control.checkpoints.run_files import RunFile, read_run_fil
 from holdfast_service.storage import PosixTier
 from tests.crash import ledger, power
 from tests.crash.calls import steered
-from tests.daemon.test_write_path import Shards
+from tests.daemon.writing.test_path import Shards
 
 LANE = "power cuts, file model"
 RUN = "r"

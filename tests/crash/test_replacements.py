@@ -26,7 +26,7 @@ from holdfast_service.daemon.writing import writer
 from holdfast_service.storage import PosixTier, posix
 from tests.crash import power
 from tests.crash.calls import Fault, steered
-from tests.daemon.test_write_path import Shards
+from tests.daemon.writing.test_path import Shards
 
 RUN, STEP, NBYTES = "r", 7, 1700
 REWOUND = Lineage(3, 1, (Rewind(2, 1, 3),))

@@ -21,7 +21,7 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import OwnerRow
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.storage.posix import PosixTier
-from tests.control.checkpoints import a_manifest, put_checkpoint
+from tests.control.published import a_manifest, put_checkpoint
 from tests.daemons import running
 from tests.databases import Postgres, database_url
 

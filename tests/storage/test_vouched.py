@@ -22,7 +22,7 @@ from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.daemon.checking import verifier
 from holdfast_service.daemon.copying import copies, manifest_repair
 from holdfast_service.storage import PosixTier, vouched
-from tests.control.checkpoints import a_manifest, put_checkpoint
+from tests.control.published import a_manifest, put_checkpoint
 
 DIRECTORY = naming.checkpoint_path("run", 5)
 ROOM = 1 << 30  # of address space: a file of four gigabytes that is read whole does not fit

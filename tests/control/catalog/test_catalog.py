@@ -1,0 +1,358 @@
+"""The catalog answers as the contract says, from many threads, over a restart, and from any version of itself."""
+
+from __future__ import annotations
+
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import event
+
+from holdfast_formats.errors import (
+    InvalidRequest,
+    LimitExceeded,
+    NoSpace,
+    NoSuchCheckpoint,
+    NoSuchResource,
+    NoSuchRun,
+    StateMismatch,
+    StorageFailed,
+)
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
+from holdfast_service.control.database import migrations
+from holdfast_service.control.database.engines import connect
+from holdfast_service.control.database.schema import Table
+from tests.control.published import a_row
+
+NOW, LATER = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:09.000Z"
+
+
+@pytest.fixture
+def path(tmp_path: Path, empty_catalog: bytes) -> Path:
+    file = tmp_path / "catalog.sqlite"
+    file.write_bytes(empty_catalog)
+    return file
+
+
+def set_version(path: Path, version: str) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = ?", (version,))
+
+
+class TestOpening:
+    """A catalog is brought to the newest version, once."""
+
+    def test_contents_survive(self, path: Path) -> None:
+        """What was recorded is there after a restart."""
+        first = Catalog.open(f"sqlite:///{path}")
+        first.declare_attempt("run", "launch", 2, NOW)
+        first.record_checkpoint(a_row("run", 5))
+        first.close()
+        second = Catalog.open(f"sqlite:///{path}")
+        assert second.checkpoint("run", 5) == a_row("run", 5)
+        assert second.newest_attempt("run") == 1
+        second.close()
+
+    def test_up_to_date_catalog_needs_no_alembic(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Opening what is at the newest version runs no migration: a daemon starts inside somebody's first save."""
+
+        def refuse(*_: object) -> None:
+            raise AssertionError("nothing to migrate")
+
+        monkeypatch.setattr(command, "upgrade", refuse)
+        Catalog.open(f"sqlite:///{path}").close()
+
+    def test_migrations_make_the_declared_tables(self, path: Path) -> None:
+        """The schema that the migrations leave is the one that the code declares, and HEAD is the newest of them."""
+        engine = connect(f"sqlite:///{path}")
+        with engine.connect() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
+        engine.dispose()
+        config = Config()
+        config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+        assert ScriptDirectory.from_config(config).get_heads() == [migrations.HEAD]
+
+    def test_catalog_can_be_taken_down_again(self, path: Path) -> None:
+        """The migrations go both ways."""
+        engine = connect(f"sqlite:///{path}")
+        config = Config()
+        config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+        with engine.begin() as connection:
+            config.attributes["connection"] = connection
+            command.downgrade(config, "base")
+        engine.dispose()
+        with closing(sqlite3.connect(path)) as connection:
+            left = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        assert left <= {"alembic_version", "sqlite_sequence"}
+
+    def test_catalog_of_a_newer_version_is_refused(self, path: Path) -> None:
+        """A version this one does not know is named, and left as it is."""
+        set_version(path, "9999")
+        with pytest.raises(StateMismatch, match="9999"):
+            Catalog.open(f"sqlite:///{path}")
+        with closing(sqlite3.connect(path)) as connection:
+            assert connection.execute("SELECT version_num FROM alembic_version").fetchone() == ("9999",)
+
+    def test_what_is_no_catalog_is_named(self, tmp_path: Path) -> None:
+        """A damaged file and an impossible directory are StorageFailed, a wrong address InvalidRequest."""
+        (tmp_path / "damaged").write_bytes(b"not a database" * 100)
+        for url in (f"sqlite:///{tmp_path}/damaged", f"sqlite:///{tmp_path}/missing/catalog"):
+            with pytest.raises(StorageFailed):
+                Catalog.open(url)
+        for url in ("", "nonsense", "nosuchdatabase://host/name"):
+            with pytest.raises(InvalidRequest):
+                Catalog.open(url)
+
+    def test_full_disk_is_named(self, path: Path) -> None:
+        """When the catalog cannot grow it says NoSpace, and what was recorded before stays."""
+        catalog = Catalog.open(f"sqlite:///{path}")
+        catalog.set_keep_last("run", 3)
+        catalog.close()
+        event.listen(catalog.database.engine, "connect", lambda made, _: made.execute("PRAGMA max_page_count = 1").close())
+        with pytest.raises(NoSpace):
+            for step in range(1000):
+                catalog.record_checkpoint(a_row("run", step))
+        assert catalog.keep_last("run") == 3
+        catalog.close()
+
+    def test_many_open_a_new_catalog_at_once(self, tmp_path: Path) -> None:
+        """Whoever comes first migrates, the others find it done."""
+        url = f"sqlite:///{tmp_path}/catalog.sqlite"
+        with ThreadPoolExecutor(4) as pool:
+            opened = list(pool.map(lambda _: Catalog.open(url), range(4)))
+        assert [one.round_counts()["open"] for one in opened] == [0, 0, 0, 0]
+        for one in opened:
+            one.close()
+
+
+class TestAttempts:
+    """Launches are numbered, and a number is given out once."""
+
+    def test_ranks_of_a_launch_share_an_attempt(self, catalog: Catalog) -> None:
+        """The same launch has the same number, also after a newer one; a new launch has the next."""
+        assert catalog.newest_attempt("run") == 0
+        assert [catalog.declare_attempt("run", launch, 2, NOW) for launch in ("a", "a", "b", "a", "c")] == [1, 1, 2, 1, 3]
+        assert catalog.declare_attempt("other", "a", 2, NOW) == 1
+        assert catalog.newest_attempt("run") == 3
+
+    def test_many_threads_declare_at_once(self, catalog: Catalog) -> None:
+        """Eight ranks each of four launches get four numbers."""
+        with ThreadPoolExecutor(8) as pool:
+            given = list(pool.map(lambda n: (n % 4, catalog.declare_attempt("run", f"l{n % 4}", 8, NOW)), range(32)))
+        assert len(set(given)) == 4
+        assert {attempt for _, attempt in given} == {1, 2, 3, 4}
+
+    def test_answers_stand(self, catalog: Catalog) -> None:
+        """The first answer to a question is the answer, None included; another turn or attempt is another question."""
+        catalog.declare_attempt("run", "a", 1, NOW)
+        assert catalog.answer("run", 1, 0, None) is None
+        assert catalog.answer("run", 1, 0, 500) is None
+        assert catalog.declared()["run"].answers == {"1.0": None}
+        assert catalog.answer("run", 1, 1, 500) == 500
+        assert catalog.answer("run", 1, 1, 600) == 500
+        assert catalog.answer("run", 2, 0, 600) == 600
+
+    def test_keep_last(self, catalog: Catalog) -> None:
+        """The limit is remembered, makes the run known, and can be lifted."""
+        assert catalog.keep_last("run") is None
+        catalog.set_keep_last("run", 3)
+        assert (catalog.keep_last("run"), catalog.run("run").keep_last) == (3, 3)
+        catalog.set_keep_last("run", None)
+        assert catalog.keep_last("run") is None
+        with pytest.raises(InvalidRequest):
+            catalog.set_keep_last("run", 0)
+
+    @pytest.mark.parametrize("run", ["", "../x", "a/b", "x" * 129])
+    def test_run_names_are_checked(self, catalog: Catalog, run: str) -> None:
+        """No name gets in that could not be a directory."""
+        with pytest.raises(InvalidRequest):
+            catalog.declare_attempt(run, "a", 1, NOW)
+        with pytest.raises(InvalidRequest):
+            catalog.set_keep_last(run, 1)
+
+
+class TestRounds:
+    """A round is opened once, ends once, and only for the newest attempt."""
+
+    def test_a_round_goes_on_until_it_ends(self, catalog: Catalog) -> None:
+        """Opening again finds the round while it is open or sealed, and makes a new one afterwards."""
+        first = catalog.open_round("run", 5, 1, 2, NOW)
+        assert catalog.open_round("run", 5, 1, 2, LATER) == first
+        catalog.update_round(first, sealed=1)
+        assert catalog.rounds().items[0].state == "open"
+        catalog.update_round(first, sealed=2)
+        sealed = catalog.rounds().items[0]
+        assert (sealed.state, sealed.sealed, sealed.opened, sealed.ended) == ("sealed", 2, NOW, None)
+        assert catalog.open_round("run", 5, 1, 2, LATER) == first
+        catalog.end_round(first, "aborted", LATER, "no-space", "the disk is full")
+        ended = catalog.rounds().items[0]
+        assert (ended.state, ended.ended, ended.code, ended.detail) == ("aborted", LATER, "no-space", "the disk is full")
+        assert catalog.open_round("run", 5, 1, 2, LATER) > first
+
+    def test_the_first_end_stands(self, catalog: Catalog) -> None:
+        """A committed round is never aborted, and nobody seals in it any more."""
+        made = catalog.open_round("run", 5, 1, 2, NOW)
+        catalog.end_round(made, "committed", NOW)
+        catalog.end_round(made, "aborted", LATER, "round-aborted", "too late")
+        catalog.update_round(made, sealed=1)
+        kept = catalog.rounds().items[0]
+        assert (kept.state, kept.ended, kept.code, kept.sealed) == ("committed", NOW, None, 0)
+
+    def test_unknown_round(self, catalog: Catalog) -> None:
+        """A round that never was is named."""
+        with pytest.raises(NoSuchResource):
+            catalog.update_round(99, sealed=1)
+        with pytest.raises(NoSuchResource):
+            catalog.end_round(99, "committed", NOW)
+
+    def test_attempt_of_a_lost_catalog_is_taken_over(self, catalog: Catalog) -> None:
+        """A sealed slot of an attempt that the catalog has lost is saved, and its number is not given out again."""
+        catalog.open_round("run", 5, 3, 2, NOW)
+        assert catalog.declare_attempt("run", "next", 2, NOW) == 4
+
+    def test_abort_open_rounds(self, catalog: Catalog) -> None:
+        """Only rounds going on are aborted, but for those to keep."""
+        done = catalog.open_round("run", 1, 1, 2, NOW)
+        catalog.end_round(done, "committed", NOW)
+        old = catalog.open_round("run", 2, 1, 2, NOW)
+        sealed = catalog.open_round("run", 3, 2, 1, NOW)
+        catalog.update_round(sealed, sealed=1)
+        other = catalog.open_round("other", 2, 1, 2, NOW)
+        assert catalog.abort_open_rounds(LATER, "stale-attempt", "superseded", keep=[sealed, other]) == [old]
+        assert catalog.abort_open_rounds(LATER, "round-aborted", "the daemon ended") == [sealed, other]
+        assert catalog.abort_open_rounds(LATER, "round-aborted", "the daemon ended") == []
+        assert catalog.round_counts() == {"open": 0, "sealed": 0, "committed": 1, "aborted": 3, "dropped": 0}
+        codes = {made.id: made.code for made in catalog.rounds().items}
+        assert codes == {done: None, old: "stale-attempt", sealed: "round-aborted", other: "round-aborted"}
+
+    def test_rounds_are_listed_by_run_and_state(self, catalog: Catalog) -> None:
+        """The newest first, filtered, page by page."""
+        ids = [catalog.open_round(run, step, 1, 2, NOW) for step in range(3) for run in ("a", "b")]
+        catalog.end_round(ids[0], "committed", NOW)
+        assert [made.id for made in catalog.rounds("a").items] == [ids[4], ids[2], ids[0]]
+        assert [made.id for made in catalog.rounds("a", "open").items] == [ids[4], ids[2]]
+        first = catalog.rounds(limit=4)
+        assert [made.id for made in first.items] == ids[:1:-1]
+        second = catalog.rounds(cursor=first.next, limit=4)
+        assert ([made.id for made in second.items], second.next) == ([ids[1], ids[0]], None)
+        with pytest.raises(InvalidRequest):
+            catalog.rounds(state="finished")
+        with pytest.raises(NoSuchRun):
+            catalog.rounds("c")
+
+    def test_many_threads_open_one_round(self, catalog: Catalog) -> None:
+        """Ranks that begin the same save at once share its round."""
+        with ThreadPoolExecutor(8) as pool:
+            ids = set(pool.map(lambda _: catalog.open_round("run", 5, 1, 8, NOW), range(24)))
+        assert len(ids) == 1
+
+
+class TestCheckpoints:
+    """Checkpoints are listed as they were recorded."""
+
+    def test_record_and_forget(self, catalog: Catalog) -> None:
+        """A record replaces the one before; what is forgotten is gone, and forgetting twice is fine."""
+        catalog.record_checkpoint(a_row("run", 5, verified=True))
+        replaced = a_row("run", 5).model_copy(update={"attempt": 7, "metrics": {"größe": 1e-300}, "groups": []})
+        catalog.record_checkpoint(replaced)
+        assert catalog.checkpoint("run", 5) == replaced
+        assert catalog.newest_attempt("run") == 7
+        catalog.forget_checkpoint("run", 5)
+        catalog.forget_checkpoint("run", 5)
+        with pytest.raises(NoSuchCheckpoint):
+            catalog.checkpoint("run", 5)
+
+    def test_mark_verified(self, catalog: Catalog) -> None:
+        """One checkpoint is marked; a mark for one that is gone does not bring it back."""
+        for step in (5, 6):
+            catalog.record_checkpoint(a_row("run", step))
+        catalog.mark_verified("run", 5)
+        catalog.mark_verified("run", 7)
+        page = catalog.checkpoints("run", None, 10)
+        assert {one.step: one.verified for one in page.items} == {5: True, 6: False}
+
+    def test_what_is_not_there_is_named(self, catalog: Catalog) -> None:
+        """An unknown run is told apart from an unknown step, and from a step that cannot be."""
+        catalog.set_keep_last("run", None)
+        with pytest.raises(NoSuchCheckpoint):
+            catalog.checkpoint("run", 5)
+        for call in (
+            lambda: catalog.checkpoint("other", 5),
+            lambda: catalog.checkpoints("other", None, 10),
+            lambda: catalog.run("other"),
+        ):
+            with pytest.raises(NoSuchRun):
+                call()
+        with pytest.raises(InvalidRequest):
+            catalog.checkpoint("run", 10**30)
+
+    def test_pages_are_stable_under_inserts(self, catalog: Catalog) -> None:
+        """Newest step first; what is committed between two pages moves nothing."""
+        for step in (10, 20, 30, 40, 50):
+            catalog.record_checkpoint(a_row("run", step))
+        first = catalog.checkpoints("run", None, 2)
+        catalog.record_checkpoint(a_row("run", 60))
+        catalog.forget_checkpoint("run", 40)
+        second = catalog.checkpoints("run", first.next, 2)
+        third = catalog.checkpoints("run", second.next, 2)
+        assert [one.step for page in (first, second, third) for one in page.items] == [50, 40, 30, 20, 10]
+        assert third.next is None
+
+    def test_full_last_page_has_no_next(self, catalog: Catalog) -> None:
+        """A page that ends with the last checkpoint says so."""
+        for step in (1, 2):
+            catalog.record_checkpoint(a_row("run", step))
+        assert catalog.checkpoints("run", None, 2).next is None
+
+    @pytest.mark.parametrize(
+        "cursor", ["", "x", "!!!!", "cnVuOmE=", "c3RlcDo=", "c3RlcDotMQ==", "c3RlcDo5OTk5OTk5OTk5OTk5OTk5OTk5", "ä"]
+    )
+    def test_bad_cursors_are_refused(self, catalog: Catalog, cursor: str) -> None:
+        """Garbage, another list's cursor and impossible numbers are InvalidRequest."""
+        catalog.set_keep_last("run", None)
+        with pytest.raises(InvalidRequest, match="cursor"):
+            catalog.checkpoints("run", cursor, 10)
+
+    def test_page_sizes_are_bounded(self, catalog: Catalog) -> None:
+        """At least one item, at most a thousand."""
+        catalog.set_keep_last("run", None)
+        with pytest.raises(InvalidRequest):
+            catalog.checkpoints("run", None, 0)
+        with pytest.raises(LimitExceeded):
+            catalog.checkpoints("run", None, PAGE_ITEMS_MAX + 1)
+        assert catalog.checkpoints("run", None, PAGE_ITEMS_MAX).items == []
+
+    def test_newest_has_the_groups(self, catalog: Catalog) -> None:
+        """The newest step is the newest that has all that is asked for."""
+        catalog.record_checkpoint(a_row("run", 10, groups=("model", "optim", "extra")))
+        catalog.record_checkpoint(a_row("run", 20, groups=("model", "optim")))
+        catalog.record_checkpoint(a_row("run", 30, groups=("model",)))
+        assert catalog.newest("run") == 30
+        assert catalog.newest("run", ["optim"]) == 20
+        assert catalog.newest("run", {"extra", "model"}) == 10
+        assert catalog.newest("run", ["ema"]) is None
+        assert catalog.newest("other") is None
+
+    def test_runs_are_counted(self, catalog: Catalog) -> None:
+        """A run tells its checkpoints, their bytes and the newest; one without any tells none."""
+        for step in (1, 2):
+            catalog.record_checkpoint(a_row("b", step))
+        catalog.declare_attempt("a", "launch", 1, NOW)
+        for name in ("c", "d"):
+            catalog.set_keep_last(name, 4)
+        run = catalog.run("b")
+        assert (run.name, run.checkpoints, run.newest, run.bytes, run.attempt) == ("b", 2, 2, 4, 1)
+        first = catalog.runs(None, 2)
+        second = catalog.runs(first.next, 2)
+        assert [one.name for one in first.items + second.items] == ["a", "b", "c", "d"]
+        assert (first.items[0].checkpoints, first.items[0].newest, first.items[0].bytes) == (0, None, 0)
+        assert first.items[1] == run
+        assert second.next is None

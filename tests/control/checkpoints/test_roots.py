@@ -1,0 +1,180 @@
+"""A root is read as it stands, and the catalog is made to say the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast_formats import naming
+from holdfast_formats.disk.manifest import COMMIT_BYTES_MAX
+from holdfast_formats.errors import (
+    CorruptManifest,
+    InvalidRequest,
+    NoSuchCheckpoint,
+    NotCommitted,
+    StorageFailed,
+)
+from holdfast_formats.rest import bodies
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import roots
+from holdfast_service.control.checkpoints.run_files import RunFile, read_run_file, write_run_file
+from holdfast_service.storage import MemoryTier
+from tests.control.published import a_manifest, a_row, put_checkpoint
+
+
+@pytest.fixture
+def tier() -> MemoryTier:
+    return MemoryTier()
+
+
+def listed(catalog: Catalog, run: str) -> dict[int, bool]:
+    """What the catalog lists: step -> verified."""
+    return {checkpoint.step: checkpoint.verified for checkpoint in catalog.checkpoints(run, None, 1000).items}
+
+
+def test_runs(tier: MemoryTier) -> None:
+    """A run is a directory with a run's name that holds checkpoints/ or run.json."""
+    for path in ("b/checkpoints/x/y", "a/run.json", "photos/file", ".hidden/run.json", "_x/run.json", "file"):
+        tier.put(path, b"x")
+    assert roots.runs(tier) == ["a", "b"]
+
+
+def test_committed(tier: MemoryTier) -> None:
+    """Directories that hold COMMIT under an exact name, in order of their steps."""
+    for name in ("step-00000010", "step-00000002", "step-1000000000", "step-3", "old-step-00000005", "step-00000004.a1"):
+        tier.put(f"run/checkpoints/{name}/COMMIT", b"{}")
+    tier.put("run/checkpoints/step-00000007/model.safetensors", b"")
+    tier.put("run/checkpoints/step-00000008", b"a file")
+    assert roots.committed(tier, "run") == [2, 10, 1000000000]
+    assert roots.committed(tier, "other") == []
+
+
+def test_load_manifest(tier: MemoryTier) -> None:
+    """A sound checkpoint gives the manifest that was written."""
+    made = a_manifest("run", 5)
+    put_checkpoint(tier, made)
+    assert roots.load_manifest(tier, "run", 5) == made
+    assert bodies.describe(made, verified=True) == a_row("run", 5, verified=True)
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind"),
+    [
+        ({}, NoSuchCheckpoint),
+        ({"manifest.json": b"{}"}, NotCommitted),
+        ({"COMMIT": b"", "manifest.json": b"{}"}, NotCommitted),
+        ({"COMMIT": b"{}"}, CorruptManifest),
+        ({"COMMIT": b"x" * (COMMIT_BYTES_MAX + 1), "manifest.json": b"{}"}, NotCommitted),
+    ],
+    ids=["nothing", "no COMMIT", "empty COMMIT", "no manifest", "oversized COMMIT"],
+)
+def test_load_manifest_names_what_is_broken(tier: MemoryTier, broken: dict[str, bytes], kind: type[Exception]) -> None:
+    """What is missing or unreadable is told apart."""
+    for name, data in broken.items():
+        tier.put(f"run/checkpoints/step-00000005/{name}", data)
+    with pytest.raises(kind):
+        roots.load_manifest(tier, "run", 5)
+
+
+@pytest.mark.parametrize("target", ["run/checkpoints/step-00000006", "other/checkpoints/step-00000005"])
+def test_moved_checkpoint_is_refused(tier: MemoryTier, target: str) -> None:
+    """A directory under another step's or run's name is not that step's checkpoint."""
+    put_checkpoint(tier, a_manifest("run", 5))
+    tier.publish("run/checkpoints/step-00000005", target)
+    run, step = ("run", 6) if target.startswith("run") else ("other", 5)
+    with pytest.raises(CorruptManifest, match="run@5") as caught:
+        roots.load_manifest(tier, run, step)
+    assert "run/checkpoints/step-00000005" in caught.value.hint
+
+
+def test_run_names_are_checked(tier: MemoryTier) -> None:
+    """A name that is no run's never becomes a path."""
+    for call in (read_run_file, roots.committed):
+        with pytest.raises(InvalidRequest):
+            call(tier, "../outside")
+
+
+def test_reconcile_lists_what_is_found(tier: MemoryTier, catalog: Catalog) -> None:
+    """An empty catalog learns runs, limits and checkpoints; what was only found is not verified."""
+    put_checkpoint(tier, a_manifest("a", 1))
+    put_checkpoint(tier, a_manifest("a", 2, attempt=4))
+    write_run_file(tier, "b", RunFile(keep_last=2))
+    assert roots.reconcile(tier, catalog) == []
+    assert listed(catalog, "a") == {1: False, 2: False}
+    assert catalog.checkpoint("a", 1) == a_row("a", 1)
+    assert (catalog.keep_last("a"), catalog.keep_last("b")) == (None, 2)
+    assert catalog.declare_attempt("a", "launch", 1, "now") == 5  # never a number that a checkpoint bears
+
+
+def test_reconcile_keeps_verified_and_forgets_what_is_gone(tier: MemoryTier, catalog: Catalog) -> None:
+    """A row that is as the directory says keeps its mark; a row without a directory goes; a run stays known."""
+    for step in (1, 2, 3):
+        put_checkpoint(tier, a_manifest("run", step))
+    for step in (1, 3, 4):
+        catalog.record_checkpoint(a_row("run", step, verified=True))
+    catalog.record_checkpoint(a_row("gone", 9, verified=True))
+    assert roots.reconcile(tier, catalog) == []
+    assert listed(catalog, "run") == {1: True, 2: False, 3: True}
+    assert listed(catalog, "gone") == {}
+    assert catalog.newest_attempt("gone") == 1
+
+
+def test_reconcile_does_not_trust_another_checkpoint_of_the_same_step(tier: MemoryTier, catalog: Catalog) -> None:
+    """When the directory holds another checkpoint than the row says, the row is replaced and verified no more."""
+    put_checkpoint(tier, a_manifest("run", 1, attempt=2))
+    catalog.record_checkpoint(a_row("run", 1, verified=True))
+    assert roots.reconcile(tier, catalog) == []
+    assert catalog.checkpoint("run", 1).attempt == 2
+    assert listed(catalog, "run") == {1: False}
+
+
+def test_reconcile_lists_what_is_damaged_as_damaged(tier: MemoryTier, catalog: Catalog) -> None:
+    """A checkpoint that cannot be read stays on disk and listed, with its problem; so is a bad run file told of."""
+    for step in (1, 2, 3):
+        put_checkpoint(tier, a_manifest("run", step))
+        catalog.record_checkpoint(a_row("run", step, verified=True))
+    catalog.set_keep_last("run", 7)
+    tier.replace("run/checkpoints/step-00000002/manifest.json", b"{}")
+    tier.remove_file("run/checkpoints/step-00000003/COMMIT")
+    tier.put("run/run.json", b"?")
+    problems = roots.reconcile(tier, catalog)
+    assert [(p.run, p.step, type(p.error)) for p in problems] == [
+        ("run", None, CorruptManifest),
+        ("run", 2, CorruptManifest),
+        ("run", 3, NotCommitted),
+    ]
+    assert listed(catalog, "run") == {1: True, 2: False, 3: False}
+    found = {step: catalog.checkpoint("run", step) for step in (1, 2, 3)}
+    assert [found[step].state for step in (1, 2, 3)] == ["verified", "damaged", "damaged"]
+    assert (found[2].damage or {})["file"] == naming.MANIFEST and found[2].created == a_row("run", 2).created
+    assert (catalog.newest("run"), catalog.run("run").newest) == (1, 1)
+    assert catalog.keep_last("run") == 7
+    assert tier.list("run/checkpoints") == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_reconcile_lists_what_it_never_knew_and_cannot_read(tier: MemoryTier, catalog: Catalog) -> None:
+    """With the catalog lost, a checkpoint without a sound manifest is listed with what lies there; mended, it is whole."""
+    put_checkpoint(tier, a_manifest("run", 1))
+    manifest = tier.read("run/checkpoints/step-00000001/manifest.json")
+    tier.replace("run/checkpoints/step-00000001/manifest.json", b"{}")
+    roots.reconcile(tier, catalog)
+    found = catalog.checkpoint("run", 1)
+    assert (found.state, found.files, found.groups, found.created) == ("damaged", 3, [], "")
+    tier.replace("run/checkpoints/step-00000001/manifest.json", manifest)
+    roots.reconcile(tier, catalog)
+    assert catalog.checkpoint("run", 1) == a_row("run", 1)
+
+
+def test_reconcile_goes_on_after_a_failing_disk(catalog: Catalog) -> None:
+    """A checkpoint that cannot be read is a problem of its own, not of the others."""
+
+    class Failing(MemoryTier):
+        def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+            if "step-00000001/" in path:
+                raise StorageFailed(f"read {path}: Input/output error")
+            return super().read(path, offset, length)
+
+    tier = Failing()
+    for step in (1, 2):
+        put_checkpoint(tier, a_manifest("run", step))
+    assert [(p.step, type(p.error)) for p in roots.reconcile(tier, catalog)] == [(1, StorageFailed)]
+    assert listed(catalog, "run") == {2: False}

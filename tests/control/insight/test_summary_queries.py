@@ -1,0 +1,137 @@
+"""Summaries of a catalog: the rows that are taken, pages in both orders, and how many questions a page asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import event, insert
+
+from holdfast_formats.errors import InvalidRequest, NoSuchRun
+from holdfast_formats.rest import bodies
+from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
+from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RoundRow
+from holdfast_service.control.insight.summary import SAVES
+from holdfast_service.control.insight.summary_queries import Summaries
+from holdfast_service.control.retention.rotation import seconds_of
+from holdfast_service.storage import PosixTier
+from tests.control.published import a_row
+
+BEGAN = "2030-01-01T00:00:00.000Z"
+NOW = seconds_of("2030-01-01T01:00:00.000Z")
+QUERIES_MAX = 6
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    opened = Catalog.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def summaries(catalog: Catalog, tmp_path: Path) -> Summaries:
+    return Summaries(PosixTier(tmp_path), catalog, clock=lambda: NOW)
+
+
+def fill(catalog: Catalog, run: str, count: int) -> None:
+    """A run of one attempt with so many committed saves, a minute apart."""
+    catalog.declare_attempt(run, "launch", 2, BEGAN)
+    with catalog.database.write() as session:
+        for n in range(count):
+            at = f"2030-01-01T00:{n % 60:02d}:00.000Z"
+            row = a_row(run, n).model_dump(exclude=bodies.MARKS)
+            made = row | {"created": at, "verified": n < count - 1, "bytes": 100 + n}
+            session.execute(insert(CheckpointRow).values(made))
+            done = {"state": "committed", "sealed": 2, "opened": at, "ended": at, "measured": {"stall_s": 0.5}}
+            session.execute(insert(RoundRow).values(run=run, step=n, attempt=1, world=2, **done))
+
+
+def test_rows_of_one_run(catalog: Catalog, summaries: Summaries, tmp_path: Path) -> None:
+    """Counts and sums are over all checkpoints, figures over the newest saves, the quota from the run's file."""
+    fill(catalog, "other", 3)
+    fill(catalog, "run", 40)
+    write_run_file(PosixTier(tmp_path), "run", RunFile(policy=RetentionPolicy(quota_bytes=10_000)))
+    made = summaries.one("run")
+    assert (made.checkpoints, made.bytes, made.newest, made.newest_verified) == (40, sum(range(100, 140)), 39, 38)
+    assert (made.saves, made.stall_p50_s, made.interval_s, made.interval_steps) == (SAVES, 0.5, 60.0, 1)
+    assert (made.quota_bytes, made.last_commit, made.attempt) == (10_000, "2030-01-01T00:39:00.000Z", 1)
+    assert made.last_commit_age_s == 21 * 60
+    assert summaries.one("other").checkpoints == 3
+
+
+def test_damage_health_and_replicas_are_seen(catalog: Catalog, summaries: Summaries) -> None:
+    """What was found out since the commit is in the summary."""
+    fill(catalog, "run", 6)
+    with catalog.database.write() as session:
+        session.get_one(CheckpointRow, ("run", 4)).damage = {"code": "corrupt-extent"}
+        session.get_one(CheckpointRow, ("run", 5)).healthy = False
+        for step in (1, 2):
+            made = {"tier": "far", "state": "present", "bytes": 1, "since": BEGAN}
+            session.execute(insert(ReplicaRow).values(run="run", step=step, **made))
+    made = summaries.one("run")
+    assert made.newest_healthy == 3
+    codes = {item.code for item in made.attention}
+    assert {"checkpoint-damaged", "checkpoint-unhealthy", "replica-behind"} <= codes
+
+
+def test_run_without_anything_and_no_run(catalog: Catalog, summaries: Summaries) -> None:
+    """A run with an attempt alone has a summary; one that does not exist has an error."""
+    catalog.declare_attempt("young", "launch", 1, BEGAN)
+    assert (summaries.one("young").checkpoints, summaries.one("young").newest) == (0, None)
+    with pytest.raises(NoSuchRun):
+        summaries.one("nope")
+
+
+def test_pages_by_name_and_prefix(catalog: Catalog, summaries: Summaries) -> None:
+    """Pages go on behind their cursor; a prefix is text and no pattern."""
+    for run in ("a-1", "a-2", "a-3", "A-4", "b"):
+        fill(catalog, run, 1)
+    first = summaries.page(None, 2, "a-")
+    assert [made.run for made in first.items] == ["a-1", "a-2"]
+    behind = summaries.page(first.next, 2, "a-")
+    assert ([made.run for made in behind.items], behind.next) == (["a-3"], None)
+    assert summaries.page(None, 10, "%").items == []
+    with pytest.raises(InvalidRequest):
+        summaries.page(first.next, 2, order="attention")
+
+
+def test_order_by_attention(catalog: Catalog, summaries: Summaries) -> None:
+    """Errors come first, then warnings, then names; pages go on in that order, and what they say is new."""
+    for run in ("calm", "failing", "frozen", "quiet"):
+        fill(catalog, run, 4)
+    with catalog.database.write() as session:
+        session.get_one(CheckpointRow, ("frozen", 3)).same_as = 2
+        session.get_one(CheckpointRow, ("failing", 3)).healthy = False
+    listed, cursor = [], None
+    while True:
+        found = summaries.page(cursor, 1, order="attention")
+        listed += [made.run for made in found.items]
+        if (cursor := found.next) is None:
+            break
+    assert listed == ["failing", "frozen", "calm", "quiet"]
+    with catalog.database.write() as session:
+        session.get_one(CheckpointRow, ("failing", 3)).healthy = True
+    newest = summaries.page(None, 1, order="attention").items[0]
+    assert (newest.run, "checkpoint-unhealthy" in {item.code for item in newest.attention}) == ("failing", False)
+
+
+def test_a_page_asks_few_questions(catalog: Catalog, summaries: Summaries) -> None:
+    """The number of queries does not grow with the page."""
+    for n in range(20):
+        fill(catalog, f"run-{n}", 3)
+    asked: list[str] = []
+    event.listen(catalog.database.engine, "before_cursor_execute", lambda *given: asked.append(given[2]))
+    assert len(summaries.page(None, 20).items) == 20
+    assert len([statement for statement in asked if statement.startswith("SELECT")]) <= QUERIES_MAX
+
+
+def test_unreadable_run_file_is_no_obstacle(catalog: Catalog, summaries: Summaries, tmp_path: Path) -> None:
+    """A run whose file is damaged has a summary without a quota."""
+    fill(catalog, "run", 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{")
+    assert summaries.one("run").quota_bytes is None
