@@ -70,7 +70,7 @@ class Checkpointer:
     how saves look for tensors that change under the copy all the same, see `save`.
 
     `layout` says that plain tensors of the groups model, master and ema, and what optimizers keep of them, are this rank's
-    local ones: cut, fused and padded as it says (`holdfast.declared`). `rules` extends the tables of architectures, `config`
+    local ones: cut, fused and padded as it says (`holdfast.layout.declared`). `rules` extends the tables of architectures, `config`
     is the model's config.json, if it is not among the assets. DTensors and Fragments go on saying themselves where they lie.
     """
 

@@ -36,7 +36,7 @@ def rows() -> dict[str, Row]:
 
 
 def holder(name: str) -> Path:
-    """The module of a name such as `control/checkpoints/commit.py`, `holdfast/read/reader.py`, `formats/disk/pieces.py`."""
+    """The module of a name such as `control/checkpoints/commit.py`, `holdfast/read/reader.py` or `formats/naming.py`."""
     if name.startswith("formats/"):
         return TREE / "formats" / "holdfast_formats" / name.removeprefix("formats/")
     return next((room / name for room in ROOMS if (room / name).exists()), SERVICE / name)

@@ -15,8 +15,8 @@ import pytest
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import DirectorySource
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest, pieces
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk import manifest, verification
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, Damaged
 from tests.checkpoints import Built, build, flip
 from tests.crash import ledger
@@ -46,7 +46,7 @@ class Bytes:
     def __init__(self, built: Built) -> None:
         self.path = built.path
         self.files = {path.name: bytearray(path.read_bytes()) for path in sorted(built.path.iterdir())}
-        self.pieces: Mapping[str, tuple[Piece, ...]] = pieces.pieces(built.manifest)
+        self.pieces: Mapping[str, tuple[Piece, ...]] = verification.pieces(built.manifest)
         self.manifest = built.manifest
         self._names = list(self.files)
         self._ends = list(np.cumsum([len(data) for data in self.files.values()]))
@@ -66,9 +66,9 @@ class Bytes:
             if file in UNLISTED:  # read in full each time; the others are proven by what was decoded once
                 manifest.decode(bytes(self.files[naming.MANIFEST]), bytes(self.files[naming.COMMIT]))
             else:
-                pieces.check_size(self.manifest, file, len(self.files[file]))
-                for piece in pieces.overlapping(self.pieces[file], offset, offset + length):
-                    pieces.check(piece, memoryview(self.files[file])[piece.start : piece.stop])
+                verification.check_size(self.manifest, file, len(self.files[file]))
+                for piece in verification.overlapping(self.pieces[file], offset, offset + length):
+                    verification.check(piece, memoryview(self.files[file])[piece.start : piece.stop])
         except Damaged as error:
             return [error]
         return []
@@ -80,7 +80,7 @@ def check_named(data: Bytes, file: str, offset: int, found: list[Damaged]) -> No
     if file in UNLISTED:
         return
     (error,) = found
-    (piece,) = pieces.overlapping(data.pieces[file], offset, offset + 1)
+    (piece,) = verification.overlapping(data.pieces[file], offset, offset + 1)
     members = error.members
     assert members["file"] == file
     assert members["offset"] <= offset < members["offset"] + members["length"]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.disk import pieces
+from holdfast_formats.disk import verification
 from holdfast_formats.errors import CheckpointError, Damaged
 from holdfast_service.control.checkpoints.commit import publish_copy
 from holdfast_service.control.checkpoints.removal import sweep
@@ -55,7 +55,7 @@ class Pair:
         shutil.copytree(self.path, directory / "there" / DIRECTORY)
         self.here, self.there = PosixTier(directory / "here"), PosixTier(directory / "there")
         self.files = {path.name: path.read_bytes() for path in sorted(self.path.iterdir())}
-        self.pieces = pieces.pieces(self.built.manifest)
+        self.pieces = verification.pieces(self.built.manifest)
 
     def check(self) -> Damaged | None:
         """What a check after the commit, or a scrub, would name."""
@@ -117,7 +117,7 @@ def try_places(pair: Pair, count: int, seed: int) -> None:
         assert error is not None, f"{file}, byte {position}: not found"
         if file not in UNLISTED:
             members = error.members
-            (piece,) = pieces.overlapping(pair.pieces[file], position, position + 1)
+            (piece,) = verification.overlapping(pair.pieces[file], position, position + 1)
             assert members["file"] == file and members["offset"] <= position < members["offset"] + members["length"]
             assert members["tensor"] == piece.tensor or piece.tensor is None
         outcome = pair.mend(error)

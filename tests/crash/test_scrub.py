@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.rest.api import Api
 from holdfast_formats import naming
-from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk import verification
 from holdfast_formats.errors import Damaged
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.scrub import Plan, Scrub
@@ -61,7 +61,7 @@ def places(root: Checked, count: int) -> Iterator[tuple[str, int, int]]:
 
 def test_every_flip_is_found_and_latest_moves_on_and_back(root: Checked, scrub: Scrub) -> None:
     """Two hundred bits at random places: each is named, with tensor and range; mended, the newest is the newest again."""
-    pieces = proof.pieces(root.built[RUN, 2].manifest)
+    pieces = verification.pieces(root.built[RUN, 2].manifest)
     for name, offset, bit in places(root, FLIPS):
         ledger.tried(LANE)
         flip(root.path(2) / name, offset, bit)
@@ -71,7 +71,7 @@ def test_every_flip_is_found_and_latest_moves_on_and_back(root: Checked, scrub: 
         if name in UNLISTED:
             assert damage["file"] in UNLISTED
         else:
-            (piece,) = proof.overlapping(pieces[name], offset, offset + 1)
+            (piece,) = verification.overlapping(pieces[name], offset, offset + 1)
             assert (damage["file"], damage["tensor"]) == (name, piece.tensor)
             assert damage["offset"] <= offset < damage["offset"] + damage["length"]
         assert root.catalog.newest(RUN) == 1

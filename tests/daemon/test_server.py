@@ -15,7 +15,7 @@ import pytest
 from holdfast.link.unix_socket import Link
 from holdfast.stage.slots import Slots
 from holdfast_formats import naming
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
 from holdfast_formats.staging import piece_list, wire
 from tests.daemons import RunningDaemon, running, wait_until

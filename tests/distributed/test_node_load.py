@@ -10,8 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast_formats import naming
-from holdfast_formats.disk import manifest
-from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk import manifest, verification
 from tests.checkpoints import forget
 from tests.daemons import RunningDaemon, running, wait_until_read_back
 from tests.torchruns import launch
@@ -44,7 +43,7 @@ def test_every_extent_is_read_once(saved: tuple[RunningDaemon, dict, Path], mesh
     checkpoint = daemon.root / naming.checkpoint_path("r", 3)
     made = manifest.decode((checkpoint / naming.MANIFEST).read_bytes(), (checkpoint / naming.COMMIT).read_bytes())
     shards = {file.name for file in made.files if file.header_bytes}
-    pieces = [piece for name, listed in proof.pieces(made).items() if name in shards for piece in listed]
+    pieces = [piece for name, listed in verification.pieces(made).items() if name in shards for piece in listed]
     before = counted(daemon)
     forget(checkpoint)
     launch(RANKS, WORKER, "restore", str(daemon.socket), str(directory / "restored"), mesh)

@@ -17,8 +17,8 @@ ROUNDS = 12  # a third of them died
 RACE = """
 import sys, threading
 sys.setswitchinterval(1e-6)
-from holdfast_formats import rules
-from holdfast_formats.rules import document
+from holdfast_formats.layout import rules
+from holdfast_formats.layout.rules import document
 from pathlib import Path
 tables = [document.decode(file.read_bytes()) for file in sorted(Path(rules.__file__).parent.rglob("*.toml"))]
 assert tables

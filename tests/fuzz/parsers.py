@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest, safetensors, state_json
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, from_problem
 from holdfast_formats.layout import language
 from holdfast_formats.layout.rules import choice, document

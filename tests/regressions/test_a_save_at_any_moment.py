@@ -213,7 +213,7 @@ def test_a_process_that_ends_does_not_send_for_ever(tmp_path: Path, monkeypatch:
     with running(tmp_path / "root", listen="127.0.0.1:0") as daemon:
         hide(daemon)
         monkeypatch.setenv("DAEMON", str(daemon.process.pid))
-        text = "import holdfast.endings\nholdfast.endings.EXIT_WAIT_S = 2\n" + LAST_WORDS
+        text = "import holdfast.threads.at_exit\nholdfast.threads.at_exit.EXIT_WAIT_S = 2\n" + LAST_WORDS
         done = said("-c", text, daemon.url, "daemon-gone")
         os.kill(daemon.process.pid, 18)
     assert done.returncode == 0 and "daemon-gone@2" in done.stderr and "it is lost" in done.stderr, done.stderr
@@ -265,7 +265,7 @@ def test_a_process_that_ends_does_not_wait_for_ever_for_its_daemon(tmp_path: Pat
     """With a daemon that does not answer any more, the process says that the save is lost, and ends."""
     with running(tmp_path / "root") as daemon:
         monkeypatch.setenv("DAEMON", str(daemon.process.pid))
-        text = "import holdfast.endings\nholdfast.endings.EXIT_WAIT_S = 2\n" + LAST_WORDS
+        text = "import holdfast.threads.at_exit\nholdfast.threads.at_exit.EXIT_WAIT_S = 2\n" + LAST_WORDS
         done = said("-c", text, str(daemon.socket), "daemon-gone")
         os.kill(daemon.process.pid, 18)
     assert done.returncode == 0 and "it is lost" in done.stderr, done.stderr

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from holdfast.read.reader import CheckpointReader
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import FileEntry
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import InvalidRequest, NoSpace, NoSuchResource, StorageFailed
 
 _NO_SPACE = frozenset({28, 122})  # ENOSPC, EDQUOT

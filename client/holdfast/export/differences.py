@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from holdfast.read.reader import CheckpointReader
-from holdfast_formats.disk import pieces
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import TensorEntry
 from holdfast_formats.rest import comparing
 from holdfast_formats.rest.comparing import Distance, Octets, Pair
@@ -48,8 +48,8 @@ def compare(
 
 def _octets(reader: CheckpointReader, pair: Pair, entry: TensorEntry) -> Iterator[Octets]:
     for extent in entry.extents:
-        piece = pieces.tensor_piece(pair.group, pair.name, entry, extent)
+        piece = verification.tensor_piece(pair.group, pair.name, entry, extent)
         data = np.empty(piece.length, np.uint8)
         got = reader.source.read_into(piece.file, piece.start, data.data)
-        pieces.check(piece, data[:got])
+        verification.check(piece, data[:got])
         yield data

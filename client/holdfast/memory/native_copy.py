@@ -192,7 +192,7 @@ def places(size: int, stretch: int, seed: int, number: int) -> NDArray[np.uint64
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """What `claims.mix` does, of many numbers."""
+    """What `replica_claims.mix` does, of many numbers."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

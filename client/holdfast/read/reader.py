@@ -23,10 +23,10 @@ from holdfast.read.requests import Run, Want, runs
 from holdfast.read.sources import ProvenSource, Source
 from holdfast_formats import dtypes, naming, transfer
 from holdfast_formats.disk import manifest as manifests
-from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Manifest, TensorEntry
-from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.disk.read_planner import resolve
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import (
     CheckpointError,
     CorruptManifest,
@@ -116,7 +116,7 @@ class CheckpointReader:
         reader = cls(source, manifests.decode(manifest_bytes, commit_bytes), manifest_bytes, commit_bytes)
         if complete:
             for file in reader.manifest.files:
-                proof.check_size(reader.manifest, file.name, source.size(file.name))
+                verification.check_size(reader.manifest, file.name, source.size(file.name))
         return reader
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class CheckpointReader:
 
     @cached_property
     def _pieces(self) -> dict[str, tuple[Piece, ...]]:
-        return proof.pieces(self.manifest)
+        return verification.pieces(self.manifest)
 
     def pieces(self, file: str) -> tuple[Piece, ...]:
         """A file's pieces in order; `NoSuchResource` for a file that the manifest does not list."""
@@ -187,7 +187,7 @@ class CheckpointReader:
         """The pieces that `prove` reads."""
         found = self._touched(list(wants))
         extents = [
-            proof.tensor_piece(run.group, run.name, run.entry, extent)
+            verification.tensor_piece(run.group, run.name, run.entry, extent)
             for run in found.runs
             for extent in run.entry.extents[run.first : run.stop]
         ]
@@ -237,21 +237,21 @@ class CheckpointReader:
         for file in self.manifest.files:
             try:
                 size = self.source.size(file.name)
-                proof.check_size(self.manifest, file.name, size)
+                verification.check_size(self.manifest, file.name, size)
             except (Damaged, StorageFailed) as error:
                 damages.append(_damage(error, Piece(file.name, 0, file.bytes, file.digest)))
                 size = error.members.get("offset") or None  # up to where a shorter file can still be checked
             present += [piece for piece in self._pieces[file.name] if size is not None and piece.stop <= size]
-        held = proof.tensors_by_file(self.manifest)
+        held = verification.tensors_by_file(self.manifest)
         indexed = {naming.index_file_name(group): group for group in self.manifest.tensors}
 
         def agree(piece: Piece, data: memoryview) -> None:
             if piece.file in held and piece.start == 0:
                 file = self.manifest.file(piece.file)
                 assert file is not None
-                proof.check_header(file, held[piece.file], bytes(data))
+                verification.check_header(file, held[piece.file], bytes(data))
             elif piece.file in indexed:
-                proof.check_index(self.manifest, indexed[piece.file], bytes(data))
+                verification.check_index(self.manifest, indexed[piece.file], bytes(data))
 
         self.stream(present, agree, lambda piece, error: damages.append(_damage(error, piece)), on_bytes)
         for name in sorted(indexed.keys() - self._pieces.keys()):
@@ -270,7 +270,7 @@ class CheckpointReader:
 
         Damage is raised, unless `on_damage` takes it. `on_bytes` hears, in the calling thread, how many bytes were read.
         """
-        batches = list(proof.batches(pieces))
+        batches = list(verification.batches(pieces))
         with ThreadPoolExecutor(max(1, min(verified_load.READERS_WAITING, len(batches))), "holdfast-read") as threads:
             running: list[Future[int]] = [threads.submit(self._read_batch, b, take, on_damage or _refuse) for b in batches]
             try:
@@ -295,7 +295,7 @@ class CheckpointReader:
         for piece in batch:
             part = data[piece.start - first : max(min(piece.stop - first, got), piece.start - first)]
             try:
-                proof.check(piece, part)
+                verification.check(piece, part)
                 take(piece, part)
             except Damaged as error:
                 on_damage(piece, error)
@@ -312,7 +312,7 @@ class CheckpointReader:
 def _cut(run: Run, holds: Callable[[Piece], bool]) -> Iterator[tuple[Run, bool]]:
     """A run's extents, those next to each other together that are held, or are not."""
     extents = run.entry.extents
-    there = [holds(proof.tensor_piece(run.group, run.name, run.entry, e)) for e in extents[run.first : run.stop]]
+    there = [holds(verification.tensor_piece(run.group, run.name, run.entry, e)) for e in extents[run.first : run.stop]]
     first = run.first
     for held, same in groupby(there):
         stop = first + len(list(same))

@@ -21,7 +21,7 @@ from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
 from holdfast.transport import Transport
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_formats.staging import piece_list, wire
 

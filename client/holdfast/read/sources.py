@@ -16,7 +16,7 @@ from holdfast.memory.page_cache import Residency
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchResource, StorageFailed
 
 READ_AHEAD_BYTES_MIN = 2**20

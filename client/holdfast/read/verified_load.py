@@ -20,9 +20,9 @@ from holdfast.memory import direct_io, native_verify
 from holdfast.read.requests import Run, copy
 from holdfast.read.sources import Source
 from holdfast_formats import digest
-from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Extent
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 
 # Who waits for a disk or a network keeps several requests under way, past the page cache long ones: of 4 MiB each, eight
 # take an eighth less time than four, and no more than sixteen of 2 MiB. From memory, as many as there are cores: one more
@@ -219,7 +219,7 @@ class _Reading:
             held += len(part)
             if len(part) < size:
                 break
-        proof.check_found(piece, held, found.hexdigest())
+        verification.check_found(piece, held, found.hexdigest())
 
 
 class _Prover:
@@ -292,7 +292,7 @@ def _check(part: Part, data: memoryview, octets: memoryview | None = None) -> No
         end = at + extent.length
         mine = data[at:end]
         if digest.digest(mine) != extent.digest or len(mine) != extent.length:
-            proof.check(_piece(part, extent), mine)
+            verification.check(_piece(part, extent), mine)
         if octets is not None and end - copied >= COPIED_BYTES_MIN:
             copy(octets[shift + copied : shift + end], data[copied:end])
             copied = end
@@ -313,4 +313,4 @@ def _extents(job: Job, proven_only: bool = False) -> native_verify.Extents:
 
 
 def _piece(part: Part, extent: Extent) -> Piece:
-    return proof.tensor_piece(part.run.group, part.run.name, part.run.entry, extent)
+    return verification.tensor_piece(part.run.group, part.run.name, part.run.entry, extent)

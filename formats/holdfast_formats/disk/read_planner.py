@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent, Manifest, TensorEntry
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import (
     Box,
@@ -99,7 +99,7 @@ def plan(
         needed += useful
         group, name, entry = tensor.group, tensor.name, tensor.entry
         for first, stop in ranges:
-            pieces += [proof.tensor_piece(group, name, entry, extent) for extent in entry.extents[first:stop]]
+            pieces += [verification.tensor_piece(group, name, entry, extent) for extent in entry.extents[first:stop]]
     reads = tuple(_coalesce(pieces, gap_bytes, read_bytes_max))
     return ReadPlan(reads, needed, sum(read.stop - read.start for read in reads))
 

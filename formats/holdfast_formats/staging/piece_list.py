@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats import naming
-from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.disk.safetensors import HEADER_BYTES_MAX
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import InvalidRequest
 
 MAGIC = b"HFPIECES"

@@ -74,7 +74,7 @@ def test_stale_bytes_of_the_buffer_do_not_become_padding(tmp_path: Path, monkeyp
     assert torch.equal(load_file(path)["b"], torch.cat([torch.ones(8, 8), torch.zeros(12, 8)]))
 
 
-def test_pieces_end_between_rows_where_they_can() -> None:
+def test_verification_end_between_rows_where_they_can() -> None:
     """A piece is rows as long as one fits, then parts of a row; none is larger than asked for, all are the tensor."""
     local = parts.full("a", "BF16", (6, 5, 4))
     for limit in (2, 7, 8, 41, 80, 239, 240):

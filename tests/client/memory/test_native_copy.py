@@ -149,10 +149,10 @@ def test_a_machine_without_a_compiler_gets_a_package_that_copies_with_numpy(tmp_
     broken.write_bytes(b"not a library")
     code = f"""
 import pathlib
-from holdfast import streaming
-streaming.LIBRARY = pathlib.Path({str(broken)!r})
-assert streaming._load() is None
-streaming.LIBRARY = pathlib.Path({str(tmp_path / "absent.so")!r})
-assert streaming._load() is None
+from holdfast.memory import native_copy
+native_copy.LIBRARY = pathlib.Path({str(broken)!r})
+assert native_copy._load() is None
+native_copy.LIBRARY = pathlib.Path({str(tmp_path / "absent.so")!r})
+assert native_copy._load() is None
 """
     subprocess.run([sys.executable, "-c", code], check=True)

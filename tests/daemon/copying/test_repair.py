@@ -81,7 +81,7 @@ def test_several_files_at_once(world: CopiesWorld) -> None:
     assert {mended.file for mended in outcome.mended} == {name for name in before if before[name]}
 
 
-def test_pieces_come_from_wherever_they_are_sound(tmp_path: Path) -> None:
+def test_verification_come_from_wherever_they_are_sound(tmp_path: Path) -> None:
     """One file, damaged here and, elsewhere, in each replica: every piece is taken from one that has it."""
     with copies_world(tmp_path, replicas=("far", "near")) as world:
         world.copy("far")

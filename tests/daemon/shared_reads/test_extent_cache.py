@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from holdfast_formats import naming
-from holdfast_formats.disk import pieces as proof
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk import verification
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
 from holdfast_service.daemon.shared_reads import extent_cache
 from holdfast_service.daemon.shared_reads.extent_cache import SLAB_BYTES, ProvenExtents, Source
@@ -50,7 +50,7 @@ def built(tmp_path: Path) -> Built:
 
 
 def pieces(built: Built) -> list[Piece]:
-    return [piece for listed in proof.pieces(built.manifest).values() for piece in listed if piece.tensor is not None]
+    return [piece for listed in verification.pieces(built.manifest).values() for piece in listed if piece.tensor is not None]
 
 
 def take(held: ProvenExtents, wanted: Sequence[Piece]) -> dict[Piece, bytes]:

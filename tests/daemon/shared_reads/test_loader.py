@@ -14,8 +14,8 @@ import pytest
 
 from holdfast.read.shared_load import LentMemory
 from holdfast_formats import naming
-from holdfast_formats.disk import pieces as proof
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk import verification
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import DaemonGone, InvalidRequest
 from holdfast_formats.staging import arena as formats
 from holdfast_formats.staging import piece_list, wire
@@ -86,7 +86,7 @@ class Rank:
             if self.memory is not None and self.memory.holds(piece):
                 view = self.memory.view(piece.file, piece.start, piece.stop)
                 assert view is not None
-                proof.check(piece, view)
+                verification.check(piece, view)
                 found.add(piece)
         return found
 
@@ -99,7 +99,7 @@ class World:
         self.tier = SlowTier(PosixTier(directory))
         self.arena = Arena(Budget(bytes_max))
         self.loader = Loader(self.tier, self.arena, **{"gather_s": 20.0, **times})
-        found = proof.pieces(self.built.manifest)
+        found = verification.pieces(self.built.manifest)
         self.pieces = [p for file in self.built.manifest.files if file.header_bytes for p in found[file.name]]
 
     def ranks(self, count: int) -> list[Rank]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.staging import piece_list
 from holdfast_formats.staging.piece_list import Listing
@@ -99,7 +99,7 @@ def test_ranks_that_read_different_checkpoints_share_nothing(other: Piece) -> No
         decide([piece_list.of([piece("a", 0)]), piece_list.of([other])], BOUNDLESS)
 
 
-def test_pieces_across_one_another_are_not_shared() -> None:
+def test_verification_across_one_another_are_not_shared() -> None:
     """Two ranks want one piece, two others one that overlaps with it: refused by name."""
     with pytest.raises(InvalidRequest, match="across"):
         decide([piece_list.of([piece("a", at)]) for at in (0, 0, 5, 5)], BOUNDLESS)

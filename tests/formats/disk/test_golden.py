@@ -16,8 +16,7 @@ import torch
 
 from holdfast_formats import dtypes, naming
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import manifest, safetensors, state_json
-from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk import manifest, safetensors, state_json, verification
 from holdfast_formats.disk.manifest import Manifest
 
 ROOT = Path(__file__).parents[2] / "golden"
@@ -86,7 +85,7 @@ def test_every_byte_is_proven(made: Manifest) -> None:
     """The directory holds the manifest's files, COMMIT and the manifest; every piece of every file has its digest."""
     listed = {file.name for file in made.files}
     assert {path.name for path in DIRECTORY.iterdir()} == listed | {naming.COMMIT, naming.MANIFEST}
-    for name, pieces in proof.pieces(made).items():
+    for name, pieces in verification.pieces(made).items():
         data = (DIRECTORY / name).read_bytes()
         assert b"".join(data[piece.start : piece.stop] for piece in pieces) == data
         assert all(digest(data[piece.start : piece.stop]) == piece.digest for piece in pieces)
@@ -95,9 +94,9 @@ def test_every_byte_is_proven(made: Manifest) -> None:
 
 def test_headers_and_indexes_agree_with_the_manifest(made: Manifest) -> None:
     """Each header states the tensors where the manifest does, at 4 KiB; each index sends them to their files."""
-    tensors = proof.tensors_by_file(made)
+    tensors = verification.tensors_by_file(made)
     for name, expected in tensors.items():
-        proof.check_header(made.file(name), expected, (DIRECTORY / name).read_bytes())
+        verification.check_header(made.file(name), expected, (DIRECTORY / name).read_bytes())
         assert made.file(name).header_bytes == safetensors.DATA_ALIGNMENT_BYTES
     for group in made.groups:
         index = json.loads((DIRECTORY / naming.index_file_name(group)).read_bytes())
@@ -118,7 +117,7 @@ def test_values_are_what_they_were(made: Manifest) -> None:
 def test_the_library_reads_every_file(made: Manifest) -> None:
     """safe_open gives torch the same numbers, and transformers the metadata that it asks for."""
     seen = 0
-    for name, tensors in proof.tensors_by_file(made).items():
+    for name, tensors in verification.tensors_by_file(made).items():
         group = name.split("-")[0].split(".")[0]
         with library.safe_open(DIRECTORY / name, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats import dtypes
-from holdfast_formats.disk import pieces, read_planner
+from holdfast_formats.disk import read_planner, verification
 from holdfast_formats.disk.manifest import Extent, Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import Read, Wanted
 from holdfast_formats.errors import StateMismatch
@@ -64,7 +64,7 @@ def test_exactly_the_extents_that_hold_something_wanted(
     wanted = bytes_of(entry, boxes)
     touched = [e for e in entry.extents if not wanted.isdisjoint(range(e.offset, e.offset + e.length))]
     assert [piece for read in made.reads for piece in read.pieces] == [
-        pieces.tensor_piece("g", "t", entry, extent) for extent in touched
+        verification.tensor_piece("g", "t", entry, extent) for extent in touched
     ]
     assert made.needed == len(wanted)
     check_reads(made, gap_bytes, read_bytes_max)
@@ -92,9 +92,9 @@ def test_the_boxes_of_all_ranks_of_a_node() -> None:
     rows = [Wanted("g", "a", Box((0, 0), (3, 4))), Wanted("g", "tied", Box((2, 0), (2, 4)))]
     others = [Wanted("g", "b", whole((6,))), Wanted("g", "c", Box((0,), (0,))), Wanted("g", "b", Box((1,), (2,)))]
     made = read_planner.plan(manifest(a=a, b=b, c=c), [*rows, *others])
-    pieces_a = tuple(pieces.tensor_piece("g", "a", a, extent) for extent in a.extents[:2])
+    pieces_a = tuple(verification.tensor_piece("g", "a", a, extent) for extent in a.extents[:2])
     assert made.reads == (
-        Read("a.safetensors", 0, 12, (pieces.tensor_piece("g", "b", b, b.extents[0]),)),
+        Read("a.safetensors", 0, 12, (verification.tensor_piece("g", "b", b, b.extents[0]),)),
         Read("b.safetensors", 1000, 1064, pieces_a),
     )
     assert (made.needed, made.read, made.ratio) == (64 + 12, 64 + 12, 1.0)

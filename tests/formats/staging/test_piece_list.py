@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, InvalidRequest
 from holdfast_formats.staging import piece_list
 from holdfast_formats.staging.piece_list import ROW, Listing
@@ -25,7 +25,7 @@ def made(*rows: tuple[int, int, int], files: tuple[str, ...] = ("a", "b")) -> Li
 @given(
     st.sets(st.tuples(st.sampled_from(["a.safetensors", "b"]), st.integers(0, 2**40)), max_size=20), st.binary(max_size=9)
 )
-def test_pieces_read_back(places: set[tuple[str, int]], behind: bytes) -> None:
+def test_verification_read_back(places: set[tuple[str, int]], behind: bytes) -> None:
     """In order of file and position, whatever stands behind the listing."""
     pieces = [Piece(file, 10 * start, 10, DIGEST) for file, start in places]
     found = piece_list.decode(piece_list.encode(piece_list.of(pieces)) + behind)

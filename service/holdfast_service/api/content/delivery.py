@@ -15,8 +15,8 @@ import aiofiles
 import zstandard
 from starlette.responses import Response, StreamingResponse
 
-from holdfast_formats.disk import pieces as proof
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk import verification
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptManifest, Damaged, InvalidRequest, NoSuchResource, StorageFailed
 from holdfast_service.api import problems
 from holdfast_service.api.reading import met
@@ -181,7 +181,7 @@ def proven(name: str, pieces: Sequence[Piece], fetch: Fetch) -> Body:
     """The body of a stored file: whole pieces are read, and checked before they are cut."""
 
     async def body(start: int, stop: int) -> AsyncGenerator[bytes, None]:
-        for batch in proof.batches(proof.overlapping(pieces, start, stop)):
+        for batch in verification.batches(verification.overlapping(pieces, start, stop)):
             at = batch[0].start
             data = memoryview(await fetch(name, at, batch[-1].stop - at))
             await asyncio.to_thread(_check, batch, data)
@@ -199,7 +199,7 @@ def parts_of(data: memoryview) -> Iterator[bytes]:
 
 def _check(batch: Sequence[Piece], data: memoryview) -> None:
     for piece in batch:
-        proof.check(piece, data[piece.start - batch[0].start : piece.stop - batch[0].start])
+        verification.check(piece, data[piece.start - batch[0].start : piece.stop - batch[0].start])
 
 
 async def _rest(first: bytes, body: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

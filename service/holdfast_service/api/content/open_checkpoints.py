@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest as manifests
-from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.packing import natural_key
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.rest import bodies, statistics
 from holdfast_service.api.content import selectors
@@ -66,7 +66,7 @@ class Contents:
     @cached_property
     def pieces(self) -> dict[str, tuple[Piece, ...]]:
         """What proves each file: for who reads files, since there are as many as extents."""
-        return proof.pieces(self.manifest)
+        return verification.pieces(self.manifest)
 
     @cached_property
     def tensor_keys(self) -> list[tuple[str, Any, str]]:

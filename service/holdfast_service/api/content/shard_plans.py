@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast_formats.disk import pieces, read_planner
+from holdfast_formats.disk import read_planner, verification
 from holdfast_formats.disk.read_planner import ReadPlan, Wanted
 from holdfast_formats.errors import CorruptManifest, NoSuchResource, StateMismatch
 from holdfast_formats.layout import language, rank_tensors, shard_file
@@ -171,7 +171,7 @@ class PlannedShards:
             encoded = self._tier.read(f"{contents.directory}/{CONFIG}", 0, entry.bytes)
         except NoSuchResource as error:
             raise CorruptManifest(f"{CONFIG} is missing", file=CONFIG) from error
-        pieces.check(contents.pieces[CONFIG][0], encoded)
+        verification.check(contents.pieces[CONFIG][0], encoded)
         try:
             config = json.loads(encoded)
         except (ValueError, RecursionError):

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast_formats import transfer
-from holdfast_formats.disk import pieces, read_planner
+from holdfast_formats.disk import read_planner, verification
 from holdfast_formats.disk.manifest import TensorEntry
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import DeadlineExceeded
 from holdfast_formats.layout import parts, shard_file
 from holdfast_formats.layout.shard_file import ShardFile, Strip
@@ -159,7 +159,7 @@ def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, lis
         place = Place(parts.view(memory, part), part.box, view.shape, *span)
         for first, last in read_planner.extents_of(entry.extents, part.box, view):
             for extent in entry.extents[first:last]:
-                wanted.setdefault(pieces.tensor_piece(recipe.group, part.tensor, entry, extent), []).append(place)
+                wanted.setdefault(verification.tensor_piece(recipe.group, part.tensor, entry, extent), []).append(place)
     return sum(part.box.volume for part in strip.parts) * strip.itemsize
 
 

@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
-from holdfast_formats.disk import pieces
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import stated_sha256
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_service.api import problems
@@ -121,7 +121,7 @@ def _delivery(opened: OpenedCheckpoints, services: Services, path: tuple[str, st
     if entry is None:
         raise NoSuchResource(f"checkpoint {run}@{number} has no file {name!r}", hint="…/files lists them")
     if whole:
-        pieces.check_size(held.manifest, name, services.tier.size(f"{held.directory}/{name}"))
+        verification.check_size(held.manifest, name, services.tier.size(f"{held.directory}/{name}"))
     etag = f'"{held.sha256[:32]}-{entry.digest}"'
     if services.files_root is not None:
         fetch = delivery.fetch_posix(services.files_root / held.directory)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast_formats import naming
-from holdfast_formats.disk import pieces
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import TensorEntry
 from holdfast_formats.rest import comparing
 from holdfast_formats.rest.comparing import Distance, Octets, Pair
@@ -56,7 +56,7 @@ def compare(
 
 def _octets(tier: Tier, side: Side, pair: Pair, entry: TensorEntry) -> Iterator[Octets]:
     for extent in entry.extents:
-        piece = pieces.tensor_piece(pair.group, pair.name, entry, extent)
+        piece = verification.tensor_piece(pair.group, pair.name, entry, extent)
         data = tier.read(f"{side.directory}/{piece.file}", piece.start, piece.length)
-        pieces.check(piece, data)
+        verification.check(piece, data)
         yield np.frombuffer(data, np.uint8)

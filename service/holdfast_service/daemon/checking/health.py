@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from holdfast_formats import naming
-from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.rest.statistics import Part, Statistics, collect, merge, tensors_of
 from holdfast_formats.staging.holdings import Bytes
@@ -86,7 +86,7 @@ class Examination:
                 self._add(one.piece, _measured(made, one)._replace(change=0.0))
             else:
                 changed[one.before] = one
-        for batch in proof.batches(changed):
+        for batch in verification.batches(changed):
             with _windows.taken() as window:
                 for piece, old in self._read_before(batch, window):
                     self._add(changed[piece].piece, _measured(made, changed[piece], old))
@@ -112,7 +112,7 @@ class Examination:
         at = piece.offset // first
         if at >= len(twin.extents) or (twin.extents[at].offset, twin.extents[at].length) != (piece.offset, piece.length):
             return None
-        return proof.tensor_piece(group, name, twin, twin.extents[at])
+        return verification.tensor_piece(group, name, twin, twin.extents[at])
 
     def _read_before(self, batch: Sequence[Piece], window: Bytes) -> Iterator[tuple[Piece, Bytes | None]]:
         """The pieces of the checkpoint before, proven; None for the bytes of one that cannot be had."""
@@ -128,7 +128,7 @@ class Examination:
         for piece in batch:
             data = room[piece.start - begin : max(min(piece.stop - begin, read), piece.start - begin)]
             try:
-                proof.check(piece, data)
+                verification.check(piece, data)
             except CheckpointError:  # whoever scrubs it says so
                 yield piece, None
             else:

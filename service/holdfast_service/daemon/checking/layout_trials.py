@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast_formats import region, transfer
-from holdfast_formats.disk import pieces, read_planner
+from holdfast_formats.disk import read_planner, verification
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import Wanted
 from holdfast_formats.errors import CorruptManifest, NotFound, Refused
@@ -145,7 +145,7 @@ class _Trial:
         for first, stop in read_planner.extents_of(entry.extents, part.box, view):
             for extent in entry.extents[first:stop]:
                 data = self._get(entry.file, entry.start + extent.offset, extent.length)
-                pieces.check(pieces.tensor_piece(group, part.tensor, entry, extent), data)
+                verification.check(verification.tensor_piece(group, part.tensor, entry, extent), data)
                 units = np.frombuffer(data, held.dtype)
                 transfer.move(Direction.SCATTER, units, extent.offset // strip.itemsize, held, part.box, view.shape)
 

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats.disk import manifest
-from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk import manifest, verification
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest, Damaged, NoSuchResource, NotCommitted, StorageFailed
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, Windows
@@ -73,14 +72,14 @@ def examine(
     whole = []
     for file in files:
         try:
-            proof.check_size(made, file.name, tier.size(f"{directory}/{file.name}"))
+            verification.check_size(made, file.name, tier.size(f"{directory}/{file.name}"))
             whole.append(file.name)
         except Damaged as error:
             damages.append(error)
-    pieces = proof.pieces(made)
-    headers = proof.tensors_by_file(made)
+    pieces = verification.pieces(made)
+    headers = verification.tensors_by_file(made)
     source = Stored(tier, directory, made)
-    batches = list(proof.batches(piece for name in whole for piece in pieces[name]))
+    batches = list(verification.batches(piece for name in whole for piece in pieces[name]))
     with ThreadPoolExecutor(WORKERS, "holdfast-verify", initializer=give_way) as pool:
         jobs = [pool.submit(_prove, source, batch, headers, heed, passed) for batch in batches]
         try:
@@ -144,11 +143,11 @@ def _prove(
 
 
 def _check(made: Manifest, piece: Piece, data: Bytes, headers: Mapping[str, Mapping[str, TensorEntry]]) -> None:
-    proof.check(piece, data)
+    verification.check(piece, data)
     if piece.start == 0 and piece.file in headers:
         file = made.file(piece.file)
         assert file is not None
-        proof.check_header(file, headers[piece.file], data.tobytes())
+        verification.check_header(file, headers[piece.file], data.tobytes())
 
 
 def _lost(tier: Tier, directory: str, batch: Sequence[Piece], why: StorageFailed) -> list[Damaged]:
@@ -160,7 +159,7 @@ def _lost(tier: Tier, directory: str, batch: Sequence[Piece], why: StorageFailed
     found: list[Damaged] = []
     for piece in batch:
         try:
-            proof.check(piece, tier.read(f"{directory}/{piece.file}", piece.start, piece.length))
+            verification.check(piece, tier.read(f"{directory}/{piece.file}", piece.start, piece.length))
         except Damaged as error:
             found.append(error)
         except StorageFailed as error:

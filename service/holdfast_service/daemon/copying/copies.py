@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast_formats.disk import manifest, pieces
+from holdfast_formats.disk import manifest, verification
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, Windows
 from holdfast_service.storage import FileWriter, Readable, Tier, vouched
 from holdfast_service.storage.pacing import Pace
@@ -58,7 +58,7 @@ def carry(source: tuple[Readable, str], target: tuple[Tier, str], made: Manifest
     """
     tier, directory = target
     for entry in made.files:
-        pieces.check_size(made, entry.name, source[0].size(_path(source[1], entry.name)))
+        verification.check_size(made, entry.name, source[0].size(_path(source[1], entry.name)))
     opened: dict[str, FileWriter] = {}
     left = {entry.name: entry.bytes for entry in made.files}
     try:
@@ -78,16 +78,16 @@ def carry(source: tuple[Readable, str], target: tuple[Tier, str], made: Manifest
 def read_back(tier: Tier, directory: str, made: Manifest, going: Going) -> None:
     """Prove every byte of a checkpoint's files as they are stored; raises as `carry` does."""
     for entry in made.files:
-        pieces.check_size(made, entry.name, tier.size(_path(directory, entry.name)))
+        verification.check_size(made, entry.name, tier.size(_path(directory, entry.name)))
     for _ in proven(tier, directory, made, going):
         pass
 
 
 def proven(tier: Readable, directory: str, made: Manifest, going: Going) -> Iterator[Proven]:
     """All bytes of all files, a window at a time and in order; each window is good until the next one is asked for."""
-    headers = pieces.tensors_by_file(made)
+    headers = verification.tensors_by_file(made)
     windows = Windows(1)  # its own: a copy that hangs in a disk must not keep another one's
-    for batch in pieces.batches(piece for listed in pieces.pieces(made).values() for piece in listed):
+    for batch in verification.batches(piece for listed in verification.pieces(made).values() for piece in listed):
         if going.ended():
             raise Stopped
         if going.pace is not None:
@@ -99,7 +99,7 @@ def proven(tier: Readable, directory: str, made: Manifest, going: Going) -> Iter
             read = tier.read_stored(_path(directory, batch[0].file), begin, buffer[:room]) if room else 0
             for piece in batch:
                 data = buffer[piece.start - begin : max(min(piece.stop - begin, read), piece.start - begin)]
-                pieces.check(piece, data)
+                verification.check(piece, data)
                 if piece.start == 0 and piece.file in headers:
                     _check_header(made, piece, headers, data.tobytes())
             yield Proven(batch[0].file, batch[0].start, buffer[batch[0].start - begin : batch[-1].stop - begin].data)
@@ -109,7 +109,7 @@ def proven(tier: Readable, directory: str, made: Manifest, going: Going) -> Iter
 def _check_header(made: Manifest, piece: Piece, headers: dict[str, dict[str, manifest.TensorEntry]], head: bytes) -> None:
     entry = made.file(piece.file)
     assert entry is not None
-    pieces.check_header(entry, headers[piece.file], head)
+    verification.check_header(entry, headers[piece.file], head)
 
 
 def _path(directory: str, name: str) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from holdfast_formats import naming
-from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
 from holdfast_service.daemon.copying.repair_sources import Directory, Source
 from holdfast_service.storage import Tier
@@ -37,7 +37,7 @@ def mend_file(tier: Tier, made: Manifest, file: str, sources: Sequence[Source]) 
     if entry is None:
         raise CorruptManifest(f"{directory} has no file {file!r}", file=file)
     itself = Directory("itself", tier, directory)
-    listed = proof.pieces(made)[file]
+    listed = verification.pieces(made)[file]
     damaged: list[Piece] = []
     labels: list[str] = []
     tier.remove_tree(staging)
@@ -98,4 +98,4 @@ def _have(piece: Piece, sources: Sequence[Source]) -> tuple[str, bytes | bytearr
 def _prove_again(tier: Tier, path: str, listed: Sequence[Piece]) -> None:
     """Read the new file back as it is stored, before anything is replaced by it."""
     for piece in listed:
-        proof.check(piece, tier.read(path, piece.start, piece.length))
+        verification.check(piece, tier.read(path, piece.start, piece.length))

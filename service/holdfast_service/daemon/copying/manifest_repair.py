@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from holdfast_formats import naming
 from holdfast_formats.decoding import decoder
-from holdfast_formats.disk import manifest
-from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk import manifest, verification
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged
 from holdfast_formats.rest import bodies
@@ -99,6 +98,6 @@ def _proves_some(tier: Tier, directory: str, pair: Pair) -> bool:
     Headers say nothing: those of another step's are the same.
     """
     itself = Directory("itself", tier, directory)
-    pieces = [piece for listed in proof.pieces(pair.made).values() for piece in listed if piece.tensor is not None]
+    pieces = [piece for listed in verification.pieces(pair.made).values() for piece in listed if piece.tensor is not None]
     whole = sum(piece.length for piece in pieces)
     return sum(piece.length for piece in pieces if itself.piece(piece) is not None) >= PROVEN_MIN * whole

@@ -15,8 +15,8 @@ from holdfast_formats.digest import digest
 from holdfast_formats.disk import index, safetensors
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.packing import FORMAT_METADATA, FilePlan
-from holdfast_formats.disk.pieces import Piece
 from holdfast_formats.disk.safetensors import Stored
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import STATE, index_file_name
 from holdfast_formats.staging import arena, slot_table

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast_formats.disk import pieces as proof
+from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptManifest, NoSuchResource
 from holdfast_service.storage import Tier
 
@@ -91,7 +91,7 @@ class ProvenExtents:
         To be used inside `opened`. Raises `CorruptExtent` for a piece that is not what was written, `CorruptManifest` where
         its file is gone, `StorageFailed`.
         """
-        for batch in proof.batches(pieces, SLAB_BYTES):
+        for batch in verification.batches(pieces, SLAB_BYTES):
             left = batch
             while left:
                 count = yield from self._lend_some(source, left)
@@ -109,7 +109,7 @@ class ProvenExtents:
             raise CorruptManifest(f"{name} is missing", file=name) from error
         for piece in run:
             at = piece.start - run[0].start
-            proof.check(piece, target[at : min(at + piece.length, size)])
+            verification.check(piece, target[at : min(at + piece.length, size)])
 
     def _lend_some(self, source: Source, pieces: Sequence[Piece]) -> Generator[Lent, None, int]:
         """The first pieces of a batch, as many as stand in one block or can be read at once; returns how many."""

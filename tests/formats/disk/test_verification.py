@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast_formats.disk import index, packing
-from holdfast_formats.disk import pieces as proof
-from holdfast_formats.disk.pieces import Piece
+from holdfast_formats.disk import index, packing, verification
+from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
 from holdfast_formats.tensors import TensorSpec
 from tests.formats.strategies import SAMPLE_SPECS, content, file_bytes, manifest_of, sample_manifest, specs
@@ -23,11 +22,11 @@ FILES = {name: file_bytes(plan) for name, plan in PLANS.items()}
 
 
 @given(specs())
-def test_pieces_tile_every_file(tensors: list[TensorSpec]) -> None:
+def test_verification_tile_every_file(tensors: list[TensorSpec]) -> None:
     """Of any checkpoint, every byte of every file is in exactly one piece, and each piece proves what was written."""
     made = manifest_of(tensors)
     plans = {plan.name: plan for plan in packing.pack(tensors, 64)}
-    found = proof.pieces(made)
+    found = verification.pieces(made)
     assert set(found) == {file.name for file in made.files}
     for file in made.files:
         assert [piece.start for piece in found[file.name]] == [0, *(piece.stop for piece in found[file.name][:-1])]
@@ -36,7 +35,7 @@ def test_pieces_tile_every_file(tensors: list[TensorSpec]) -> None:
     for name, plan in plans.items():
         data = file_bytes(plan)
         for piece in found[name]:
-            proof.check(piece, data[piece.start : piece.stop])
+            verification.check(piece, data[piece.start : piece.stop])
             if piece.tensor is not None:
                 spec = next(s for s, _ in plan.tensors if s.name == piece.tensor)
                 assert content(spec)[piece.offset : piece.offset + piece.length] == data[piece.start : piece.stop]
@@ -46,12 +45,12 @@ def test_pieces_tile_every_file(tensors: list[TensorSpec]) -> None:
 def test_a_changed_or_missing_byte_is_named(data: st.DataObject) -> None:
     """Whichever byte of a piece changes or is cut off, the error says file, tensor and range (I7)."""
     file = data.draw(st.sampled_from(sorted(FILES)))
-    piece = data.draw(st.sampled_from(proof.pieces(sample_manifest())[file]))
+    piece = data.draw(st.sampled_from(verification.pieces(sample_manifest())[file]))
     held = bytearray(FILES[file][piece.start : piece.stop])
     at = data.draw(st.integers(0, len(held) - 1))
     for broken in (bytes(held[:at]), bytes([*held[:at], held[at] ^ 1, *held[at + 1 :]])):
         with pytest.raises(CorruptExtent) as caught:
-            proof.check(piece, broken)
+            verification.check(piece, broken)
         assert caught.value.members == {"file": file, "tensor": piece.tensor, "offset": piece.start, "length": piece.length}
         assert f"[{piece.start}, {piece.stop})" in caught.value.detail
         assert piece.tensor is None or repr(piece.tensor) in caught.value.detail
@@ -61,10 +60,10 @@ def test_a_changed_or_missing_byte_is_named(data: st.DataObject) -> None:
 def test_bytes_are_counted_and_not_elements() -> None:
     """An array proves its piece by its bytes, whatever its dtype."""
     array = np.arange(4, dtype="<u4")
-    piece = Piece("f", 0, 16, proof.digest(array))
-    proof.check(piece, array)
+    piece = Piece("f", 0, 16, verification.digest(array))
+    verification.check(piece, array)
     with pytest.raises(CorruptExtent, match="cut off after 12"):
-        proof.check(piece, array[:3])
+        verification.check(piece, array[:3])
 
 
 def test_a_file_of_another_length_is_named_with_its_tensors() -> None:
@@ -72,30 +71,30 @@ def test_a_file_of_another_length_is_named_with_its_tensors() -> None:
     tensors = [TensorSpec("model", f"t{i}", "U8", (4,)) for i in range(5)]
     made = manifest_of(tensors)
     (plan,) = packing.pack(tensors)
-    proof.check_size(made, plan.name, plan.bytes)
-    proof.check_size(made, "not of the manifest", 7)
+    verification.check_size(made, plan.name, plan.bytes)
+    verification.check_size(made, "not of the manifest", 7)
     with pytest.raises(CorruptManifest, match="is missing; tensors lost: 't0', 't1', 't2' and 2 more") as caught:
-        proof.check_size(made, plan.name, None)
+        verification.check_size(made, plan.name, None)
     assert caught.value.members == {"file": plan.name, "tensor": "t0", "offset": 0, "length": plan.bytes}
     with pytest.raises(CorruptManifest, match=r"has 4114 bytes, not 4116; tensors lost: 't4' \[") as caught:
-        proof.check_size(made, plan.name, plan.bytes - 2)
+        verification.check_size(made, plan.name, plan.bytes - 2)
     assert caught.value.members == {"file": plan.name, "tensor": "t4", "offset": 4114, "length": 2}
     with pytest.raises(CorruptManifest, match=r"not 4116 \[") as caught:
-        proof.check_size(made, plan.name, plan.bytes + 1)
+        verification.check_size(made, plan.name, plan.bytes + 1)
     assert caught.value.members["tensor"] is None
 
 
 def test_headers_must_state_what_the_manifest_states() -> None:
     """A header with another name, dtype, shape or place than the manifest's is refused by the tensor's name."""
     made = sample_manifest()
-    tensors = proof.tensors_by_file(made)
+    tensors = verification.tensors_by_file(made)
     assert {name: set(held) for name, held in tensors.items()} == {
         name: {spec.name for spec, _ in plan.tensors} for name, plan in PLANS.items()
     }
     for name, held in tensors.items():
         file = made.file(name)
         assert file is not None
-        proof.check_header(file, held, FILES[name][: file.header_bytes])
+        verification.check_header(file, held, FILES[name][: file.header_bytes])
         for tensor, entry in held.items():
             others = [
                 {**held, tensor: msgspec.structs.replace(entry, dtype="I32")},
@@ -105,24 +104,24 @@ def test_headers_must_state_what_the_manifest_states() -> None:
             ]
             for other in others:
                 with pytest.raises(CorruptManifest, match=repr(tensor)):
-                    proof.check_header(file, other, FILES[name])
+                    verification.check_header(file, other, FILES[name])
         with pytest.raises(CorruptManifest, match="'zz'"):
-            proof.check_header(file, {**held, "zz": next(iter(held.values()))}, FILES[name])
+            verification.check_header(file, {**held, "zz": next(iter(held.values()))}, FILES[name])
 
 
 def test_indexes_must_send_tensors_to_their_files() -> None:
     """A group's index is checked against the manifest: another file, a missing or an additional tensor is refused."""
     made = sample_manifest()
     encoded = index.encode(plan for plan in PLANS.values() if plan.group == "model")
-    proof.check_index(made, "model", encoded)
-    proof.check_index(made, "nothing", index.encode([]))
+    verification.check_index(made, "model", encoded)
+    verification.check_index(made, "nothing", index.encode([]))
     document = json.loads(encoded)
     for change in ({"a": "optim.safetensors"}, {"more": "model.safetensors"}):
         changed = document | {"weight_map": document["weight_map"] | change}
         with pytest.raises(CorruptManifest, match="disagree"):
-            proof.check_index(made, "model", json.dumps(changed).encode())
+            verification.check_index(made, "model", json.dumps(changed).encode())
     with pytest.raises(CorruptManifest, match="disagree"):
-        proof.check_index(made, "optim", encoded)
+        verification.check_index(made, "optim", encoded)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +130,15 @@ def test_indexes_must_send_tensors_to_their_files() -> None:
 def test_what_is_not_an_index_is_refused(encoded: bytes) -> None:
     """Whatever stands in the index's place, the error names it."""
     with pytest.raises(CorruptManifest, match=r"model\.safetensors\.index\.json cannot be read"):
-        proof.check_index(sample_manifest(), "model", encoded)
+        verification.check_index(sample_manifest(), "model", encoded)
 
 
 @given(specs(), st.integers(1, 9000), st.data())
 def test_batches_hold_every_piece_once_and_touch(tensors: list[TensorSpec], bytes_max: int, data: st.DataObject) -> None:
     """Batches are contiguous ranges of one file, within the limit unless a piece alone is over it, and maximal."""
-    listed = [piece for pieces in proof.pieces(manifest_of(tensors)).values() for piece in pieces]
+    listed = [piece for pieces in verification.pieces(manifest_of(tensors)).values() for piece in pieces]
     listed = data.draw(st.lists(st.sampled_from(listed), unique=True)) if listed else []
-    batches = list(proof.batches(listed, bytes_max))
+    batches = list(verification.batches(listed, bytes_max))
     assert [p for batch in batches for p in batch] == sorted(listed, key=lambda p: (p.file, p.start))
     for batch in batches:
         assert [(p.file, p.start) for p in batch[1:]] == [(p.file, p.stop) for p in batch[:-1]]
@@ -152,8 +151,8 @@ def test_batches_hold_every_piece_once_and_touch(tensors: list[TensorSpec], byte
 @given(specs(), st.data())
 def test_overlapping_finds_the_pieces_of_a_range(tensors: list[TensorSpec], data: st.DataObject) -> None:
     """A range of a file's bytes is answered with exactly the pieces that hold one of them."""
-    for pieces in proof.pieces(manifest_of(tensors)).values():
+    for pieces in verification.pieces(manifest_of(tensors)).values():
         start = data.draw(st.integers(0, pieces[-1].stop))
         stop = data.draw(st.integers(start, pieces[-1].stop))
         expected = [p for p in pieces if set(range(p.start, p.stop)) & set(range(start, stop))]
-        assert [p for p in proof.overlapping(pieces, start, stop) if start < stop] == expected
+        assert [p for p in verification.overlapping(pieces, start, stop) if start < stop] == expected
