@@ -70,8 +70,8 @@ class Checkpointer:
     how saves look for tensors that change under the copy all the same, see `save`.
 
     `layout` says that plain tensors of the groups model, master and ema, and what optimizers keep of them, are this rank's
-    local ones: cut, fused and padded as it says (`holdfast.layout.declared`). `rules` extends the tables of architectures, `config`
-    is the model's config.json, if it is not among the assets. DTensors and Fragments go on saying themselves where they lie.
+    local ones: cut, fused and padded as it says (`holdfast.layout.declared`). `rules` extends the tables of architectures,
+    `config` is the model's config.json, if it is not among the assets. DTensors and Fragments go on saying themselves where they lie.
     """
 
     def __init__(  # noqa: PLR0913 - the public entry: two required arguments, the rest named and optional

@@ -2,9 +2,9 @@
 
 Each stream is a tensor `ranks/<rank>/rng/<stream>` of the group `extra`; what is no array stands in the JSON value `rng`.
 Where save and restore both have a layout, a rank continues the streams of the rank that stood at its place
-(`holdfast_formats.layout.successors`), else those of its own number. A rank without either continues another rank's, that of the
-coordinates modulo the saved sizes or else of `rank mod saved ranks`, mixed with its own number, so that no two ranks draw
-the same: each stream is seeded anew from a digest of the saved stream's bytes and the rank.
+(`holdfast_formats.layout.successors`), else those of its own number. A rank without either continues another rank's, that
+of the coordinates modulo the saved sizes or else of `rank mod saved ranks`, mixed with its own number, so that no two ranks
+draw the same: each stream is seeded anew from a digest of the saved stream's bytes and the rank.
 """
 
 from __future__ import annotations
