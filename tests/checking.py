@@ -30,7 +30,7 @@ class Checked:
         self.decisions.recover()
         self.checker = Checker(self.tier, self.decisions)
 
-    def known(self, step: int) -> bodies.Checkpoint:
+    def known(self, step: int) -> bodies.CheckpointInfo:
         return self.catalog.checkpoint(RUN, step)
 
     def path(self, step: int) -> Path:

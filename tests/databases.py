@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import Table
+from holdfast_service.control.database.schema import CatalogTable
 from tests.daemons import free_port
 
 KINDS = ("sqlite", "postgresql")
@@ -85,7 +85,7 @@ class Postgres:
         """Empty a database, for the next one who takes one; one that cannot be emptied is dropped."""
         import psycopg
 
-        tables = ", ".join(table.name for table in Table.metadata.sorted_tables)
+        tables = ", ".join(table.name for table in CatalogTable.metadata.sorted_tables)
         try:
             with psycopg.connect(url.replace("+psycopg", ""), autocommit=True) as connection:
                 connection.execute("SET lock_timeout = '1s'")

@@ -21,7 +21,7 @@ from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.saving.saver import Saver
-from holdfast_service.daemon.scrub import CheckJobs, Plan, Scrub
+from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.storage import PosixTier
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
 from holdfast_service.wiring.transfers import Transfers
@@ -49,7 +49,7 @@ def services(root: Path) -> Iterator[Services]:
 
     checker = Checker(tier, decisions)
     saver = Saver(tier, decisions, "node-1", checker)
-    scrub = Scrub(checker, decisions, saver, Plan(None, None))
+    scrub = Scrub(checker, decisions, saver, ScrubPlan(None, None))
     repairer = Repairer(tier, (decisions, decisions.repair_book()), dict)
     checks, transfers = CheckJobs(checker, scrub, tier), Transfers(tier, decisions, repairer)
     runner = start_jobs("node-1", Workers(tier, catalog, decisions, checks, transfers))

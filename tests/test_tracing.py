@@ -14,7 +14,7 @@ from holdfast_service.config import otel_environment
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import JobRow
 from holdfast_service.control.decisions import Decisions
-from holdfast_service.control.insight.round_history import History
+from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.spans import JobSpans
 from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.observe import tracing
@@ -67,7 +67,7 @@ def seconds(span: ReadableSpan) -> tuple[float, float]:
 
 def test_save_and_its_phases(catalog: Catalog, exported: InMemorySpanExporter) -> None:
     """One trace a save: phases in their order, fsync at the end of writing, verifying after the commit."""
-    history = History(catalog.database, "node-1")
+    history = RoundHistory(catalog.database, "node-1")
     watcher = Watcher(history, JobSpans(catalog.database, "node-1"), look_s=0.01)
     made = catalog.open_round("llama", 5, 3, 8, BEGAN)
     catalog.record_checkpoint(a_row("llama", 5))
@@ -179,7 +179,7 @@ def test_untraced_code_imports_nothing() -> None:
     assert "holdfast_service.observe.tracing" in sys.modules
     with tracing.span("nothing", {"run": "x"}) as tell:
         tell(more=1)
-    tracing.record(tracing.Part("nothing", 0, 1))
+    tracing.record(tracing.SpanPart("nothing", 0, 1))
 
 
 def test_environment_is_read_by_config() -> None:

@@ -28,16 +28,16 @@ from holdfast.rest.api import Api, Step
 from holdfast_formats import naming
 from holdfast_formats.disk import read_planner
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.disk.read_planner import ReadPlan, Wanted
+from holdfast_formats.disk.read_planner import ReadPlan, WantedBox
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.parts import LocalTensor, of_box
-from holdfast_formats.layout.rank_tensors import Held, Holding, of_manifest
+from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings, of_manifest
 from holdfast_formats.region import Box, Shape, check_box, whole
 
 _ADDRESS = re.compile(r"(https?://.+?)/v1/runs/([^/]+)/checkpoints/([^/]+)/?")
 
 
-class Tensor(NamedTuple):
+class TensorInfo(NamedTuple):
     """A stored tensor: safetensors dtype, shape in elements, size in bytes."""
 
     dtype: str
@@ -85,10 +85,10 @@ class Checkpoint:
         return self.manifest.groups
 
     @cached_property
-    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
+    def tensors(self) -> Mapping[str, Mapping[str, TensorInfo]]:
         """What is stored, by group, then by name."""
         return {
-            group: {name: Tensor(entry.dtype, entry.shape, entry.nbytes) for name, entry in held.items()}
+            group: {name: TensorInfo(entry.dtype, entry.shape, entry.nbytes) for name, entry in held.items()}
             for group, held in self.manifest.tensors.items()
         }
 
@@ -108,7 +108,7 @@ class Checkpoint:
         check_box(box, entry.shape, name)
         return self.fill([of_box(name, entry.dtype, name, box)], group, framework)[name]
 
-    def holding(self, layout: LayoutSource, group: str = "model", rules: RulesSource = None) -> Holding:
+    def holding(self, layout: LayoutSource, group: str = "model", rules: RulesSource = None) -> LayoutHoldings:
         """What every rank of a layout holds of a group: `of(rank)` says it, in parts of stored tensors.
 
         Nothing is read but the model's config.json. `rules` is a TOML file, or what it would hold, that extends the tables.
@@ -116,7 +116,7 @@ class Checkpoint:
         """
         return of_manifest(self.manifest, group, rules_choice.layout_of(layout), self.config, rules_choice.read_rules(rules))
 
-    def held(self, layout: LayoutSource, rank: int, group: str = "model", rules: RulesSource = None) -> Held:
+    def held(self, layout: LayoutSource, rank: int, group: str = "model", rules: RulesSource = None) -> HeldTensors:
         """What one rank holds, with notes on what is uneven, padded or held by all; for many ranks use `holding`."""
         return self.holding(layout, group, rules).of(rank)
 
@@ -142,7 +142,7 @@ class Checkpoint:
 
     def plan(self, tensors: Sequence[LocalTensor], group: str = "model") -> ReadPlan:
         """What has to be read to fill these local tensors, and how many of its bytes they need."""
-        wanted = (Wanted(group, part.tensor, part.box) for local in tensors for part in local.parts)
+        wanted = (WantedBox(group, part.tensor, part.box) for local in tensors for part in local.parts)
         return read_planner.plan(self.manifest, wanted)
 
     def fill(self, tensors: Sequence[LocalTensor], group: str = "model", framework: Framework = "numpy") -> dict[str, Any]:

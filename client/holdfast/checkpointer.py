@@ -17,11 +17,11 @@ from holdfast.link.session import Choice, Session, Who
 from holdfast.memory import gc_pause
 from holdfast.read.root_directory import open_checkpoint
 from holdfast.restore import fallback
-from holdfast.restore.load import RestoreReport, Wanted, load
+from holdfast.restore.load import RestoreReport, WantedPart, load
 from holdfast.stage import background_safe, cuda_copy, staging
 from holdfast.stage.copy_plans import Routes
 from holdfast.stage.growth import Need
-from holdfast.stage.origin import Origin
+from holdfast.stage.origin import TrainingOrigin
 from holdfast.stage.preallocation import Preparation
 from holdfast.stage.replica_claims import Claims
 from holdfast.stage.reservation import Reservation
@@ -71,7 +71,8 @@ class Checkpointer:
 
     `layout` says that plain tensors of the groups model, master and ema, and what optimizers keep of them, are this rank's
     local ones: cut, fused and padded as it says (`holdfast.layout.declared`). `rules` extends the tables of architectures,
-    `config` is the model's config.json, if it is not among the assets. DTensors and Fragments go on saying themselves where they lie.
+    `config` is the model's config.json, if it is not among the assets. DTensors and Fragments go on saying themselves where
+    they lie.
     """
 
     def __init__(  # noqa: PLR0913 - the public entry: two required arguments, the rest named and optional
@@ -109,7 +110,7 @@ class Checkpointer:
         self._assets = found if self._launch.rank == 0 else {}
         self._fenced, self._file_bytes_max, self._policy = fenced, file_bytes_max, policy
         self._check = check_check(check)
-        self._tickets, self._origin = Tickets(), Origin()
+        self._tickets, self._origin = Tickets(), TrainingOrigin()
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
         self._session = Session(who, place(root, socket, url), self._tickets)
         self._reservation = Reservation(self._session, slots)
@@ -230,7 +231,7 @@ class Checkpointer:
         `masters="from-model"` sets the masters from them.
         """
         asked = None if step is None else check_step(step)
-        part = Wanted(groups, ignore, strict, prove_first, masters)
+        part = WantedPart(groups, ignore, strict, prove_first, masters)
         restored = self._calls.run(RESTORE, lambda: self._restore(asked, part, healthy), self._refuse_to_restore)
         self._prepare_unasked(asked, groups)
         return restored
@@ -321,13 +322,13 @@ class Checkpointer:
 
         self._calls.later(asked.put_off(during, lambda: self._begin(asked), self._tickets))
 
-    def _restore(self, step: int | None, part: Wanted, healthy: bool) -> int:
+    def _restore(self, step: int | None, part: WantedPart, healthy: bool) -> int:
         began = time.monotonic()
         self.fence()
         groups = part.groups
         wanted = tuple(groups) if groups is not None else self._state.groups()
         needed = tuple(group for group in wanted if not is_ignored(group, part.ignore))
-        asked = fallback.Asked(step, needed, step is None and groups is None, healthy, part.strict)
+        asked = fallback.RestoreRequest(step, needed, step is None and groups is None, healthy, part.strict)
         loading = fallback.Loading(lambda found: self._load(found, part), self._state.wholeness.take_back)
         restored = fallback.restore(self._session, self._launch.world, asked, loading)
         if restored is not None:
@@ -374,7 +375,7 @@ class Checkpointer:
         if wait and failed is not None and failed.error is not None:
             raise failed.error
 
-    def _load(self, found: Choice, wanted: Wanted) -> RestoreReport:
+    def _load(self, found: Choice, wanted: WantedPart) -> RestoreReport:
         assert found.step is not None
         with gc_pause.paused(), open_checkpoint(found.root, found.url, self.run, found.step) as reader:
             return load(reader, self._state, (self._session, self._launch), wanted)
@@ -412,12 +413,12 @@ class Checkpointer:
         """The state is whole again: what signal handlers could not save in the middle of the step is saved now."""
         self._calls.catch_up(stepped=True)
 
-    def _lay_out(self, snapshot: Snapshot) -> staging.Layout:
+    def _lay_out(self, snapshot: Snapshot) -> staging.SlotLayout:
         judge = background_safe.Judge(self._state.state, self._fenced)
         self._layout = staging.lay_out(snapshot, self._assets, judge, self._layout, self._file_bytes_max)
         return self._layout
 
-    def _hand_over(self, asked: SaveRequest, snapshot: Snapshot, layout: staging.Layout) -> Handover:
+    def _hand_over(self, asked: SaveRequest, snapshot: Snapshot, layout: staging.SlotLayout) -> Handover:
         ticket = asked.ticket
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
         intent = self._origin.intent(asked.existing, snapshot.groups)

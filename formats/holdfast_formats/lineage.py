@@ -55,7 +55,7 @@ class Intent(NamedTuple):
 NO_INTENT = Intent()
 
 
-class Placed(Protocol):
+class PlacedCheckpoint(Protocol):
     """A checkpoint, as far as its place among others goes."""
 
     @property
@@ -73,12 +73,12 @@ def line(rewinds: Sequence[Rewind]) -> Key:
     return rewinds[-1][:2] if rewinds else ROOT
 
 
-def way(there: Iterable[Placed]) -> Way:
+def way(there: Iterable[PlacedCheckpoint]) -> Way:
     """The rewinds to the living line: the one that was begun last."""
     return max((tuple(c.rewinds) for c in there), key=line, default=())
 
 
-def is_on(way: Way, found: Placed) -> bool:
+def is_on(way: Way, found: PlacedCheckpoint) -> bool:
     """Whether the way leads past this checkpoint, or to it."""
     key, ahead = line(found.rewinds), (*way, None)
     lines = (ROOT, *(rewind[:2] for rewind in way))
@@ -86,25 +86,25 @@ def is_on(way: Way, found: Placed) -> bool:
     return found.step <= ends.get(key, NOTHING - 1)
 
 
-def abandoned(there: Sequence[Placed]) -> set[int]:
+def abandoned(there: Sequence[PlacedCheckpoint]) -> set[int]:
     """The steps that training left behind when it went on from an older one."""
     living = way(there)
     return {c.step for c in there if not is_on(living, c)} if living else set()
 
 
-def is_own(found: Placed, launch: Key, again: int = 0) -> bool:
+def is_own(found: PlacedCheckpoint, launch: Key, again: int = 0) -> bool:
     """Whether this launch, an attempt and its turn, has saved it since its last restore; `again` is that of `Intent`."""
     attempt, turn = launch
     return found.attempt == attempt and turn - again <= found.turn <= turn
 
 
-def others(there: Sequence[Placed], launch: Key, after: int, again: int = 0) -> list[int]:
+def others(there: Sequence[PlacedCheckpoint], launch: Key, after: int, again: int = 0) -> list[int]:
     """The living steps behind `after` that this launch has not saved itself since its last restore."""
     living = way(there)
     return sorted(c.step for c in there if c.step > after and not is_own(c, launch, again) and is_on(living, c))
 
 
-def went_on(there: Sequence[Placed], launch: Key, restored: int | None, again: int = 0) -> Way:
+def went_on(there: Sequence[PlacedCheckpoint], launch: Key, restored: int | None, again: int = 0) -> Way:
     """The rewinds to what this launch saves, which has `restored` a step and goes on from it."""
     living = way(there)
     if restored is None:

@@ -43,7 +43,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         _ = self.nbytes  # refuses an unknown dtype, and sub-byte elements that do not end at a byte
 
 
-class Fragment(msgspec.Struct, frozen=True, array_like=True):
+class StagedFragment(msgspec.Struct, frozen=True, array_like=True):
     """What one rank holds of a tensor: boxes, and where each one's bytes (row-major) stand in the rank's slot.
 
     The boxes' bytes follow each other from `slot_offset` on. A flat range is the few boxes `region.flat_boxes` cuts it

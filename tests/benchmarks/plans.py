@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.disk.read_planner import Wanted, plan
+from holdfast_formats.disk.read_planner import WantedBox, plan
 from holdfast_formats.layout import rules
 from holdfast_formats.layout.elements import Specs
 from holdfast_formats.layout.language import parse
-from holdfast_formats.layout.rank_tensors import Holding
+from holdfast_formats.layout.rank_tensors import LayoutHoldings
 from holdfast_formats.region import Shape
 from tests.layouts import models
 from tests.layouts.realistic import KEYS, manifest, nbytes
@@ -112,10 +112,10 @@ def measure(case: Case, tensors: int, collecting: bool) -> dict[str, Any]:
     layout = parse(case.layout)
     world = layout.mesh.world
     chosen = clock.time("choose", lambda: rules.choose(made.config, made.specs))
-    holding = clock.time("holding", lambda: Holding(layout, case.group, made.specs, chosen))
+    holding = clock.time("holding", lambda: LayoutHoldings(layout, case.group, made.specs, chosen))
     shares = clock.time("share", lambda: [holding.share(rank) for rank in range(world)])
     held = clock.time("of", lambda: [holding.of(rank).tensors for rank in range(NODE)])
-    wanted = [Wanted(case.group, part.tensor, part.box) for rank in held for tensor in rank for part in tensor.parts]
+    wanted = [WantedBox(case.group, part.tensor, part.box) for rank in held for tensor in rank for part in tensor.parts]
     reads = clock.time("plan", lambda: plan(made.manifest, wanted))
     return {
         "tensors": len(made.specs),

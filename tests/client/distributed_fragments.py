@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.state.train_state import Snapshot, TrainState
-from holdfast.tensors.fragments import Piece, pieces
+from holdfast.tensors.fragments import LivePiece, pieces
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.region import tiles
 
@@ -140,7 +140,7 @@ def with_pieces(snapshot: Snapshot, convert) -> Snapshot:
     """The snapshot with other memory: numpy travels between ranks in every dtype, tensors do not."""
     leaves = []
     for leaf in snapshot.leaves:
-        leaves.append(leaf._replace(pieces=tuple(Piece(box, convert(tensor)) for box, tensor in leaf.pieces)))
+        leaves.append(leaf._replace(pieces=tuple(LivePiece(box, convert(tensor)) for box, tensor in leaf.pieces)))
     return snapshot._replace(leaves=tuple(leaves))
 
 

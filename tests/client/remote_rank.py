@@ -12,7 +12,7 @@ from holdfast.stage.slots import Slots
 from holdfast_formats.region import Box
 from holdfast_formats.staging import slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     attempt = link.request(hello, wire.Welcome).attempt
     slot = Slots(link, 2, size, 65_536).lease(step, attempt, 10)
     np.frombuffer(slot.data, np.uint8)[:size] = np.random.default_rng(step).integers(0, 256, size, np.uint8)
-    fragment = Fragment(TensorSpec("model", "w", "U8", (size,)), (Box((0,), (size,)),), 0)
+    fragment = StagedFragment(TensorSpec("model", "w", "U8", (size,)), (Box((0,), (size,)),), 0)
     slot.seal(slot_table.encode(SlotTable(run, step, attempt, 0, 1, ("model",), (fragment,), {}, {})), size)
     print("sealed", flush=True)
     time.sleep(3600)

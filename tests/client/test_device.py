@@ -541,7 +541,7 @@ def test_cuda_slots_are_page_locked_until_they_are_gone(tmp_path: Path) -> None:
 @needs_cuda
 def test_cuda_streams_and_events_are_what_the_stand_ins_are() -> None:
     """Nothing of what the CPU tests use is missing where a device is."""
-    side = cuda_copy.Side(torch.device("cuda", 0))
+    side = cuda_copy.SideStream(torch.device("cuda", 0))
     with side.selected():
         assert side.current() == side.stream
     event = side.event()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast import Api, Checkpointer, Fragment
-from holdfast.link.unix_socket import Link
+from holdfast.link.unix_socket import SocketLink
 from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import SaveTimes
@@ -93,8 +93,8 @@ def test_what_is_told_to_nobody_is_lost_without_a_word(tmp_path: Path) -> None:
     link.tell(wire.Measured(id=2, step=1, stall_s=0.5))
 
 
-def _link(daemon: RunningDaemon) -> Link:
-    return Link(daemon.socket, lambda outcome: None, lambda error: None)
+def _link(daemon: RunningDaemon) -> SocketLink:
+    return SocketLink(daemon.socket, lambda outcome: None, lambda error: None)
 
 
 def test_a_daemon_that_cannot_be_understood_is_given_up(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_daemon_that_cannot_be_understood_is_given_up(tmp_path: Path) -> None:
 
         daemon = threading.Thread(target=answer)
         daemon.start()
-        link = Link(path, lambda outcome: None, lost.append, lambda: dialled.append(path) or path)
+        link = SocketLink(path, lambda outcome: None, lost.append, lambda: dialled.append(path) or path)
         link.request(wire.Hello(id=0, run="r", rank=0, world=1, launch="l"), wire.Welcome)
         with pytest.raises(DaemonGone, match="cannot be understood") as refused:
             link.request(wire.Choose(id=1, turn=0), wire.Chosen)

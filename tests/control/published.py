@@ -36,10 +36,10 @@ def put_checkpoint(tier: Tier, made: Manifest) -> None:
     tier.put(f"{directory}/{naming.COMMIT}", manifest.encode_commit(made, encoded))
 
 
-def a_row(run: str, step: int, verified: bool = False, groups: tuple[str, ...] = ("model",)) -> bodies.Checkpoint:
+def a_row(run: str, step: int, verified: bool = False, groups: tuple[str, ...] = ("model",)) -> bodies.CheckpointInfo:
     """What the catalog lists of `a_manifest`."""
     made = a_manifest(run, step, groups=groups)
-    return bodies.Checkpoint(
+    return bodies.CheckpointInfo(
         run=run,
         step=step,
         attempt=1,

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.link import embedded
-from holdfast.link.unix_socket import Link
+from holdfast.link.unix_socket import SocketLink
 from holdfast.read.root_directory import open_checkpoint
 from holdfast.stage.slots import Slot, Slots
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box
 from holdfast_formats.staging import slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 from tests.crash.rank_process import content
 
 RESTORE_WAIT_S = 60.0
@@ -49,7 +49,7 @@ def copy_rest(slot: Slot, data: np.ndarray) -> None:
     np.frombuffer(slot.data, np.uint8)[data.size // 2 : data.size] = data[data.size // 2 :]
 
 
-def restore(link: Link, root: Path, run: str, box: Box) -> None:
+def restore(link: SocketLink, root: Path, run: str, box: Box) -> None:
     """Ask for the step, read this rank's part of it, and compare every byte."""
     question = wire.Choose(id=link.next_id(), turn=0, groups=("model",), wait_s=RESTORE_WAIT_S)
     step = link.request(question, wire.Chosen).step
@@ -82,7 +82,7 @@ def main() -> None:
     def dial() -> Path:
         return Path(socket) if socket != "-" else embedded.start(path)
 
-    link = Link(dial(), tell, lambda error: say("lost", 0), dial)
+    link = SocketLink(dial(), tell, lambda error: say("lost", 0), dial)
     hello = wire.Hello(id=link.next_id(), run=run, rank=rank, world=world, launch=launch)
     attempt = link.request(hello, wire.Welcome).attempt
     box = Box((rank * size,), (size,))
@@ -92,7 +92,7 @@ def main() -> None:
     for step, waits in ((int(text.rstrip("!")), text.endswith("!")) for text in steps.split(",")):
         if waits:
             sys.stdin.readline()
-        held = (Fragment(spec, (box,), 0),)
+        held = (StagedFragment(spec, (box,), 0),)
         save(slots, SlotTable(run, step, attempt, rank, world, ("model",), held, {}, {}), box)
     sys.stdin.readline()
     link.close()

@@ -11,13 +11,13 @@ import threading
 import time
 from pathlib import Path
 
-from holdfast.link.unix_socket import Link
+from holdfast.link.unix_socket import SocketLink
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.staging import wire
 
 
 def main() -> None:
-    link = Link(Path(sys.argv[1]), lambda outcome: None, lambda error: None)
+    link = SocketLink(Path(sys.argv[1]), lambda outcome: None, lambda error: None)
     hello = wire.Hello(id=link.next_id(), run="run", rank=0, world=1, launch="first", process="first", session="first")
     link.request(hello, wire.Welcome)
     if sys.argv[2] == "forked":
@@ -35,7 +35,7 @@ def main() -> None:
     time.sleep(3600)
 
 
-def wait_for_slot(link: Link) -> None:
+def wait_for_slot(link: SocketLink) -> None:
     try:
         link.request(wire.Lease(id=link.next_id(), step=2, wait_s=600.0, policy="wait"), wire.Granted)
     except CheckpointError as error:

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.link.unix_socket import Link
+from holdfast.link.unix_socket import SocketLink
 from holdfast.stage.slots import Slots
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box
 from holdfast_formats.staging import slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 from tests.crash.rank_process import content
 
 _lock = threading.Lock()
@@ -38,7 +38,7 @@ def tell(outcome: wire.Outcome) -> None:
     say("committed" if outcome.problem is None else f"aborted {outcome.problem['code']}", outcome.step)
 
 
-class TellingLink(Link):
+class TellingLink(SocketLink):
     """Says when a seal stands in shared memory, before the daemon is told."""
 
     def request(self, message: wire.Request, *arguments: Any) -> Any:
@@ -56,7 +56,7 @@ def main() -> None:
     slots = Slots(link, 2, size, 65_536)
     spec = TensorSpec("model", "w", "U8", (world * size,))
     for step, waits in ((int(text.rstrip("!")), text.endswith("!")) for text in steps.split(",")):
-        fragment = Fragment(spec, (Box((rank * size,), (size,)),), 0)
+        fragment = StagedFragment(spec, (Box((rank * size,), (size,)),), 0)
         encoded = slot_table.encode(SlotTable(run, step, attempt, rank, world, ("model",), (fragment,), {}, {}))
         try:
             slot = slots.lease(step, attempt, 60)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.link.unix_socket import Link
+from holdfast.link.unix_socket import SocketLink
 from holdfast.stage.slots import Slots
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.region import Box
 from holdfast_formats.staging import slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 
 
 def content(step: int, start: int, size: int) -> np.ndarray:
@@ -38,7 +38,7 @@ def say(what: str, step: int, pause: str) -> None:
 def main() -> None:
     socket, run, rank_text, world_text, launch, steps, bytes_text, *rest = sys.argv[1:]
     rank, world, size, pause = int(rank_text), int(world_text), int(bytes_text), rest[0] if rest else ""
-    link = Link(Path(socket), lambda outcome: None, lambda error: None)
+    link = SocketLink(Path(socket), lambda outcome: None, lambda error: None)
     hello = wire.Hello(id=link.next_id(), run=run, rank=rank, world=world, launch=launch)
     attempt = link.request(hello, wire.Welcome).attempt
     question = wire.Choose(id=link.next_id(), turn=0, groups=("model",), wait_s=60)
@@ -46,7 +46,7 @@ def main() -> None:
     slots = Slots(link, 2, size, 65_536)
     spec = TensorSpec("model", "w", "U8", (world * size,))
     for step in map(int, steps.split(",")):
-        fragment = Fragment(spec, (Box((rank * size,), (size,)),), 0)
+        fragment = StagedFragment(spec, (Box((rank * size,), (size,)),), 0)
         encoded = slot_table.encode(SlotTable(run, step, attempt, rank, world, ("model",), (fragment,), {}, {}))
         try:
             slot = slots.lease(step, attempt, 60)

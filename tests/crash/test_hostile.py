@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from holdfast.link.unix_socket import Link
+from holdfast.link.unix_socket import SocketLink
 from holdfast.read.root_directory import committed_steps
 from holdfast.rest.api import Api
 from holdfast.stage.slots import Slots
@@ -32,7 +32,7 @@ from holdfast_formats.errors import ArenaFull, CheckpointError, LimitExceeded, N
 from holdfast_formats.region import Box
 from holdfast_formats.staging import slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control import decisions
 from holdfast_service.storage import PosixTier, posix
 from tests.crash import ledger
@@ -215,7 +215,7 @@ class Trainer:
         self._heard = threading.Condition()
         self._outcomes: dict[int, wire.Outcome] = {}
         self._nbytes = nbytes
-        self.link = Link(daemon.socket, self._hear, lambda error: None, lambda: daemon.socket)
+        self.link = SocketLink(daemon.socket, self._hear, lambda error: None, lambda: daemon.socket)
         hello = wire.Hello(id=self.link.next_id(), run=run, rank=0, world=1, launch=f"launch-{time.monotonic_ns()}")
         self._attempt = self.link.request(hello, wire.Welcome).attempt
         try:
@@ -234,7 +234,7 @@ class Trainer:
         from holdfast_formats.errors import from_problem
 
         spec = TensorSpec("model", "w", "U8", (self._nbytes,))
-        held = (Fragment(spec, (Box((0,), (self._nbytes,)),), 0),)
+        held = (StagedFragment(spec, (Box((0,), (self._nbytes,)),), 0),)
         try:
             slot = self._slots.lease(step, self._attempt, 30)
             np.frombuffer(slot.data, np.uint8)[: self._nbytes] = step

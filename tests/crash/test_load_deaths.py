@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from holdfast import Checkpointer
-from holdfast.link.unix_socket import Link
+from holdfast.link.unix_socket import SocketLink
 from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.requests import Want
 from holdfast.read.root_directory import open_checkpoint
-from holdfast.read.shared_load import Neighbours, Read, fill
+from holdfast.read.shared_load import BytesRead, Neighbours, fill
 from holdfast_formats.region import Box
 from holdfast_formats.staging import wire
 from tests.daemons import RunningDaemon, wait_until
@@ -69,9 +69,9 @@ class Restored(NamedTuple):
     """A restore of one rank: where it reads to, and what becomes of it."""
 
     into: np.ndarray
-    filling: Future[Read]
+    filling: Future[BytesRead]
 
-    def check(self, timeout_s: float = 60) -> Read:
+    def check(self, timeout_s: float = 60) -> BytesRead:
         """Every value is right."""
         found = self.filling.result(timeout_s)
         assert np.array_equal(self.into, content())
@@ -81,7 +81,7 @@ class Restored(NamedTuple):
 @contextmanager
 def connected(daemon: RunningDaemon) -> Iterator[Callable[[int], list[Restored]]]:
     """Two ranks; calling what this gives makes them restore everything at the same time, with so many peers."""
-    links = [Link(daemon.socket, lambda outcome: None, lambda error: None) for _ in range(2)]
+    links = [SocketLink(daemon.socket, lambda outcome: None, lambda error: None) for _ in range(2)]
     for rank, link in enumerate(links):
         link.request(wire.Hello(id=link.next_id(), run="r", rank=rank, world=10, launch="restored"), wire.Welcome)
 
@@ -98,7 +98,7 @@ def connected(daemon: RunningDaemon) -> Iterator[Callable[[int], list[Restored]]
         link.close()
 
 
-def read(root: Path, into: np.ndarray, neighbours: Neighbours) -> Read:
+def read(root: Path, into: np.ndarray, neighbours: Neighbours) -> BytesRead:
     with open_checkpoint(root, None, "r", 1) as reader:
         return fill(reader, [Want("model", "w", Box((0,), (SIZE,)), into)], neighbours, Overwriting(lambda: None))
 

@@ -24,7 +24,7 @@ from holdfast_service.control.checkpoints.commit import publish_copy
 from holdfast_service.control.checkpoints.removal import sweep
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import Going, carry, read_pair
-from holdfast_service.daemon.copying.repair import Elsewhere, Outcome, mend
+from holdfast_service.daemon.copying.repair import Elsewhere, RepairOutcome, mend
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build, flip
 from tests.crash import ledger, power
@@ -65,7 +65,7 @@ class Pair:
             return error
         return None
 
-    def mend(self, error: CheckpointError | None) -> Outcome:
+    def mend(self, error: CheckpointError | None) -> RepairOutcome:
         elsewhere = Elsewhere({"replica there": self.there}, lambda made: nullcontext(), None)
         return mend(self.here, (RUN, STEP), error, elsewhere)
 

@@ -17,7 +17,7 @@ from holdfast_formats import naming
 from holdfast_formats.disk import verification
 from holdfast_formats.errors import Damaged
 from holdfast_service.daemon.saving.saver import Saver
-from holdfast_service.daemon.scrub import Plan, Scrub
+from holdfast_service.daemon.scrub import Scrub, ScrubPlan
 from tests.checking import RUN, Checked, Copies, checked_root
 from tests.checkpoints import build_root, flip
 from tests.crash import ledger
@@ -41,7 +41,7 @@ def scrub(root: Checked) -> Iterator[Scrub]:
     """A scrub that is asked for; by itself it does nothing."""
     with (
         closing(Saver(root.tier, root.decisions, "node", root.checker)) as saver,
-        closing(Scrub(root.checker, root.decisions, saver, Plan(None, None))) as scrub,
+        closing(Scrub(root.checker, root.decisions, saver, ScrubPlan(None, None))) as scrub,
     ):
         yield scrub
 

@@ -22,12 +22,12 @@ from holdfast_formats.staging import arena, slot_table
 from holdfast_formats.staging.arena import SlotHeader, SlotState
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.staging.wire import Outcome, Policy
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
-from holdfast_service.daemon.arena.segment import Segment
+from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
@@ -96,7 +96,7 @@ class Rank:
         self.outcomes: dict[int, Outcome] = {}
         self._heard = threading.Condition()
         self.who = Participant(RUN, rank, launch_world, attempt, self._notify)
-        self.segment: Segment = world.arena.reserve(arena.geometry(slots, SIZE, 4096), f"rank{rank}", self.who.owner)
+        self.segment: ArenaSegment = world.arena.reserve(arena.geometry(slots, SIZE, 4096), f"rank{rank}", self.who.owner)
         world.saver.join(self.who)
 
     def _notify(self, outcome: Outcome) -> None:
@@ -119,7 +119,7 @@ class Rank:
         start = geometry.data_offset(slot)
         memory[start : start + SIZE] = content(step, self.rank).data
         spec = TensorSpec("model", "w", "U8", (self.size, SIZE))
-        held = (Fragment(spec, (Box((self.rank, 0), (1, SIZE)),), 0),)
+        held = (StagedFragment(spec, (Box((self.rank, 0), (1, SIZE)),), 0),)
         made = SlotTable(RUN, step, self.attempt, self.rank, self.size, ("model",), held, {}, {})
         said = {"restored": intent.restored, "turn": intent.turn, "existing": intent.existing, "again": intent.again}
         encoded = slot_table.encode(msgspec.structs.replace(made, **said))

@@ -26,7 +26,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.staging import slot_table as table
 from holdfast_formats.staging import wire
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.daemon import remote
 from holdfast_service.daemon.arena.upload import Chunk
 from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
@@ -67,7 +67,7 @@ def chunk(data: bytes, offset: int = 0) -> Chunk:
 def slot_table(rank: RemoteRank, step: int) -> bytes:
     who = rank.who
     spec = TensorSpec("model", "w", "U8", (who.world, SIZE))
-    held = (Fragment(spec, (Box((who.rank, 0), (1, SIZE)),), 0),)
+    held = (StagedFragment(spec, (Box((who.rank, 0), (1, SIZE)),), 0),)
     return table.encode(SlotTable(RUN, step, who.attempt, who.rank, who.world, ("model",), held, {}, {}))
 
 

@@ -14,13 +14,13 @@ from holdfast_formats.errors import CorruptExtent, DaemonGone, InvalidRequest
 from holdfast_formats.rest.operations import Job
 from holdfast_service.daemon import scrub as scrubbing
 from holdfast_service.daemon.saving.saver import Saver
-from holdfast_service.daemon.scrub import CheckJobs, Plan, Rate, Scrub
+from holdfast_service.daemon.scrub import CheckJobs, Rate, Scrub, ScrubPlan
 from tests.checking import RUN, Checked, checked_root
 from tests.checkpoints import flip
 from tests.daemons import wait_until
 
 FAST = 10**12
-NEVER = Plan(None, None)
+NEVER = ScrubPlan(None, None)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def root(tmp_path: Path) -> Iterator[Checked]:
 
 
 @contextmanager
-def scrubbed(root: Checked, plan: Plan) -> Iterator[Scrub]:
+def scrubbed(root: Checked, plan: ScrubPlan) -> Iterator[Scrub]:
     """A scrub over the root, beside a saver that saves nothing."""
     with (
         closing(Saver(root.tier, root.decisions, "node", root.checker)) as saver,
@@ -51,14 +51,14 @@ def states(root: Checked) -> list[str]:
 def test_what_was_never_checked_comes_first_and_what_is_due_once(root: Checked) -> None:
     """Everything is read once, damage is marked, one event tells of it; within the period nothing is read again."""
     damage(root, 3)
-    with scrubbed(root, Plan(FAST, 3600.0)):
+    with scrubbed(root, ScrubPlan(FAST, 3600.0)):
         wait_until(lambda: len(root.decisions.events.after(0, 10, kind="scrub-finished")) == 1)
     assert states(root) == ["verified", "verified", "damaged"]
     assert root.catalog.newest(RUN) == 2
     (event,) = root.decisions.events.after(0, 10, kind="scrub-finished")
     assert (event.level, event.detail["checkpoints"], event.detail["damaged"]) == ("warning", 3, 1)
     read = root.checker.counts.all()["bytes"]
-    with scrubbed(root, Plan(FAST, 3600.0)) as scrub:
+    with scrubbed(root, ScrubPlan(FAST, 3600.0)) as scrub:
         scrub.check_soon([])
         time.sleep(0.3)
     assert root.checker.counts.all()["bytes"] == read
@@ -83,7 +83,7 @@ def test_it_waits_for_saves(root: Checked, monkeypatch: pytest.MonkeyPatch) -> N
     writing = threading.Event()
     writing.set()
     monkeypatch.setattr(Saver, "writing", property(lambda saver: writing.is_set()))
-    with scrubbed(root, Plan(FAST, 3600.0)):
+    with scrubbed(root, ScrubPlan(FAST, 3600.0)):
         time.sleep(0.3)
         assert root.checker.counts.all()["bytes"] == 0
         writing.clear()
@@ -92,7 +92,7 @@ def test_it_waits_for_saves(root: Checked, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_it_ends_in_the_middle_of_a_checkpoint(root: Checked) -> None:
     """A daemon that ends does not wait for a slow scrub: what was not read to its end stays due."""
-    with scrubbed(root, Plan(1, 3600.0)):
+    with scrubbed(root, ScrubPlan(1, 3600.0)):
         wait_until(lambda: root.checker.counts.all()["bytes"] > 0)
     assert states(root) == ["committed"] * 3
     assert len(root.decisions.findings.due("9999")) == 3
@@ -100,7 +100,7 @@ def test_it_ends_in_the_middle_of_a_checkpoint(root: Checked) -> None:
 
 def test_it_gives_way_to_removals(root: Checked) -> None:
     """It holds nothing: a checkpoint is removed while it is read, and that is no damage."""
-    with scrubbed(root, Plan(1, 3600.0)):
+    with scrubbed(root, ScrubPlan(1, 3600.0)):
         wait_until(lambda: root.checker.counts.all()["bytes"] > 0)
         root.decisions.rotation.remove(RUN, 3, newest=True)
     assert root.events("checkpoint-damaged") == []
@@ -110,7 +110,7 @@ def test_what_cannot_be_read_is_left_alone_for_a_while(root: Checked, monkeypatc
     """A directory that is gone is no damage, and is not looked for again at once."""
     monkeypatch.setattr(scrubbing, "LOOK_S", 0.05)
     root.path(2).rename(root.root / "elsewhere")
-    with scrubbed(root, Plan(FAST, 3600.0)):
+    with scrubbed(root, ScrubPlan(FAST, 3600.0)):
         wait_until(lambda: len(root.decisions.events.after(0, 10, kind="scrub-finished")) == 1)
         time.sleep(0.3)
     assert [root.known(step).state for step in (1, 3)] == ["verified"] * 2

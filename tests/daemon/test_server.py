@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.link.unix_socket import Link
+from holdfast.link.unix_socket import SocketLink
 from holdfast.stage.slots import Slots
 from holdfast_formats import naming
 from holdfast_formats.disk.verification import Piece
@@ -28,11 +28,11 @@ def daemon(tmp_path_factory: pytest.TempPathFactory):
         yield daemon
 
 
-def link(daemon: RunningDaemon) -> Link:
-    return Link(daemon.socket, lambda outcome: None, lambda error: None)
+def link(daemon: RunningDaemon) -> SocketLink:
+    return SocketLink(daemon.socket, lambda outcome: None, lambda error: None)
 
 
-def hello(link: Link, **changes: object) -> wire.Welcome:
+def hello(link: SocketLink, **changes: object) -> wire.Welcome:
     message = wire.Hello(**{"id": link.next_id(), "run": "r", "rank": 0, "world": 1, "launch": "x", **changes})
     return link.request(message, wire.Welcome)
 

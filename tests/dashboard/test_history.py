@@ -9,10 +9,10 @@ import pytest
 from holdfast_formats.disk.manifest import Extent, TensorEntry
 from holdfast_formats.rest import bodies
 from holdfast_service.dashboard import contents, history, words
-from holdfast_service.dashboard.contents import Line
+from holdfast_service.dashboard.contents import TensorLine
 
 
-def checkpoint(step: int, **changes: object) -> bodies.Checkpoint:
+def checkpoint(step: int, **changes: object) -> bodies.CheckpointInfo:
     """A verified checkpoint."""
     stated = {
         "run": "r",
@@ -23,7 +23,7 @@ def checkpoint(step: int, **changes: object) -> bodies.Checkpoint:
         "groups": ["model"],
     }
     made = {"tensors": 1, "files": 1, "bytes": 1000, "metrics": {}, "verified": True}
-    return bodies.Checkpoint.model_validate(stated | made | changes)
+    return bodies.CheckpointInfo.model_validate(stated | made | changes)
 
 
 def a_round(step: int, state: str, **changes: object) -> bodies.Round:
@@ -126,12 +126,12 @@ def test_moments() -> None:
 def test_stripes_are_the_rows_that_each_rank_held() -> None:
     """Rows that one axis shared out are cut as torch cuts them; everything else is one piece, and none is left out."""
     entry = TensorEntry("F32", (10, 4), "f", 40, (Extent(0, 160, "0" * 16),), "dp=Shard(dim=0), tp=Replicate()")
-    cut = contents.stripes(Line("model", "w", entry, None), {"dp": 4, "tp": 2}, 200, {entry.placement: 3})
+    cut = contents.stripes(TensorLine("model", "w", entry, None), {"dp": 4, "tp": 2}, 200, {entry.placement: 3})
     assert [stripe.who for stripe in cut] == ["dp=0", "dp=1", "dp=2", "dp=3"]
     assert [round(stripe.width * 200 / 16) for stripe in cut] == [3, 3, 3, 1]
     assert cut[0].start == 0.2
     columns = TensorEntry("F32", (10, 4), "f", 40, entry.extents, "dp=Shard(dim=1)")
-    assert len(contents.stripes(Line("model", "w", columns, None), {"dp": 2}, 200, {columns.placement: 0})) == 1
+    assert len(contents.stripes(TensorLine("model", "w", columns, None), {"dp": 2}, 200, {columns.placement: 0})) == 1
 
 
 def test_what_is_gone_from_a_whole_list_was_removed() -> None:

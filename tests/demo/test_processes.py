@@ -15,14 +15,22 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.demo.processes import Job, ProcessId, free_port, identify, is_alive, leaving_in_order, stop_earlier_daemon
+from holdfast.demo.processes import (
+    LaunchedJob,
+    ProcessId,
+    free_port,
+    identify,
+    is_alive,
+    leaving_in_order,
+    stop_earlier_daemon,
+)
 from holdfast_formats.naming import DAEMON_FILE
 
 SLEEP = "import time; time.sleep(60)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
 
 
-def wait_for_family(job: Job, count: int) -> list[ProcessId]:
+def wait_for_family(job: LaunchedJob, count: int) -> list[ProcessId]:
     deadline = time.monotonic() + 60
     while len(job.family) < count and time.monotonic() < deadline:
         job.poll()
@@ -32,7 +40,7 @@ def wait_for_family(job: Job, count: int) -> list[ProcessId]:
 
 def test_a_killed_job_takes_children_of_other_sessions_along(tmp_path: Path) -> None:
     """torchrun gives each rank a session of its own, so a kill has to follow parentage."""
-    with Job([sys.executable, "-c", PARENT], tmp_path / "log") as job:
+    with LaunchedJob([sys.executable, "-c", PARENT], tmp_path / "log") as job:
         family = wait_for_family(job, 2)
         assert job.kill() == 2
     assert len(family) == 2
@@ -41,7 +49,7 @@ def test_a_killed_job_takes_children_of_other_sessions_along(tmp_path: Path) -> 
 
 def test_leaving_the_block_kills_what_still_runs(tmp_path: Path) -> None:
     """An error in the demo leaves no trainer behind."""
-    with Job([sys.executable, "-c", SLEEP], tmp_path / "log") as job:
+    with LaunchedJob([sys.executable, "-c", SLEEP], tmp_path / "log") as job:
         (identity,) = wait_for_family(job, 1)
         assert is_alive(identity)
     assert not is_alive(identity)

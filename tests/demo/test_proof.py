@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from holdfast.demo.proof import KINDS, Launch, compare_losses, compare_states, compare_weights, parse_journal
+from holdfast.demo.proof import KINDS, LaunchRecord, compare_losses, compare_states, compare_weights, parse_journal
 
-WHOLE = [Launch(0, {1: 2.5, 2: 2.25, 3: 2.0}, []), Launch(0, {1: 2.75, 2: 2.5, 3: 2.125}, [])]
+WHOLE = [LaunchRecord(0, {1: 2.5, 2: 2.25, 3: 2.0}, []), LaunchRecord(0, {1: 2.75, 2: 2.5, 3: 2.125}, [])]
 STATE = {f"{kind}/entry": f"{position:016x}" for position, kind in enumerate(KINDS)}
 
 
@@ -23,31 +23,35 @@ def test_a_journal_is_read_launch_by_launch_and_losses_keep_every_bit() -> None:
         + event(restored=1)
         + event(step=2, loss="0x1p-1")
     )
-    assert parse_journal(text) == [Launch(0, {1: 0.1}, [1]), Launch(1, {2: 0.5}, [])]
+    assert parse_journal(text) == [LaunchRecord(0, {1: 0.1}, [1]), LaunchRecord(1, {2: 0.5}, [])]
 
 
 def test_the_line_that_a_kill_tore_is_left_out() -> None:
     """A last line without its end counts as not written."""
-    assert parse_journal(event(restored=0) + event(step=1, loss="0x1p+0") + '{"step": 2, "lo') == [Launch(0, {1: 1.0}, [])]
+    assert parse_journal(event(restored=0) + event(step=1, loss="0x1p+0") + '{"step": 2, "lo') == [
+        LaunchRecord(0, {1: 1.0}, [])
+    ]
 
 
 def test_equal_losses_hold_with_their_count() -> None:
     """Losses of a later launch are compared at the same steps on the same ranks."""
-    claim = compare_losses(WHOLE, [Launch(1, {2: 2.25, 3: 2.0}, []), Launch(1, {2: 2.5, 3: 2.125}, [])], "losses")
+    claim = compare_losses(
+        WHOLE, [LaunchRecord(1, {2: 2.25, 3: 2.0}, []), LaunchRecord(1, {2: 2.5, 3: 2.125}, [])], "losses"
+    )
     assert claim.holds
     assert claim.evidence == "4 losses on 2 ranks, steps 2 to 3"
 
 
 def test_one_bit_in_one_loss_on_one_rank_is_found() -> None:
     """The smallest difference there is makes the claim false and is named by rank and step."""
-    claim = compare_losses(WHOLE, [WHOLE[0], Launch(0, {3: 2.125000000000001}, [])], "losses")
+    claim = compare_losses(WHOLE, [WHOLE[0], LaunchRecord(0, {3: 2.125000000000001}, [])], "losses")
     assert not claim.holds
     assert claim.evidence.startswith("rank 1, step 3:")
 
 
 def test_no_loss_at_all_proves_nothing() -> None:
     """A run that never took a step does not count as equal."""
-    assert not compare_losses(WHOLE, [Launch(0, {}, []), Launch(0, {}, [])], "losses").holds
+    assert not compare_losses(WHOLE, [LaunchRecord(0, {}, []), LaunchRecord(0, {}, [])], "losses").holds
 
 
 def test_equal_states_hold_for_every_kind() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from holdfast.demo import report
-from holdfast.demo.proof import Launch
+from holdfast.demo.proof import LaunchRecord
 
 
 def printed() -> Console:
@@ -37,4 +37,4 @@ def test_generated_text_keeps_its_lines_and_loses_its_empty_end() -> None:
 
 def test_the_mean_loss_is_over_the_steps_that_all_ranks_finished() -> None:
     """A kill leaves one rank a step ahead; that step has no mean."""
-    assert report.mean_losses([Launch(0, {1: 2.0, 2: 1.0}, []), Launch(0, {1: 4.0}, [])]) == {1: 3.0}
+    assert report.mean_losses([LaunchRecord(0, {1: 2.0, 2: 1.0}, []), LaunchRecord(0, {1: 4.0}, [])]) == {1: 3.0}

@@ -116,11 +116,11 @@ def sample_manifest() -> Manifest:
     return manifest_of(SAMPLE_SPECS, aliases={"model": {"tied": "a"}})
 
 
-def stored(*tensors: tuple[str, str, Shape]) -> list[safetensors.Stored]:
+def stored(*tensors: tuple[str, str, Shape]) -> list[safetensors.FileTensor]:
     """Stored tensors that follow each other."""
     end = 0
     listed = []
     for name, dtype, shape in tensors:
         start, end = end, end + dtypes.nbytes(dtype, prod(shape))
-        listed.append(safetensors.Stored(name, dtype, shape, start, end))
+        listed.append(safetensors.FileTensor(name, dtype, shape, start, end))
     return listed

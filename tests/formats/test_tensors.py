@@ -7,7 +7,7 @@ from hypothesis import given
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, StateMismatch
 from holdfast_formats.region import Box, Shape, whole
-from holdfast_formats.tensors import Fragment, TensorSpec, box_bytes
+from holdfast_formats.tensors import StagedFragment, TensorSpec, box_bytes
 
 from .strategies import shape_and_grid, specs
 
@@ -48,7 +48,7 @@ def test_limits_are_inclusive() -> None:
 def test_fragments_of_a_grid_hold_all_bytes(case: tuple[Shape, list[Box]]) -> None:
     """The boxes of a tiling, as one fragment, pass the check and have as many bytes as the tensor."""
     shape, grid = case
-    fragment = Fragment(TensorSpec("model", "w", "BF16", shape), tuple(grid), 0)
+    fragment = StagedFragment(TensorSpec("model", "w", "BF16", shape), tuple(grid), 0)
     fragment.check()
     assert fragment.nbytes == fragment.spec.nbytes
 
@@ -60,6 +60,6 @@ def test_fragments_of_a_grid_hold_all_bytes(case: tuple[Shape, list[Box]]) -> No
 def test_boxes_that_do_not_fit_are_refused_by_name(dtype: str, box: Box) -> None:
     """A box outside the tensor, of another rank, or cut inside a byte is refused, and the tensor named."""
     spec = TensorSpec("model", "w", dtype, (2, 4))
-    Fragment(spec, (Box((0, 2), (2, 2)),), 0).check()
+    StagedFragment(spec, (Box((0, 2), (2, 2)),), 0).check()
     with pytest.raises(StateMismatch, match="'w'"):
-        Fragment(spec, (box,), 0).check()
+        StagedFragment(spec, (box,), 0).check()

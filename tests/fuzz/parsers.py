@@ -24,7 +24,7 @@ from holdfast_formats.layout.rules.table import compile_table
 from holdfast_formats.region import Box
 from holdfast_formats.staging import arena, piece_list, slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_formats.whereabouts import RootMark
 from holdfast_service.api.content import open_checkpoints
 from holdfast_service.api.door import bodies
@@ -132,7 +132,7 @@ def _problem(data: bytes) -> None:
 def _segment() -> bytes:
     made = arena.geometry(2, 4096, 4096)
     memory = bytearray(made.segment_bytes)
-    arena.write_superblock(memoryview(memory), made, arena.Owner("run", 0, 1, 1))
+    arena.write_superblock(memoryview(memory), made, arena.SegmentOwner("run", 0, 1, 1))
     for slot in range(made.slots):
         arena.write_header(memoryview(memory), made, slot, arena.SlotHeader(arena.SlotState.SEALED, 5, 1, 8, 8, 1))
     return bytes(memory)
@@ -140,7 +140,7 @@ def _segment() -> bytes:
 
 def _table() -> bytes:
     spec = TensorSpec("model", "w", "F32", (4, 4))
-    held = (Fragment(spec, (Box((0, 0), (2, 4)),), 0),)
+    held = (StagedFragment(spec, (Box((0, 0), (2, 4)),), 0),)
     made = SlotTable(
         "run", 5, 1, 0, 1, ("model", "extra"), held, {"extra": {"lr": "0.1"}}, {"model": {"v": "w"}}, metrics={"loss": 2.5}
     )

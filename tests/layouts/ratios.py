@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.disk.read_planner import Wanted, plan
+from holdfast_formats.disk.read_planner import WantedBox, plan
 from holdfast_formats.layout.language import parse
 from holdfast_formats.layout.mesh import Mesh
-from holdfast_formats.layout.rank_tensors import Holding
+from holdfast_formats.layout.rank_tensors import LayoutHoldings
 
 from .realistic import Real
 
@@ -43,9 +43,9 @@ def ratios(real: Real, manifest: Manifest, text: str, group: str) -> Iterator[Ra
     """One for each size of a node that differs: neighbouring ranks stand on one node, as launchers number them."""
     layout = parse(text)
     world = layout.mesh.world
-    holding = Holding(layout, group, real.groups[group], real.rules)
+    holding = LayoutHoldings(layout, group, real.groups[group], real.rules)
     ranks = [
-        [Wanted(group, part.tensor, part.box) for tensor in holding.of(rank).tensors for part in tensor.parts]
+        [WantedBox(group, part.tensor, part.box) for tensor in holding.of(rank).tensors for part in tensor.parts]
         for rank in range(world)
     ]
     for node in dict.fromkeys(min(node, world) for node in NODES):

@@ -16,10 +16,10 @@ from holdfast_formats.digest import digest
 from holdfast_formats.layout import parts, rules
 from holdfast_formats.layout.declared import declare
 from holdfast_formats.layout.language import Layout, parse
-from holdfast_formats.layout.rank_tensors import Holding
+from holdfast_formats.layout.rank_tensors import LayoutHoldings
 from holdfast_formats.region import Box
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_formats.tensors import Fragment
+from holdfast_formats.tensors import StagedFragment
 from holdfast_service.control.checkpoints.planner import plan
 from holdfast_service.daemon.writing.writer import write
 from holdfast_service.storage import MemoryTier
@@ -84,7 +84,7 @@ def saved(model_name: str, layout_name: str) -> Saved:
 
 def _slot(model: Model, world: World, layout: Layout, rank: int) -> tuple[SlotTable, np.ndarray]:
     """One rank's slot: the boxes of stored tensors that its local tensors are, and the table that says so."""
-    fragments: list[Fragment] = []
+    fragments: list[StagedFragment] = []
     data = bytearray()
     for group in GROUPS:
         held = expected(world, model, rank, group)
@@ -97,13 +97,13 @@ def _slot(model: Model, world: World, layout: Layout, rank: int) -> tuple[SlotTa
             for part in each.local.parts:
                 boxes.setdefault(part.tensor, []).append((part.box, parts.view(memory, part).tobytes()))
             for tensor, pieces in boxes.items():
-                fragments.append(Fragment(each.specs[tensor], tuple(box for box, _ in pieces), len(data)))
+                fragments.append(StagedFragment(each.specs[tensor], tuple(box for box, _ in pieces), len(data)))
                 data += b"".join(octets for _, octets in pieces)
     table = SlotTable("r", 1, 1, rank, world.ranks, GROUPS, tuple(_once(fragments)), {group: {} for group in GROUPS}, {})
     return table, np.frombuffer(bytes(data), np.uint8)
 
 
-def _once(fragments: list[Fragment]) -> list[Fragment]:
+def _once(fragments: list[StagedFragment]) -> list[StagedFragment]:
     """An optimizer's fused scalar is declared once a stored tensor."""
     seen: set[tuple[str, str, tuple[Box, ...]]] = set()
     kept = []
@@ -121,7 +121,8 @@ def loaded(model_name: str, layout_name: str) -> list[dict[str, parts.LocalTenso
     model, world = MODELS[model_name], LAYOUTS[model_name][layout_name]
     layout = parse(world.text)
     holdings = [
-        Holding(layout, g, {n: ("F32", a.shape) for n, a in source(model, g).items()}, rules_of(model)) for g in GROUPS
+        LayoutHoldings(layout, g, {n: ("F32", a.shape) for n, a in source(model, g).items()}, rules_of(model))
+        for g in GROUPS
     ]
     return [
         {f"{g}/{t.name}": t for g, holding in zip(GROUPS, holdings, strict=True) for t in holding.of(rank).tensors}

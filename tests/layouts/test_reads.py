@@ -12,7 +12,7 @@ from math import prod
 import pytest
 
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.disk.read_planner import Wanted, plan
+from holdfast_formats.disk.read_planner import WantedBox, plan
 from holdfast_formats.region import Box, whole
 
 from .matrix import LAYOUTS
@@ -62,7 +62,7 @@ def test_every_extent_is_read_once_a_node_whoever_wants_it() -> None:
     _, listed = stored("llama")
     name = "model.layers.0.mlp.down_proj.weight"
     shape = listed.tensors["model"][name].shape
-    once = plan(listed, [Wanted("model", name, whole(shape))])
-    halves = [Wanted("model", name, Box((0, at), (shape[0], shape[1] // 2))) for at in (0, shape[1] // 2)]
-    assert plan(listed, [*halves, *halves, Wanted("model", name, whole(shape))]) == once
+    once = plan(listed, [WantedBox("model", name, whole(shape))])
+    halves = [WantedBox("model", name, Box((0, at), (shape[0], shape[1] // 2))) for at in (0, shape[1] // 2)]
+    assert plan(listed, [*halves, *halves, WantedBox("model", name, whole(shape))]) == once
     assert plan(listed, halves) == once

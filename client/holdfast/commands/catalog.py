@@ -122,13 +122,13 @@ def _offline(kind: type[Report], work: str, root: Path, catalog: str | None) -> 
     if done.returncode == 0:
         return kind.model_validate_json(done.stdout)
     try:
-        problem = Problem.model_validate_json(done.stdout).model_dump()
+        problem = CatalogProblem.model_validate_json(done.stdout).model_dump()
     except ValueError as error:
         raise StorageFailed(f"the catalog could not be looked at (exit status {done.returncode})") from error
     raise from_problem(problem)
 
 
-class Problem(BaseModel, extra="allow"):
+class CatalogProblem(BaseModel, extra="allow"):
     code: str
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.read.library import Library, Listing, ServiceLibrary, open_library
+from holdfast.read.library import Library, RunListing, ServiceLibrary, open_library
 from holdfast.rest import filters
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.terminal import console
@@ -67,7 +67,7 @@ def _list_runs(library: Library, as_json: bool) -> None:
 def _list_checkpoints(library: Library, run: str, wanted: tuple[Filter, bool], as_json: bool) -> None:
     listing = library.checkpoints(run, wanted[0])
     if wanted[1]:
-        listing = Listing([c for c in listing.checkpoints if c.healthy], listing.unreadable)
+        listing = RunListing([c for c in listing.checkpoints if c.healthy], listing.unreadable)
     if as_json:
         console.print_json([{**made.model_dump(), "state": made.state} for made in listing.checkpoints])
     else:
@@ -82,7 +82,7 @@ def _list_checkpoints(library: Library, run: str, wanted: tuple[Filter, bool], a
         _warn(f"unreadable: {error.detail}")
 
 
-def _table(checkpoints: list[bodies.Checkpoint], asked: bool) -> object:
+def _table(checkpoints: list[bodies.CheckpointInfo], asked: bool) -> object:
     """`asked`: a service says what is known of them. A directory alone tells of their commits."""
     columns = ("STEP", "CREATED", "STATE", "BYTES", "TENSORS", "GROUPS", "METRICS", "MARKS")
     table = console.table(*columns, right=("STEP", "BYTES", "TENSORS"))

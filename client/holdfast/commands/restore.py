@@ -58,7 +58,7 @@ def restore(  # noqa: PLR0913 - a command's options are its arguments
     """
     with console.reporting(as_json):
         if layout is not None:
-            wanted = shard.Wanted(layout, rank, _one(group), rules)
+            wanted = shard.ShardRequest(layout, rank, _one(group), rules)
             with open_source(parse_target(checkpoint), root, url) as source:
                 shard.restore(source, wanted, shard.Into(out, all_ranks, plan), as_json)
             return

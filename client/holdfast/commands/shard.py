@@ -18,13 +18,13 @@ from holdfast_formats.disk.read_planner import ReadPlan
 from holdfast_formats.errors import InvalidRequest, StorageFailed
 from holdfast_formats.layout import language
 from holdfast_formats.layout.language import Layout
-from holdfast_formats.layout.rank_tensors import Held, Holding
+from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
 
 PLANNED_TENSORS_MAX = 200_000  # of all ranks together: more are counted, and not made
 _AXES_SHOWN = ("tp", "cp", "sharding", "dp", "pp", "etp", "ep")
 
 
-class Wanted(NamedTuple):
+class ShardRequest(NamedTuple):
     """Whose shard of what; every rank's where no rank is named."""
 
     layout: str
@@ -41,13 +41,13 @@ class Into(NamedTuple):
     plan: bool
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """What one rank holds, and what has to be read for it. Of large worlds neither `held` nor `plan` is worked out."""
 
     rank: int
     tensors: int
     bytes: int
-    held: Held | None = None
+    held: HeldTensors | None = None
     plan: ReadPlan | None = None
 
 
@@ -59,7 +59,7 @@ class Written(NamedTuple):
     bytes: int
 
 
-def restore(source: Source, wanted: Wanted, into: Into, as_json: bool) -> None:
+def restore(source: Source, wanted: ShardRequest, into: Into, as_json: bool) -> None:
     """Write or print what ranks hold; `InvalidRequest` where the options do not fit together."""
     if into.all_ranks is not None and (wanted.rank is not None or into.out is not None):
         raise InvalidRequest("--all-ranks is for every rank's file", hint="leave --rank and --out out")
@@ -89,9 +89,9 @@ def _file_of(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.safetensors"
 
 
-def _shares(checkpoint: Checkpoint, holding: Holding, ranks: Iterable[int]) -> list[Share]:
+def _shares(checkpoint: Checkpoint, holding: LayoutHoldings, ranks: Iterable[int]) -> list[RankShare]:
     with gc_pause.paused():
-        shares = [Share(rank, *holding.share(rank)) for rank in ranks]
+        shares = [RankShare(rank, *holding.share(rank)) for rank in ranks]
         if sum(share.tensors for share in shares) > PLANNED_TENSORS_MAX and len(shares) > 1:
             return shares
         helds = (holding.of(share.rank) for share in shares)
@@ -101,7 +101,7 @@ def _shares(checkpoint: Checkpoint, holding: Holding, ranks: Iterable[int]) -> l
         ]
 
 
-def _write(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, paths: Mapping[int, Path], as_json: bool) -> None:
+def _write(checkpoint: Checkpoint, layout: Layout, wanted: ShardRequest, paths: Mapping[int, Path], as_json: bool) -> None:
     """All files, or none, one rank after the other: what was written is removed where a later one fails."""
     manifest, group = checkpoint.manifest, wanted.group
     holding = checkpoint.holding(layout, group, wanted.rules)
@@ -130,7 +130,7 @@ def _write(checkpoint: Checkpoint, layout: Layout, wanted: Wanted, paths: Mappin
     _print_notes(notes)
 
 
-def _print(layout: Layout, wanted: Wanted, shares: Sequence[Share]) -> None:
+def _print(layout: Layout, wanted: ShardRequest, shares: Sequence[RankShare]) -> None:
     axes = [axis for axis in _AXES_SHOWN if getattr(layout.mesh, axis) > 1]
     right = ("RANK", *(axis.upper() for axis in axes), "TENSORS", "BYTES", "TO READ")
     ranks = console.table(*right, right=right)
@@ -158,7 +158,7 @@ def _print_notes(notes: Iterable[str]) -> None:
         console.err().print(f"note: {note}", style="yellow", markup=False)
 
 
-def _document(layout: Layout, wanted: Wanted, shares: Sequence[Share]) -> dict[str, Any]:
+def _document(layout: Layout, wanted: ShardRequest, shares: Sequence[RankShare]) -> dict[str, Any]:
     return {
         "layout": language.text(layout),
         "group": wanted.group,
@@ -167,7 +167,7 @@ def _document(layout: Layout, wanted: Wanted, shares: Sequence[Share]) -> dict[s
     }
 
 
-def _rank_document(layout: Layout, share: Share) -> dict[str, Any]:
+def _rank_document(layout: Layout, share: RankShare) -> dict[str, Any]:
     """Of a large world's ranks only how much they hold."""
     place = {"rank": share.rank, "coordinates": layout.mesh.coordinate(share.rank)._asdict(), "bytes": share.bytes}
     if share.held is None or share.plan is None:

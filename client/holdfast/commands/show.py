@@ -44,7 +44,7 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
     _print_tables(made)
 
 
-def _checked(known: bodies.Checkpoint | None) -> str:
+def _checked(known: bodies.CheckpointInfo | None) -> str:
     """What the service's restore check has found."""
     if known is None:
         return "only a service knows; `holdfast verify` reads it back now"
@@ -76,7 +76,7 @@ def _print_tables(made: Manifest) -> None:
     out.print(tensors, markup=False)
 
 
-def _document(made: Manifest, known: bodies.Checkpoint | None) -> dict[str, object]:
+def _document(made: Manifest, known: bodies.CheckpointInfo | None) -> dict[str, object]:
     tensors = [
         {"group": group, "name": name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes, "file": t.file}
         for group, held in made.tensors.items()

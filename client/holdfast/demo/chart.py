@@ -19,7 +19,7 @@ class Series(NamedTuple):
     width: float
 
 
-class Frame(NamedTuple):
+class AxesFrame(NamedTuple):
     """What the axes span."""
 
     first: int
@@ -36,10 +36,10 @@ class Frame(NamedTuple):
         return (self.high - value) / max(self.high - self.low, 1e-12)
 
 
-def frame(series: Sequence[Series]) -> Frame:
+def frame(series: Sequence[Series]) -> AxesFrame:
     steps = [step for one in series for step in one.values]
     values = [value for one in series for value in one.values.values()]
-    return Frame(min(steps), max(steps), min(values), max(values))
+    return AxesFrame(min(steps), max(steps), min(values), max(values))
 
 
 def draw(values: Mapping[int, float], marks: Mapping[int, str], columns: int = 72, rows: int = 9) -> list[str]:

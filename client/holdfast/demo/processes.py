@@ -56,7 +56,7 @@ class ProcessId(NamedTuple):
     started: str
 
 
-class Job:
+class LaunchedJob:
     """A launcher and every process below it, killed together when the block ends."""
 
     def __init__(self, command: list[str], log: Path) -> None:
@@ -67,7 +67,7 @@ class Job:
             )
         self.family = {identity for identity in [identify(self._launcher.pid)] if identity}
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> LaunchedJob:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -121,7 +121,7 @@ def descendants(pid: int) -> Iterator[ProcessId]:
         yield from descendants(child)
 
 
-class Daemon(NamedTuple):
+class DemoDaemon(NamedTuple):
     """A daemon that runs: its process, its addresses and what it keeps."""
 
     pid: int
@@ -131,7 +131,7 @@ class Daemon(NamedTuple):
     process: subprocess.Popen[bytes] | None = None  # where it is our own child
 
 
-def start_daemon(directory: Path) -> Daemon:
+def start_daemon(directory: Path) -> DemoDaemon:
     """Start `holdfast serve` on `directory/data` in a session of its own, and wait until it answers."""
     root, log = directory / "data", directory / "daemon.log"
     root.mkdir()
@@ -143,7 +143,7 @@ def start_daemon(directory: Path) -> Daemon:
     command = [sys.executable, "-m", "holdfast_service", *places, "--exit-when-idle", str(DAEMON_IDLE_S)]
     with open(log, "ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=child_environment(), start_new_session=True)
-    daemon = Daemon(process.pid, f"http://{address}", path, root, process)
+    daemon = DemoDaemon(process.pid, f"http://{address}", path, root, process)
     try:
         wait_for_answer(daemon, process, log)
     except BaseException:
@@ -152,7 +152,7 @@ def start_daemon(directory: Path) -> Daemon:
     return daemon
 
 
-def wait_for_answer(daemon: Daemon, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for_answer(daemon: DemoDaemon, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + DAEMON_START_S_MAX
     while not answers(daemon.url):
         if process.poll() is not None or time.monotonic() > deadline:
@@ -180,7 +180,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def stop_daemon(daemon: Daemon) -> None:
+def stop_daemon(daemon: DemoDaemon) -> None:
     """Ask the daemon to end, insist after a while."""
     identity = identify(daemon.pid)
     for ask in (signal.SIGTERM, signal.SIGKILL):
@@ -197,7 +197,7 @@ def stop_earlier_daemon(root: Path) -> bool:
     """Stop the daemon that an earlier demo left at `root`, if it still runs and is really that one."""
     try:
         told = json.loads((root / DAEMON_FILE).read_text())
-        daemon = Daemon(int(told["pid"]), str(told["url"]), Path(told["socket"]), root)
+        daemon = DemoDaemon(int(told["pid"]), str(told["url"]), Path(told["socket"]), root)
         command = Path(f"/proc/{daemon.pid}/cmdline").read_bytes().split(b"\0")
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -23,7 +23,7 @@ class Claim(NamedTuple):
     evidence: str
 
 
-class Launch(NamedTuple):
+class LaunchRecord(NamedTuple):
     """One start of the trainer as one rank wrote it down: where it began, its losses by step, the saves that were staged."""
 
     restored: int
@@ -36,15 +36,15 @@ class Launch(NamedTuple):
         return max(self.losses, default=self.restored)
 
 
-def parse_journal(text: str) -> list[Launch]:
+def parse_journal(text: str) -> list[LaunchRecord]:
     """The launches in a rank's journal; an unfinished last line, as a kill may leave it, is left out."""
-    launches: list[Launch] = []
+    launches: list[LaunchRecord] = []
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
             break
         event = json.loads(line)
         if "restored" in event:
-            launches.append(Launch(event["restored"], {}, []))
+            launches.append(LaunchRecord(event["restored"], {}, []))
         elif "loss" in event:
             launches[-1].losses[event["step"]] = float.fromhex(event["loss"])
         else:
@@ -52,7 +52,7 @@ def parse_journal(text: str) -> list[Launch]:
     return launches
 
 
-def compare_losses(uninterrupted: Sequence[Launch], others: Sequence[Launch], what: str) -> Claim:
+def compare_losses(uninterrupted: Sequence[LaunchRecord], others: Sequence[LaunchRecord], what: str) -> Claim:
     """Whether every loss of `others`, rank by rank, is bit for bit the uninterrupted run's at the same step."""
     count = 0
     for rank, (whole, other) in enumerate(zip(uninterrupted, others, strict=True)):

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from . import chart
-from .processes import Daemon
-from .proof import Claim, Launch
+from .processes import DemoDaemon
+from .proof import Claim, LaunchRecord
 
 LOG_LINES = 25
 TORCHRUN_REPORT = "torch/distributed/elastic/"  # stands in each line that torchrun logs about a failed rank
@@ -21,7 +21,7 @@ TEXT_COLUMNS = 76
 
 
 def print_curve(
-    console: Console, svg: Path, uninterrupted: Sequence[Sequence[Launch]], resumed: Sequence[Sequence[Launch]]
+    console: Console, svg: Path, uninterrupted: Sequence[Sequence[LaunchRecord]], resumed: Sequence[Sequence[LaunchRecord]]
 ) -> None:
     """The mean loss of all ranks, both runs; drawn here and written to `svg`."""
     whole = mean_losses([rank[-1] for rank in uninterrupted])
@@ -41,7 +41,7 @@ def print_curve(
     console.print(f"   the same with the uninterrupted run under it: {svg}\n", soft_wrap=True)
 
 
-def mean_losses(launches: Sequence[Launch]) -> dict[int, float]:
+def mean_losses(launches: Sequence[LaunchRecord]) -> dict[int, float]:
     """The mean over ranks of the losses at each step that all ranks finished."""
     steps = set.intersection(*(set(launch.losses) for launch in launches))
     return {step: fmean(launch.losses[step] for launch in launches) for step in sorted(steps)}
@@ -79,7 +79,7 @@ def print_log(console: Console, log: Path | None) -> None:
     console.print(f"Log: {log}", soft_wrap=True)
 
 
-def print_farewell(console: Console, daemon: Daemon) -> None:
+def print_farewell(console: Console, daemon: DemoDaemon) -> None:
     """How to look at what is left: the daemon with two runs."""
     console.print(
         f"The daemon still runs. Look:  holdfast open --url {daemon.url}  or  holdfast ls --url {daemon.url}", soft_wrap=True

@@ -21,8 +21,17 @@ from holdfast_formats.naming import CHECKPOINTS, COMMIT, step_directory
 
 from . import report
 from .config import COMMIT_S_MAX, LAUNCH_S_MAX, RANKS, STEPS, child_environment, trainer_command
-from .processes import POLL_S, Daemon, DemoFailed, Job, leaving_in_order, start_daemon, stop_daemon, stop_earlier_daemon
-from .proof import Claim, Launch, compare_losses, compare_states, compare_weights, parse_journal
+from .processes import (
+    POLL_S,
+    DemoDaemon,
+    DemoFailed,
+    LaunchedJob,
+    leaving_in_order,
+    start_daemon,
+    stop_daemon,
+    stop_earlier_daemon,
+)
+from .proof import Claim, LaunchRecord, compare_losses, compare_states, compare_weights, parse_journal
 
 UNINTERRUPTED, RESUMED = "demo-uninterrupted", "demo"
 STEPS_MIN = 8
@@ -33,7 +42,7 @@ class Stage(NamedTuple):
     """Where the demo plays: its directory, its daemon, its length, and who is told."""
 
     directory: Path
-    daemon: Daemon
+    daemon: DemoDaemon
     steps: int
     console: Console
 
@@ -69,7 +78,7 @@ def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True) -> int:
 
 def perform(place: Path, steps: int, keep_daemon: bool, console: Console) -> int:
     """Start the daemon, play, tell of failures, and leave only what is to stay."""
-    daemon: Daemon | None = None
+    daemon: DemoDaemon | None = None
     proven = False
     try:
         daemon = start_daemon(place)
@@ -148,7 +157,7 @@ def command(stage: Stage, run: str) -> list[str]:
 
 def finish(stage: Stage, run: str) -> None:
     """Train until the run is complete."""
-    with Job(command(stage, run), stage.place(run) / "trainer.log") as job:
+    with LaunchedJob(command(stage, run), stage.place(run) / "trainer.log") as job:
         watch(stage, run, job, until=lambda launches: False)
         if job.poll() != 0:
             raise DemoFailed(f"the trainer of {run!r} ended with status {job.poll()}", job.log)
@@ -158,11 +167,11 @@ def train_and_kill(stage: Stage) -> Killed:
     """Train past the middle, wait until a save is staged and a few more steps are done, and kill everything."""
     middle = stage.steps // 2
 
-    def is_time(launches: Sequence[Launch]) -> bool:
+    def is_time(launches: Sequence[LaunchRecord]) -> bool:
         staged = min(max(launch.staged, default=0) for launch in launches)
         return staged >= middle and min(launch.step for launch in launches) >= staged + 2
 
-    with Job(command(stage, RESUMED), stage.place(RESUMED) / "trainer.log") as job:
+    with LaunchedJob(command(stage, RESUMED), stage.place(RESUMED) / "trainer.log") as job:
         watch(stage, RESUMED, job, until=is_time)
         if job.poll() is not None:
             raise DemoFailed("the trainer ended before it could be killed", job.log)
@@ -172,7 +181,7 @@ def train_and_kill(stage: Stage) -> Killed:
     return Killed(staged, max(launch.step for launch in launches), processes)
 
 
-def watch(stage: Stage, run: str, job: Job, until: Callable[[Sequence[Launch]], bool]) -> None:
+def watch(stage: Stage, run: str, job: LaunchedJob, until: Callable[[Sequence[LaunchRecord]], bool]) -> None:
     """Show how far the run is, until it ends or `until` says so of all ranks' launches."""
     columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     before = len(journals(stage, run)[0])
@@ -200,7 +209,7 @@ def wait_for_commit(stage: Stage, step: int) -> None:
         time.sleep(POLL_S)
 
 
-def killed_claim(stage: Stage, killed: Killed, resumed: Sequence[Sequence[Launch]]) -> Claim:
+def killed_claim(stage: Stage, killed: Killed, resumed: Sequence[Sequence[LaunchRecord]]) -> Claim:
     """The resumed run began at or behind the last staged save on all ranks, and lost no more steps than that."""
     began = {launches[-1].restored for launches in resumed}
     holds = len(began) == 1 and killed.staged <= min(began) <= killed.step
@@ -223,13 +232,13 @@ def load_and_generate(stage: Stage) -> dict[str, Any]:
     return loaded
 
 
-def journals(stage: Stage, run: str) -> list[list[Launch]]:
+def journals(stage: Stage, run: str) -> list[list[LaunchRecord]]:
     """The launches of every rank, as far as they are written."""
     paths = [stage.place(run) / f"rank-{rank}.jsonl" for rank in range(RANKS)]
     return [parse_journal(path.read_text()) if path.exists() else [] for path in paths]
 
 
-def last(launches: Sequence[Sequence[Launch]]) -> list[Launch]:
+def last(launches: Sequence[Sequence[LaunchRecord]]) -> list[LaunchRecord]:
     return [rank[-1] for rank in launches]
 
 

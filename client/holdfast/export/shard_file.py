@@ -22,7 +22,7 @@ from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout import language, shard_file
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor
-from holdfast_formats.layout.shard_file import Placed, ShardFile
+from holdfast_formats.layout.shard_file import PlacedTensor, ShardFile
 
 BUFFER_BYTES = 64 * 2**20
 
@@ -69,7 +69,7 @@ def _wants(group: str, batch: Sequence[_Placed], memory: shards.Octets, first: i
         yield from shards.wants(group, local, octets)
 
 
-def _batches(tensors: Sequence[Placed], bytes_max: int) -> Iterator[list[_Placed]]:
+def _batches(tensors: Sequence[PlacedTensor], bytes_max: int) -> Iterator[list[_Placed]]:
     """Neighbours that fit the buffer together; a tensor that does not fit alone comes in pieces."""
     batch: list[_Placed] = []
     taken = 0

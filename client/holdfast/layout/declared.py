@@ -19,8 +19,8 @@ from holdfast.layout import rules_choice
 from holdfast.layout.local_views import view
 from holdfast.layout.rules_choice import LayoutSource, RulesSource
 from holdfast.tensors import optimizer_documents
-from holdfast.tensors.fragments import Piece
-from holdfast.tensors.leaves import Content, Key, Leaf, Stored
+from holdfast.tensors.fragments import LivePiece
+from holdfast.tensors.leaves import Content, Key, Leaf, OfferedLeaves
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout import declared, language, rank_tensors, successors
 from holdfast_formats.layout.language import Layout
@@ -73,12 +73,12 @@ class Group(NamedTuple):
 class View(NamedTuple):
     """A checkpoint in a rank's own terms, and the local tensors behind its names."""
 
-    stored: Stored
+    stored: OfferedLeaves
     held: Mapping[Key, LocalTensor]
     notes: tuple[str, ...]
 
 
-class Declared:
+class DeclaredLayout:
     """The layout of one rank's plain tensors. It remembers what it worked out for tensors that stay the same."""
 
     def __init__(self, layout: Layout, rank: int, config: Mapping[str, Any] | None, rules: RulesSource) -> None:
@@ -126,7 +126,7 @@ class Declared:
             known = self._texts[key] = text, optimizer_documents.renamed(text, names)
         return known[1]
 
-    def inward(self, stored: Stored, groups: Iterable[str], live: Live) -> View:
+    def inward(self, stored: OfferedLeaves, groups: Iterable[str], live: Live) -> View:
         """These groups of the checkpoint as this rank alone would have saved them.
 
         Raises `StateMismatch` or `InvalidRequest` naming a tensor that cannot be cut as the layout says.
@@ -246,18 +246,18 @@ class Declared:
         if place is None:
             return first
         spec = place[0]
-        pieces: dict[object, Piece] = {}
+        pieces: dict[object, LivePiece] = {}
         for leaf, at in sources:
             if at is None or at[0] != spec:
                 raise InvalidRequest(f"{leaf.path} and {first.path} do not agree on the stored tensor {spec.name!r}")
             if at[1].box.volume:
-                pieces.setdefault(at[1].box, Piece(at[1].box, view(leaf, at[1])))  # the same box twice is tied tensors
+                pieces.setdefault(at[1].box, LivePiece(at[1].box, view(leaf, at[1])))  # the same box twice is tied tensors
         return Leaf(spec.group, spec.name, spec.dtype, spec.shape, tuple(pieces.values()), self._placement)
 
 
 def declare(
     layout: LayoutSource, launch: Launch, config: tuple[Mapping[str, Any] | None, Mapping[str, bytes]], rules: RulesSource
-) -> Declared:
+) -> DeclaredLayout:
     """The layout of a launch's rank; the config is the one given, else that among the assets, else not known.
 
     Raises `InvalidRequest` for what is no layout, or one of another number of ranks.
@@ -271,7 +271,7 @@ def declare(
     given, assets = config
     if given is None and rules_choice.CONFIG in assets:
         given = rules_choice.parse_config(assets[rules_choice.CONFIG], "the assets")
-    return Declared(wanted, launch.rank, given, rules)
+    return DeclaredLayout(wanted, launch.rank, given, rules)
 
 
 _LAST = (2**63, 0)
@@ -354,7 +354,7 @@ def _ties(group: Group) -> dict[str, str]:
     return {name: target for name, target in pairs if target is not None and _names(group, name) == [target]}
 
 
-def _inward_texts(stored: Stored, held: Mapping[Key, LocalTensor]) -> dict[str, str]:
+def _inward_texts(stored: OfferedLeaves, held: Mapping[Key, LocalTensor]) -> dict[str, str]:
     """The optimizers' documents with the names of local tensors."""
     names: dict[str, list[str]] = {}
     for group in (MASTER, MODEL):

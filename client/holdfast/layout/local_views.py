@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from holdfast.tensors.fragments import Piece
+from holdfast.tensors.fragments import LivePiece
 from holdfast.tensors.leaves import Key, Leaf
 from holdfast.tensors.matching import Restoration
 from holdfast.tensors.torch_dtypes import packing
@@ -26,7 +26,7 @@ def land(restoration: Restoration, held: Mapping[Key, LocalTensor], notes: Seque
             leaves.append(leaf)
             continue
         for part in local.parts if leaf.shape else local.parts[:1]:  # one number may stand for those of several tensors
-            piece = Piece(part.box, view(leaf, part))
+            piece = LivePiece(part.box, view(leaf, part))
             leaves.append(Leaf(leaf.group, part.tensor, leaf.dtype, part.box.stop, (piece,), leaf.placement))
         if local.padding:
             zeroed.append(partial(_zero, leaf, padding.gaps(local)))

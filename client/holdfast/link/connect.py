@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from holdfast.config import DEFAULT_ROOT, default_socket
 from holdfast.link import embedded, roots
-from holdfast.link.unix_socket import Link
+from holdfast.link.unix_socket import SocketLink
 from holdfast.remote.http_link import RemoteLink
 from holdfast.rest.api import Api
 from holdfast.transport import Transport
@@ -21,7 +21,7 @@ from holdfast_formats.whereabouts import RootMark
 Tellers = tuple[Callable[[Outcome], None], Callable[[CheckpointError], None]]  # of outcomes, and of the daemon's loss
 
 
-class Place(NamedTuple):
+class DaemonAddress(NamedTuple):
     """At most one of these is set; with none, the user's daemon is tried first, then an embedded one on ./holdfast-data."""
 
     root: Path | None
@@ -36,17 +36,17 @@ class Place(NamedTuple):
         return DEFAULT_ROOT if self.socket is None and self.url is None else None
 
 
-def place(root: str | Path | None, socket: str | Path | None, url: str | None) -> Place:
+def place(root: str | Path | None, socket: str | Path | None, url: str | None) -> DaemonAddress:
     """`InvalidRequest` when more than one way to the daemon is given."""
     if sum(given is not None for given in (root, socket, url)) > 1:
         raise InvalidRequest("give one of root=, socket= and url=, not several")
-    return Place(Path(root) if root is not None else None, Path(socket) if socket is not None else None, url)
+    return DaemonAddress(Path(root) if root is not None else None, Path(socket) if socket is not None else None, url)
 
 
 Greet = Callable[[Transport, RootMark | None], Welcome]  # says hello; the root that is meant, where one is
 
 
-class Connection(NamedTuple):
+class DaemonConnection(NamedTuple):
     """A daemon that has said welcome; `notes` name those of other roots that were met before it."""
 
     link: Transport
@@ -54,7 +54,7 @@ class Connection(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def connect(where: Place, start: bool, tellers: Tellers, greet: Greet) -> Connection:
+def connect(where: DaemonAddress, start: bool, tellers: Tellers, greet: Greet) -> DaemonConnection:
     """The daemon of this place, started if need be and `start` allows it; `DaemonGone` when there is none.
 
     Over its socket where that can be reached from here, else over HTTP: then the rank stages into memory of its own. A
@@ -91,13 +91,13 @@ def connect(where: Place, start: bool, tellers: Tellers, greet: Greet) -> Connec
     return _greeted(made, greet, roots.mark(directory))._replace(notes=tuple(notes))
 
 
-def _link(where: Place, path: Path, tellers: Tellers) -> Link:
-    return Link(path, *tellers, lambda: _next_socket(where, path))
+def _link(where: DaemonAddress, path: Path, tellers: Tellers) -> SocketLink:
+    return SocketLink(path, *tellers, lambda: _next_socket(where, path))
 
 
-def _greeted(link: Transport, greet: Greet, meant: RootMark | None) -> Connection:
+def _greeted(link: Transport, greet: Greet, meant: RootMark | None) -> DaemonConnection:
     try:
-        return Connection(link, greet(link, meant))
+        return DaemonConnection(link, greet(link, meant))
     except CheckpointError:
         link.close()
         raise
@@ -112,7 +112,7 @@ def _ours(path: Path) -> Path | None:
     return path if owner in (0, os.geteuid()) else None
 
 
-def _next_socket(where: Place, path: Path) -> Path:
+def _next_socket(where: DaemonAddress, path: Path) -> Path:
     """Where the daemon answers that follows the one at `path`. A daemon that trainers started, they start again."""
     if where.directory is None:
         return path

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from holdfast import launch
 from holdfast.config import take_over
 from holdfast.link import roots
-from holdfast.link.connect import Place, connect
+from holdfast.link.connect import DaemonAddress, connect
 from holdfast.read.held_slots import HeldSlot, take_held
 from holdfast.read.root_directory import living_steps, open_checkpoint, published_steps
 from holdfast.read.shared_load import Neighbours
@@ -69,7 +69,7 @@ class Session:
     `notices` are what the user should know of the daemon and of the memory in which saves are staged.
     """
 
-    def __init__(self, who: Who, place: Place, tickets: Tickets) -> None:
+    def __init__(self, who: Who, place: DaemonAddress, tickets: Tickets) -> None:
         """Nothing is contacted yet."""
         self._who, self._place, self._tickets = who, place, tickets
         self._id = uuid.uuid4().hex

@@ -39,10 +39,10 @@ _SAME_VERSION = "use the same version of holdfast on both sides"
 _Reply = TypeVar("_Reply", bound=wire.Reply)
 
 
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
 
 
-class Link:
+class SocketLink:
     """One rank's conversation with the daemon. Requests may come from any thread; `on_outcome` is called on the link's own.
 
     `dial` says where the next daemon answers, and may start one; without it the first loss is final. `on_lost` is called

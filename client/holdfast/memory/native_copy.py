@@ -69,7 +69,7 @@ def is_plain(target: Array, source: Array) -> bool:
     return whole and (target.dtype, target.shape) == (source.dtype, source.shape)
 
 
-class Copies:
+class PairCopies:
     """Pairs of a target and a source, plain and apart from each other: one call copies them all."""
 
     def __init__(self, pairs: Sequence[tuple[Array, Array]]) -> None:
@@ -122,7 +122,7 @@ class Noted:
     def __init__(self, pairs: Sequence[tuple[Array, Array]], stretch: int) -> None:
         """`stretch` is in bytes, a multiple of eight. Raises `ValueError` for a pair that is not plain."""
         self.stretch = stretch
-        self._copies = Copies(pairs)
+        self._copies = PairCopies(pairs)
         self._octets = [source.reshape(-1).view(np.uint8) for _, source in pairs]
         self._seed = 0
         self.words = sum(-(-len(octets) // stretch) for octets in self._octets)

@@ -31,7 +31,7 @@ from holdfast_formats.staging import arena, holdings, replica_claims, slot_table
 from holdfast_formats.staging.arena import SlotState
 from holdfast_formats.staging.holdings import Bytes, Holding
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_formats.tensors import Fragment, TensorSpec, box_bytes
+from holdfast_formats.tensors import StagedFragment, TensorSpec, box_bytes
 
 CHUNK_BYTES = 2**22  # proven and copied by one call, an extent at a time; with a quarter of it a load takes a fifth longer
 
@@ -165,7 +165,7 @@ class HeldSource:
             of = slot.table
             if (of.run, of.step, of.attempt, of.world) != (manifest.run, manifest.step, manifest.attempt, manifest.world):
                 raise StateMismatch(f"the slot of rank {of.rank} is of attempt {of.attempt}, the checkpoint is not")
-        self._fragments: dict[tuple[str, str], list[tuple[HeldSlot, Fragment]]] = {}
+        self._fragments: dict[tuple[str, str], list[tuple[HeldSlot, StagedFragment]]] = {}
         for slot in self._slots:
             for fragment in slot.table.fragments:
                 self._fragments.setdefault((fragment.spec.group, fragment.spec.name), []).append((slot, fragment))

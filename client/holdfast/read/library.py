@@ -40,7 +40,7 @@ class ByMetric(NamedTuple):
     mode: Literal["min", "max"] = "min"
 
 
-class Target(NamedTuple):
+class CheckpointTarget(NamedTuple):
     """What RUN@STEP, RUN@latest, RUN or a directory's path names.
 
     `step` is None for the newest, for the newest `healthy`, and for the `best`.
@@ -53,10 +53,10 @@ class Target(NamedTuple):
     best: ByMetric | None = None
 
 
-class Listing(NamedTuple):
+class RunListing(NamedTuple):
     """A run's checkpoints, newest first, and the directories that stand among them but cannot be read."""
 
-    checkpoints: list[bodies.Checkpoint]
+    checkpoints: list[bodies.CheckpointInfo]
     unreadable: list[CheckpointError]
 
 
@@ -68,9 +68,9 @@ class Library(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...  # what can be said instead of a step
     def runs(self) -> list[bodies.Run]: ...
-    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Listing: ...
+    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> RunListing: ...
     def source(self, run: str, step: int | None) -> Source: ...  # of the newest step for None
-    def judged(self, target: Target) -> int: ...  # the step of a target that is `healthy` or the `best`
+    def judged(self, target: CheckpointTarget) -> int: ...  # the step of a target that is `healthy` or the `best`
     def close(self) -> None: ...
 
 
@@ -94,8 +94,8 @@ class DirectoryLibrary:
         names = sorted(path.parent.name for path in self.root.glob(f"*/{naming.CHECKPOINTS}") if path.is_dir())
         return [self._run(name) for name in names if naming.is_run_name(name)]
 
-    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Listing:
-        found: list[bodies.Checkpoint] = []
+    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> RunListing:
+        found: list[bodies.CheckpointInfo] = []
         unreadable: list[CheckpointError] = []
         for step in self._steps(run):
             try:
@@ -107,7 +107,7 @@ class DirectoryLibrary:
             found.append(made)
         left = lineage.abandoned(found)
         placed = [made.model_copy(update={"abandoned": made.step in left}) for made in found]
-        return Listing([made for made in placed if wanted.lets_through(made)], unreadable)
+        return RunListing([made for made in placed if wanted.lets_through(made)], unreadable)
 
     def source(self, run: str, step: int | None) -> Source:
         steps = self._steps(run)
@@ -118,7 +118,7 @@ class DirectoryLibrary:
             step = next(iter(living_steps(self.root, run)), steps[0])
         return DirectorySource(self.root / naming.checkpoint_path(run, step))
 
-    def judged(self, target: Target) -> int:
+    def judged(self, target: CheckpointTarget) -> int:
         hint = "name one with --url, or name the step"
         raise InvalidRequest(f"how healthy checkpoints of {target.run} are only a service knows", hint=hint)
 
@@ -161,20 +161,20 @@ class ServiceLibrary:
     def runs(self) -> list[bodies.Run]:
         return list(self.api.runs())
 
-    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Listing:
-        return Listing(list(self.api.checkpoints(run, wanted)), [])
+    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> RunListing:
+        return RunListing(list(self.api.checkpoints(run, wanted)), [])
 
     def source(self, run: str, step: int | None) -> Source:
         return HttpSource(self.api, run, self.api.checkpoint(run, LATEST if step is None else step).step)
 
-    def judged(self, target: Target) -> int:
+    def judged(self, target: CheckpointTarget) -> int:
         return step_of(self.api, target)
 
     def close(self) -> None:
         self.api.close()
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str) -> CheckpointTarget:
     """Read RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best, RUN@best:METRIC, RUN@best:METRIC:max, RUN, or a directory.
 
     `InvalidRequest` for anything else.
@@ -183,22 +183,22 @@ def parse_target(text: str) -> Target:
     if "/" in text or text in (".", "..") or (path / naming.MANIFEST).is_file() or (path / naming.COMMIT).is_file():
         if not path.is_dir():
             raise NoSuchCheckpoint(f"there is no directory {text}", hint="give RUN@STEP, or a checkpoint's directory")
-        return Target("", None, path)
+        return CheckpointTarget("", None, path)
     run, at, step = text.partition("@")
     naming.check_run(run)
     if not at or step == LATEST:
-        return Target(run, None)
+        return CheckpointTarget(run, None)
     if step == LATEST_HEALTHY:
-        return Target(run, None, healthy=True)
+        return CheckpointTarget(run, None, healthy=True)
     if match := _BEST.fullmatch(step):
-        return Target(run, None, best=ByMetric(match["metric"], "max" if match["mode"] == "max" else "min"))
+        return CheckpointTarget(run, None, best=ByMetric(match["metric"], "max" if match["mode"] == "max" else "min"))
     if not (step.isascii() and step.isdigit()):
         hint = "give RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best:METRIC, RUN or a directory"
         raise InvalidRequest(f"{text!r} does not name a checkpoint", hint=hint)
-    return Target(run, naming.check_step(int(step)))
+    return CheckpointTarget(run, naming.check_step(int(step)))
 
 
-def step_of(api: Api, target: Target) -> int:
+def step_of(api: Api, target: CheckpointTarget) -> int:
     """The step that a target of a service names; `NotFound`, and `InvalidRequest` where it says not by which metric."""
     if target.best is not None:
         metric, mode = target.best if target.best.metric is not None else _of_the_policy(api, target.run)
@@ -238,7 +238,7 @@ def open_library(root: Path | None, url: str | None) -> Library:
 
 
 @contextmanager
-def open_source(target: Target, root: Path | None, url: str | None) -> Iterator[Source]:
+def open_source(target: CheckpointTarget, root: Path | None, url: str | None) -> Iterator[Source]:
     """The files of the checkpoint that the target names, until the end of the context."""
     if target.directory is not None:
         with DirectorySource(target.directory) as directory:

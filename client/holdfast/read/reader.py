@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.read import verified_load
-from holdfast.read.requests import Run, Want, runs
+from holdfast.read.requests import ExtentRun, Want, runs
 from holdfast.read.sources import ProvenSource, Source
 from holdfast_formats import dtypes, naming, transfer
 from holdfast_formats.disk import manifest as manifests
@@ -78,7 +78,7 @@ class _Bytes:
 class _Found:
     """Wants, the extents that they touch, and whether those were proven."""
 
-    def __init__(self, wants: list[Want], runs: list[Run]) -> None:
+    def __init__(self, wants: list[Want], runs: list[ExtentRun]) -> None:
         self.wants = wants
         self.runs = runs
         self.proven = False
@@ -204,7 +204,7 @@ class CheckpointReader:
             return pieces, []
         return [piece for piece in pieces if not lent.holds(piece)], [piece for piece in pieces if lent.holds(piece)]
 
-    def _runs_apart(self, found: _Found) -> tuple[list[Run], list[Run]]:
+    def _runs_apart(self, found: _Found) -> tuple[list[ExtentRun], list[ExtentRun]]:
         """The same of runs, cut where one kind ends and the other begins."""
         lent = self.lent
         if lent is None:
@@ -309,7 +309,7 @@ class CheckpointReader:
         return self._found
 
 
-def _cut(run: Run, holds: Callable[[Piece], bool]) -> Iterator[tuple[Run, bool]]:
+def _cut(run: ExtentRun, holds: Callable[[Piece], bool]) -> Iterator[tuple[ExtentRun, bool]]:
     """A run's extents, those next to each other together that are held, or are not."""
     extents = run.entry.extents
     there = [holds(verification.tensor_piece(run.group, run.name, run.entry, e)) for e in extents[run.first : run.stop]]

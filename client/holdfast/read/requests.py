@@ -63,7 +63,7 @@ def copy(into: memoryview, data: memoryview) -> None:
         native_copy.copy(into, data)
 
 
-class Run(NamedTuple):
+class ExtentRun(NamedTuple):
     """Extents [first, stop) of a tensor, and who receives from every one of them.
 
     `octets` is the part of the one receiver's memory into which the run's bytes can be read as they are, where there is one.
@@ -88,7 +88,7 @@ class Run(NamedTuple):
         return last.offset + last.length - self.offset
 
 
-def runs(manifest: Manifest, wants: Iterable[Want], label: str) -> list[Run]:
+def runs(manifest: Manifest, wants: Iterable[Want], label: str) -> list[ExtentRun]:
     """The extents that the wants need, by file and position, each in one run.
 
     Raises `StateMismatch` naming a tensor that does not fit.
@@ -101,12 +101,12 @@ def runs(manifest: Manifest, wants: Iterable[Want], label: str) -> list[Run]:
     return [run for _, _, (group, name), entry, receivers in placed for run in _runs(group, name, entry, receivers)]
 
 
-def _runs(group: str, name: str, entry: TensorEntry, receivers: Sequence[Receiver]) -> Iterator[Run]:
+def _runs(group: str, name: str, entry: TensorEntry, receivers: Sequence[Receiver]) -> Iterator[ExtentRun]:
     """Cut a tensor's extents where those who receive from them change."""
     if len(receivers) == 1:
         octets = receivers[0].octets
         if octets is not None and len(entry.extents) == 1 and len(octets) == entry.extents[0].length:
-            yield Run(group, name, entry, 0, 1, tuple(receivers), octets)  # small tensors, of which there may be many
+            yield ExtentRun(group, name, entry, 0, 1, tuple(receivers), octets)  # small tensors, of which there may be many
             return
         for first, stop in extents_of(entry.extents, receivers[0].box, receivers[0].view):
             yield from _split(group, name, entry, first, stop, (receivers[0],))
@@ -129,26 +129,26 @@ def _runs(group: str, name: str, entry: TensorEntry, receivers: Sequence[Receive
 
 def _split(
     group: str, name: str, entry: TensorEntry, first: int, stop: int, receivers: tuple[Receiver, ...]
-) -> Iterator[Run]:
+) -> Iterator[ExtentRun]:
     """A run, or up to three where one receiver takes all of its extents but only a part of the first or the last one."""
     octets = receivers[0].octets if len(receivers) == 1 else None
     if octets is None:
-        yield Run(group, name, entry, first, stop, receivers, None)
+        yield ExtentRun(group, name, entry, first, stop, receivers, None)
         return
     begin, end = receivers[0].first, receivers[0].first + len(octets)
     extents = entry.extents
     low = first + (extents[first].offset < begin)
     high = stop - (extents[stop - 1].offset + extents[stop - 1].length > end)
     if low >= high:
-        yield Run(group, name, entry, first, stop, receivers, None)
+        yield ExtentRun(group, name, entry, first, stop, receivers, None)
         return
     if first < low:
-        yield Run(group, name, entry, first, low, receivers, None)
+        yield ExtentRun(group, name, entry, first, low, receivers, None)
     last = extents[high - 1]
     inner = octets[extents[low].offset - begin : last.offset + last.length - begin]
-    yield Run(group, name, entry, low, high, receivers, inner)
+    yield ExtentRun(group, name, entry, low, high, receivers, inner)
     if high < stop:
-        yield Run(group, name, entry, high, stop, receivers, None)
+        yield ExtentRun(group, name, entry, high, stop, receivers, None)
 
 
 def _receiver(want: Want, entry: TensorEntry) -> Receiver:

@@ -103,7 +103,7 @@ class LentMemory:
         """Nothing: the memory is unmapped with the last view of it."""
 
 
-class Read(NamedTuple):
+class BytesRead(NamedTuple):
     """What was read: bytes of extents. With headers: bytes that the daemon proved for several ranks, and that this did."""
 
     bytes_read: int
@@ -155,12 +155,12 @@ class Neighbours:
             os.close(fd)
 
 
-def fill(reader: CheckpointReader, wants: Sequence[Want], neighbours: Neighbours | None, into: Overwriting) -> Read:
+def fill(reader: CheckpointReader, wants: Sequence[Want], neighbours: Neighbours | None, into: Overwriting) -> BytesRead:
     """Hand over all wants, each extent once it is proven, or nothing before all are. What the daemon lends is proven."""
     if neighbours is None:
         headers = _prove(reader, wants, into)
         read = reader.load(wants)
-        return Read(read, 0, headers + read, ())
+        return BytesRead(read, 0, headers + read, ())
     pieces = reader.needed(wants)
     waits = any(reader.source.waits(p.file, p.start) for p in pieces[:: max(len(pieces) // PROBES, 1)])
     memory, notes = neighbours.borrow(reader.manifest.step, pieces, waits)
@@ -173,7 +173,7 @@ def fill(reader: CheckpointReader, wants: Sequence[Want], neighbours: Neighbours
     finally:
         reader.lent = None  # unmapped before the daemon hears of it
         neighbours.release(own)
-    return Read(read, whole - own, own, notes)
+    return BytesRead(read, whole - own, own, notes)
 
 
 def _prove(reader: CheckpointReader, wants: Sequence[Want], into: Overwriting) -> int:

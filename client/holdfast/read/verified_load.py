@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.memory import direct_io, native_verify
-from holdfast.read.requests import Run, copy
+from holdfast.read.requests import ExtentRun, copy
 from holdfast.read.sources import Source
 from holdfast_formats import digest
 from holdfast_formats.disk import verification
@@ -50,16 +50,16 @@ class Manner(NamedTuple):
         return max(STRAIGHT_BYTES, self.chunk_bytes) if self.straight else self.chunk_bytes
 
 
-class Part(NamedTuple):
+class ReadPart(NamedTuple):
     """Extents of a run that are read together: bytes [start, stop) of the file."""
 
-    run: Run
+    run: ExtentRun
     extents: Sequence[Extent]
     start: int
     stop: int
 
 
-Job = Sequence[Part]  # they follow each other in the file
+Job = Sequence[ReadPart]  # they follow each other in the file
 
 
 def check(source: Source, pieces: Iterable[Piece]) -> None:
@@ -69,13 +69,13 @@ def check(source: Source, pieces: Iterable[Piece]) -> None:
         reading.check(piece)
 
 
-def prove(source: Source, runs: Sequence[Run], cores: int) -> None:
+def prove(source: Source, runs: Sequence[ExtentRun], cores: int) -> None:
     """Read and check runs; nothing is handed over. Raises `CorruptExtent` with file, tensor and byte range."""
     manner = _manner(source, runs, cores, again=True)._replace(straight=False)
     _on_threads(runs, manner, lambda: _Prover(source, manner).take)
 
 
-def hand_over(source: Source, runs: Sequence[Run], cores: int, proven: bool) -> None:
+def hand_over(source: Source, runs: Sequence[ExtentRun], cores: int, proven: bool) -> None:
     """Read them into who receives them. Raises `CorruptExtent` where something is not what was written.
 
     Of an extent that is damaged nothing is handed over; of those before it, everything. Its place may hold zeros then, and
@@ -85,14 +85,14 @@ def hand_over(source: Source, runs: Sequence[Run], cores: int, proven: bool) -> 
     _on_threads(runs, manner, lambda: _Giver(source, manner).take)
 
 
-def _jobs(runs: Sequence[Run], bytes_max: int, straight_bytes_max: int) -> deque[Job]:
+def _jobs(runs: Sequence[ExtentRun], bytes_max: int, straight_bytes_max: int) -> deque[Job]:
     """Extents that follow each other in the file together, so that small ones cost one read.
 
     A run that can be read as it is, and is no small one, shares its jobs with no other; they have up to
     `straight_bytes_max` where `bytes_max` has room for one of its extents.
     """
     found: deque[Job] = deque()
-    job: list[Part] = []
+    job: list[ReadPart] = []
     for run in runs:
         alone = run.octets is not None and len(run.octets) >= bytes_max
         long = alone and run.entry.extents[run.first].length <= bytes_max
@@ -108,24 +108,24 @@ def _jobs(runs: Sequence[Run], bytes_max: int, straight_bytes_max: int) -> deque
     return found
 
 
-def _parts(run: Run, bytes_max: int) -> Iterator[Part]:
+def _parts(run: ExtentRun, bytes_max: int) -> Iterator[ReadPart]:
     """A run's extents, as many together as `bytes_max` allows; at least one."""
     extents, base = run.entry.extents, run.entry.start
     first, offset = run.first, run.offset
     if run.stop == first + 1:
-        yield Part(run, extents[first : run.stop], base + offset, base + offset + extents[first].length)
+        yield ReadPart(run, extents[first : run.stop], base + offset, base + offset + extents[first].length)
         return
     end = offset
     for index in range(run.first, run.stop):
         reach = end + extents[index].length
         if reach - offset > bytes_max and index > first:
-            yield Part(run, extents[first:index], base + offset, base + end)
+            yield ReadPart(run, extents[first:index], base + offset, base + end)
             first, offset = index, end
         end = reach
-    yield Part(run, extents[first : run.stop], base + offset, base + end)
+    yield ReadPart(run, extents[first : run.stop], base + offset, base + end)
 
 
-def _on_threads(runs: Sequence[Run], manner: Manner, worker: Callable[[], Callable[[Job], None]]) -> None:
+def _on_threads(runs: Sequence[ExtentRun], manner: Manner, worker: Callable[[], Callable[[Job], None]]) -> None:
     """Take all jobs, each thread with a worker of its own; the first error ends it and is raised."""
     jobs = _jobs(runs, manner.chunk_bytes, manner.straight_bytes)
     if not jobs:
@@ -158,7 +158,7 @@ def _on_threads(runs: Sequence[Run], manner: Manner, worker: Callable[[], Callab
             jobs.clear()
 
 
-def _manner(source: Source, runs: Sequence[Run], cores: int, again: bool) -> Manner:
+def _manner(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool) -> Manner:
     """How these runs are read fastest. What is to be read `again` afterwards is left in the page cache."""
     waiting = [source.waits(file, start) for file, start in _places(runs)]
     if not any(waiting):
@@ -169,7 +169,7 @@ def _manner(source: Source, runs: Sequence[Run], cores: int, again: bool) -> Man
     return Manner(READERS_WAITING, max(source.chunk_bytes, WAITING_CHUNK_BYTES))
 
 
-def _places(runs: Sequence[Run]) -> Iterator[tuple[str, int]]:
+def _places(runs: Sequence[ExtentRun]) -> Iterator[tuple[str, int]]:
     """Some extents' first bytes, all over the runs."""
     step = max(sum(run.stop - run.first for run in runs) // PROBES, 1)
     at = 0
@@ -261,7 +261,7 @@ class _Giver:
                 for receiver in part.run.receivers:
                     receiver.take(part.extents[0].offset, mine)
 
-    def _straight(self, part: Part, octets: memoryview) -> None:
+    def _straight(self, part: ReadPart, octets: memoryview) -> None:
         """Read where the bytes belong, and check them there; if anything is wrong, nothing of it stays (I7)."""
         at = part.extents[0].offset - part.run.offset
         into = octets[at : at + part.stop - part.start]
@@ -279,7 +279,7 @@ class _Giver:
             raise
 
 
-def _check(part: Part, data: memoryview, octets: memoryview | None = None) -> None:
+def _check(part: ReadPart, data: memoryview, octets: memoryview | None = None) -> None:
     """Check a part's extents; where the run has `octets` to be copied to, they go to their places once they are proven.
 
     Raises `CorruptExtent`, also where `data` is shorter than the part.
@@ -312,5 +312,5 @@ def _extents(job: Job, proven_only: bool = False) -> native_verify.Extents:
     return found
 
 
-def _piece(part: Part, extent: Extent) -> Piece:
+def _piece(part: ReadPart, extent: Extent) -> Piece:
     return verification.tensor_piece(part.run.group, part.run.name, part.run.entry, extent)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import zstandard
 
 from holdfast.remote.own_slots import OwnSave
-from holdfast.rest.api import Api, Chunk, Part
+from holdfast.rest.api import Api, Part, UploadChunk
 from holdfast_formats.digest import digest
 from holdfast_formats.rest import bodies
 
@@ -28,7 +28,7 @@ SMOOTHING = 0.5  # weight of the newest measurement
 PROGRESS_EVERY_S = 30.0
 
 
-class Pace:
+class LinkPace:
     """What link and codec were found to do, in bytes a second, and what follows from it. Starts unpacked and small."""
 
     def __init__(self, chunk_bytes_max: int) -> None:
@@ -77,7 +77,7 @@ class Sender:
 
     def __init__(self, api: Api, rank_id: str, chunk_bytes_max: int) -> None:
         self._api, self._rank_id = api, rank_id
-        self.pace = Pace(chunk_bytes_max)
+        self.pace = LinkPace(chunk_bytes_max)
         self._compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
         self._prepared = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="holdfast-pack")
@@ -120,15 +120,15 @@ class Sender:
                 log.info("upload %d: %d of %d bytes after %.0f s", save.number, received, len(data), now - began)
         return Sent(received - first, wire_bytes)
 
-    def _prepare(self, data: memoryview, offset: int) -> Callable[[], Chunk]:
+    def _prepare(self, data: memoryview, offset: int) -> Callable[[], UploadChunk]:
         try:
             return self._pool.submit(self._chunk, data, offset).result
         except RuntimeError:  # the process is ending, and what it has sealed is sent first: no pool works any more by then
             return partial(self._chunk, data, offset)
 
-    def _chunk(self, data: memoryview, offset: int) -> Chunk:
+    def _chunk(self, data: memoryview, offset: int) -> UploadChunk:
         plain = data[offset : offset + self.pace.chunk_bytes]
-        chunk = Chunk(offset, len(plain), len(data), digest(plain), plain)
+        chunk = UploadChunk(offset, len(plain), len(data), digest(plain), plain)
         if not plain:
             return chunk
         self._prepared += 1

@@ -34,7 +34,7 @@ Model = TypeVar("Model", bound=BaseModel)
 Part = Literal["data", "table"]
 
 
-class Chunk(NamedTuple):
+class UploadChunk(NamedTuple):
     """A piece of an upload as it is sent: where it stands, its digest before compression, and its bytes."""
 
     offset: int
@@ -98,18 +98,18 @@ class Api(JobsApi):
     def run(self, run: str) -> bodies.Run:
         return self._get(_run_path(run), bodies.Run)
 
-    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Iterator[bodies.Checkpoint]:
+    def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Iterator[bodies.CheckpointInfo]:
         """The run's checkpoints, newest step first; those that `wanted` lets through."""
-        return self._pages(f"{_run_path(run)}/checkpoints", bodies.Checkpoint, wanted.query())
+        return self._pages(f"{_run_path(run)}/checkpoints", bodies.CheckpointInfo, wanted.query())
 
-    def checkpoint(self, run: str, step: Step = "latest") -> bodies.Checkpoint:
-        return self._get(_step_path(run, step), bodies.Checkpoint)
+    def checkpoint(self, run: str, step: Step = "latest") -> bodies.CheckpointInfo:
+        return self._get(_step_path(run, step), bodies.CheckpointInfo)
 
-    def best(self, run: str, metric: str, mode: Literal["min", "max"] = "min") -> bodies.Checkpoint:
+    def best(self, run: str, metric: str, mode: Literal["min", "max"] = "min") -> bodies.CheckpointInfo:
         """The verified and healthy checkpoint whose metric is lowest, or highest."""
         with self._translated():
             answer = self._http.get(f"{_run_path(run)}/checkpoints/best", params={"metric": metric, "mode": mode})
-            return bodies.Checkpoint.model_validate_json(self._checked(answer).content)
+            return bodies.CheckpointInfo.model_validate_json(self._checked(answer).content)
 
     def statistics(
         self, run: str, step: Step = "latest", group: str | None = None, sort: StatisticsSort = "name", part: str = ""
@@ -211,7 +211,7 @@ class Api(JobsApi):
         """How far an upload is."""
         return self._get(_upload_path(rank_id, number), bodies.Upload)
 
-    def put_chunk(self, rank_id: str, number: int, part: Part, chunk: Chunk) -> bodies.Upload:
+    def put_chunk(self, rank_id: str, number: int, part: Part, chunk: UploadChunk) -> bodies.Upload:
         """Send one chunk; when this returns it has been received and proven."""
         headers = {
             "Content-Length": str(len(chunk.body)),

@@ -26,7 +26,7 @@ class Filter(NamedTuple):
         """As parameters of a request, without those that are not given."""
         return {name: str(value) for name, value in self._asdict().items() if value is not None}
 
-    def lets_through(self, checkpoint: bodies.Checkpoint) -> bool:
+    def lets_through(self, checkpoint: bodies.CheckpointInfo) -> bool:
         """Whether step and time of a checkpoint are wanted; `InvalidRequest` where only a service knows the answer."""
         if self.label is not None or self.state is not None:
             raise InvalidRequest(

@@ -21,7 +21,7 @@ _ENDED = ("done", "failed", "cancelled")
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class Connection(Protocol):
+class ApiConnection(Protocol):
     """What the parts of `Api` have in common."""
 
     _http: httpx.Client
@@ -33,7 +33,7 @@ class Connection(Protocol):
     def job(self, job_id: int, wait_s: float = 0.0) -> Job: ...
 
 
-class Frame(NamedTuple):
+class EventFrame(NamedTuple):
     """One server-sent event: where the stream stands behind it, its kind, its data; the data is empty in a heartbeat."""
 
     id: str | None
@@ -44,28 +44,30 @@ class Frame(NamedTuple):
 class JobsApi:
     """The routes of jobs and events."""
 
-    def submit_job(self: Connection, wanted: JobRequest) -> Job:
+    def submit_job(self: ApiConnection, wanted: JobRequest) -> Job:
         """The job that does this: a new one, or the one like it that is queued or running. Refused by name beforehand."""
         headers = {"Content-Type": "application/json"}
         with self._translated():
             answer = self.request("POST", "/v1/jobs", content=wanted.model_dump_json().encode(), headers=headers)
             return Job.model_validate_json(answer.content)
 
-    def job(self: Connection, job_id: int, wait_s: float = 0.0) -> Job:
+    def job(self: ApiConnection, job_id: int, wait_s: float = 0.0) -> Job:
         """How far a job is; waits up to `wait_s` (at most 20) for its end. `NoSuchResource`."""
         with self._translated():
             return Job.model_validate_json(self.request("GET", f"/v1/jobs/{job_id}", params={"wait_s": wait_s}).content)
 
-    def jobs(self: Connection, kind: str | None = None, state: str | None = None, run: str | None = None) -> Iterator[Job]:
+    def jobs(
+        self: ApiConnection, kind: str | None = None, state: str | None = None, run: str | None = None
+    ) -> Iterator[Job]:
         """Jobs, newest first."""
         return self._pages("/v1/jobs", Job, {"kind": kind, "state": state, "run": run})
 
-    def cancel_job(self: Connection, job_id: int) -> Job:
+    def cancel_job(self: ApiConnection, job_id: int) -> Job:
         """Ask a job to stop, and return it as it is then; one that has ended stays as it ended."""
         self.request("DELETE", f"/v1/jobs/{job_id}")
         return self.job(job_id)
 
-    def wait_job(self: Connection, job_id: int, timeout_s: float | None = None) -> Job:
+    def wait_job(self: ApiConnection, job_id: int, timeout_s: float | None = None) -> Job:
         """The job once it has ended, however it did; `DeadlineExceeded` when that takes longer."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -77,7 +79,7 @@ class JobsApi:
                 raise DeadlineExceeded(f"job {job_id} is {job.state} after {timeout_s} s", hint="it goes on by itself")
 
     def events(
-        self: Connection,
+        self: ApiConnection,
         after: int | None = None,
         run: str | None = None,
         kind: str | None = None,
@@ -110,7 +112,7 @@ class JobsApi:
             tries += 1
 
 
-def _frames(api: Connection, headers: Mapping[str, str], params: Mapping[str, str]) -> Iterator[Frame]:
+def _frames(api: ApiConnection, headers: Mapping[str, str], params: Mapping[str, str]) -> Iterator[EventFrame]:
     """The frames of one connection, until it ends or breaks (`DaemonGone`); a torn frame at its end is none."""
     timeout = httpx.Timeout(QUIET_MAX_S, connect=5.0)
     with api._translated(), api._http.stream("GET", "/v1/events", headers=headers, params=params, timeout=timeout) as answer:
@@ -123,5 +125,5 @@ def _frames(api: Connection, headers: Mapping[str, str], params: Mapping[str, st
                 name, _, value = line.partition(":")
                 fields[name] = value.removeprefix(" ")
             elif fields:
-                yield Frame(fields.get("id"), fields.get("event", "message"), fields.get("data", ""))
+                yield EventFrame(fields.get("id"), fields.get("event", "message"), fields.get("data", ""))
                 fields = {}

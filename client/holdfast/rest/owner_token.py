@@ -17,14 +17,14 @@ from holdfast_formats import owner_key
 from holdfast_formats.owner_key import OwnerKey
 
 
-class Found(NamedTuple):
+class FoundToken(NamedTuple):
     """A token, and the address that it is good at: never another one."""
 
     url: str
     token: str
 
 
-def owners(url: str) -> Found | None:
+def owners(url: str) -> FoundToken | None:
     """What the daemon at `url` left for this user; None where none did, or where that could be another daemon."""
     try:
         parts = urlsplit(url)
@@ -37,7 +37,7 @@ def owners(url: str) -> Found | None:
         key = _read(directory / owner_key.file_name(port))
         address = key.address(host, port) if key is not None else None
         if key is not None and address is not None:
-            return Found(address, key.token)
+            return FoundToken(address, key.token)
     return None
 
 
@@ -63,7 +63,7 @@ class OwnersToken(httpx.Auth):
                 self._show(request)
                 yield request
 
-    def _show(self, request: httpx.Request) -> Found | None:
+    def _show(self, request: httpx.Request) -> FoundToken | None:
         found = self._found
         if found is not None:
             there = httpx.URL(found.url)

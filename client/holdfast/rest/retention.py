@@ -64,10 +64,10 @@ def remove(api: Api, run: str, step: int, force: Force | None = None) -> None:
     api.request("DELETE", _step(run, step), params=_forced(force))
 
 
-def try_remove(api: Api, run: str, step: int, force: Force | None = None) -> bodies.Checkpoint:
+def try_remove(api: Api, run: str, step: int, force: Force | None = None) -> bodies.CheckpointInfo:
     """What `remove` would remove, or the error it would raise."""
     answer = api.request("DELETE", _step(run, step), params={**_forced(force), "dry_run": "true"})
-    return _parsed(answer, bodies.Checkpoint)
+    return _parsed(answer, bodies.CheckpointInfo)
 
 
 def _forced(force: Force | None) -> dict[str, str]:

@@ -23,7 +23,7 @@ NO_DAEMON = (
 )
 
 
-class Asked(NamedTuple):
+class RestoreRequest(NamedTuple):
     """What is to be restored: a step by name, or the newest, of a checkpoint that has these groups."""
 
     step: int | None
@@ -40,7 +40,7 @@ class Loading(NamedTuple):
     taken_back: Callable[[], None]
 
 
-def restore(session: Session, world: int, asked: Asked, loading: Loading) -> RestoreReport | None:
+def restore(session: Session, world: int, asked: RestoreRequest, loading: Loading) -> RestoreReport | None:
     """Load what was asked for, or the newest sound step below what turns out damaged; None when there is nothing at all.
 
     A step that was asked for by name is that one or an error. Raises what `load` raises, `Damaged` where nothing sound is
@@ -79,7 +79,7 @@ def restore(session: Session, world: int, asked: Asked, loading: Loading) -> Res
         below = choice.step
 
 
-def _choose(session: Session, asked: Asked, start: bool, below: int | None) -> Choice:
+def _choose(session: Session, asked: RestoreRequest, start: bool, below: int | None) -> Choice:
     try:
         return session.choose(asked.step, asked.groups, start, below, asked.healthy)
     except StateMismatch as lacking:
@@ -92,7 +92,7 @@ def _choose(session: Session, asked: Asked, start: bool, below: int | None) -> C
 
 
 def _load(
-    session: Session, choice: Choice, asked: Asked, load: Callable[[Choice], RestoreReport]
+    session: Session, choice: Choice, asked: RestoreRequest, load: Callable[[Choice], RestoreReport]
 ) -> tuple[RestoreReport | None, Damaged | None, Judgement]:
     """Load once, or once more where the daemon says that all is well now; what came of it, and what is to be done."""
     named = asked.step is not None

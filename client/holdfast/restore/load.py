@@ -17,7 +17,7 @@ from holdfast.read.sources import HttpSource
 from holdfast.restore.rank_values import Heritage, heritage
 from holdfast.restore.targets import finish, targets_of
 from holdfast.state.masters import Masters
-from holdfast.state.train_state import Stored, TrainState
+from holdfast.state.train_state import OfferedLeaves, TrainState
 from holdfast.tensors.leaves import Leaf
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError
@@ -38,7 +38,7 @@ class RestoreReport(NamedTuple):
     own_bytes: int = 0  # of those that this rank read and proved for itself; both are 0 from slots
 
 
-class Wanted(NamedTuple):
+class WantedPart(NamedTuple):
     """Which part of a checkpoint is to be restored, whether names may be missing, and whether all of it is proven first."""
 
     groups: Collection[str] | None
@@ -48,7 +48,7 @@ class Wanted(NamedTuple):
     masters: Masters | None = None
 
 
-def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch], wanted: Wanted) -> RestoreReport:
+def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch], wanted: WantedPart) -> RestoreReport:
     """Fill the live state of this rank, out of the slots that hold the step where there are any.
 
     Raises `StateMismatch` before anything is touched, `CorruptExtent` naming file, tensor and range. Live tensors that are
@@ -101,9 +101,9 @@ def _own_cores() -> int:
     return allowed if allowed < (os.cpu_count() or 1) else max(allowed // (launch_info().local_world or 1), 1)
 
 
-def _stored(manifest: Manifest, own: Heritage, config: Mapping[str, Any] | None) -> Stored:
+def _stored(manifest: Manifest, own: Heritage, config: Mapping[str, Any] | None) -> OfferedLeaves:
     specs = {
         group: {name: (entry.dtype, entry.shape) for name, entry in tensors.items()}
         for group, tensors in manifest.tensors.items()
     }
-    return Stored(specs, manifest.aliases, own.values, config, own.stream)
+    return OfferedLeaves(specs, manifest.aliases, own.values, config, own.stream)

@@ -8,20 +8,20 @@ from typing import NamedTuple
 import torch
 
 from holdfast.read.requests import Want
-from holdfast.tensors.fragments import Piece
+from holdfast.tensors.fragments import LivePiece
 from holdfast.tensors.leaves import Leaf
 from holdfast.tensors.torch_dtypes import UNSIGNED, as_integers
 
 
-class Target(NamedTuple):
+class RestoreTarget(NamedTuple):
     """A want, and the device copy that must follow it when the live tensor cannot be written by the CPU."""
 
     want: Want
-    piece: Piece
+    piece: LivePiece
     bounce: torch.Tensor | None
 
 
-def targets_of(leaves: Sequence[Leaf]) -> list[Target]:
+def targets_of(leaves: Sequence[Leaf]) -> list[RestoreTarget]:
     """Where the bytes of every leaf must go: straight into live CPU memory, or into a bounce tensor beside a device's."""
     found = []
     for leaf in leaves:
@@ -29,11 +29,11 @@ def targets_of(leaves: Sequence[Leaf]) -> list[Target]:
             raw = as_integers(piece.tensor, UNSIGNED)
             bounce = None if raw.device.type == "cpu" else torch.empty(raw.shape, dtype=raw.dtype, device="cpu")
             array = (raw if bounce is None else bounce).numpy()
-            found.append(Target(Want(leaf.group, leaf.name, piece.box, array), piece, bounce))
+            found.append(RestoreTarget(Want(leaf.group, leaf.name, piece.box, array), piece, bounce))
     return found
 
 
-def finish(targets: Sequence[Target]) -> None:
+def finish(targets: Sequence[RestoreTarget]) -> None:
     """Bring what was read into bounce tensors to its device."""
     with torch.no_grad():
         for target in targets:

@@ -14,7 +14,7 @@ from holdfast.stage import cuda_copy
 from holdfast.stage.staging import LONG_BYTES_MIN
 from holdfast.state.optimizer_wrappers import innermost
 from holdfast.state.train_state import EXTRA
-from holdfast.tensors.fragments import Piece, local_tensor
+from holdfast.tensors.fragments import LivePiece, local_tensor
 from holdfast.tensors.leaves import RANK_PREFIX, Leaf
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.staging.arena import PAGE_BYTES
@@ -32,7 +32,7 @@ class Judge:
         self._state, self._fenced = state, fenced
         self._any = fenced or bool(innermost(state))
 
-    def __call__(self, leaf: Leaf, piece: Piece) -> bool:
+    def __call__(self, leaf: Leaf, piece: LivePiece) -> bool:
         kind = piece.tensor.device.type
         if not self._any or not (kind == "cpu" or kind in cuda_copy.KINDS) or leaf.name.startswith(RANK_PREFIX):
             return False

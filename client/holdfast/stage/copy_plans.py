@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from holdfast.stage import cuda_copy, staging
 from holdfast.stage.background_copy import Move, Track, lay_tracks
-from holdfast.stage.cuda_copy import Lane, Load, Side
+from holdfast.stage.cuda_copy import DeviceLoad, Lane, SideStream
 from holdfast.stage.slots import Slot, Slots
-from holdfast.stage.staging import ALIGNMENT_BYTES, Copy, Layout
+from holdfast.stage.staging import ALIGNMENT_BYTES, Copy, SlotLayout
 
 PARCEL_BYTES_MAX = 4096  # a tensor up to here costs less to copy at the call than to watch
 _GAP = np.zeros(ALIGNMENT_BYTES, np.uint8)
@@ -61,18 +61,18 @@ class Routes:
     def __init__(self) -> None:
         self._slots: Slots | None = None
         self._laid: dict[int, tuple[Sequence[Copy], Ways]] = {}
-        self._sides: dict[torch.device, Side] = {}
+        self._sides: dict[torch.device, SideStream] = {}
 
-    def into(self, slot: Slot, layout: Layout) -> Ways:
+    def into(self, slot: Slot, layout: SlotLayout) -> Ways:
         """The ways of this layout into this slot."""
         return self._into(slot.slots, slot.index, slot.data, layout)
 
-    def lay_ahead(self, slots: Slots, layout: Layout) -> None:
+    def lay_ahead(self, slots: Slots, layout: SlotLayout) -> None:
         """Lay the ways into every slot now, so that the first saves find them."""
         for index in range(slots.geometry.slots):
             self._into(slots, index, slots.data(index), layout)
 
-    def _into(self, slots: Slots, index: int, data: memoryview, layout: Layout) -> Ways:
+    def _into(self, slots: Slots, index: int, data: memoryview, layout: SlotLayout) -> Ways:
         if slots is not self._slots:
             self._slots = slots
             self._laid.clear()
@@ -86,7 +86,7 @@ class Routes:
         return Ways(ways.parcels + more.parcels, *more_moves, ways.lanes + more.lanes)
 
     def _lay(self, copies: Sequence[Copy], data: memoryview) -> Ways:
-        loads: dict[torch.device | None, Load] = defaultdict(lambda: Load([], [], []))
+        loads: dict[torch.device | None, DeviceLoad] = defaultdict(lambda: DeviceLoad([], [], []))
         for copy, move in staging.place(copies, data):
             home = move.source.device
             load = loads[home if home.type in cuda_copy.KINDS else None]
@@ -94,14 +94,14 @@ class Routes:
                 load.small.append((copy.slot_offset, move))
             else:
                 (load.at_once if copy.restless else load.behind).append(move)
-        small, at_once, watched = loads.pop(None, Load([], [], []))
+        small, at_once, watched = loads.pop(None, DeviceLoad([], [], []))
         lanes = [Lane(self._side(home), load, data) for home, load in loads.items() if home is not None]
         return Ways(tuple(_pack(small, data)), tuple(at_once), tuple(lay_tracks(watched)), tuple(lanes))
 
-    def _side(self, home: torch.device) -> Side:
+    def _side(self, home: torch.device) -> SideStream:
         """One for all saves of this checkpointer: a save is enqueued whole before the next one begins."""
         if home not in self._sides:
-            self._sides[home] = Side(home)
+            self._sides[home] = SideStream(home)
         return self._sides[home]
 
 

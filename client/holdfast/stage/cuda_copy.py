@@ -40,7 +40,7 @@ SAMPLES_A_DIMENSION = {1: 16, 2: 4, 3: 3}  # else 2, where it is not contiguous:
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of this process
 
 
-class Side:
+class SideStream:
     """A device's side stream, kept from save to save, and its events.
 
     torch names all of this alike for every kind of device, and has stand-ins that do nothing for the CPU.
@@ -90,7 +90,7 @@ class Bundle(NamedTuple):
         return [part for gap, source in pairs for part in ((zeros[:gap], source) if gap else (source,))]
 
 
-class Load(NamedTuple):
+class DeviceLoad(NamedTuple):
     """What goes from one device into one slot: small tensors with their offsets, restless ones, settled ones."""
 
     small: list[tuple[int, Move]]
@@ -104,7 +104,7 @@ class _Samples:
     They stand at even distances from a place that is drawn once for each chunk: views cost too much to be made at each save.
     """
 
-    def __init__(self, chunks: Sequence[Move], side: Side) -> None:
+    def __init__(self, chunks: Sequence[Move], side: SideStream) -> None:
         flat = [chunk for chunk in chunks if _has_windows(chunk)]
         strided = [chunk for chunk in chunks if not _has_windows(chunk)]
         self.names = [chunk.name for chunk in (*flat, *strided)]
@@ -142,7 +142,7 @@ class _Samples:
 class Lane:
     """The way from one device into one slot, with all the views that this takes: laid once, used at every save."""
 
-    def __init__(self, side: Side, load: Load, data: memoryview) -> None:
+    def __init__(self, side: SideStream, load: DeviceLoad, data: memoryview) -> None:
         """`data` are the slot's bytes, into which the targets of all moves point."""
         self.side = side
         self._bundles = list(_bundles(load.small, torch.frombuffer(data, dtype=torch.uint8)))

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from holdfast_formats.lineage import Existing, Intent
 
 
-class Origin:
+class TrainingOrigin:
     """The same on all ranks of a launch, since all restore and save alike."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from holdfast.memory import native_copy
-from holdfast.stage.staging import Layout, common
+from holdfast.stage.staging import SlotLayout, common
 from holdfast.state.extras import GROUP as EXTRA
 from holdfast.tensors.fragments import local_tensor
 from holdfast.tensors.leaves import RANK_PREFIX, Key, Leaf
@@ -115,7 +115,7 @@ class Claims:
         self._told: set[Key] = set()
         self._telling: tuple[SaveTicket, tuple[Leaf, ...]] | None = None
 
-    def of(self, layout: Layout, ticket: SaveTicket) -> Statement | None:
+    def of(self, layout: SlotLayout, ticket: SaveTicket) -> Statement | None:
         """What to say of a save's layout; None in a world of one, where nobody could say otherwise."""
         if self._alone:
             return None
@@ -140,7 +140,7 @@ class Claims:
             self._rows = self._rows.first(self._ends[-1] if kept else 0)
             self._rows.told[:] = True
 
-    def _look_at(self, layout: Layout) -> None:
+    def _look_at(self, layout: SlotLayout) -> None:
         """Of leaves that stood at the begin of the last layout all is known."""
         kept = common(self._leaves, layout.leaves)
         boxes = self._ends[kept - 1] if kept else 0

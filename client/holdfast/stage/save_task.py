@@ -10,7 +10,7 @@ from holdfast.stage.background_copy import BackgroundCopy
 from holdfast.stage.copy_plans import Routes, Ways
 from holdfast.stage.replica_claims import Statement
 from holdfast.stage.slots import Slot
-from holdfast.stage.staging import Layout
+from holdfast.stage.staging import SlotLayout
 from holdfast.threads import at_exit, background_requests
 from holdfast.tickets import SaveTicket, Tickets
 from holdfast_formats.errors import CheckpointError
@@ -23,7 +23,7 @@ class Sealable(NamedTuple):
     """A leased slot and everything that goes into it; `says` what it is to say of the bytes that ranks share."""
 
     slot: Slot
-    layout: Layout
+    layout: SlotLayout
     table: bytes
     says: Statement | None = None
     full: bool = False  # all of the live memory is compared with what was copied, not some words

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.stage.background_copy import Move
 from holdfast.state.train_state import Leaf, Snapshot
-from holdfast.tensors.fragments import Piece
+from holdfast.tensors.fragments import LivePiece
 from holdfast.tensors.torch_dtypes import SIGNED, as_integers
 from holdfast_formats.disk.packing import FILE_BYTES_MAX, pack
 from holdfast_formats.lineage import NO_INTENT, Intent
@@ -18,8 +18,7 @@ from holdfast_formats.staging import slot_table
 from holdfast_formats.staging.arena import PAGE_BYTES
 from holdfast_formats.staging.holdings import span_of
 from holdfast_formats.staging.slot_table import Blob, SlotTable
-from holdfast_formats.tensors import Fragment as StagedFragment
-from holdfast_formats.tensors import TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 
 ALIGNMENT_BYTES = 64  # a cache line: where each fragment begins in its slot
 LONG_BYTES_MIN = 2**18  # a fragment whose place in a page matters, and is worth up to a page
@@ -41,7 +40,7 @@ class Mark(NamedTuple):
     end: int
 
 
-class Layout(NamedTuple):
+class SlotLayout(NamedTuple):
     """Where everything one rank saves stands in its slot, and the copies that bring it there."""
 
     leaves: tuple[Leaf, ...]
@@ -54,7 +53,7 @@ class Layout(NamedTuple):
     steady: int  # how many of the first copies are likely to be the same at the next save
 
 
-NOTHING = Layout((), (), (), (), (), (), 0, 0)
+NOTHING = SlotLayout((), (), (), (), (), (), 0, 0)
 
 
 class SaveIdentity(NamedTuple):
@@ -70,10 +69,10 @@ class SaveIdentity(NamedTuple):
 def lay_out(
     snapshot: Snapshot,
     assets: Mapping[str, bytes],
-    settled: Callable[[Leaf, Piece], bool],
-    before: Layout = NOTHING,
+    settled: Callable[[Leaf, LivePiece], bool],
+    before: SlotLayout = NOTHING,
     file_bytes_max: int = FILE_BYTES_MAX,
-) -> Layout:
+) -> SlotLayout:
     """Give every fragment and asset its place in a slot, in the order of the snapshot.
 
     `settled` says what only an optimizer's step changes, so that it may be copied while forward and backward run. Leaves
@@ -105,7 +104,7 @@ def lay_out(
         end += len(content)
     steady = marks[snapshot.steady - 1].copies if snapshot.steady else 0
     parts = (tuple(marks), tuple(fragments), tuple(encoded), tuple(copies), tuple(blobs))
-    return Layout(snapshot.leaves, *parts, end, steady)
+    return SlotLayout(snapshot.leaves, *parts, end, steady)
 
 
 def _places_in_page(leaves: Sequence[Leaf], file_bytes_max: int) -> dict[tuple[str, str], int]:
@@ -139,7 +138,7 @@ def common(before: Sequence[Leaf], now: Sequence[Leaf]) -> int:
 def encode_table(
     who: SaveIdentity,
     snapshot: Snapshot,
-    layout: Layout,
+    layout: SlotLayout,
     metrics: Mapping[str, float],
     file_bytes_max: int,
     intent: Intent = NO_INTENT,

@@ -18,7 +18,7 @@ from holdfast_formats.digest import digest
 _ABSENT = object()
 
 
-class Keeper:
+class ContainerKeeper:
     """Puts values into live ones, for one restore, and notes where another object had to take a live one's place.
 
     A live object may stand at several places of a state, and hold one value only: where the values that came back for them

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast.state.containers import Keeper, can_take, is_mutable
+from holdfast.state.containers import ContainerKeeper, can_take, is_mutable
 from holdfast.tensors import json_values, trees
 from holdfast.tensors.fragments import Fragment, Storable, is_dtensor
 from holdfast.tensors.json_values import referred
-from holdfast.tensors.leaves import RANK_PREFIX, Content, Plan, Selection, Stored
+from holdfast.tensors.leaves import RANK_PREFIX, Content, OfferedLeaves, PartPlan, Selection
 from holdfast_formats.errors import InvalidRequest
 
 GROUP = "extra"
@@ -33,7 +33,7 @@ class Stateful(NamedTuple):
     def collect(self, content: Content) -> None:
         _collect(content, self.key, self._tree())
 
-    def plan(self, stored: Stored, selection: Selection) -> Plan:
+    def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
         """Want the stored document and its tensors, in new memory: the object gets them in `load_state_dict`."""
         return _plan(self.key, stored, selection, self._shards, self.target.load_state_dict)
 
@@ -56,7 +56,7 @@ class Value(NamedTuple):
 
     key: str
     state: Mapping[str, Any]
-    keeper: Keeper
+    keeper: ContainerKeeper
 
     @property
     def groups(self) -> frozenset[str]:
@@ -65,7 +65,7 @@ class Value(NamedTuple):
     def collect(self, content: Content) -> None:
         _collect(content, self.key, trees.grow(self.state[self.key], self.key, self.key))
 
-    def plan(self, stored: Stored, selection: Selection) -> Plan:
+    def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
         """Want the stored document; live tensors at the same places are filled, whatever is mutable there stays itself."""
         live = trees.grow(self.state[self.key], self.key, self.key).tensors
         plan = _plan(self.key, stored, selection, lambda _: _filled(live), self._install)
@@ -130,12 +130,12 @@ def _collect(content: Content, key: str, tree: trees.Tree) -> None:
 
 def _plan(
     key: str,
-    stored: Stored,
+    stored: OfferedLeaves,
     selection: Selection,
     live: Callable[[frozenset[str]], Mapping[str, Storable]],
     install: Callable[[Any], object],
-) -> Plan:
-    plan = Plan()
+) -> PartPlan:
+    plan = PartPlan()
     text = stored.value(GROUP, key)
     if not selection.takes(GROUP, key):
         plan.claimed.update((GROUP, name) for name in stored.specs.get(GROUP, {}) if name.startswith(f"{key}/"))

@@ -18,7 +18,7 @@ Masters = Literal["from-model"]
 LISTED_MAX = 5
 
 
-class Pair(NamedTuple):
+class MasterPair(NamedTuple):
     """A weight and its full-precision copy."""
 
     name: str
@@ -28,13 +28,15 @@ class Pair(NamedTuple):
 
 def pairs(
     optimizers: Iterable[OptimizerState], weights: Mapping[str, Storable], masters: Mapping[str, Storable]
-) -> list[Pair]:
+) -> list[MasterPair]:
     """Every weight that has a copy: in an optimizer's state, or by name in the mapping of masters."""
-    found = [Pair(parameter.name, parameter.value, kept) for state in optimizers for parameter, kept in state.masters()]
-    return [*found, *(Pair(name, weights[name], masters[name]) for name in masters if name in weights)]
+    found = [
+        MasterPair(parameter.name, parameter.value, kept) for state in optimizers for parameter, kept in state.masters()
+    ]
+    return [*found, *(MasterPair(name, weights[name], masters[name]) for name in masters if name in weights)]
 
 
-def settle(restoration: Restoration, found: Sequence[Pair], wish: Masters | None) -> Restoration:
+def settle(restoration: Restoration, found: Sequence[MasterPair], wish: Masters | None) -> Restoration:
     """The restoration, if it leaves no copy behind its weight; with "from-model" such copies are made of the weights.
 
     Raises `StateMismatch` naming them otherwise.
@@ -73,7 +75,7 @@ def _stays(value: Storable, filled: set[int]) -> bool:
     return local_tensor(value).numel() > 0 and not _in(value, filled)
 
 
-def _renew(stale: Sequence[Pair]) -> None:
+def _renew(stale: Sequence[MasterPair]) -> None:
     with torch.no_grad():
         for pair in stale:
             local_tensor(pair.master).copy_(local_tensor(pair.weight))

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from holdfast.state import fsdp1
 from holdfast.tensors import trees
 from holdfast.tensors.fragments import Fragment, Storable, local_tensor
-from holdfast.tensors.leaves import RANK_PREFIX, Content, Plan, Selection, Stored
+from holdfast.tensors.leaves import RANK_PREFIX, Content, OfferedLeaves, PartPlan, Selection
 from holdfast.tensors.torch_dtypes import has_memory
 from holdfast_formats.errors import InvalidRequest
 
@@ -182,9 +182,9 @@ class NamedTensors(NamedTuple):
             for tensor_name, tensor in tree.tensors.items():
                 content.add(self.group, tensor_name, tensor)
 
-    def plan(self, stored: Stored, selection: Selection) -> Plan:
+    def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
         """Want every live tensor that is taken, and every module's own value."""
-        plan = Plan()
+        plan = PartPlan()
         aliases = tied(self.state.tensors)
         for name, value in self.state.tensors.items():
             stored_name = self._stored_name(name)
@@ -198,7 +198,7 @@ class NamedTensors(NamedTuple):
                 self._plan_extra(plan, stored, name, owner)
         return plan
 
-    def _plan_extra(self, plan: Plan, stored: Stored, name: str, owner: nn.Module) -> None:
+    def _plan_extra(self, plan: PartPlan, stored: OfferedLeaves, name: str, owner: nn.Module) -> None:
         plan.documents.append((self.group, name))
         text = stored.value(self.group, name)
         if text is None:

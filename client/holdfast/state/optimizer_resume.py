@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from holdfast.state.containers import Keeper
+from holdfast.state.containers import ContainerKeeper
 from holdfast.state.optimizers import (
     GROUP,
     IMPLEMENTATION,
@@ -23,19 +23,19 @@ from holdfast.state.optimizers import (
 )
 from holdfast.tensors import trees
 from holdfast.tensors.fragments import Fragment, global_shape, is_dtensor, local_tensor
-from holdfast.tensors.leaves import Key, Plan, Selection, Stored
+from holdfast.tensors.leaves import Key, OfferedLeaves, PartPlan, Selection
 from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
 from holdfast_formats.errors import CorruptManifest
 from holdfast_formats.region import Shape
 
 
-def plan(state: OptimizerState, stored: Stored, selection: Selection, keeper: Keeper) -> Plan:
+def plan(state: OptimizerState, stored: OfferedLeaves, selection: Selection, keeper: ContainerKeeper) -> PartPlan:
     """Want the live state and what a fresh optimizer lacks of the stored one, to be installed once filled.
 
     Nothing of the optimizer changes before the plan's actions run. A parameter without stored and without live
     state (frozen, never stepped) stays as it is.
     """
-    made = Plan()
+    made = PartPlan()
     if selection.takes(GROUP, state.key):
         made.documents.append((GROUP, state.key))
     text = stored.value(GROUP, state.key)
@@ -48,7 +48,9 @@ def plan(state: OptimizerState, stored: Stored, selection: Selection, keeper: Ke
 class _Resumption:
     """The optimizers of one key and a checkpoint's document of them, on the way to a plan."""
 
-    def __init__(self, state: OptimizerState, stored: Stored, selection: Selection, plan: Plan, keeper: Keeper) -> None:
+    def __init__(
+        self, state: OptimizerState, stored: OfferedLeaves, selection: Selection, plan: PartPlan, keeper: ContainerKeeper
+    ) -> None:
         self.state = state
         self.stored = stored
         self.selection = selection
@@ -58,7 +60,7 @@ class _Resumption:
         self.done: set[Key] = set()
         self.created: list[tuple[Parameter, str, torch.Tensor]] = []
 
-    def prepare(self, text: str) -> Plan:
+    def prepare(self, text: str) -> PartPlan:
         key = self.state.key
         regrown = trees.regrow(text, key, partial(self.stored.spec, GROUP), {})
         self.plan.missing += [f"{GROUP}/{name}" for name in regrown.unknown]

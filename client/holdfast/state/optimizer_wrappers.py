@@ -22,7 +22,7 @@ _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
 _NO_OPTIMIZERS = (nn.Module, torch.Tensor, Fragment, str, bytes, int, float, type(None))
 
 
-class Found(NamedTuple):
+class FoundOptimizers(NamedTuple):
     """The optimizers that step, in a fixed order, and the objects around them that only pass the step on."""
 
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -41,12 +41,12 @@ def is_optimizer(value: object) -> bool:
     return _attribute(value, "param_groups") is not None and callable(_attribute(value, "step"))
 
 
-def find(value: object) -> Found:
+def find(value: object) -> FoundOptimizers:
     """The innermost optimizers of an entry for which `is_optimizer` holds; none, where none of torch's is inside."""
     optimizers: dict[int, torch.optim.Optimizer] = {}
     wrappers: dict[int, Any] = {}
     _gather(value, optimizers, wrappers)
-    return Found(tuple(optimizers.values()), tuple(wrappers.values()))
+    return FoundOptimizers(tuple(optimizers.values()), tuple(wrappers.values()))
 
 
 def innermost(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
@@ -55,7 +55,7 @@ def innermost(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
     return list(found.values())
 
 
-def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Storable]) -> Found:
+def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Storable]) -> FoundOptimizers:
     """The innermost optimizers of an entry; refuses one without any, and what would be lost with a wrapper.
 
     `known` are tensors that are stored anyway.

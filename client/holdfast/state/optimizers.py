@@ -19,7 +19,7 @@ import torch
 
 from holdfast.tensors import trees
 from holdfast.tensors.fragments import Fragment, Storable, global_shape, is_dtensor, local_tensor
-from holdfast.tensors.leaves import Content, Key, Plan, Selection
+from holdfast.tensors.leaves import Content, Key, PartPlan, Selection
 from holdfast.tensors.torch_dtypes import has_memory
 from holdfast_formats.errors import InvalidRequest
 
@@ -135,7 +135,7 @@ class OptimizerState(NamedTuple):
                     content.add(group, name, *placed(parameter, value, key in shards))
         return OptimizerDocument(self, document)
 
-    def want_live(self, plan: Plan, selection: Selection, done: set[Key]) -> None:
+    def want_live(self, plan: PartPlan, selection: Selection, done: set[Key]) -> None:
         shards = self.shard_keys()
         for parameter in self.parameters():
             for key, value in self.state_of(parameter).items():

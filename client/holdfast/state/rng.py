@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from holdfast.tensors import json_values
-from holdfast.tensors.leaves import RANK_PREFIX, Content, Plan, Selection, Stored
+from holdfast.tensors.leaves import RANK_PREFIX, Content, OfferedLeaves, PartPlan, Selection
 from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
@@ -29,14 +29,14 @@ KEY = "rng"
 _PYTHON, _NUMPY, _TORCH, _CUDA = "python", "numpy", "torch", "cuda."
 
 
-class Streams(NamedTuple):
+class RandomStreams(NamedTuple):
     """The state of every stream at one moment: arrays as tensors by stream name, and what is no array."""
 
     tensors: dict[str, torch.Tensor]
     residual: dict[str, Any]
 
 
-def capture() -> Streams:
+def capture() -> RandomStreams:
     """Copy the streams as they are now."""
     version, words, gauss = random.getstate()
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
@@ -47,10 +47,10 @@ def capture() -> Streams:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # before that no CUDA stream has been drawn from
         for device in range(torch.cuda.device_count()):
             tensors[f"{_CUDA}{device}"] = torch.cuda.get_rng_state(device)
-    return Streams(tensors, {"python": {"version": version, "gauss": gauss}, "numpy": numpy_state})
+    return RandomStreams(tensors, {"python": {"version": version, "gauss": gauss}, "numpy": numpy_state})
 
 
-def install(streams: Streams) -> None:
+def install(streams: RandomStreams) -> None:
     """Continue these streams; CUDA devices that this process does not have are passed over."""
     residual = streams.residual
     if _PYTHON in streams.tensors:
@@ -68,7 +68,7 @@ def install(streams: Streams) -> None:
             torch.cuda.set_rng_state(stream, int(name.removeprefix(_CUDA)))
 
 
-def mixed(streams: Streams, rank: int) -> Streams:
+def mixed(streams: RandomStreams, rank: int) -> RandomStreams:
     """Streams for a rank that has none, each seeded from the given stream's bytes and the rank's number."""
     seeds = {
         name: int(digest(tensor.contiguous().numpy().tobytes() + rank.to_bytes(8, "little")), 16)
@@ -89,15 +89,15 @@ def mixed(streams: Streams, rank: int) -> Streams:
             tensors[name] = torch.Generator().manual_seed(seed % 2**63).get_state()
         elif int(name.removeprefix(_CUDA)) < torch.cuda.device_count():
             tensors[name] = torch.Generator(f"cuda:{name.removeprefix(_CUDA)}").manual_seed(seed % 2**63).get_state()
-    return Streams(tensors, residual)
+    return RandomStreams(tensors, residual)
 
 
 class Random:
     """The streams at the moments that count: that of a save, and that from which a restored training goes on."""
 
     def __init__(self) -> None:
-        self._saved: Streams | None = None
-        self._restored: Streams | None = None
+        self._saved: RandomStreams | None = None
+        self._restored: RandomStreams | None = None
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -110,10 +110,10 @@ class Random:
             if not _equal(before, capture()):
                 install(before)
 
-    def now(self) -> Streams:
+    def now(self) -> RandomStreams:
         return self._saved or capture()
 
-    def go_on_from(self, streams: Streams) -> None:
+    def go_on_from(self, streams: RandomStreams) -> None:
         """Continue these; `CorruptManifest` for what no streams can be made of."""
         try:
             install(streams)
@@ -149,9 +149,9 @@ class RandomState(NamedTuple):
             content.add(GROUP, f"{_prefix(self.rank)}{name}", tensor)
         content.add_value(GROUP, KEY, json_values.dumps(streams.residual, KEY))
 
-    def plan(self, stored: Stored, selection: Selection) -> Plan:
+    def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
         """Want this rank's streams, or those it continues. A checkpoint without any is noted, not refused."""
-        plan = Plan(claimed={(GROUP, KEY)})
+        plan = PartPlan(claimed={(GROUP, KEY)})
         text = stored.value(GROUP, KEY)
         names = stored.specs.get(GROUP, {})
         ranks = sorted({int(n[len(RANK_PREFIX) :].split("/")[0]) for n in names if _is_stream(n)})
@@ -168,7 +168,7 @@ class RandomState(NamedTuple):
                 local_shape(torch_dtype(dtype, name), tuple(shape)), dtype=torch_dtype(dtype, name), device="cpu"
             )
             plan.want(GROUP, name, buffer)
-        streams = Streams(tensors, json_values.loads(text, KEY))
+        streams = RandomStreams(tensors, json_values.loads(text, KEY))
         plan.actions.append(lambda: self._go_on_from(streams if exact else mixed(streams, self.rank)))
         if not exact:
             plan.notes.append(
@@ -178,13 +178,13 @@ class RandomState(NamedTuple):
             plan.notes.append(f"rank {self.rank} continues the random streams of rank {source}, which stood at its place")
         return plan
 
-    def _go_on_from(self, streams: Streams) -> None:
+    def _go_on_from(self, streams: RandomStreams) -> None:
         for loader in self.loaders:
             loader.state_dict()
         self.random.go_on_from(streams)
 
 
-def _equal(a: Streams, b: Streams) -> bool:
+def _equal(a: RandomStreams, b: RandomStreams) -> bool:
     same = a.residual == b.residual and a.tensors.keys() == b.tensors.keys()
     return same and all(torch.equal(tensor, b.tensors[name]) for name, tensor in a.tensors.items())
 

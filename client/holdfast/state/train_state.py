@@ -24,24 +24,24 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from holdfast.layout.declared import Declared, Live
+from holdfast.layout.declared import DeclaredLayout, Live
 from holdfast.layout.local_views import land
 from holdfast.read.overwrite_guard import Wholeness
 from holdfast.state import extras, optimizer_resume, optimizer_wrappers, optimizers, rng, sharding_marks
 from holdfast.state.change_watch import Watch
-from holdfast.state.containers import Keeper
+from holdfast.state.containers import ContainerKeeper
 from holdfast.state.extras import Stateful, Value
-from holdfast.state.masters import Masters, Pair, pairs, settle
+from holdfast.state.masters import MasterPair, Masters, pairs, settle
 from holdfast.state.modules import ModuleState, NamedTensors, module_state, parameter_names
 from holdfast.state.optimizers import OptimizerDocument, OptimizerState
 from holdfast.state.rng import RandomState
 from holdfast.tensors.fragments import Fragment, Storable, is_dtensor
-from holdfast.tensors.leaves import Content, Key, Known, Leaf, Plan, Selection, Stored, check_groups
+from holdfast.tensors.leaves import Content, Key, KnownLeaf, Leaf, OfferedLeaves, PartPlan, Selection, check_groups
 from holdfast.tensors.matching import Restoration, restoration
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 
-__all__ = ["Leaf", "Restoration", "Snapshot", "Stored", "TrainState"]
+__all__ = ["Leaf", "OfferedLeaves", "Restoration", "Snapshot", "TrainState"]
 
 MODEL, MASTER, EMA, OPTIM, EXTRA = "model", optimizers.MASTER_GROUP, "ema", optimizers.GROUP, extras.GROUP
 _ORDER = (MODEL, MASTER, OPTIM, EMA, EXTRA)
@@ -62,7 +62,7 @@ class Snapshot(NamedTuple):
     steady: int
 
 
-class Part(Protocol):
+class StatePart(Protocol):
     """An entry of the state: it can say what it consists of."""
 
     @property
@@ -70,10 +70,10 @@ class Part(Protocol):
     def collect(self, content: Content) -> None: ...
 
 
-class Asked(Part, Protocol):
+class AskedEntry(StatePart, Protocol):
     """An entry that is asked anew at every save, and says what it wants back."""
 
-    def plan(self, stored: Stored, selection: Selection) -> Plan: ...
+    def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan: ...
 
 
 class Parts(NamedTuple):
@@ -82,15 +82,15 @@ class Parts(NamedTuple):
     groups: tuple[str, ...]
     named: tuple[NamedTensors, ...]
     optimizers: tuple[OptimizerState, ...]
-    others: tuple[Asked, ...]
-    keeper: Keeper
+    others: tuple[AskedEntry, ...]
+    keeper: ContainerKeeper
 
     @property
-    def all(self) -> tuple[Part, ...]:
+    def all(self) -> tuple[StatePart, ...]:
         return (*self.named, *self.optimizers, *self.others)
 
     @property
-    def masters(self) -> list[Pair]:
+    def masters(self) -> list[MasterPair]:
         """The weights that have full-precision copies."""
         weights: dict[str, Storable] = {}
         for part in self.named:
@@ -100,7 +100,7 @@ class Parts(NamedTuple):
         copies = {name: value for part in self.named if part.group == MASTER for name, value in part.state.tensors.items()}
         return pairs(self.optimizers, weights, copies)
 
-    def plans(self, stored: Stored, selection: Selection) -> list[Plan]:
+    def plans(self, stored: OfferedLeaves, selection: Selection) -> list[PartPlan]:
         """What each entry wants back."""
         named = [part.plan(stored, selection) for part in self.named]
         resumed = [optimizer_resume.plan(part, stored, selection, self.keeper) for part in self.optimizers]
@@ -120,7 +120,7 @@ class _Walk(NamedTuple):
 class TrainState:
     """The live training state of one rank. It refers to the caller's objects and holds no copy of them."""
 
-    def __init__(self, state: Mapping[str, Any], rank: int, world: int, declared: Declared | None = None) -> None:
+    def __init__(self, state: Mapping[str, Any], rank: int, world: int, declared: DeclaredLayout | None = None) -> None:
         if not isinstance(state, Mapping):
             raise InvalidRequest(f"the state must be a mapping of names to objects, not a {type(state).__name__}")
         if not 0 <= rank < world:
@@ -131,7 +131,7 @@ class TrainState:
         self.declared = declared
         self.wholeness = Wholeness()
         self.random = rng.Random()
-        self._known: dict[Key, Known] = {}  # what earlier snapshots found, so that later ones need not look again
+        self._known: dict[Key, KnownLeaf] = {}  # what earlier snapshots found, so that later ones need not look again
         self._walk: _Walk | None = None
         self._parts()  # refuses at once what can be seen at once
 
@@ -207,7 +207,7 @@ class TrainState:
 
     def prepare(
         self,
-        stored: Stored,
+        stored: OfferedLeaves,
         groups: Collection[str] | None = None,
         ignore: Sequence[str] = (),
         strict: bool = True,
@@ -236,7 +236,7 @@ class TrainState:
         found = settle(restoration(plans, shown.stored, selection, strict), parts.masters, from_model)
         return parts.keeper.noting(land(found, shown.held, shown.notes))
 
-    def _streams(self, others: Sequence[Part]) -> RandomState:
+    def _streams(self, others: Sequence[StatePart]) -> RandomState:
         loaders = [part.target for part in others if isinstance(part, Stateful) and hasattr(part.target, "__iter__")]
         return RandomState(self.rank, self.random, tuple(loaders))
 
@@ -246,7 +246,7 @@ class TrainState:
             found[OPTIM] = {key: self.declared.outward_text(key, text) for key, text in found[OPTIM].items()}
         return found
 
-    def _parts(self, stored: Stored | None = None) -> Parts:
+    def _parts(self, stored: OfferedLeaves | None = None) -> Parts:
         """The state's entries as they are now: modules and tensors, then optimizers, then what is loaded, then RNG."""
         for key in self.state:
             _check_key(key)
@@ -256,8 +256,8 @@ class TrainState:
         for part in tensors:
             sharding_marks.check(part.path, part.state.tensors, self.world, self.declared is not None)
         optimizers_now = _optimizers(self.state, tensors)
-        others: list[Asked] = []
-        keeper = Keeper()
+        others: list[AskedEntry] = []
+        keeper = ContainerKeeper()
         for key, value in self.state.items():
             if _is_loose(key, value):
                 others.append(Stateful(key, value, self.rank) if _is_stateful(value) else Value(key, self.state, keeper))

@@ -81,7 +81,7 @@ class Fragment:
 Storable = torch.Tensor | Fragment
 
 
-class Piece(NamedTuple):
+class LivePiece(NamedTuple):
     """A box of the global tensor and the live memory that holds it: writing into `tensor` writes the user's tensor.
 
     `tensor` is a detached view with the live dtype and the box's shape; of float4, which torch counts in pairs, it has
@@ -92,14 +92,14 @@ class Piece(NamedTuple):
     tensor: torch.Tensor
 
 
-class Placed(NamedTuple):
+class PlacedPieces(NamedTuple):
     """What a rank holds of a global tensor. `placement` is for people; `mesh` maps dimension names to sizes.
 
     `alone`: no other rank holds any of it, by what its placements say.
     """
 
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LivePiece, ...]
     placement: str
     mesh: dict[str, int]
     alone: bool = False
@@ -124,7 +124,7 @@ def global_shape(value: Storable) -> Shape:
     return tuple(value.shape)
 
 
-def pieces(value: Storable, name: str) -> Placed:
+def pieces(value: Storable, name: str) -> PlacedPieces:
     """The boxes of `value` that this rank holds, as views of its live memory; a rank that holds nothing has none.
 
     Raises `InvalidRequest` by name for what cannot be stored (a Partial placement, a layout without memory) and
@@ -133,7 +133,7 @@ def pieces(value: Storable, name: str) -> Placed:
     return pieces_like(value, local_tensor(value), name)
 
 
-def pieces_like(value: Storable, local: torch.Tensor, name: str) -> Placed:
+def pieces_like(value: Storable, local: torch.Tensor, name: str) -> PlacedPieces:
     """The boxes of `value`, held by `local` instead of its own memory: per-shard state of a sharded parameter."""
     check_storable(local, name)
     shape = global_shape(value)
@@ -151,7 +151,7 @@ def pieces_like(value: Storable, local: torch.Tensor, name: str) -> Placed:
     if factor > 1:
         element_shape(local, name)  # refuses a 0-d float4
         boxes, shape = [_widened(box, factor) for box in boxes], (*shape[:-1], shape[-1] * factor)
-    return Placed(shape, tuple(map(Piece, boxes, views)), placement, mesh, is_dtensor(value) and _is_alone(value))
+    return PlacedPieces(shape, tuple(map(LivePiece, boxes, views)), placement, mesh, is_dtensor(value) and _is_alone(value))
 
 
 def _is_alone(value: Any) -> bool:

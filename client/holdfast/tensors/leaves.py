@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.tensors import fragments
-from holdfast.tensors.fragments import Fragment, Piece, Placed, Storable
+from holdfast.tensors.fragments import Fragment, LivePiece, PlacedPieces, Storable
 from holdfast.tensors.torch_dtypes import has_memory, safetensors_name
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.successors import Heir
@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
     name: str
     dtype: str
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LivePiece, ...]
     placement: str
     plain: bool = False
     alone: bool = False
@@ -47,7 +47,7 @@ class Leaf(NamedTuple):
         return f"{self.group}/{self.name}"
 
 
-class Stored(NamedTuple):
+class OfferedLeaves(NamedTuple):
     """What a checkpoint offers to this rank, by group and name."""
 
     specs: Mapping[str, Mapping[str, tuple[str, Shape]]]
@@ -85,7 +85,7 @@ def is_ignored(group: str, ignore: Sequence[str]) -> bool:
     return any(all(fnmatchcase(f"{group}/{name}", pattern) for name in ("", "*", "\0\0")) for pattern in ignore)
 
 
-class Known(NamedTuple):
+class KnownLeaf(NamedTuple):
     """A leaf as an earlier save described it, and the tensor and memory for which that holds."""
 
     value: Storable
@@ -102,7 +102,7 @@ class Content:
     values: dict[Key, str] = field(default_factory=dict)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=dict)
-    known: dict[Key, Known] = field(default_factory=dict)
+    known: dict[Key, KnownLeaf] = field(default_factory=dict)
     taken: Collection[Key] = ()  # names of leaves that were collected elsewhere
 
     def add(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
@@ -126,7 +126,7 @@ class Content:
             form = (*form, value.shape, value.offset, value.flat)
         before = self.known.get((group, name))
         if before is None or before.value is not value or before.form != form:
-            before = self.known[group, name] = Known(value, form, *describe(group, name, value, local))
+            before = self.known[group, name] = KnownLeaf(value, form, *describe(group, name, value, local))
         return before.leaf, before.mesh
 
     def add_value(self, group: str, key: str, text: str) -> None:
@@ -136,7 +136,7 @@ class Content:
 
 
 @dataclass
-class Plan:
+class PartPlan:
     """What a part of the state wants from a checkpoint, and what it will do once the wanted leaves are filled.
 
     `wanted` are live tensors, or new ones that `actions` install; `documents` the JSON keys it cannot do without;
@@ -160,7 +160,7 @@ class Plan:
 def describe(group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> tuple[Leaf, dict[str, int]]:
     """The leaf of a live tensor and its mesh; refuses, by name, what no file could hold."""
     path = f"{group}/{name}"
-    placed: Placed = fragments.pieces(value, path) if local is None else fragments.pieces_like(value, local, path)
+    placed: PlacedPieces = fragments.pieces(value, path) if local is None else fragments.pieces_like(value, local, path)
     typed = local if local is not None else value.tensor if isinstance(value, Fragment) else value
     plain = not isinstance(value, Fragment) and not fragments.is_dtensor(value)
     leaf = Leaf(group, name, safetensors_name(typed.dtype, path), *placed[:3], plain, placed.alone)

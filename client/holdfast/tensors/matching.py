@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.tensors.leaves import RANK_PREFIX, Key, Leaf, Plan, Selection, Stored
+from holdfast.tensors.leaves import RANK_PREFIX, Key, Leaf, OfferedLeaves, PartPlan, Selection
 from holdfast_formats.errors import StateMismatch
 
 LISTED_MAX = 20  # names in an error's text; its members have them all
@@ -35,7 +35,7 @@ class Restoration(NamedTuple):
 
 
 class _Comparison:
-    def __init__(self, stored: Stored, selection: Selection) -> None:
+    def __init__(self, stored: OfferedLeaves, selection: Selection) -> None:
         self.stored = stored
         self.selection = selection
         self.leaves: dict[tuple[object, ...], Leaf] = {}
@@ -47,7 +47,7 @@ class _Comparison:
         self.checks: list[Callable[[], None]] = []
         self._places: dict[tuple[object, ...], Leaf] = {}
 
-    def take(self, plan: Plan) -> None:
+    def take(self, plan: PartPlan) -> None:
         self.missing += plan.missing
         self.notes += plan.notes
         self.claimed |= plan.claimed
@@ -115,7 +115,7 @@ class _Comparison:
         ]
 
 
-def restoration(plans: Sequence[Plan], stored: Stored, selection: Selection, strict: bool) -> Restoration:
+def restoration(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Selection, strict: bool) -> Restoration:
     """The plans of all parts, held against the checkpoint; `StateMismatch` names everything that does not fit."""
     comparison = _Comparison(stored, selection)
     for plan in plans:

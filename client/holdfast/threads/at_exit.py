@@ -23,7 +23,7 @@ class Unfinished(Protocol):
         """Wait until the daemon has it, or it has failed; False when it got no further for `timeout` seconds."""
 
 
-class Failed(Protocol):
+class FailedSave(Protocol):
     """A save that failed."""
 
     @property
@@ -39,7 +39,7 @@ class Failed(Protocol):
 class Told(Protocol):
     """Who tells of failed saves, each once."""
 
-    def take_failure(self) -> Failed | None:
+    def take_failure(self) -> FailedSave | None:
         """The oldest one that has not been told of."""
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from holdfast_formats.disk import safetensors
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
-from holdfast_formats.disk.safetensors import Stored
+from holdfast_formats.disk.safetensors import FileTensor
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.naming import shard_file_name
 from holdfast_formats.tensors import TensorSpec
@@ -101,10 +101,10 @@ def _fill(specs: Sequence[TensorSpec], file_bytes_max: int) -> list[list[TensorS
 
 def _plan_file(group: str, position: int, count: int, specs: Sequence[TensorSpec]) -> FilePlan:
     ordered = [specs[i] for i in safetensors.storage_order((s.name, s.dtype) for s in specs)]
-    stored: list[Stored] = []
+    stored: list[FileTensor] = []
     end = 0
     for spec in ordered:
-        stored.append(Stored(spec.name, spec.dtype, spec.shape, end, end + spec.nbytes))
+        stored.append(FileTensor(spec.name, spec.dtype, spec.shape, end, end + spec.nbytes))
         end += spec.nbytes
     header = safetensors.encode(stored, FORMAT_METADATA)
     placed = tuple((spec, len(header) + place.start) for spec, place in zip(ordered, stored, strict=True))

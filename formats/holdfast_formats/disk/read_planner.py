@@ -35,7 +35,7 @@ READ_BYTES_MAX = EXTENT_BYTES_MAX
 _offset = attrgetter("offset")
 
 
-class Wanted(NamedTuple):
+class WantedBox(NamedTuple):
     """A box of a tensor, in elements; a name that is an alias stands for its tensor."""
 
     group: str
@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
     box: Box
 
 
-class Read(NamedTuple):
+class PlannedRead(NamedTuple):
     """Bytes [start, stop) of a file, and the wanted pieces in them, whole and in order; what lies between is dropped."""
 
     file: str
@@ -55,7 +55,7 @@ class Read(NamedTuple):
 class ReadPlan(NamedTuple):
     """Reads by file and position. `needed` counts each wanted byte once, `read` all bytes of the reads, gaps too."""
 
-    reads: tuple[Read, ...]
+    reads: tuple[PlannedRead, ...]
     needed: int
     read: int
 
@@ -76,7 +76,7 @@ class _Tensor:
 
 
 def plan(
-    manifest: Manifest, wanted: Iterable[Wanted], *, gap_bytes: int = GAP_BYTES, read_bytes_max: int = READ_BYTES_MAX
+    manifest: Manifest, wanted: Iterable[WantedBox], *, gap_bytes: int = GAP_BYTES, read_bytes_max: int = READ_BYTES_MAX
 ) -> ReadPlan:
     """The reads that bring everything wanted, every extent in exactly one of them, whoever wants it and how often.
 
@@ -189,7 +189,7 @@ def _place(tensor: _Tensor) -> tuple[str, int]:
     return tensor.entry.file, tensor.entry.start
 
 
-def _coalesce(pieces: Sequence[Piece], gap_bytes: int, read_bytes_max: int) -> Iterator[Read]:
+def _coalesce(pieces: Sequence[Piece], gap_bytes: int, read_bytes_max: int) -> Iterator[PlannedRead]:
     """Pieces in file order as reads."""
     held: list[Piece] = []
     file, start, stop, dropped = "", 0, 0, 0
@@ -197,7 +197,7 @@ def _coalesce(pieces: Sequence[Piece], gap_bytes: int, read_bytes_max: int) -> I
         end, gap = piece.start + piece.length, piece.start - stop
         apart = gap and (gap > gap_bytes or (dropped + gap) * GAP_SHARE > stop - start)
         if held and (apart or end - start > read_bytes_max or piece.file != file):
-            yield Read(file, start, stop, tuple(held))
+            yield PlannedRead(file, start, stop, tuple(held))
             held = []
         if not held:
             file, start, dropped, gap = piece.file, piece.start, 0, 0
@@ -205,4 +205,4 @@ def _coalesce(pieces: Sequence[Piece], gap_bytes: int, read_bytes_max: int) -> I
         dropped += gap
         stop = end
     if held:
-        yield Read(file, start, stop, tuple(held))
+        yield PlannedRead(file, start, stop, tuple(held))

@@ -25,7 +25,7 @@ _METADATA = "__metadata__"
 _REPAIR = "restore another step; this file is not what was written"
 
 
-class Stored(NamedTuple):
+class FileTensor(NamedTuple):
     """One tensor of a file: dtype, shape in elements, bytes [start, stop) behind the header."""
 
     name: str
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 class Header(NamedTuple):
     """A decoded header: tensors by ascending offset, the string metadata, and the whole header's length in bytes."""
 
-    tensors: tuple[Stored, ...]
+    tensors: tuple[FileTensor, ...]
     metadata: dict[str, str] | None
     header_bytes: int
 
@@ -50,7 +50,7 @@ def storage_order(tensors: Iterable[tuple[str, str]]) -> list[int]:
 
 
 def encode(
-    tensors: Sequence[Stored], metadata: Mapping[str, str] | None = None, alignment_bytes: int = DATA_ALIGNMENT_BYTES
+    tensors: Sequence[FileTensor], metadata: Mapping[str, str] | None = None, alignment_bytes: int = DATA_ALIGNMENT_BYTES
 ) -> bytes:
     """The length field and the header, padded with spaces so that the data begins at a multiple of `alignment_bytes`."""
     validate(tensors)
@@ -112,7 +112,7 @@ def header_length(head: bytes, file_bytes: int, source: str = "file") -> int:
     return length
 
 
-def validate(tensors: Sequence[Stored]) -> int:
+def validate(tensors: Sequence[FileTensor]) -> int:
     """Check that the tensors tile the data from 0 on, in order, each as long as dtype and shape say; return the end."""
     names = {tensor.name for tensor in tensors}
     if len(names) != len(tensors) or _METADATA in names or not _is_unicode("".join(names)):
@@ -144,8 +144,8 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 _convert = decoding.converter(_Entry)
 
 
-def _stored(name: str, entry: _Entry) -> Stored:
-    return Stored(name, entry.dtype, entry.shape, *entry.data_offsets)
+def _stored(name: str, entry: _Entry) -> FileTensor:
+    return FileTensor(name, entry.dtype, entry.shape, *entry.data_offsets)
 
 
 def _is_unicode(text: str) -> bool:

@@ -13,7 +13,7 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.layout.elements import Specs, compose, split_key
 from holdfast_formats.layout.language import Layout
 from holdfast_formats.layout.parts import LocalTensor
-from holdfast_formats.layout.rank_tensors import KEYED_GROUP, Holding
+from holdfast_formats.layout.rank_tensors import KEYED_GROUP, LayoutHoldings
 from holdfast_formats.layout.rules import Rules
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
@@ -21,7 +21,7 @@ from holdfast_formats.tensors import TensorSpec
 _LOCAL_FORMS = {"qkv": "ranks", "gate_up": "ranks", "experts": "stacked"}
 
 
-class Declared(NamedTuple):
+class DeclaredTensor(NamedTuple):
     """A live local tensor: the parts it consists of, and the stored tensors those belong to, by name."""
 
     local: LocalTensor
@@ -30,7 +30,7 @@ class Declared(NamedTuple):
 
 def declare(
     layout: Layout, rank: int, rules: Rules, group: str, local: Specs, parameters: Iterable[str] = ()
-) -> dict[str, Declared]:
+) -> dict[str, DeclaredTensor]:
     """Say of every live local tensor of a group which boxes of which stored tensors it holds.
 
     `local` gives their dtypes and local shapes by name. `parameters` names, in order, all parameters whose state the ranks
@@ -41,12 +41,12 @@ def declare(
     parameters = tuple(parameters)
     layout = with_forms(layout, (*parameters, *(split_key(name, keyed)[0] for name in local)), rules)
     specs = _stored_specs(layout, rules, local, parameters, keyed)
-    held = {tensor.name: tensor for tensor in Holding(layout, group, specs, rules).of(rank).tensors}
-    found: dict[str, Declared] = {}
+    held = {tensor.name: tensor for tensor in LayoutHoldings(layout, group, specs, rules).of(rank).tensors}
+    found: dict[str, DeclaredTensor] = {}
     for name, (dtype, shape) in local.items():
         tensor = held.get(name)
         if tensor is None and 0 in shape:  # others hold all of it
-            found[name] = Declared(LocalTensor(name, dtype, shape, ()), {})
+            found[name] = DeclaredTensor(LocalTensor(name, dtype, shape, ()), {})
             continue
         if tensor is None or tensor.shape != shape:
             where = "holds none of it" if tensor is None else f"holds {list(tensor.shape)} of it"
@@ -55,7 +55,7 @@ def declare(
                 hint="check the layout, its rank order and sharding, and that config.json is this model's",
             )
         named = dict.fromkeys(part.tensor for part in tensor.parts)
-        found[name] = Declared(tensor, {n: TensorSpec(group, n, *specs[n]) for n in named})
+        found[name] = DeclaredTensor(tensor, {n: TensorSpec(group, n, *specs[n]) for n in named})
     return found
 
 

@@ -35,14 +35,14 @@ _NEVER = 4
 _RANKS = "ranks/"  # tensors of one rank's process: random streams, data loaders
 
 
-class Held(NamedTuple):
+class HeldTensors(NamedTuple):
     """What a rank holds: tensors whose parts are of stored ones, and what was decided on the way, for people."""
 
     tensors: tuple[LocalTensor, ...]
     notes: tuple[str, ...]
 
 
-class Share(NamedTuple):
+class HeldSize(NamedTuple):
     """How much a rank holds: tensors, and their bytes with padding."""
 
     tensors: int
@@ -77,7 +77,7 @@ class _Cell(NamedTuple):
 _Cuts = dict[str, tuple[Element, Cut]]
 
 
-class Holding:
+class LayoutHoldings:
     """What the ranks of one layout hold of one group; ranks that differ in data parallelism alone are worked out once."""
 
     def __init__(
@@ -103,7 +103,7 @@ class Holding:
         self._cells: dict[tuple[int, ...], _Cell] = {}
         self._alike: dict[tuple[int, int, tuple[Shape, ...]], _Cell] = {}
 
-    def of(self, rank: int) -> Held:
+    def of(self, rank: int) -> HeldTensors:
         """What one rank holds; `InvalidRequest` for a rank outside the layout's world."""
         at = self._coordinate(rank)
         cell = self._cell(at)
@@ -114,9 +114,9 @@ class Holding:
                 tensors += [dealt.scalars[i] for i in _kept_scalars(dealt, index).tolist()]
         own = f"{_RANKS}{rank:05d}/"
         tensors += [full(name, *spec) for name, spec in self._personal.items() if name.startswith(own)]
-        return Held((*cell.common, *tensors) if tensors else cell.common, cell.notes)
+        return HeldTensors((*cell.common, *tensors) if tensors else cell.common, cell.notes)
 
-    def share(self, rank: int) -> Share:
+    def share(self, rank: int) -> HeldSize:
         """How much one rank holds, without making its tensors; for whole worlds."""
         at = self._coordinate(rank)
         key = (at.pp, at.ep, self._cutter.shapes(at))
@@ -131,7 +131,7 @@ class Holding:
                 count += len(kept) + len(scalars)
                 octets += int(((stop - start) * dealt.bits[kept]).sum()) // 8
                 octets += sum(dtypes.nbytes(dealt.scalars[i].dtype, 1) for i in scalars.tolist())
-        return Share(count, octets)
+        return HeldSize(count, octets)
 
     def _place(self) -> dict[tuple[int, int], list[tuple[int, Element]]]:
         """The elements by pipeline stage and expert-parallel rank, each with its number; -1 for what all of them hold."""
@@ -304,7 +304,7 @@ class Holding:
 
 def of_manifest(
     manifest: Manifest, group: str, layout: Layout, config: Mapping[str, Any] | None, extra: Mapping[str, Any] | None = None
-) -> Holding:
+) -> LayoutHoldings:
     """What the ranks of a layout hold of a checkpoint's group; every reader comes to the same.
 
     `config` is the model's config.json, `extra` a team's own rules. Where sharding deals tensors out one after the other,
@@ -317,14 +317,14 @@ def of_manifest(
     shapes = {name: entry.shape for name, entry in model.items()}
     chosen = choose(config, model, table=layout.rules, extra=extra, shapes=shapes)
     specs = {name: (entries[name].dtype, entries[name].shape) for name in sorted(entries, key=natural_key)}
-    return Holding(layout, group, specs, chosen, manifest.aliases.get(group))
+    return LayoutHoldings(layout, group, specs, chosen, manifest.aliases.get(group))
 
 
 def hold(
     layout: Layout, rank: int, group: str, specs: Specs, rules: Rules, aliases: Mapping[str, str] | None = None
-) -> Held:
-    """What one rank holds of a group; for many ranks of one layout use `Holding`."""
-    return Holding(layout, group, specs, rules, aliases).of(rank)
+) -> HeldTensors:
+    """What one rank holds of a group; for many ranks of one layout use `LayoutHoldings`."""
+    return LayoutHoldings(layout, group, specs, rules, aliases).of(rank)
 
 
 def _bytes(tensor: LocalTensor) -> int:

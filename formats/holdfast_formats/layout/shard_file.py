@@ -14,7 +14,7 @@ from typing import NamedTuple
 from holdfast_formats import dtypes
 from holdfast_formats.disk import safetensors
 from holdfast_formats.disk.packing import FORMAT_METADATA
-from holdfast_formats.disk.safetensors import Stored
+from holdfast_formats.disk.safetensors import FileTensor
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.layout import parts
 from holdfast_formats.layout.parts import LocalTensor, Part
@@ -23,7 +23,7 @@ from holdfast_formats.region import Shape, byte_box, byte_view
 WINDOW_ALIGNMENT_BYTES = 8  # the widest element, and tensors stand by descending width: such a cut is inside none
 
 
-class Placed(NamedTuple):
+class PlacedTensor(NamedTuple):
     """A local tensor and its bytes [start, stop) of the file.
 
     `units` is the same tensor counted in what can be addressed, `itemsize` bytes each: its elements, or bytes where elements
@@ -63,7 +63,7 @@ class ShardFile(NamedTuple):
     """A file that could be: its header, its tensors in order, its length in bytes."""
 
     header: bytes
-    tensors: tuple[Placed, ...]
+    tensors: tuple[PlacedTensor, ...]
     bytes: int
 
 
@@ -79,11 +79,11 @@ def lay_out(tensors: Sequence[LocalTensor], shapes: Mapping[str, Shape], metadat
     tensor that does not end at a byte, or that is cut inside a byte where its elements are narrower than one.
     """
     order = safetensors.storage_order((local.name, local.dtype) for local in tensors)
-    stored: list[Stored] = []
+    stored: list[FileTensor] = []
     end = 0
     for local in (tensors[position] for position in order):
         size = dtypes.nbytes(local.dtype, local.volume, local.name)
-        stored.append(Stored(local.name, local.dtype, local.shape, end, end + size))
+        stored.append(FileTensor(local.name, local.dtype, local.shape, end, end + size))
         end += size
     header = safetensors.encode(stored, {**FORMAT_METADATA, **metadata})
     placed = [_place(tensors[i], len(header) + entry.start, shapes) for i, entry in zip(order, stored, strict=True)]
@@ -118,17 +118,17 @@ def strips(file: ShardFile, low: int, high: int) -> list[Strip]:
     return found
 
 
-def _strip(placed: Placed, begin: int, end: int) -> Strip:
+def _strip(placed: PlacedTensor, begin: int, end: int) -> Strip:
     first, last = (begin - placed.start) // placed.itemsize, (end - placed.start) // placed.itemsize
     candidates = placed.units.parts[bisect_right(placed.reach, first) : bisect_left(placed.starts, last)]
     pieces = tuple(piece for part in candidates for piece in parts.cut(part, first, last))
     return Strip(0, last - first, placed.itemsize, pieces)
 
 
-def _place(local: LocalTensor, start: int, shapes: Mapping[str, Shape]) -> Placed:
+def _place(local: LocalTensor, start: int, shapes: Mapping[str, Shape]) -> PlacedTensor:
     units, itemsize = _in_units(local, shapes)
     units = units._replace(parts=tuple(sorted(units.parts, key=lambda part: part.start)))
-    return Placed(
+    return PlacedTensor(
         local=local,
         start=start,
         stop=start + units.volume * itemsize,

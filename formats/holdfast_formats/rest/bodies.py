@@ -37,7 +37,7 @@ MARKS = {"pinned", "labels"}  # members of a checkpoint that the run's file stat
 KNOWN_SINCE = {"verified", "checked", "check", "damage", "nonfinite", "healthy", "same_as", "abandoned"} | MARKS
 
 
-class Checkpoint(BaseModel):
+class CheckpointInfo(BaseModel):
     run: str
     step: int
     attempt: int
@@ -86,15 +86,15 @@ class Checkpoint(BaseModel):
         return self.checked is None and not self.verified and self.damage is None
 
 
-def as_committed(checkpoint: Checkpoint) -> Checkpoint:
+def as_committed(checkpoint: CheckpointInfo) -> CheckpointInfo:
     """The checkpoint as its manifest describes it, without what was found out since."""
-    stated = checkpoint.model_dump(include=set(Checkpoint.model_fields) - KNOWN_SINCE)
-    return Checkpoint(**stated, verified=False)
+    stated = checkpoint.model_dump(include=set(CheckpointInfo.model_fields) - KNOWN_SINCE)
+    return CheckpointInfo(**stated, verified=False)
 
 
-def describe(manifest: Manifest, verified: bool = False) -> Checkpoint:
+def describe(manifest: Manifest, verified: bool = False) -> CheckpointInfo:
     """What a manifest says of its checkpoint; whether it was read back since is not in it."""
-    return Checkpoint(
+    return CheckpointInfo(
         run=manifest.run,
         step=manifest.step,
         attempt=manifest.attempt,

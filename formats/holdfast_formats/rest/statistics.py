@@ -40,7 +40,7 @@ _NOWHERE = -1  # `changed_from` of what has no predecessor
 _HINT = "the checkpoint itself is not touched by this; its statistics are lost"
 
 
-class Part(NamedTuple):
+class PartStatistics(NamedTuple):
     """Of some elements of one tensor. Moments are over the `finite` ones; `change` is the norm of their change."""
 
     finite: int = 0
@@ -54,14 +54,14 @@ class Part(NamedTuple):
     change: float | None = 0.0  # None: not known of all of them
 
 
-def merge(parts: Sequence[Part]) -> Part:
+def merge(parts: Sequence[PartStatistics]) -> PartStatistics:
     """The parts of a tensor taken together. Counts are exact; sums are rounded once, whatever the parts' order."""
     if len(parts) == 1:
         return parts[0]
     finite = sum(part.finite for part in parts)
     changes = [part.change for part in parts]
     known = [change for change in changes if change is not None]
-    return Part(
+    return PartStatistics(
         finite,
         sum(part.nan for part in parts),
         sum(part.inf for part in parts),
@@ -93,14 +93,14 @@ class Statistics:
         return found
 
 
-def collect(found: Iterable[tuple[Part, int | None]]) -> Statistics:
+def collect(found: Iterable[tuple[PartStatistics, int | None]]) -> Statistics:
     """The columns of whole tensors in the manifest's order, each with the step that its change is measured from."""
     rows = [_row(part, step) for part, step in found]
     table = list(zip(*rows, strict=True)) if rows else [()] * len(_COLUMNS)
     return Statistics({name: np.array(column, kind) for (name, kind), column in zip(_COLUMNS.items(), table, strict=True)})
 
 
-def _row(part: Part, step: int | None) -> tuple[float, ...]:
+def _row(part: PartStatistics, step: int | None) -> tuple[float, ...]:
     known = part.finite > 0
     rms = part.norm / math.sqrt(part.finite) if known and math.isfinite(part.norm) else math.nan
     change = part.change if step is not None and part.change is not None else math.nan

@@ -65,7 +65,7 @@ class Geometry(NamedTuple):
         return self.data_offset(slot) + self.data_bytes
 
 
-class Owner(NamedTuple):
+class SegmentOwner(NamedTuple):
     """Whose segment it is: one rank of one attempt of a run."""
 
     run: str
@@ -98,7 +98,7 @@ def geometry(slots: int, data_bytes: int, table_bytes: int) -> Geometry:
     return made
 
 
-def write_superblock(memory: memoryview, made: Geometry, owner: Owner | None = None) -> None:
+def write_superblock(memory: memoryview, made: Geometry, owner: SegmentOwner | None = None) -> None:
     """State the segment's measures and whose it is; a segment of nobody cannot be adopted by another daemon."""
     rank, world, attempt, run = (owner.rank, owner.world, owner.attempt, owner.run.encode()) if owner else (0, 0, 0, b"")
     measures = (made.slots, made.data_bytes, made.table_bytes_max)
@@ -126,13 +126,13 @@ def read_measures(memory: memoryview) -> Geometry:
     return made
 
 
-def read_owner(memory: memoryview) -> Owner:
+def read_owner(memory: memoryview) -> SegmentOwner:
     """Whose segment it is; `InvalidRequest` when it says nobody or somebody impossible. Read the superblock first."""
     *_, rank, world, attempt, name = _SUPERBLOCK.unpack_from(memory, 0)
     run = name.rstrip(b"\0").decode(errors="replace")
     if not naming.is_run_name(run) or not rank < world:
         raise InvalidRequest(f"a segment of rank {rank} of {world} of run {run!r}: nobody's")
-    return Owner(run, rank, world, attempt)
+    return SegmentOwner(run, rank, world, attempt)
 
 
 def write_header(memory: memoryview, made: Geometry, slot: int, header: SlotHeader) -> None:

@@ -30,7 +30,7 @@ _ALIGNMENT = 8
 Rows = NDArray[Any]  # of dtype ROW
 
 
-class Listing(NamedTuple):
+class PieceList(NamedTuple):
     """Pieces by file and position. A row's `file` is an index into `files`; `at` is where the piece stands in memory."""
 
     files: tuple[str, ...]
@@ -42,23 +42,23 @@ class Listing(NamedTuple):
         return int(self.rows["length"].sum(dtype=np.uint64))
 
 
-def of(pieces: Sequence[Piece]) -> Listing:
+def of(pieces: Sequence[Piece]) -> PieceList:
     """A listing of pieces of whatever order; `at` is 0."""
     files = tuple(sorted({piece.file for piece in pieces}))
     index = {name: number for number, name in enumerate(files)}
     listed = [(index[p.file], p.length, p.start, int(p.digest, 16), 0) for p in pieces]
     rows = np.array(listed, ROW)
-    return Listing(files, rows[np.lexsort((rows["start"], rows["file"]))])
+    return PieceList(files, rows[np.lexsort((rows["start"], rows["file"]))])
 
 
-def encode(listing: Listing) -> bytes:
+def encode(listing: PieceList) -> bytes:
     """The bytes of a listing."""
     names = json.dumps(listing.files).encode()
     names += b" " * (-(_HEAD.size + len(names)) % _ALIGNMENT)
     return _HEAD.pack(MAGIC, VERSION, len(names), len(listing.rows)) + names + listing.rows.tobytes()
 
 
-def decode(memory: bytes | memoryview) -> Listing:
+def decode(memory: bytes | memoryview) -> PieceList:
     """The listing that stands at the beginning of `memory`; what is behind it is not looked at.
 
     Raises `InvalidRequest` for what is no listing: impossible names, pieces out of order or across one another.
@@ -72,7 +72,7 @@ def decode(memory: bytes | memoryview) -> Listing:
     stop = start + count * ROW.itemsize
     if stop > min(len(memory), LISTING_BYTES_MAX):
         raise InvalidRequest(f"a listing of {count} pieces does not fit {len(memory)} bytes")
-    listing = Listing(_names(bytes(memory[_HEAD.size : start])), np.frombuffer(memory[start:stop], ROW))
+    listing = PieceList(_names(bytes(memory[_HEAD.size : start])), np.frombuffer(memory[start:stop], ROW))
     _check(listing)
     return listing
 
@@ -89,7 +89,7 @@ def _names(encoded: bytes) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _check(listing: Listing) -> None:
+def _check(listing: PieceList) -> None:
     rows = listing.rows
     if not len(rows):
         return

@@ -16,7 +16,7 @@ from holdfast_formats.staging.slot_table import Blob
 from holdfast_formats.tensors import TensorSpec
 
 
-class Origin(NamedTuple):
+class BoxOrigin(NamedTuple):
     """Where the bytes of one box stand: in the slot of `rank`, from `slot_offset` on, row-major."""
 
     rank: int
@@ -29,7 +29,7 @@ class PlannedTensor(NamedTuple):
 
     spec: TensorSpec
     start: int
-    origins: tuple[Origin, ...]
+    origins: tuple[BoxOrigin, ...]
     placement: str
 
 
@@ -43,7 +43,7 @@ class PlannedAsset(NamedTuple):
     blob: Blob
 
 
-class Plan(NamedTuple):
+class WritePlan(NamedTuple):
     """Everything a node needs to write one step: nothing in it depends on time, on nodes, or on the order of ranks."""
 
     run: str

@@ -15,8 +15,8 @@ from holdfast_formats.disk.manifest import check_metrics
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.lineage import Existing, Intent
 from holdfast_formats.staging import replica_claims
-from holdfast_formats.staging.arena import Owner
-from holdfast_formats.tensors import Fragment
+from holdfast_formats.staging.arena import SegmentOwner
+from holdfast_formats.tensors import StagedFragment
 
 TABLE_BYTES_MAX = 512 * 2**20
 ASSET_BYTES_MAX = 256 * 2**20
@@ -43,7 +43,7 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     rank: int
     world: int
     groups: tuple[str, ...]
-    fragments: tuple[Fragment, ...]
+    fragments: tuple[StagedFragment, ...]
     values: dict[str, dict[str, str]]
     aliases: dict[str, dict[str, str]]
     blobs: tuple[Blob, ...] = ()
@@ -57,9 +57,9 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     again: int = 0
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> SegmentOwner:
         """Whose part it is."""
-        return Owner(self.run, self.rank, self.world, self.attempt)
+        return SegmentOwner(self.run, self.rank, self.world, self.attempt)
 
     @property
     def intent(self) -> Intent:
@@ -73,7 +73,7 @@ class _Encoded(SlotTable, frozen=True):
     fragments: msgspec.Raw  # type: ignore[assignment]
 
 
-def encode_fragment(fragment: Fragment) -> bytes:
+def encode_fragment(fragment: StagedFragment) -> bytes:
     """One fragment as it stands in a table; `InvalidRequest` for what JSON cannot state."""
     return _json(fragment)
 

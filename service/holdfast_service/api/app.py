@@ -9,7 +9,7 @@ from holdfast_service.api import problems
 from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints
 from holdfast_service.api.content.rationing import Ration
 from holdfast_service.api.content.shard_plans import PlannedShards
-from holdfast_service.api.content.shard_streams import Streams
+from holdfast_service.api.content.shard_streams import ShardStreams
 from holdfast_service.api.content.stall_limit import StallLimit
 from holdfast_service.api.door import needs
 from holdfast_service.api.door.content_policy import ContentPolicy
@@ -96,7 +96,7 @@ def create_app(services: Services) -> FastAPI:
     app.state.requests = Requests()
     app.state.summaries = summaries.of(services)
     app.state.collected = Collected(services, app.state.summaries, app.state.requests)
-    app.state.streams = Streams(services.tier)
+    app.state.streams = ShardStreams(services.tier)
     app.state.event_streams = events.EventStreams(services.events)
     app.state.uploads = Ration(uploads.UPLOAD_BYTES_MAX)
     for room in ROOMS:

@@ -23,7 +23,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.decisions import utc_now
 from holdfast_service.control.insight.facts import Lived
-from holdfast_service.control.insight.round_history import History
+from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.daemon.remote import RemoteRanks
@@ -64,7 +64,7 @@ class Services:
     door: Policy = field(default_factory=Policy)
     owner: Owner = field(default_factory=lambda: Owner(make_text()))
     book: Book | None = None  # what the catalog is still to be told, of a service that saves
-    history: History | None = None  # what saves took, of a service that watches them
+    history: RoundHistory | None = None  # what saves took, of a service that watches them
     slots: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})  # most bytes of the arena, its slots by use
     ranks: Callable[[], Mapping[str, int]] = dict  # how many are connected, by run
     held: Callable[[], Mapping[str, int]] = dict  # bytes of the arena, by run

@@ -29,7 +29,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.rest.operations import Level
 from holdfast_formats.rest.statistics import Statistics
-from holdfast_formats.staging.plan import Plan
+from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.attempts import UNNAMED, Attempts, Member
@@ -44,9 +44,9 @@ from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.findings.checks import Findings
-from holdfast_service.control.findings.health import Health
+from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.insight.facts import Lived
-from holdfast_service.control.launches.choosing import Choices, Question, stands
+from holdfast_service.control.launches.choosing import Choices, RestoreQuestion, stands
 from holdfast_service.control.launches.standing import Standing
 from holdfast_service.control.retention.admission import Admission
 from holdfast_service.control.retention.empty_runs import EmptyRuns
@@ -75,7 +75,7 @@ class Decisions:
         self.events = Events(catalog.database, node, utc_now)
         self._rounds = Rounds(catalog, self.book, utc_now)
         self.statistics = StatisticsStore(catalog.database)
-        self._health = Health(tier, self.statistics, self.events)
+        self._health = HealthRecords(tier, self.statistics, self.events)
         self._files = RunFiles(tier)
         self.readers = Readers()
         self.rotation = Rotation(tier, catalog, (self._files, self.readers))
@@ -267,14 +267,14 @@ class Decisions:
     def sealed(self, round_id: int, ranks: int) -> None:
         self._rounds.seal(round_id, ranks)
 
-    def plan(self, tables: Sequence[SlotTable]) -> Plan:
+    def plan(self, tables: Sequence[SlotTable]) -> WritePlan:
         return planner.plan(tables)
 
-    def admit(self, plan: Plan) -> None:
+    def admit(self, plan: WritePlan) -> None:
         """Whether what is planned fits; `QuotaExceeded` or `NoSpace` with the numbers, before a byte of it is written."""
         self._admission.admit(plan)
 
-    def commit(self, round_id: int, plan: Plan, measured: Mapping[str, float] | None = None) -> Manifest:
+    def commit(self, round_id: int, plan: WritePlan, measured: Mapping[str, float] | None = None) -> Manifest:
         """Publish, then record, with what was `measured` so far; when this returns the checkpoint may be announced.
 
         The directory is the truth: a failure to record it does not undo it, the next look at the directories repairs that.
@@ -299,7 +299,7 @@ class Decisions:
         self.parted(made.run, made.attempt)  # what all ranks have saved anew, all of them have restored
         return made
 
-    def _publish(self, plan: Plan) -> Manifest:
+    def _publish(self, plan: WritePlan) -> Manifest:
         """Publish, in the place of what stands there if that may be replaced: as of now, not of when the round began."""
         lineage, over = self.standing.place(plan.run, plan.step, plan.attempt, plan.intent)
         about = commit.About(lineage, over)
@@ -362,7 +362,7 @@ class Decisions:
         self, run: str, attempt: int, turn: int, step: int | None, groups: Collection[str], healthy: bool = False
     ) -> int | None:
         """The step that every rank of this attempt restores as its `turn`-th; None when there is nothing to restore."""
-        return self._choices.choose(Question(run, attempt, turn, step, groups, healthy))
+        return self._choices.choose(RestoreQuestion(run, attempt, turn, step, groups, healthy))
 
     def recorded(self, wait_s: float) -> bool:
         """Wait until the catalog knows all that was decided; False when the time is over."""

@@ -31,9 +31,9 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.staging import arena, wire
 from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState
 from holdfast_service.daemon.arena.arena import Arena
-from holdfast_service.daemon.arena.segment import Segment
-from holdfast_service.daemon.arena.shares import ADMIN, Asker, Holder, left
-from holdfast_service.daemon.arena.upload import Chunk, Part, Upload
+from holdfast_service.daemon.arena.segment import ArenaSegment
+from holdfast_service.daemon.arena.shares import ADMIN, Asker, ShareHolder, left
+from holdfast_service.daemon.arena.upload import Chunk, Part, SlotUpload
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.run_busy import DistantParticipant, let_in
 from holdfast_service.daemon.saving.saver import Saver
@@ -54,14 +54,14 @@ class RemoteRank:
 
     def __init__(self, parts: tuple[Arena, Saver], hello: bodies.RankHello, attempt: int, tenant: str = "") -> None:
         self._arena, self._saver = parts
-        self.hello, self.holder = hello, Holder(hello.run, tenant)
+        self.hello, self.holder = hello, ShareHolder(hello.run, tenant)
         self.who = DistantParticipant(hello, attempt, self._notify, lambda: self.heard)
         self.heard = time.monotonic()
         self._turn = threading.Lock()  # one request of this rank at a time; never taken by the saver
         self._lock = threading.Lock()  # guards what `_notify` touches; held for moments only
-        self._segment: Segment | None = None
+        self._segment: ArenaSegment | None = None
         self._asked: Geometry | None = None  # it may have fewer slots than that
-        self._uploads: dict[int, Upload] = {}
+        self._uploads: dict[int, SlotUpload] = {}
         self._ended: list[int] = []  # numbers of ended uploads, in order
         self._forgotten = 0  # how many of them are not kept any more
         self._listeners: set[Callable[[], None]] = set()
@@ -92,7 +92,7 @@ class RemoteRank:
                 return self._describe(known)
             if self._segment is None:
                 raise InvalidRequest("reserve a segment before the first upload", reason="not-reserved")
-            upload = Upload(number, step, self._segment, intent.turn)
+            upload = SlotUpload(number, step, self._segment, intent.turn)
             with self._lock:
                 self._uploads[number] = upload
             try:
@@ -223,7 +223,7 @@ class RemoteRank:
             error = from_problem(outcome.problem or {}) if outcome.state == "aborted" else None
             self._end(found, outcome.state, error)
 
-    def _end(self, upload: Upload, state: Literal["committed", "aborted"], error: CheckpointError | None) -> None:
+    def _end(self, upload: SlotUpload, state: Literal["committed", "aborted"], error: CheckpointError | None) -> None:
         problem = error.problem() if error is not None else None
         with self._lock:
             if upload.outcome is not None:
@@ -235,14 +235,14 @@ class RemoteRank:
                 self._forgotten += 1
         self.wake()
 
-    def _find(self, number: int) -> Upload:
+    def _find(self, number: int) -> SlotUpload:
         with self._lock:
             upload = self._uploads.get(number)
         if upload is None or (upload.slot < 0 and upload.outcome is None):
             raise InvalidRequest(f"there is no upload {number}", hint="open it first", reason="not-open")
         return upload
 
-    def _going_on(self, number: int) -> Upload:
+    def _going_on(self, number: int) -> SlotUpload:
         upload = self._find(number)
         if upload.outcome is not None and upload.outcome.problem is not None:
             raise from_problem(upload.outcome.problem)
@@ -250,7 +250,7 @@ class RemoteRank:
             raise InvalidRequest(f"upload {number} is committed already")
         return upload
 
-    def _describe(self, upload: Upload) -> bodies.Upload:
+    def _describe(self, upload: SlotUpload) -> bodies.Upload:
         outcome = upload.outcome
         return bodies.Upload(
             number=upload.number,
@@ -331,7 +331,7 @@ class RemoteRanks:
         self._saver.join(made.who)
         return made
 
-    def _refuse_too_many(self, who: Holder) -> None:
+    def _refuse_too_many(self, who: ShareHolder) -> None:
         held = [(rank.holder, 1) for rank in self._ranks.values()]
         share = left(self._arena.run_share, RANKS_MAX, held, who)
         if self._closing.is_set() or len(held) >= RANKS_MAX or not share.left:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, InvalidRequest
 from holdfast_formats.rest.operations import Job
-from holdfast_service.daemon.checking.checker import Checker, Ended, told
+from holdfast_service.daemon.checking.checker import CheckEnd, Checker, told
 from holdfast_service.daemon.checking.verifier import read_manifest
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.writing.priority import give_way
@@ -35,14 +35,14 @@ PAUSE_S = 0.1
 RETRY_S = 3600.0  # what could not be read, for another reason than damage, is left alone for so long
 
 
-class Stopped(BaseException):
+class CheckStopped(BaseException):
     """The daemon ends, or whoever asked for a check wants it no more, which is the cause then. No failure of a check."""
 
 
 Progress = Callable[[int], None]  # hears how many bytes are read, and may raise to stop
 
 
-class Plan(NamedTuple):
+class ScrubPlan(NamedTuple):
     """How fast and how often: nothing is scrubbed unasked when either is None."""
 
     bytes_per_second: int | None
@@ -79,7 +79,7 @@ class Scrubbed(NamedTuple):
 class Scrub:
     """A thread that checks what was found unchecked at the start, then what is due, the longest unread first."""
 
-    def __init__(self, checker: Checker, decisions: Decisions, saver: Saver, plan: Plan) -> None:
+    def __init__(self, checker: Checker, decisions: Decisions, saver: Saver, plan: ScrubPlan) -> None:
         self._checker, self._decisions, self._saver, self._plan = checker, decisions, saver, plan
         self._closing, self._wake = threading.Event(), threading.Event()
         self._found: deque[tuple[str, int]] = deque()
@@ -118,12 +118,12 @@ class Scrub:
             if paced and self._rate is not None:
                 self._rate.take(size)
             if self._closing.is_set():
-                raise Stopped
+                raise CheckStopped
             if progress is not None:
                 try:
                     progress(size)
                 except BaseException as error:
-                    raise Stopped from error
+                    raise CheckStopped from error
 
         return heed
 
@@ -133,7 +133,7 @@ class Scrub:
             self._wake.clear()
             try:
                 self._look()
-            except Stopped:
+            except CheckStopped:
                 return
             except CheckpointError as error:
                 log.warning("the scrub waits for the catalog: %s", error.detail)
@@ -160,16 +160,16 @@ class Scrub:
         made = Scrubbed(
             checkpoints=len(places),
             bytes=self._checker.counts.all()["bytes"] - before,
-            damaged=tuple(name for name, end in ends if end is Ended.DAMAGED),
-            unread=tuple(name for name, end in ends if end in (Ended.GONE, Ended.FAILED)),
+            damaged=tuple(name for name, end in ends if end is CheckEnd.DAMAGED),
+            unread=tuple(name for name, end in ends if end in (CheckEnd.GONE, CheckEnd.FAILED)),
             seconds=round(time.monotonic() - began, 3),
         )
         self._decisions.findings.scrubbed(made.checkpoints, made.bytes, len(made.damaged), made.seconds)
         return made
 
-    def _check(self, run: str, step: int, heed: Progress) -> Ended:
+    def _check(self, run: str, step: int, heed: Progress) -> CheckEnd:
         ended = told(run, step, lambda: self._checker.check(run, step, heed, hold=False))
-        if ended in (Ended.GONE, Ended.FAILED):
+        if ended in (CheckEnd.GONE, CheckEnd.FAILED):
             self._not_before[run, step] = time.monotonic() + RETRY_S
         else:
             self._not_before.pop((run, step), None)
@@ -228,7 +228,7 @@ def _stopping() -> Iterator[None]:
     """What made a check stop comes out as it was raised; `DaemonGone` where the daemon ends."""
     try:
         yield
-    except Stopped as stopped:
+    except CheckStopped as stopped:
         raise stopped.__cause__ or DaemonGone("the daemon is ending") from None
 
 

@@ -22,9 +22,9 @@ from holdfast_formats.staging import arena as formats
 from holdfast_formats.staging import wire
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.callers import Caller, Callers, listen
-from holdfast_service.daemon.arena.peer import Peer, hung_up
-from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, Segment
-from holdfast_service.daemon.arena.shares import NOBODY, Asker, Holder
+from holdfast_service.daemon.arena.peer import PeerProcess, hung_up
+from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment
+from holdfast_service.daemon.arena.shares import NOBODY, Asker, ShareHolder
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.lives import Lives
 from holdfast_service.daemon.saving.rounds import Participant
@@ -145,12 +145,12 @@ class _Conversation:
     def __init__(self, daemon: Daemon, connection: socket.socket) -> None:
         self._daemon = daemon
         self._connection = connection
-        self._peer = Peer(connection)
+        self._peer = PeerProcess(connection)
         self._send_lock = threading.Lock()
         self._decoder = wire.FrameDecoder(wire.TO_DAEMON)
         self._who: Participant | None = None
         self._asker = NOBODY
-        self._segments: list[Segment] = []
+        self._segments: list[ArenaSegment] = []
         self._fds: list[int] = []  # that came, and that no request has taken yet
         self._refused: CheckpointError | None = None
         self.thread = threading.Thread(target=self._run, name="holdfast-rank", daemon=True)
@@ -292,7 +292,7 @@ class _Conversation:
         asked = formats.geometry(request.slots, request.data_bytes, request.table_bytes)
         self._part_with_segments()  # first, so that there is room where memory has none for both
         arena, holds = self._daemon.arena, self._daemon.saver.holds
-        label, holder = f"{who.run}-rank{who.rank}", Holder(who.run, self._asker.tenant)
+        label, holder = f"{who.run}-rank{who.rank}", ShareHolder(who.run, self._asker.tenant)
         segment = arena.take_over(asked, who.owner) or arena.reserve(asked, label, who.owner, holder)
         self._use(segment)
         holds.succeeded(who.owner)
@@ -322,12 +322,12 @@ class _Conversation:
         daemon.adoption.back(who, segment)
         return wire.Done(reply_to=request.id)
 
-    def _use(self, segment: Segment) -> None:
-        segment.used_by(self, Peer(self._connection))
+    def _use(self, segment: ArenaSegment) -> None:
+        segment.used_by(self, PeerProcess(self._connection))
         self._part_with_segments(but=segment)
         self._segments = [segment]
 
-    def _part_with_segments(self, but: Segment | None = None) -> None:
+    def _part_with_segments(self, but: ArenaSegment | None = None) -> None:
         """Give outgrown segments back, as soon as what they hold is saved."""
         outgrown, self._segments = self._segments, []
         for segment in outgrown:

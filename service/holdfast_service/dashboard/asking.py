@@ -37,7 +37,7 @@ class Shown(NamedTuple, Generic[Value]):
         return isinstance(self.error, NotFound)
 
 
-class Api:
+class ViewerApi:
     """The API, asked as one viewer. Errors of the API are raised as what they are, 401 as `SignInNeeded`."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
@@ -97,13 +97,13 @@ def to(run: str, step: int | str | None = None, *more: str) -> str:
     return at(run, step, *more).removeprefix("/v1")
 
 
-async def _api(request: Request) -> AsyncIterator[Api]:
+async def _api(request: Request) -> AsyncIterator[ViewerApi]:
     # The peer's address and the name it called go along, so whoever guards the API sees what it would have seen.
     peer = request.client or ("127.0.0.1", 0)
     transport = httpx.ASGITransport(request.app, raise_app_exceptions=False, client=(peer[0], peer[1]))
     base = f"{request.url.scheme}://{request.url.netloc}"
     async with httpx.AsyncClient(transport=transport, base_url=base, headers=_as_viewer(request), trust_env=False) as client:
-        yield Api(client)
+        yield ViewerApi(client)
 
 
 def _as_viewer(request: Request) -> dict[str, str]:
@@ -124,4 +124,4 @@ def _error(answer: httpx.Response) -> CheckpointError:
     return from_problem(problem)
 
 
-Asked = Annotated[Api, Depends(_api)]
+Asked = Annotated[ViewerApi, Depends(_api)]

@@ -21,13 +21,13 @@ from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import CheckpointError, CorruptManifest, LimitExceeded
 from holdfast_formats.rest.observed import TensorStatistics
 
-from .asking import Api, Shown, at
+from .asking import Shown, ViewerApi, at
 
 KEPT_MAX = 4  # manifests kept decoded; one of 100 000 tensors takes about 100 MB
 STATISTICS_MAX = 20_000  # tensors; of more, the API is asked for a page at a time, sorted there
 
 
-class Measured(NamedTuple):
+class MeasuredTensor(NamedTuple):
     """What the pages show of a tensor's statistics."""
 
     norm: float | None
@@ -48,7 +48,7 @@ class Measured(NamedTuple):
         return None if self.change is None or not self.norm else self.change / self.norm
 
 
-class Line(NamedTuple):
+class TensorLine(NamedTuple):
     """A tensor, or another name of one."""
 
     group: str
@@ -62,20 +62,20 @@ class Line(NamedTuple):
         return tuple((extent.offset, extent.length, extent.digest) for extent in self.entry.extents)
 
 
-class Held:
+class ManifestView:
     """A decoded manifest."""
 
     def __init__(self, manifest: Manifest, tag: str) -> None:
         self.manifest, self.tag = manifest, tag
-        self.measured: dict[tuple[str, str], Measured] | None = None
+        self.measured: dict[tuple[str, str], MeasuredTensor] | None = None
 
     @cached_property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[TensorLine]:
         """Tensors and aliases by group and in natural order of their names."""
         tensors, aliases = self.manifest.tensors, self.manifest.aliases
-        found = [Line(group, name, entry, None) for group, named in tensors.items() for name, entry in named.items()]
+        found = [TensorLine(group, name, entry, None) for group, named in tensors.items() for name, entry in named.items()]
         found += [
-            Line(group, name, tensors[group][target], target)
+            TensorLine(group, name, tensors[group][target], target)
             for group, named in aliases.items()
             for name, target in named.items()
         ]
@@ -87,13 +87,13 @@ class Held:
         tensors, aliases = self.manifest.tensors, self.manifest.aliases
         return sum(len(named) for named in tensors.values()) + sum(len(named) for named in aliases.values())
 
-    def line(self, group: str, name: str) -> Line | None:
+    def line(self, group: str, name: str) -> TensorLine | None:
         """The tensor, or other name of one, that is called like this."""
         target = self.manifest.aliases.get(group, {}).get(name)
         entry = self.manifest.tensors.get(group, {}).get(target or name)
-        return None if entry is None else Line(group, name, entry, target)
+        return None if entry is None else TensorLine(group, name, entry, target)
 
-    def of_file(self, name: str) -> list[Line]:
+    def of_file(self, name: str) -> list[TensorLine]:
         """What stands in a file, in its order."""
         inside = [line for line in self.lines if line.alias_of is None and line.entry.file == name]
         return sorted(inside, key=lambda line: line.entry.start)
@@ -103,12 +103,12 @@ class _Kept:
     """The manifests of the newest questions. Only the event loop's thread touches it."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[str, Held] = OrderedDict()
+        self._held: OrderedDict[str, ManifestView] = OrderedDict()
 
-    def get(self, key: str) -> Held | None:
+    def get(self, key: str) -> ManifestView | None:
         return self._held.get(key)
 
-    def put(self, key: str, held: Held) -> None:
+    def put(self, key: str, held: ManifestView) -> None:
         self._held[key] = held
         self._held.move_to_end(key)
         while len(self._held) > KEPT_MAX:
@@ -119,7 +119,7 @@ _kept = _Kept()
 _decode = decoder(Manifest)
 
 
-async def held(api: Api, run: str, step: int | str) -> Held:
+async def held(api: ViewerApi, run: str, step: int | str) -> ManifestView:
     """What the checkpoint holds; the API's errors when it cannot be read, `CorruptManifest` when it is no manifest."""
     path = at(run, step, "manifest")
     known = _kept.get(path)
@@ -131,12 +131,12 @@ async def held(api: Api, run: str, step: int | str) -> Held:
         manifest = await asyncio.to_thread(_decode, answer.content)
     except msgspec.ValidationError as error:
         raise CorruptManifest(f"the manifest of {run}@{step} cannot be read: {error}") from error
-    made = Held(manifest, answer.headers.get("etag", ""))
+    made = ManifestView(manifest, answer.headers.get("etag", ""))
     _kept.put(path, made)
     return made
 
 
-async def statistics(api: Api, contents: Held) -> Shown[dict[tuple[str, str], Measured]]:
+async def statistics(api: ViewerApi, contents: ManifestView) -> Shown[dict[tuple[str, str], MeasuredTensor]]:
     """What was measured of each tensor as it was saved, or why nobody knows."""
     if contents.measured is not None:
         return Shown(contents.measured)
@@ -151,10 +151,10 @@ async def statistics(api: Api, contents: Held) -> Shown[dict[tuple[str, str], Me
     return Shown(contents.measured)
 
 
-def measured(item: TensorStatistics) -> Measured:
+def measured(item: TensorStatistics) -> MeasuredTensor:
     finite = item.elements - item.nan - item.inf
     norm = None if item.rms is None else item.rms * sqrt(finite)
-    return Measured(norm, item.change, item.changed_from, item.nan, item.inf, item.minimum, item.maximum, item.zeros)
+    return MeasuredTensor(norm, item.change, item.changed_from, item.nan, item.inf, item.minimum, item.maximum, item.zeros)
 
 
 class Stripe(NamedTuple):
@@ -166,7 +166,7 @@ class Stripe(NamedTuple):
     shade: int
 
 
-def stripes(line: Line, mesh: dict[str, int], file_bytes: int, shades: dict[str, int]) -> list[Stripe]:
+def stripes(line: TensorLine, mesh: dict[str, int], file_bytes: int, shades: dict[str, int]) -> list[Stripe]:
     """The tensor's place in its file. Rows that one axis of the mesh shared out are a stripe for each of its ranks."""
     entry = line.entry
     start, width = entry.start / file_bytes, entry.nbytes / file_bytes

@@ -27,7 +27,7 @@ _PHASES = ("stage_s", "queue_s", "write_s", "commit_s")
 
 
 def saves(
-    checkpoints: Sequence[bodies.Checkpoint], rounds: Sequence[bodies.Round], pinned: set[int], complete: bool = False
+    checkpoints: Sequence[bodies.CheckpointInfo], rounds: Sequence[bodies.Round], pinned: set[int], complete: bool = False
 ) -> list[dict[str, Any]]:
     """Every save that a round or a checkpoint tells of, oldest first.
 
@@ -52,7 +52,7 @@ def saves(
     return sorted(found, key=lambda save: (save["at"], save["step"]))
 
 
-def _of_round(made: bodies.Round, checkpoint: bodies.Checkpoint | None, pinned: set[int]) -> dict[str, Any]:
+def _of_round(made: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinned: set[int]) -> dict[str, Any]:
     times = SaveTimes.model_validate(made.measured or {})
     phases = [value for value in (getattr(times, name) for name in _PHASES) if value is not None]
     opened = stamp(made.opened)
@@ -73,14 +73,14 @@ def _of_round(made: bodies.Round, checkpoint: bodies.Checkpoint | None, pinned: 
     }
 
 
-def _of_checkpoint(made: bodies.Checkpoint, pinned: set[int]) -> dict[str, Any]:
+def _of_checkpoint(made: bodies.CheckpointInfo, pinned: set[int]) -> dict[str, Any]:
     outcome = "pinned" if made.step in pinned and made.state in ("verified", "committed") else made.state
     nothing = dict.fromkeys(("why", "stall", "durable", "rate", "limit"))
     known = {"at": stamp(made.created), "step": made.step, "attempt": made.attempt, "outcome": outcome, "bytes": made.bytes}
     return known | nothing
 
 
-def _outcome(made: bodies.Round, checkpoint: bodies.Checkpoint | None, pinned: set[int]) -> str:
+def _outcome(made: bodies.Round, checkpoint: bodies.CheckpointInfo | None, pinned: set[int]) -> str:
     if made.state in ("aborted", "dropped"):
         return made.state
     if made.state != "committed":

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from holdfast_service.observe.tracing import NANOSECONDS, Attributes, Part, Tell
+from holdfast_service.observe.tracing import NANOSECONDS, Attributes, SpanPart, Tell
 
 SCOPE = "holdfast"
 SERVICE = "holdfast"
@@ -48,7 +48,7 @@ class OtelTracer:
 
             yield tell
 
-    def record(self, whole: Part, parts: Iterable[Part], error: str | None) -> None:
+    def record(self, whole: SpanPart, parts: Iterable[SpanPart], error: str | None) -> None:
         made = self._tracer.start_span(whole.name, attributes=_plain(whole.attributes), start_time=_ns(whole.began))
         inside = trace.set_span_in_context(made)
         for part in parts:

@@ -17,7 +17,7 @@ Tell = Callable[..., None]
 NOTHING: Attributes = MappingProxyType({})
 
 
-class Part(NamedTuple):
+class SpanPart(NamedTuple):
     """A stretch of something that is over, in seconds since the epoch."""
 
     name: str
@@ -33,7 +33,7 @@ class Tracer(Protocol):
     def span(self, name: str, headers: Iterable[tuple[bytes, bytes]], attributes: Attributes) -> Iterator[Tell]:
         yield _ignore
 
-    def record(self, whole: Part, parts: Iterable[Part], error: str | None) -> None: ...
+    def record(self, whole: SpanPart, parts: Iterable[SpanPart], error: str | None) -> None: ...
     def close(self) -> None: ...
 
 
@@ -68,7 +68,7 @@ def span(name: str, attributes: Attributes = NOTHING, headers: Iterable[tuple[by
         yield tell
 
 
-def record(whole: Part, parts: Iterable[Part] = (), error: str | None = None) -> None:
+def record(whole: SpanPart, parts: Iterable[SpanPart] = (), error: str | None = None) -> None:
     """Trace what is over: a stretch of time and those within it; `error` is the code that it ended with."""
     if _tracer is not None:
         _tracer.record(whole, parts, error)

@@ -30,7 +30,7 @@ from holdfast_service.daemon import scrub as scrubbing
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.callers import Callers
-from holdfast_service.daemon.arena.fd_keeper import FdStore, HolderProcess, Keeper, OfRoot
+from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess, OfRoot
 from holdfast_service.daemon.arena.spill import Spill
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.daemon.remote import RemoteRanks
@@ -67,7 +67,7 @@ class Control(NamedTuple):
     identity: Identity
 
 
-class Node(NamedTuple):
+class NodeParts(NamedTuple):
     """The data plane of this machine, and what goes on in its background."""
 
     daemon: Daemon
@@ -99,7 +99,7 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
     return Control(root, tier, catalog, decisions, identity)
 
 
-def open_node(config: Config, control: Control, url: str | None, stack: ExitStack) -> Node:
+def open_node(config: Config, control: Control, url: str | None, stack: ExitStack) -> NodeParts:
     """The daemon, listening at its socket: what an earlier one left is taken up, and what is due is checked and copied."""
     root, tier, catalog, decisions, (mark, _) = control
     budget = Budget(config.arena_bytes_max)
@@ -128,10 +128,10 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     runner = start_jobs(config.node, Workers(tier, catalog, decisions, checks, copies.transfers))
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
-    return Node(daemon, saver, arena, loader, remote, copies, runner, budget.bytes_max)
+    return NodeParts(daemon, saver, arena, loader, remote, copies, runner, budget.bytes_max)
 
 
-def services(config: Config, control: Control, node: Node, door: Policy, stack: ExitStack) -> Services:
+def services(config: Config, control: Control, node: NodeParts, door: Policy, stack: ExitStack) -> Services:
     """What the HTTP edge is given."""
     from holdfast_service.api.services import Services
 
@@ -182,7 +182,7 @@ def services(config: Config, control: Control, node: Node, door: Policy, stack: 
 def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver) -> Scrub:
     """The scrub, which begins with what is committed and was never checked: found now, or left by a daemon that died."""
     rate = config.scrub_bytes_per_second
-    plan = scrubbing.Plan(rate, config.scrub_every) if rate else scrubbing.Plan(None, None)
+    plan = scrubbing.ScrubPlan(rate, config.scrub_every) if rate else scrubbing.ScrubPlan(None, None)
     scrub = Scrub(checker, decisions, saver, plan)
     try:
         scrub.check_soon(place for place in decisions.findings.unchecked() if not saver.checks.awaits(*place))
@@ -191,7 +191,7 @@ def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver)
     return scrub
 
 
-def _keeper(root: Path, config: Config) -> Keeper:
+def _keeper(root: Path, config: Config) -> DescriptorKeeper:
     """Who keeps shared memory while no daemon lives. A root's holder is found by its root: the socket may change."""
     store = fd_store()
     if store is not None:

@@ -14,7 +14,7 @@ from holdfast_service.control.decisions import Decisions, utc_now
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import JobRunner, Progress
 from holdfast_service.daemon.checking import comparing as bytewise
-from holdfast_service.daemon.checking.comparing import Side
+from holdfast_service.daemon.checking.comparing import ComparedCheckpoint
 from holdfast_service.daemon.scrub import CheckJobs
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
@@ -89,10 +89,10 @@ class Comparison:
         summary = comparing.summarise(found)._asdict()
         return {**summary, "bytes": total, "most": [one.model_dump() for one in most[:MOST_CHANGED]]}
 
-    def _sides(self, request: JobRequest | Job) -> tuple[Side, Side]:
+    def _sides(self, request: JobRequest | Job) -> tuple[ComparedCheckpoint, ComparedCheckpoint]:
         assert request.run is not None and request.step is not None  # what is needed is checked first
         run, at, step = str(request.arguments["with"]).rpartition("@")
         if not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
             raise InvalidRequest("`with` names no checkpoint", hint="give RUN@STEP, or a step of the same run")
         other = naming.check_run(run) if at else request.run
-        return Side(request.run, request.step), Side(other, naming.check_step(int(step)))
+        return ComparedCheckpoint(request.run, request.step), ComparedCheckpoint(other, naming.check_step(int(step)))

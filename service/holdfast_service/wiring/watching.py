@@ -13,7 +13,7 @@ from holdfast_formats.errors import CatalogUnavailable, CheckpointError
 from holdfast_service import __version__
 from holdfast_service.config import Config, notify_socket, otel_environment
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.insight.round_history import History
+from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.spans import JobSpans, SaveSpans
 from holdfast_service.observe import tracing
 
@@ -23,9 +23,9 @@ LOOK_S = 2.0
 _HINT = "pip install 'holdfast-checkpoint[otel]'"
 
 
-def watch(config: Config, database: Database, stack: ExitStack) -> History:
+def watch(config: Config, database: Database, stack: ExitStack) -> RoundHistory:
     """The history of this node's saves, traced until `stack` unwinds if OTEL_* says so."""
-    history = History(database, config.node)
+    history = RoundHistory(database, config.node)
     with suppress(CatalogUnavailable):
         history.look()  # from here on
     stack.callback(start_tracing(otel_environment(), config.node))
@@ -68,7 +68,7 @@ def notify_ready(address: str | None = None) -> None:
 class Watcher:
     """A thread that turns saves and jobs into spans as they end."""
 
-    def __init__(self, history: History, jobs: JobSpans, look_s: float = LOOK_S) -> None:
+    def __init__(self, history: RoundHistory, jobs: JobSpans, look_s: float = LOOK_S) -> None:
         self._history, self._jobs, self._look_s = history, jobs, look_s
         self._saves = SaveSpans()
         history.listeners.append(self._saves.hear)

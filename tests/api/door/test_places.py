@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from holdfast_service.api.door.places import Peer, Places
+from holdfast_service.api.door.places import Places, RequestPeer
 
-READER, OTHER, ADMIN = Peer("reader", False), Peer("other", False), Peer("admin", True)
+READER, OTHER, ADMIN = RequestPeer("reader", False), RequestPeer("other", False), RequestPeer("admin", True)
 
 
 def test_one_peer_never_has_them_all() -> None:
@@ -39,7 +39,7 @@ def test_who_waits_is_given_what_becomes_free() -> None:
     async def story() -> None:
         places = Places(lambda: 1)
 
-        async def wait(peer: Peer, wait_s: float) -> str:
+        async def wait(peer: RequestPeer, wait_s: float) -> str:
             async with places.awaited(peer, wait_s):
                 return peer.name
 

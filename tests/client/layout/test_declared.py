@@ -12,7 +12,7 @@ from torch import nn
 
 from holdfast import Fragment
 from holdfast.launch import Launch
-from holdfast.layout.declared import Declared, declare
+from holdfast.layout.declared import DeclaredLayout, declare
 from holdfast.state.train_state import Restoration, TrainState
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layout import language
@@ -333,6 +333,6 @@ def test_buffers_that_no_rule_knows_are_stored_as_they_are(whole: llama.Arrays) 
 def test_the_config_may_come_with_the_assets() -> None:
     """Without config=, the assets' config.json is the model's."""
     made = declare({"tp": 2}, Launch(1, 2, "l", 2), (None, {"config.json": llama.CONFIG_BYTES}), None)
-    assert isinstance(made, Declared) and made.config == llama.CONFIG
+    assert isinstance(made, DeclaredLayout) and made.config == llama.CONFIG
     given = declare("tp=2", Launch(1, 2, "l", 2), ({"model_type": "x"}, {"config.json": llama.CONFIG_BYTES}), None)
     assert given.config == {"model_type": "x"}

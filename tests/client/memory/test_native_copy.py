@@ -48,7 +48,7 @@ def test_every_byte_arrives_and_none_beside(spans: list[tuple[int, int, int]], s
         wanted[before : before + size] = source
         pairs.append((around, around[before : before + size], source))
         expected.append(wanted)
-    native_copy.Copies([(target, source) for _, target, source in pairs]).do()
+    native_copy.PairCopies([(target, source) for _, target, source in pairs]).do()
     for (around, _, _), wanted in zip(pairs, expected, strict=True):
         assert np.array_equal(around, wanted)
 
@@ -57,7 +57,7 @@ def test_every_byte_arrives_and_none_beside(spans: list[tuple[int, int, int]], s
 def test_both_ways_copy_arrays_of_any_dtype() -> None:
     source = np.arange(100_000, dtype=np.int64).reshape(100, 1000)
     target = np.zeros_like(source)
-    native_copy.Copies([(target, source)]).do()
+    native_copy.PairCopies([(target, source)]).do()
     assert np.array_equal(target, source)
     target[:] = 0
     native_copy.copy(target.reshape(-1).view(np.uint8).data, source.reshape(-1).view(np.uint8).data)
@@ -70,7 +70,7 @@ def test_what_is_not_plain_is_never_copied_by_its_bytes() -> None:
     small, large, strided = np.zeros(10_000, np.uint8), np.ones(20_000, np.uint8), np.ones(20_000, np.uint8)[::2]
     for source in (large, strided, small.view(np.int64)):
         with pytest.raises(ValueError, match="plain"):
-            native_copy.Copies([(small, source)])
+            native_copy.PairCopies([(small, source)])
     for source in (large.data, large.data[:100]):
         with pytest.raises(ValueError):
             native_copy.copy(small.data, source)
@@ -127,7 +127,7 @@ def test_every_stretch_has_a_word(size: int, stretch: int, seed: int, number: in
 def test_other_threads_run_meanwhile() -> None:
     """Copying holds no lock of the interpreter: another thread counts on while one long copy goes on."""
     source, target = np.ones(2**28, np.uint8), np.zeros(2**28, np.uint8)
-    copies, started, ended, counted = native_copy.Copies([(target, source)]), threading.Event(), threading.Event(), 0
+    copies, started, ended, counted = native_copy.PairCopies([(target, source)]), threading.Event(), threading.Event(), 0
 
     def work() -> None:
         started.set()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from holdfast import Checkpointer, Fragment
-from holdfast.link.unix_socket import Link
+from holdfast.link.unix_socket import SocketLink
 from holdfast.read.held_slots import HeldSlot, HeldSource, fill, take_held
 from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.reader import CheckpointReader
@@ -72,9 +72,9 @@ def restored(daemon: RunningDaemon, world: int = WORLD) -> Checkpointer:
     return checkpointer
 
 
-def asking(daemon: RunningDaemon) -> Link:
+def asking(daemon: RunningDaemon) -> SocketLink:
     """The link of a trainer that knows which step it will restore."""
-    link = Link(daemon.socket, lambda outcome: None, lambda error: None)
+    link = SocketLink(daemon.socket, lambda outcome: None, lambda error: None)
     link.request(wire.Hello(id=link.next_id(), run="r", rank=0, world=1, launch="new"), wire.Welcome)
     assert link.request(wire.Choose(id=link.next_id(), turn=0, wait_s=30), wire.Chosen).step == 1
     return link

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.remote.chunks import CHUNK_BYTES_MIN, Pace
+from holdfast.remote.chunks import CHUNK_BYTES_MIN, LinkPace
 
 MIB = 2**20
 
 
-def measured(link_bps: float, codec_bps: float, ratio: float) -> Pace:
+def measured(link_bps: float, codec_bps: float, ratio: float) -> LinkPace:
     """A pace that has seen this link and this codec."""
-    pace = Pace(8 * MIB)
+    pace = LinkPace(8 * MIB)
     pace.sent(int(link_bps), 1.0)
     pace.packed(MIB, int(MIB * ratio), MIB / codec_bps)
     return pace
@@ -34,7 +34,7 @@ def test_chunks_are_packed_only_for_a_clear_gain(link_bps: float, codec_bps: flo
 
 def test_nothing_is_packed_before_anything_was_measured() -> None:
     """The first chunk goes out small and plain."""
-    pace = Pace(8 * MIB)
+    pace = LinkPace(8 * MIB)
     assert not pace.packs
     assert pace.chunk_bytes == CHUNK_BYTES_MIN
 

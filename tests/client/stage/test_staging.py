@@ -10,7 +10,7 @@ from torch import nn
 
 from holdfast import Fragment
 from holdfast.stage.background_safe import expected_growth
-from holdfast.stage.staging import LONG_BYTES_MIN, NOTHING, Layout, SaveIdentity, encode_table, lay_out
+from holdfast.stage.staging import LONG_BYTES_MIN, NOTHING, SaveIdentity, SlotLayout, encode_table, lay_out
 from holdfast.state.train_state import TrainState
 from holdfast_formats.disk.packing import FILE_BYTES_MAX
 from holdfast_formats.staging import slot_table
@@ -31,7 +31,7 @@ def trained(parameters: int = 4, odd: int = 3) -> dict:
     return {"model": model, "optim": optim, "note": {"text": "x"}}
 
 
-def laid_out(state: dict, rank: int = 0, world: int = 1, before: Layout = NOTHING, file_bytes_max: int = FILE_BYTES_MAX):
+def laid_out(state: dict, rank: int = 0, world: int = 1, before: SlotLayout = NOTHING, file_bytes_max: int = FILE_BYTES_MAX):
     """The layout of a rank's slot, and its table."""
     snapshot = TrainState(state, rank, world, None).snapshot(None)
     layout = lay_out(snapshot, {}, lambda leaf, piece: True, before, file_bytes_max)

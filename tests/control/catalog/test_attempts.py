@@ -8,7 +8,7 @@ import pytest
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, StaleAttempt
-from holdfast_service.control.catalog.attempts import Attempts, Declared
+from holdfast_service.control.catalog.attempts import Attempts, RunAttempts
 from holdfast_service.storage import MemoryTier
 
 
@@ -84,7 +84,7 @@ def test_without_its_file_nothing_is_numbered_before_the_catalog_was_asked() -> 
     assert not attempts.complete
     with pytest.raises(CatalogUnavailable):
         attempts.declare("run", "new", nothing)
-    attempts.merge({"run": Declared(attempt=4, launches={"old": 3}, answers={"4.0": 10})})
+    attempts.merge({"run": RunAttempts(attempt=4, launches={"old": 3}, answers={"4.0": 10})})
     assert attempts.declare("run", "old", nothing) == (3, False) and attempts.declare("run", "new", nothing) == (5, True)
     assert Attempts(tier).asked("run", 4, 0) == (True, 10)
 

@@ -29,7 +29,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.database import migrations
 from holdfast_service.control.database.engines import connect
-from holdfast_service.control.database.schema import Table
+from holdfast_service.control.database.schema import CatalogTable
 from tests.control.published import a_row
 
 NOW, LATER = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:09.000Z"
@@ -74,7 +74,7 @@ class TestOpening:
         """The schema that the migrations leave is the one that the code declares, and HEAD is the newest of them."""
         engine = connect(f"sqlite:///{path}")
         with engine.connect() as connection:
-            assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
+            assert compare_metadata(MigrationContext.configure(connection), CatalogTable.metadata) == []
         engine.dispose()
         config = Config()
         config.set_main_option("script_location", str(Path(migrations.__file__).parent))

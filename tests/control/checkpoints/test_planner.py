@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, tiles, whole
 from holdfast_formats.staging.slot_table import Blob, SlotTable
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.checkpoints import planner
 
 
-def table(rank: int, world: int, fragments: tuple[Fragment, ...], **more: object) -> SlotTable:
+def table(rank: int, world: int, fragments: tuple[StagedFragment, ...], **more: object) -> SlotTable:
     """A rank's table with defaults."""
     settings: dict = {"groups": ("model",), "values": {}, "aliases": {}}
     settings.update(more)
@@ -46,7 +46,7 @@ def test_every_byte_is_read_from_exactly_one_holder(grid: tuple, world: int, dat
     tables = []
     for rank in range(world):
         mine = tuple(b for b, ranks in zip(boxes, holders, strict=True) if rank in ranks)
-        tables.append(table(rank, world, (Fragment(spec(shape=shape), mine, 64 * rank),)))
+        tables.append(table(rank, world, (StagedFragment(spec(shape=shape), mine, 64 * rank),)))
     plan = planner.plan(tables[::-1])
     (planned,) = [t for f in plan.files for t in f.tensors]
     assert tiles([o.box for o in planned.origins], shape)
@@ -58,7 +58,7 @@ def test_every_byte_is_read_from_exactly_one_holder(grid: tuple, world: int, dat
 
 def test_replicas_are_balanced_by_bytes() -> None:
     """Eight equal replicated tensors on four ranks: each rank is read for two of them."""
-    fragments = tuple(Fragment(spec(f"t{i}"), (whole((4, 6)),), i * 96) for i in range(8))
+    fragments = tuple(StagedFragment(spec(f"t{i}"), (whole((4, 6)),), i * 96) for i in range(8))
     plan = planner.plan([table(r, 4, fragments) for r in range(4)])
     ranks = [o.rank for f in plan.files for t in f.tensors for o in t.origins]
     assert sorted(ranks) == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -70,22 +70,22 @@ def test_the_files_do_not_depend_on_who_holds_what() -> None:
     columns = [Box((0, i * 3), (4, 3)) for i in range(2)]
     layouts = []
     for boxes in (rows, columns):
-        plan = planner.plan([table(r, 2, (Fragment(spec(), (boxes[r],), 0),)) for r in range(2)])
+        plan = planner.plan([table(r, 2, (StagedFragment(spec(), (boxes[r],), 0),)) for r in range(2)])
         layouts.append([f.layout for f in plan.files])
-    replicated = planner.plan([table(r, 2, (Fragment(spec(), (whole((4, 6)),), 0),)) for r in range(2)])
+    replicated = planner.plan([table(r, 2, (StagedFragment(spec(), (whole((4, 6)),), 0),)) for r in range(2)])
     assert layouts[0] == layouts[1] == [f.layout for f in replicated.files]
 
 
 def test_a_missing_shard_is_refused_by_name() -> None:
     """A hole in a tensor names the tensor and both byte counts."""
-    held = Fragment(spec(), (Box((0, 0), (3, 6)),), 0)
+    held = StagedFragment(spec(), (Box((0, 0), (3, 6)),), 0)
     with pytest.raises(StateMismatch, match=r"'w'.*72 of its 96 bytes"):
         planner.plan([table(0, 1, (held,))])
 
 
 def test_overlapping_shards_are_refused_by_name() -> None:
     """Boxes that overlap without being equal name the tensor and both boxes."""
-    a, b = Fragment(spec(), (Box((0, 0), (3, 6)),), 0), Fragment(spec(), (Box((2, 0), (2, 6)),), 0)
+    a, b = StagedFragment(spec(), (Box((0, 0), (3, 6)),), 0), StagedFragment(spec(), (Box((2, 0), (2, 6)),), 0)
     with pytest.raises(StateMismatch, match="overlap"):
         planner.plan([table(0, 2, (a,)), table(1, 2, (b,))])
 
@@ -96,8 +96,8 @@ def test_overlapping_shards_are_refused_by_name() -> None:
         (table(0, 2, ()), table(0, 2, ()), "not a world"),
         (table(0, 2, ()), table(1, 2, (), groups=("model", "optim")), "groups"),
         (
-            table(0, 2, (Fragment(spec(), (), 0),)),
-            table(1, 2, (Fragment(spec(dtype="F16"), (), 0),)),
+            table(0, 2, (StagedFragment(spec(), (), 0),)),
+            table(1, 2, (StagedFragment(spec(dtype="F16"), (), 0),)),
             "rank 1 .* rank 0",
         ),
     ],
@@ -110,7 +110,7 @@ def test_ranks_that_disagree_are_refused(first: SlotTable, second: SlotTable, me
 
 def test_an_alias_without_its_tensor_is_refused() -> None:
     """Tied on one rank only: refused, not silently stored twice or never."""
-    held = Fragment(spec(), (whole((4, 6)),), 0)
+    held = StagedFragment(spec(), (whole((4, 6)),), 0)
     with pytest.raises(StateMismatch, match="tied"):
         planner.plan([table(0, 1, (held,), aliases={"model": {"head": "embed"}})])
 
@@ -128,13 +128,13 @@ def test_assets_metrics_and_values_reach_the_plan() -> None:
 
 def test_the_same_fragments_are_placed_once() -> None:
     """A save that differs in step and values alone gets the files of the one before; any other change is a new plan."""
-    held = Fragment(spec(), (whole((4, 6)),), 0)
+    held = StagedFragment(spec(), (whole((4, 6)),), 0)
     first = planner.plan([table(0, 1, (held,))])
     again = planner.plan([table(0, 1, (held,), values={"model": {"k": "2"}})])
     assert again.files[0] is first.files[0]
     assert again.state != first.state
-    moved = planner.plan([table(0, 1, (Fragment(spec(), (whole((4, 6)),), 64),))])
+    moved = planner.plan([table(0, 1, (StagedFragment(spec(), (whole((4, 6)),), 64),))])
     assert moved.files[0].tensors[0].origins[0].slot_offset == 64
-    smaller = planner.plan([table(0, 1, (held, Fragment(spec("v"), (whole((4, 6)),), 96)), file_bytes_max=100)])
+    smaller = planner.plan([table(0, 1, (held, StagedFragment(spec("v"), (whole((4, 6)),), 96)), file_bytes_max=100)])
     assert len(smaller.files) == 2
     assert planner.plan([table(0, 1, (held,))]).files == first.files

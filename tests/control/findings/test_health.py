@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast_formats import naming
 from holdfast_formats.errors import CorruptStatistics, InvalidRequest, NoSuchCheckpoint, NoSuchResource
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.statistics import Part, collect
+from holdfast_formats.rest.statistics import PartStatistics, collect
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.statistics import HISTORY_STEPS, NonFinite, StatisticsStore
 from holdfast_service.control.database.schema import StatisticsRow
@@ -40,7 +40,7 @@ class House:
         self.decisions = Decisions(self.tier, self.catalog, None)
         self.store: StatisticsStore = self.decisions.statistics
 
-    def save(self, step: int, verified: bool = True, **groups: dict[str, list[float]]) -> bodies.Checkpoint:
+    def save(self, step: int, verified: bool = True, **groups: dict[str, list[float]]) -> bodies.CheckpointInfo:
         """A checkpoint of these tensors, examined and verified."""
         arrays = {g: {n: np.array(values, np.float32) for n, values in held.items()} for g, held in groups.items()}
         made = build(self.root / naming.checkpoint_path(RUN, step), arrays, run=RUN, step=step).manifest
@@ -52,7 +52,9 @@ class House:
                 finite = data[np.isfinite(data)]
                 nan, inf = int(np.isnan(data).sum()), int(np.isinf(data).sum())
                 zeros = int((data == 0).sum())
-                parts.append((Part(finite.size, nan, inf, zeros, 0.0, 1.0, 0.5, float(np.linalg.norm(finite))), None))
+                parts.append(
+                    (PartStatistics(finite.size, nan, inf, zeros, 0.0, 1.0, 0.5, float(np.linalg.norm(finite))), None)
+                )
         self.decisions.examined(made, collect(parts))
         if verified:
             self.catalog.mark_verified(RUN, step)
@@ -199,7 +201,7 @@ def test_a_removed_checkpoint_gets_no_statistics(house: House) -> None:
     """It went while it was examined: nothing is left of it."""
     made = build(house.root / naming.checkpoint_path(RUN, 1), {"model": {"w": np.zeros(2)}}, run=RUN, step=1).manifest
     house.decisions.hello(RUN, "l1", 1, None)
-    house.decisions.examined(made, collect([(Part(2, 0, 0, 2, 0.0, 0.0, 0.0, 0.0), None)]))
+    house.decisions.examined(made, collect([(PartStatistics(2, 0, 0, 2, 0.0, 0.0, 0.0, 0.0), None)]))
     with pytest.raises(NoSuchResource):
         house.store.load(RUN, 1)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import RoundRow
-from holdfast_service.control.insight.round_history import PENDING_MAX, SETTLED_S, History, Seen
+from holdfast_service.control.insight.round_history import PENDING_MAX, SETTLED_S, RoundHistory, Seen
 from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.observe.metrics import SAVE_BOUNDS_S, Histogram
 from tests.control.published import a_row
@@ -39,8 +39,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def history(catalog: Catalog, clock: Clock) -> History:
-    made = History(catalog.database, "here", clock)
+def history(catalog: Catalog, clock: Clock) -> RoundHistory:
+    made = RoundHistory(catalog.database, "here", clock)
     made.look()
     return made
 
@@ -60,13 +60,13 @@ def save(catalog: Catalog, step: int, state: str = "committed") -> int:
     return made
 
 
-def counts(history: History) -> dict[str, float]:
+def counts(history: RoundHistory) -> dict[str, float]:
     """How many values of each phase were counted."""
     phases, _ = history.counted()
     return {phase: total for phase, made in phases.items() if (total := list(made.buckets())[-1][1])}
 
 
-def test_phases_are_counted_as_they_become_known(catalog: Catalog, history: History) -> None:
+def test_phases_are_counted_as_they_become_known(catalog: Catalog, history: RoundHistory) -> None:
     """At the end of the round, and later what is found out later; nothing twice."""
     made = save(catalog, 1)
     assert counts(history) == {"durable": 1}
@@ -83,13 +83,13 @@ def test_what_goes_on_at_the_start_is_counted_when_it_ends(catalog: Catalog) -> 
     """What had ended before is not, what had begun is."""
     save(catalog, 1)
     going = catalog.open_round("run", 2, 1, 2, BEGAN)
-    history = History(catalog.database, "here", Clock())
+    history = RoundHistory(catalog.database, "here", Clock())
     assert counts(history) == {}
     catalog.end_round(going, "committed", ENDED)
     assert counts(history) == {"durable": 1}
 
 
-def test_rounds_that_end_out_of_order(catalog: Catalog, history: History) -> None:
+def test_rounds_that_end_out_of_order(catalog: Catalog, history: RoundHistory) -> None:
     """An older round that ends after a newer one is counted as well."""
     older = catalog.open_round("run", 1, 1, 2, BEGAN)
     save(catalog, 2)
@@ -98,21 +98,21 @@ def test_rounds_that_end_out_of_order(catalog: Catalog, history: History) -> Non
     assert counts(history) == {"durable": 2}
 
 
-def test_failures_have_phases_but_were_never_durable(catalog: Catalog, history: History) -> None:
+def test_failures_have_phases_but_were_never_durable(catalog: Catalog, history: RoundHistory) -> None:
     """Of a save that was dropped or failed, what was measured counts."""
     note(catalog, save(catalog, 1, "aborted"), {"stall_s": 0.1})
     assert counts(history) == {"stall": 1}
     assert history.counted()[1] == 0
 
 
-def test_other_nodes_saves_are_theirs(catalog: Catalog, history: History) -> None:
+def test_other_nodes_saves_are_theirs(catalog: Catalog, history: RoundHistory) -> None:
     """A round that another node wrote is counted there."""
     note(catalog, save(catalog, 1), {"stall_s": 0.1}, node="there")
     note(catalog, save(catalog, 2), {"stall_s": 0.1}, node="here")
     assert counts(history) == {"durable": 1, "stall": 1}
 
 
-def test_what_is_not_noted_in_time_is_not_awaited(catalog: Catalog, history: History, clock: Clock) -> None:
+def test_what_is_not_noted_in_time_is_not_awaited(catalog: Catalog, history: RoundHistory, clock: Clock) -> None:
     """After ten minutes nobody asks for a round again; and never for more than so many."""
     made = save(catalog, 1)
     clock.now += SETTLED_S
@@ -125,7 +125,7 @@ def test_what_is_not_noted_in_time_is_not_awaited(catalog: Catalog, history: His
     assert len(history._pending) <= PENDING_MAX
 
 
-def test_listeners_hear_of_each_end(catalog: Catalog, history: History) -> None:
+def test_listeners_hear_of_each_end(catalog: Catalog, history: RoundHistory) -> None:
     """Once of the end, and once of each phase that becomes known later."""
     heard: list[Seen] = []
     history.listeners.append(heard.append)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast_formats.rest.observed import Life, RunSummary
 from holdfast_service.control.insight import intervals
-from holdfast_service.control.insight.facts import Copies, Facts, Held, Save
+from holdfast_service.control.insight.facts import CheckpointFacts, Facts, ReplicaCounts, Save
 from holdfast_service.control.insight.summary import quantile, summarise
 
 NOW = 1_900_000_000.0
@@ -29,7 +29,7 @@ def saves(count: int = 10, every_s: float = 600.0, steps: int = 100, last: float
 
 def facts(**changes: object) -> Facts:
     """A run that goes well: ten saves, all verified and healthy, one restart a day ago."""
-    held = Held(10, 80_000, 1000, 1000, 1000, newest_bytes=8000, created=CREATED, healthy=True)
+    held = CheckpointFacts(10, 80_000, 1000, 1000, 1000, newest_bytes=8000, created=CREATED, healthy=True)
     base = Facts("run", 1, NOW, held, saves(), (NOW - 86_400, NOW - 2 * 86_400), free_bytes=10**9, life="running")
     return base._replace(**changes)  # type: ignore[arg-type]
 
@@ -77,7 +77,7 @@ def test_exposure_counts_training_alone() -> None:
     ("changes", "code", "level"),
     [
         ({"now": NOW + 3600}, "no-commit", "error"),
-        ({"held": Held(), "saves": (), "declared": (NOW - 7200,)}, "no-commit", "error"),
+        ({"held": CheckpointFacts(), "saves": (), "declared": (NOW - 7200,)}, "no-commit", "error"),
         ({"saves": (Save(1100, 1, "aborted", NOW - 9, NOW - 8, "no-space"), *saves())}, "saves-failing", "error"),
         (
             {"saves": (Save(1050, 1, "dropped", NOW - 9, NOW - 8, "generation-dropped"), *saves())},
@@ -94,8 +94,8 @@ def test_exposure_counts_training_alone() -> None:
         ({"quota_bytes": 80_000, "makes_room": True}, "quota-nearly-full", "error"),
         ({"saves": saves(every_s=3600.0)}, "saves-too-seldom", "warning"),
         ({"saves": saves(every_s=60.0)}, "saves-too-often", "warning"),
-        ({"copies": {"far": Copies(600, 0)}}, "replica-behind", "warning"),
-        ({"copies": {"far": Copies(1000, 1)}}, "replica-damaged", "error"),
+        ({"copies": {"far": ReplicaCounts(600, 0)}}, "replica-behind", "warning"),
+        ({"copies": {"far": ReplicaCounts(1000, 1)}}, "replica-damaged", "error"),
         ({"held": facts().held._replace(created="2030-03-17T18:46:00Z")}, "clock-differs", "warning"),
     ],
 )
@@ -165,7 +165,7 @@ def test_any_rows_make_a_summary(
     made: list[Save], declared: list[float], created: str | None, newest: int | None, life: Life | None
 ) -> None:
     """Whatever the catalog holds, the figures are None or finite, not negative, and in order."""
-    held = Held(1, 100, newest, created=created, newest_bytes=100)
+    held = CheckpointFacts(1, 100, newest, created=created, newest_bytes=100)
     found = summarise(Facts("run", 1, NOW, held, tuple(made), tuple(declared), free_bytes=10**6, life=life))
     for name, value in found.model_dump().items():
         if isinstance(value, (int, float)):

@@ -12,18 +12,18 @@ import pytest
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.staging import arena
-from holdfast_formats.staging.arena import Owner
+from holdfast_formats.staging.arena import SegmentOwner
 from holdfast_service.daemon.arena import arena as arena_module
 from holdfast_service.daemon.arena import segment as segments
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Bound, Budget
-from holdfast_service.daemon.arena.peer import Peer
-from holdfast_service.daemon.arena.segment import Segment
+from holdfast_service.daemon.arena.peer import PeerProcess
+from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.arena.spill import Spill
 
 ASKED = arena.geometry(2, 2**20, 4096)
 ONE = ASKED._replace(slots=1)
-OWNER = Owner("r", 0, 1, 1)
+OWNER = SegmentOwner("r", 0, 1, 1)
 
 
 def memory_of(size: int) -> Budget:
@@ -43,7 +43,7 @@ def test_memory_goes_with_the_segment_and_waits_for_no_collector() -> None:
     """Nothing refers to a dropped segment, not even itself: its mapping, which holds the memory, ends there and then."""
 
     class Conversation:
-        segment: Segment | None = None
+        segment: ArenaSegment | None = None
 
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:holdfast-circle")
@@ -55,7 +55,7 @@ def test_memory_goes_with_the_segment_and_waits_for_no_collector() -> None:
         user.segment = node.reserve(ASKED, "circle")
         here, there = socket.socketpair()
         with here, there:
-            user.segment.used_by(user, Peer(here))
+            user.segment.used_by(user, PeerProcess(here))
         assert mappings()
         node.drop(user.segment)
         user.segment = None
@@ -157,7 +157,7 @@ class TestOutgrown:
 
     LARGER = arena.geometry(2, 3 * 2**19, 4096)
 
-    def outgrown(self, node: Arena) -> tuple[Segment, int]:
+    def outgrown(self, node: Arena) -> tuple[ArenaSegment, int]:
         """A segment with a slot in use, that its rank does not want any more."""
         segment = node.reserve(ASKED, "r", OWNER)
         slot = segment.lease(5, 1, 0)
@@ -169,7 +169,7 @@ class TestOutgrown:
         """The new one has all its slots as soon as the old one's save has ended; so has that of the rank's next launch."""
         node = Arena(memory_of(self.LARGER.segment_bytes))
         old, slot = self.outgrown(node)
-        made: list[Segment] = []
+        made: list[ArenaSegment] = []
         owner = OWNER._replace(attempt=attempt)
         asking = threading.Thread(target=lambda: made.append(node.reserve(self.LARGER, "r", owner)))
         asking.start()

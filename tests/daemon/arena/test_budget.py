@@ -8,7 +8,7 @@ import pytest
 
 from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.staging import arena
-from holdfast_service.daemon.arena.budget import Bound, Budget, Room, find_bounds, fitting
+from holdfast_service.daemon.arena.budget import Bound, Budget, SegmentRoom, find_bounds, fitting
 
 GIB = 2**30
 GROUPS = "31 23 0:28 / {at}/pids rw - cgroup cgroup rw,pids\n"
@@ -119,12 +119,12 @@ def test_more_than_there_is_cannot_be_declared(machine: Machine) -> None:
 def test_the_narrowest_limit_sets_the_room() -> None:
     """The budget less what is taken, or what is free less a spare part and less what was promised and not touched yet."""
     budget = Budget(50, lambda: [Bound("machine", 100, 60)])
-    assert budget.room(0, 0) == Room(50, "--arena-bytes-max, 50 bytes")
-    assert budget.room(30, 30) == Room(20, "--arena-bytes-max, 50 bytes")
+    assert budget.room(0, 0) == SegmentRoom(50, "--arena-bytes-max, 50 bytes")
+    assert budget.room(30, 30) == SegmentRoom(20, "--arena-bytes-max, 50 bytes")
     assert budget.room(40, 0).bytes == 10
     crowded = Budget(50, lambda: [Bound("machine", 100, 40), Bound("group", 80, 60)])
-    assert crowded.room(10, 10) == Room(35, "machine, 100 bytes")
-    assert crowded.room(10, 0) == Room(25, "machine, 100 bytes")
+    assert crowded.room(10, 10) == SegmentRoom(35, "machine, 100 bytes")
+    assert crowded.room(10, 0) == SegmentRoom(25, "machine, 100 bytes")
     assert crowded.room(50, 0).bytes == 0
 
 
@@ -133,5 +133,5 @@ def test_as_many_slots_as_fit() -> None:
     asked = arena.geometry(3, 40_960, 4096)
     for slots in (3, 2, 1):
         needed = asked._replace(slots=slots).segment_bytes
-        assert fitting(asked, Room(needed, "x")) == slots
-        assert fitting(asked, Room(needed - 1, "x")) == slots - 1
+        assert fitting(asked, SegmentRoom(needed, "x")) == slots
+        assert fitting(asked, SegmentRoom(needed - 1, "x")) == slots - 1

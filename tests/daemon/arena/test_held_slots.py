@@ -15,13 +15,13 @@ import pytest
 from holdfast.read.held_slots import HeldSlot
 from holdfast_formats.errors import ArenaFull, DaemonGone
 from holdfast_formats.staging import arena as formats
-from holdfast_formats.staging.arena import Owner
+from holdfast_formats.staging.arena import SegmentOwner
 from holdfast_formats.staging.wire import HeldPart
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.held_slots import HELD_S
-from holdfast_service.daemon.arena.peer import Peer
-from holdfast_service.daemon.arena.segment import Segment
+from holdfast_service.daemon.arena.peer import PeerProcess
+from holdfast_service.daemon.arena.segment import ArenaSegment
 from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, content, saver_world
 
 GEOMETRY = formats.geometry(2, SIZE, 4096)
@@ -139,7 +139,7 @@ def test_what_is_kept_gives_way() -> None:
             assert all(rank.segment.fd < 0 for rank in ranks), reason
 
 
-def left_behind(arena: Arena) -> tuple[Segment, subprocess.Popen[bytes]]:
+def left_behind(arena: Arena) -> tuple[ArenaSegment, subprocess.Popen[bytes]]:
     """A segment of attempt 1 whose conversation is over, and the process that had it, which may live on."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind("")  # a name of the kernel's choice
@@ -147,8 +147,8 @@ def left_behind(arena: Arena) -> tuple[Segment, subprocess.Popen[bytes]]:
     code = f"import socket,time; s=socket.socket(socket.AF_UNIX); s.connect({listener.getsockname()!r}); time.sleep(3600)"
     process = subprocess.Popen([sys.executable, "-c", code])
     connection, _ = listener.accept()
-    segment = arena.reserve(GEOMETRY, "test", Owner(RUN, 0, 1, 1))
-    segment.used_by(connection, Peer(connection))
+    segment = arena.reserve(GEOMETRY, "test", SegmentOwner(RUN, 0, 1, 1))
+    segment.used_by(connection, PeerProcess(connection))
     segment.keep(0, lambda: None)
     arena.drop(segment)
     connection.close()
@@ -160,7 +160,7 @@ def test_a_later_attempt_takes_over_the_memory_of_a_process_that_is_gone() -> No
     """The very segment, once nobody can write to it any more; not by another rank, world or size, nor twice."""
     arena = Arena(Budget(2**30))
     segment, process = left_behind(arena)
-    heir = Owner(RUN, 0, 1, 2)
+    heir = SegmentOwner(RUN, 0, 1, 2)
     assert arena.take_over(GEOMETRY, heir) is None, "its process lives and may write"
     process.kill()
     process.wait()
@@ -186,7 +186,7 @@ def test_memory_in_use_is_not_taken_over() -> None:
     process.kill()
     process.wait()
     slot = segment.lease(5, 1, 0)
-    assert arena.take_over(GEOMETRY, Owner(RUN, 0, 1, 2)) is None
+    assert arena.take_over(GEOMETRY, SegmentOwner(RUN, 0, 1, 2)) is None
     segment.release(slot)
-    assert arena.take_over(GEOMETRY, Owner(RUN, 0, 1, 2)) is segment
+    assert arena.take_over(GEOMETRY, SegmentOwner(RUN, 0, 1, 2)) is segment
     segment.close()

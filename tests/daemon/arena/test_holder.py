@@ -17,7 +17,7 @@ from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import SlotHeader, SlotState
 from holdfast_service.config import fd_store
 from holdfast_service.daemon.arena import holder
-from holdfast_service.daemon.arena.fd_keeper import FdStore, HolderProcess, Keeper, MemoryKeeper
+from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess, MemoryKeeper
 from tests.daemons import wait_until
 
 
@@ -48,7 +48,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
     wait_until(lambda: holders(path) == [] and not path.exists())
 
 
-def empty(keeper: Keeper) -> None:
+def empty(keeper: DescriptorKeeper) -> None:
     """Drop everything and part."""
     for name, fd in keeper.take():
         os.close(fd)

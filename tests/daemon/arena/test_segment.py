@@ -13,14 +13,14 @@ from holdfast_formats.region import Box
 from holdfast_formats.staging import arena, slot_table
 from holdfast_formats.staging.arena import SlotHeader, SlotState
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.daemon.arena.held_slots import Holds
 from tests.daemon.saver_world import RUN, SIZE, Rank, SaverWorld, saver_world
 
 
 def a_table(rank: Rank, step: int, name: str) -> bytes:
     """A readable table of one tensor; of the same length for names of the same length."""
-    held = (Fragment(TensorSpec("model", name, "U8", (1, SIZE)), (Box((0, 0), (1, SIZE)),), 0),)
+    held = (StagedFragment(TensorSpec("model", name, "U8", (1, SIZE)), (Box((0, 0), (1, SIZE)),), 0),)
     return slot_table.encode(SlotTable(RUN, step, rank.attempt, 0, 1, ("model",), held, {}, {}))
 
 

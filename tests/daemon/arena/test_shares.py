@@ -9,12 +9,12 @@ import pytest
 
 from holdfast_formats.errors import LimitExceeded
 from holdfast_formats.staging import arena
-from holdfast_formats.staging.arena import Owner
+from holdfast_formats.staging.arena import SegmentOwner
 from holdfast_service.config import RUN_SHARE_PERCENT
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Bound, Budget
-from holdfast_service.daemon.arena.segment import Segment
-from holdfast_service.daemon.arena.shares import Holder, left
+from holdfast_service.daemon.arena.segment import ArenaSegment
+from holdfast_service.daemon.arena.shares import ShareHolder, left
 from holdfast_service.daemon.arena.spill import Spill
 
 ONE = arena.geometry(1, 2**20, 4096)
@@ -25,8 +25,8 @@ def node(total: int = TOTAL, spill: Spill | None = None, share: int = RUN_SHARE_
     return Arena(Budget(total, lambda: [Bound("machine", 2**40, 2**40)]), spill=spill, run_share=share)
 
 
-def reserve(made: Arena, run: str, rank: int = 0, tenant: str = "") -> Segment:
-    return made.reserve(ONE, f"{run}-rank{rank}", Owner(run, rank, 200, 1), Holder(run, tenant))
+def reserve(made: Arena, run: str, rank: int = 0, tenant: str = "") -> ArenaSegment:
+    return made.reserve(ONE, f"{run}-rank{rank}", SegmentOwner(run, rank, 200, 1), ShareHolder(run, tenant))
 
 
 def fill(made: Arena, run: str, tenant: str = "") -> int:
@@ -41,13 +41,13 @@ def fill(made: Arena, run: str, tenant: str = "") -> int:
 
 def test_the_rule() -> None:
     """So many percent of what others do not hold, for a run and for all runs of a tenant; 100 is no bound but the total."""
-    a, b, c = Holder("a", "team"), Holder("b", "team"), Holder("c")
+    a, b, c = ShareHolder("a", "team"), ShareHolder("b", "team"), ShareHolder("c")
     assert left(96, 100, [], a).left == 96
     assert left(96, 100, [(a, 96)], c).left == 3, "of the 4 that are left"
     assert left(96, 100, [(a, 96)], a).left == 0
     assert left(96, 100, [(a, 50)], b).left == 46, "a second name of the same team is no way around it"
-    assert left(96, 100, [(a, 50)], Holder("b", "others")).left == 48
-    assert left(96, 100, [(a, 50)], Holder("b")).left == 48
+    assert left(96, 100, [(a, 50)], ShareHolder("b", "others")).left == 48
+    assert left(96, 100, [(a, 50)], ShareHolder("b")).left == 48
     assert left(100, 100, [(a, 60)], b).left == 40
     assert left(50, 100, [(a, 90)], a).left == 0, "what was there before the setting stays, and nothing comes to it"
 
@@ -101,7 +101,7 @@ def test_the_disk_is_shared_as_well(tmp_path: Path) -> None:
     made = node(4096, Spill(tmp_path), share=1)
     huge = arena.geometry(1, Spill(tmp_path).free_bytes() // 50, 4096)
     with pytest.raises(LimitExceeded, match=r"the disk's .* may hold 1 % of what others do not"):
-        made.reserve(huge, "r", Owner("r", 0, 1, 1))
-    segment = made.reserve(ONE, "r", Owner("r", 0, 1, 1))
+        made.reserve(huge, "r", SegmentOwner("r", 0, 1, 1))
+    segment = made.reserve(ONE, "r", SegmentOwner("r", 0, 1, 1))
     assert segment.spilled and made.has("r") and not made.has("other")
     made.drop(segment)

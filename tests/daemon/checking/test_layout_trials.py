@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
-from holdfast_formats.layout.rank_tensors import Held, Holding
+from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
 from holdfast_service.daemon.checking import layout_trials
 from holdfast_service.daemon.checking.layout_trials import TRIED, identical, try_layouts
 from holdfast_service.storage import PosixTier
@@ -49,13 +49,13 @@ def test_a_config_that_says_nothing_is_passed_over(tmp_path: Path, config: bytes
 def test_a_layout_that_loses_a_tensor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the arithmetic of layouts wrong, no rank would miss what none holds: the check would."""
     made = build(tmp_path / "c").manifest
-    whole = Holding.of
+    whole = LayoutHoldings.of
 
-    def forgetful(self: Holding, rank: int) -> Held:
+    def forgetful(self: LayoutHoldings, rank: int) -> HeldTensors:
         held = whole(self, rank)
         return held._replace(tensors=tuple(t for t in held.tensors if not t.name.startswith("embed")))
 
-    monkeypatch.setattr(Holding, "of", forgetful)
+    monkeypatch.setattr(LayoutHoldings, "of", forgetful)
     with pytest.raises(CorruptManifest) as caught:
         try_layouts(PosixTier(tmp_path), "c", made)
     assert caught.value.members["tensor"] == "embed.weight"

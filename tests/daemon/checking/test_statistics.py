@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast_formats import dtypes
-from holdfast_formats.rest.statistics import Part, merge
+from holdfast_formats.rest.statistics import PartStatistics, merge
 from holdfast_service.daemon.checking import statistics
 from holdfast_service.daemon.checking.statistics import measure
 
@@ -32,7 +32,7 @@ def wide(dtype: str, data: np.ndarray) -> np.ndarray:
         return narrow.astype(np.longdouble)
 
 
-def check(dtype: str, data: np.ndarray, part: Part) -> None:
+def check(dtype: str, data: np.ndarray, part: PartStatistics) -> None:
     """The part is what numpy finds."""
     numbers = wide(dtype, data)
     finite = numbers[np.isfinite(numbers)]
@@ -130,7 +130,7 @@ def test_many_blocks(dtype: str) -> None:
 @pytest.mark.parametrize(("dtype", "width"), [("F4", 1), ("F6_E2M3", 3), ("C64", 8)])
 def test_what_has_no_numbers(dtype: str, width: int) -> None:
     """Complex numbers and floats of less than a byte are not counted."""
-    assert measure(dtype, np.zeros(width * 4, np.uint8)) == Part(change=None)
+    assert measure(dtype, np.zeros(width * 4, np.uint8)) == PartStatistics(change=None)
 
 
 @settings(max_examples=5, deadline=None)
@@ -139,7 +139,7 @@ def test_the_same_in_every_thread(seed: int) -> None:
     """Threads measure beside each other, each with memory of its own."""
     data = np.random.default_rng(seed).standard_normal((4, 3 * statistics.BLOCK)).astype(np.float32)
     alone = [measure("F32", row.view(np.uint8)) for row in data]
-    found: dict[int, Part] = {}
+    found: dict[int, PartStatistics] = {}
     threads = [
         threading.Thread(target=lambda i=i: found.update({i: measure("F32", data[i].view(np.uint8))})) for i in range(4)
     ]

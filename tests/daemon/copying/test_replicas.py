@@ -20,7 +20,7 @@ from holdfast_service.control.checkpoints.roots import load_manifest
 from holdfast_service.control.database.schema import ReplicaRow
 from holdfast_service.control.decisions import utc_now
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.copying.copies import Stopped
+from holdfast_service.daemon.copying.copies import CopyStopped
 from holdfast_service.storage import MemoryTier, PosixTier
 from tests.checkpoints import build, flip, varied_arrays
 from tests.daemon.copies_world import RUN, CopiesWorld, contents, copies_world
@@ -233,7 +233,7 @@ def test_a_copy_can_be_stopped_anywhere(world: CopiesWorld, tmp_path: Path) -> N
     one = world.replicators["far"]
     one.look()
     one._closed.set()
-    with pytest.raises(Stopped):
+    with pytest.raises(CopyStopped):
         one.look()
     assert os.listdir(tmp_path / "far" / RUN / naming.CHECKPOINTS) == [naming.step_directory(15)]
     assert not os.listdir(tmp_path / "far" / RUN / naming.STAGING)

@@ -9,7 +9,7 @@ from holdfast_formats.disk import packing
 from holdfast_formats.region import whole
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.checkpoints.planner import plan
 from holdfast_service.control.retention import admission
 from holdfast_service.daemon.writing.writer import write
@@ -121,7 +121,7 @@ def test_the_bound_on_what_a_save_takes_counts_every_extent(monkeypatch: pytest.
     """Extents are stated twice, in receipt and manifest: of very many, too, no more is written than was foreseen."""
     monkeypatch.setattr(packing, "EXTENT_BYTES_MIN", 64)
     spec = TensorSpec("model", "w", "U8", (2**19,))
-    held = (Fragment(spec, (whole(spec.shape),), 0),)
+    held = (StagedFragment(spec, (whole(spec.shape),), 0),)
     planned = plan([SlotTable(RUN, 1, 1, 0, 1, ("model",), held, {"model": {}}, {})])
     tier = MemoryTier()
     write(tier, planned, "staging", {0: memoryview(bytes(2**19))}, "node")

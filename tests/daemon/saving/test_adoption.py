@@ -13,16 +13,16 @@ from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.region import Box
 from holdfast_formats.staging import arena, slot_table
-from holdfast_formats.staging.arena import Owner, SlotHeader, SlotState
+from holdfast_formats.staging.arena import SegmentOwner, SlotHeader, SlotState
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.staging.wire import Outcome
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.fd_keeper import MemoryKeeper
-from holdfast_service.daemon.arena.segment import Segment
+from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.rounds import Participant
@@ -34,7 +34,7 @@ from tests.daemons import wait_until
 GEOMETRY = arena.geometry(2, SIZE, 4096)
 
 
-def fill(segment: Segment, slot: int, step: int, seal: bool = True) -> None:
+def fill(segment: ArenaSegment, slot: int, step: int, seal: bool = True) -> None:
     """What a rank does to a slot that it has leased."""
     owner = segment.owner
     assert owner is not None
@@ -43,7 +43,7 @@ def fill(segment: Segment, slot: int, step: int, seal: bool = True) -> None:
     start = GEOMETRY.data_offset(slot)
     segment.memory[start : start + SIZE] = content(step, owner.rank).data
     spec = TensorSpec("model", "w", "U8", (owner.world, SIZE))
-    held = (Fragment(spec, (Box((owner.rank, 0), (1, SIZE)),), 0),)
+    held = (StagedFragment(spec, (Box((owner.rank, 0), (1, SIZE)),), 0),)
     encoded = slot_table.encode(SlotTable(RUN, step, owner.attempt, owner.rank, owner.world, ("model",), held, {}, {}))
     at = GEOMETRY.table_offset(slot)
     segment.memory[at : at + len(encoded)] = encoded
@@ -61,14 +61,14 @@ class Node:
         self.catalog = Catalog.open(f"sqlite:///{self._directory.name}/catalog.sqlite")
         self.decisions = Decisions(self.tier, self.catalog, None)
         self.saver: Saver | None = None
-        self._attached: list[tuple[Participant, Segment]] = []
+        self._attached: list[tuple[Participant, ArenaSegment]] = []
         self.told: list[Outcome] = []
 
-    def ranks(self, world: int, launch: str = "x") -> list[Segment]:
+    def ranks(self, world: int, launch: str = "x") -> list[ArenaSegment]:
         """The segments of a launch, made by a daemon that has died since."""
         attempt = self.decisions.hello(RUN, launch, world, None)
         before = Arena(Budget(2**30), self.keeper)
-        return [before.reserve(GEOMETRY, "test", Owner(RUN, rank, world, attempt)) for rank in range(world)]
+        return [before.reserve(GEOMETRY, "test", SegmentOwner(RUN, rank, world, attempt)) for rank in range(world)]
 
     def start(self) -> Saver:
         """The next daemon: it has taken up what there is, and listens to nobody yet."""
@@ -82,7 +82,7 @@ class Node:
         """The ranks that have not come back never will."""
         self.adoption.close()
 
-    def back(self, segment: Segment, awaited: Sequence[int], turn: int = 0) -> Participant:
+    def back(self, segment: ArenaSegment, awaited: Sequence[int], turn: int = 0) -> Participant:
         """A rank comes back with the segment that it had all the while; its saves are of this turn."""
         owner = segment.owner
         assert owner is not None
@@ -271,13 +271,13 @@ def test_a_rank_brings_memory_that_nobody_kept(node: Node) -> None:
     saver.settle(RUN, 30)
     wait_until(lambda: bool(node.told))
     assert node.committed() == [5] and node.told[0].state == "committed"
-    found, _ = node.arena.attach(segment.fd, Owner(RUN, 0, 1, 1))
+    found, _ = node.arena.attach(segment.fd, SegmentOwner(RUN, 0, 1, 1))
     with pytest.raises(Exception, match="brings a segment of"):
-        node.arena.attach(segment.fd, Owner(RUN, 0, 1, 2))
+        node.arena.attach(segment.fd, SegmentOwner(RUN, 0, 1, 2))
     loose = os.memfd_create("loose")
     os.pwrite(loose, bytes(segment.memory), 0)
     with pytest.raises(Exception, match="no staging arena"):
-        node.arena.attach(loose, Owner(RUN, 0, 1, 1))
+        node.arena.attach(loose, SegmentOwner(RUN, 0, 1, 1))
     os.close(loose)
     node.arena.drop(found)
 

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast_formats.errors import CorruptExtent, Damaged, DeadlineExceeded, StateMismatch, StorageFailed
 from holdfast_service.daemon.saving import restore_agreement
-from holdfast_service.daemon.saving.restore_agreement import GO_ON, Restores, Verdict
+from holdfast_service.daemon.saving.restore_agreement import GO_ON, Restores, TurnVerdict
 from holdfast_service.daemon.saving.rounds import Participant
 
 BAD = CorruptExtent("bytes [0, 9) are not what was written", file="model.safetensors")
@@ -57,9 +57,9 @@ def test_damage_that_one_meets_ends_it_for_all() -> None:
     restores, _ = made()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(restores.judge, rank(0, 3), (0, 500, None), False, 60.0)
-        assert restores.judge(rank(1, 3), (0, 500, BAD), False, 0.0) == Verdict(error=BAD)
-        assert waiting.result(30) == Verdict(error=BAD)
-    assert restores.judge(rank(2, 3), (0, 500, None), False, 60.0) == Verdict(error=BAD)
+        assert restores.judge(rank(1, 3), (0, 500, BAD), False, 0.0) == TurnVerdict(error=BAD)
+        assert waiting.result(30) == TurnVerdict(error=BAD)
+    assert restores.judge(rank(2, 3), (0, 500, None), False, 60.0) == TurnVerdict(error=BAD)
     for number in range(3):  # the next turn is a new one
         restores.told(rank(number, 3), 1, 400, named=False)
 
@@ -67,7 +67,7 @@ def test_damage_that_one_meets_ends_it_for_all() -> None:
 def test_what_is_well_again_is_read_again_and_then_believed() -> None:
     """Repaired, or sound when the daemon looks: once more. Who still cannot read it ends it for all."""
     restores, known = made(lambda run, step, error: None)
-    assert restores.judge(rank(1), (0, 500, BAD), False, 0.0) == Verdict(again=True)
+    assert restores.judge(rank(1), (0, 500, BAD), False, 0.0) == TurnVerdict(again=True)
     assert known.marked == {}
     assert restores.judge(rank(1), (0, 500, BAD), False, 0.0).error is BAD
     assert known.marked == {500: BAD}
@@ -78,7 +78,7 @@ def test_who_comes_too_late_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     restores, _ = made()
     restores.unheard_s = 0.0
     assert restores.judge(rank(0), (0, 500, None), False, 30.0) == GO_ON
-    assert restores.judge(rank(1), (0, 500, BAD), False, 0.0) == Verdict(error=BAD, late=True)
+    assert restores.judge(rank(1), (0, 500, BAD), False, 0.0) == TurnVerdict(error=BAD, late=True)
 
 
 def test_who_asked_is_waited_for_until_it_is_gone() -> None:
@@ -105,7 +105,7 @@ def test_who_names_a_step_asks_for_itself() -> None:
     """Nobody is waited for, nobody else is stopped, and the answer says which step is sound."""
     restores, _ = made()
     assert restores.judge(rank(0), (0, 500, None), True, 0.0) == GO_ON
-    assert restores.judge(rank(1), (0, 500, BAD), True, 0.0) == Verdict(error=BAD, late=True, newest=400)
+    assert restores.judge(rank(1), (0, 500, BAD), True, 0.0) == TurnVerdict(error=BAD, late=True, newest=400)
     assert restores.told(rank(1), 1, 500, named=True) == ()
 
 
@@ -113,7 +113,7 @@ def test_what_an_earlier_daemon_was_told_counts() -> None:
     """The catalog knows of the damage: a rank that asks the next daemon does not go on from that step."""
     restores, known = made()
     known.marked[500] = BAD
-    assert restores.judge(rank(0), (0, 500, None), False, 0.0) == Verdict(error=BAD)
+    assert restores.judge(rank(0), (0, 500, None), False, 0.0) == TurnVerdict(error=BAD)
     assert restores.told(rank(0), 1, 400, named=False) == ("step 500 is damaged",)
 
 
@@ -124,7 +124,7 @@ def test_a_look_that_fails_believes_the_rank_at_last() -> None:
         raise StorageFailed("the disk is gone")
 
     restores, known = made(fails)
-    assert restores.judge(rank(1), (0, 500, BAD), False, 0.0) == Verdict(again=True)
+    assert restores.judge(rank(1), (0, 500, BAD), False, 0.0) == TurnVerdict(again=True)
     assert restores.judge(rank(1), (0, 500, BAD), False, 0.0).error is BAD
     assert known.marked == {500: BAD}
 

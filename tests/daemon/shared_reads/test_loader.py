@@ -19,12 +19,12 @@ from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import DaemonGone, InvalidRequest
 from holdfast_formats.staging import arena as formats
 from holdfast_formats.staging import piece_list, wire
-from holdfast_formats.staging.piece_list import Listing
+from holdfast_formats.staging.piece_list import PieceList
 from holdfast_service.daemon.arena import arena
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.shared_reads.loader import Key, Loader, Wish
-from holdfast_service.daemon.shared_reads.sealed_memory import LentMemory as Lent
+from holdfast_service.daemon.shared_reads.sealed_memory import SealedMemory as Lent
 from holdfast_service.daemon.shared_reads.sealed_memory import read_listing
 from holdfast_service.storage import PosixTier, Tier
 from tests.checkpoints import Built, build, flip
@@ -353,7 +353,7 @@ def test_what_is_no_listing_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest):
             read_listing(fd)
     good = os.memfd_create("good")
-    os.write(good, piece_list.encode(Listing((), piece_list.of([]).rows)))
+    os.write(good, piece_list.encode(PieceList((), piece_list.of([]).rows)))
     assert len(read_listing(good).rows) == 0
     for fd in (reading, writing, noise, large, good):
         os.close(fd)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.staging import piece_list
-from holdfast_formats.staging.piece_list import Listing
+from holdfast_formats.staging.piece_list import PieceList
 from holdfast_service.daemon.shared_reads.sharing import ALIGNMENT, decide, jobs
 
 BOUNDLESS = 2**50
@@ -21,7 +21,7 @@ def piece(file: str, start: int, length: int = 10, digest: int = 1) -> Piece:
     return Piece(file, start, length, f"{digest:016x}")
 
 
-def places(found: Listing) -> list[tuple[str, int, int]]:
+def places(found: PieceList) -> list[tuple[str, int, int]]:
     return [(found.files[row["file"]], int(row["start"]), int(row["length"])) for row in found.rows]
 
 
@@ -109,6 +109,6 @@ def test_a_hundred_thousand_pieces_of_eight_ranks() -> None:
     """Comparing them is arithmetic on arrays: every rank's rows are looked at, none in Python."""
     rows = np.zeros(100_000, piece_list.ROW)
     rows["start"], rows["length"], rows["digest"] = np.arange(100_000) * 4096, 4096, np.arange(100_000)
-    shared = decide([Listing(("a",), rows)] * 8, BOUNDLESS)
+    shared = decide([PieceList(("a",), rows)] * 8, BOUNDLESS)
     assert shared.listing.nbytes == 100_000 * 4096
     assert sum(1 for _ in jobs(shared.listing, 2**20)) == -(-100_000 * 4096 // 2**20)

@@ -16,7 +16,7 @@ from holdfast_formats.disk.packing import EXTENT_BYTES_MIN
 from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, CorruptManifest, StateMismatch
 from holdfast_formats.region import Box, byte_box, byte_view, flat_boxes
 from holdfast_formats.staging.slot_table import Blob, SlotTable
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_formats.transfer import element_dtype
 from holdfast_service.control.checkpoints import commit, planner
 from holdfast_service.daemon.checking.verifier import verify
@@ -33,7 +33,7 @@ class Shards:
         self.world, self.step, self.attempt = world, step, attempt
         self.file_bytes_max = 400
         self.data: list[bytearray] = [bytearray() for _ in range(world)]
-        self.fragments: list[list[Fragment]] = [[] for _ in range(world)]
+        self.fragments: list[list[StagedFragment]] = [[] for _ in range(world)]
         self.blobs: list[list[Blob]] = [[] for _ in range(world)]
         self.bytes: dict[str, bytes] = {}
 
@@ -43,7 +43,7 @@ class Shards:
         view = byte_view(spec.dtype, spec.shape)
         elements = np.frombuffer(content, element_dtype(view.itemsize)).reshape(view.shape)
         for rank, boxes in held:
-            self.fragments[rank].append(Fragment(spec, tuple(boxes), len(self.data[rank])))
+            self.fragments[rank].append(StagedFragment(spec, tuple(boxes), len(self.data[rank])))
             for box in boxes:
                 self.data[rank] += elements[byte_box(spec.dtype, box, spec.shape).slices].tobytes()
 

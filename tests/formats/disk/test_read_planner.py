@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast_formats import dtypes
 from holdfast_formats.disk import read_planner, verification
 from holdfast_formats.disk.manifest import Extent, Manifest, TensorEntry
-from holdfast_formats.disk.read_planner import Read, Wanted
+from holdfast_formats.disk.read_planner import PlannedRead, WantedBox
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, Shape, byte_box, byte_runs, byte_view, whole
 from tests.formats.strategies import SAMPLE_SPECS, boxes_in, manifest_of, sample_manifest, shapes
@@ -59,7 +59,7 @@ def test_exactly_the_extents_that_hold_something_wanted(
     """Of any boxes, the pieces are the extents that hold one of their bytes; needed counts each such byte once."""
     entry, boxes = drawn
     made = read_planner.plan(
-        manifest(t=entry), [Wanted("g", "t", box) for box in boxes], gap_bytes=gap_bytes, read_bytes_max=read_bytes_max
+        manifest(t=entry), [WantedBox("g", "t", box) for box in boxes], gap_bytes=gap_bytes, read_bytes_max=read_bytes_max
     )
     wanted = bytes_of(entry, boxes)
     touched = [e for e in entry.extents if not wanted.isdisjoint(range(e.offset, e.offset + e.length))]
@@ -89,13 +89,13 @@ def test_the_boxes_of_all_ranks_of_a_node() -> None:
     a = entry_of("F32", (8, 4), [8] * 4, 1000, "b.safetensors")
     b = entry_of("BF16", (6,), [6], 0, "a.safetensors")
     c = entry_of("F32", (2,), [2], 1128, "b.safetensors")
-    rows = [Wanted("g", "a", Box((0, 0), (3, 4))), Wanted("g", "tied", Box((2, 0), (2, 4)))]
-    others = [Wanted("g", "b", whole((6,))), Wanted("g", "c", Box((0,), (0,))), Wanted("g", "b", Box((1,), (2,)))]
+    rows = [WantedBox("g", "a", Box((0, 0), (3, 4))), WantedBox("g", "tied", Box((2, 0), (2, 4)))]
+    others = [WantedBox("g", "b", whole((6,))), WantedBox("g", "c", Box((0,), (0,))), WantedBox("g", "b", Box((1,), (2,)))]
     made = read_planner.plan(manifest(a=a, b=b, c=c), [*rows, *others])
     pieces_a = tuple(verification.tensor_piece("g", "a", a, extent) for extent in a.extents[:2])
     assert made.reads == (
-        Read("a.safetensors", 0, 12, (verification.tensor_piece("g", "b", b, b.extents[0]),)),
-        Read("b.safetensors", 1000, 1064, pieces_a),
+        PlannedRead("a.safetensors", 0, 12, (verification.tensor_piece("g", "b", b, b.extents[0]),)),
+        PlannedRead("b.safetensors", 1000, 1064, pieces_a),
     )
     assert (made.needed, made.read, made.ratio) == (64 + 12, 64 + 12, 1.0)
     nothing = read_planner.plan(manifest(a=a), [])
@@ -115,7 +115,7 @@ def test_the_boxes_of_all_ranks_of_a_node() -> None:
 def test_columns_touch_only_some_extents(shape: Shape, box: Box, offsets: list[int]) -> None:
     """Where a row is longer than an extent, those that lie between two of the box's rows are not read."""
     entry = entry_of("U8", shape, [10] * 30)
-    made = read_planner.plan(manifest(t=entry), [Wanted("g", "t", box)], gap_bytes=0)
+    made = read_planner.plan(manifest(t=entry), [WantedBox("g", "t", box)], gap_bytes=0)
     assert [piece.offset for read in made.reads for piece in read.pieces] == offsets
 
 
@@ -126,7 +126,7 @@ def test_small_gaps_are_read_and_dropped() -> None:
     for name, length in lengths.items():
         tensors[name] = entry_of("U8", (length,), [length], at)
         at += length
-    wanted = [Wanted("g", name, whole((lengths[name],))) for name in "ace"]
+    wanted = [WantedBox("g", name, whole((lengths[name],))) for name in "ace"]
     made = read_planner.plan(manifest(**tensors), wanted, gap_bytes=100)
     assert [(read.start, read.stop) for read in made.reads] == [(0, 6450), (6650, 6660)]
     assert (made.needed, made.read) == (6410, 6460)
@@ -138,7 +138,7 @@ def test_small_gaps_are_read_and_dropped() -> None:
 def test_sub_byte_tensors() -> None:
     """Elements smaller than a byte are counted as the bytes they fill."""
     entry = entry_of("F4", (4, 8), [4] * 4)
-    made = read_planner.plan(manifest(t=entry), [Wanted("g", "t", Box((1, 4), (2, 4)))])
+    made = read_planner.plan(manifest(t=entry), [WantedBox("g", "t", Box((1, 4), (2, 4)))])
     assert [piece.offset for read in made.reads for piece in read.pieces] == [4, 8]
     assert made.needed == 4
 
@@ -146,23 +146,23 @@ def test_sub_byte_tensors() -> None:
 @pytest.mark.parametrize(
     ("wanted", "named"),
     [
-        (Wanted("model", "nope", whole((4, 3))), "'nope' in group 'model'"),
-        (Wanted("nope", "a", whole((4, 3))), "group 'nope'"),
-        (Wanted("model", "a", Box((1, 0), (4, 3))), r"'a': box \[1, 0\]\+\[4, 3\]"),
-        (Wanted("model", "tied", Box((0,), (4,))), r"'tied': box"),
+        (WantedBox("model", "nope", whole((4, 3))), "'nope' in group 'model'"),
+        (WantedBox("nope", "a", whole((4, 3))), "group 'nope'"),
+        (WantedBox("model", "a", Box((1, 0), (4, 3))), r"'a': box \[1, 0\]\+\[4, 3\]"),
+        (WantedBox("model", "tied", Box((0,), (4,))), r"'tied': box"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(wanted: Wanted, named: str) -> None:
+def test_what_does_not_fit_is_refused_by_name(wanted: WantedBox, named: str) -> None:
     """A tensor that is not there, and a box that does not lie in its tensor, are named."""
     with pytest.raises(StateMismatch, match=named):
-        read_planner.plan(sample_manifest(), [*[Wanted(s.group, s.name, whole(s.shape)) for s in SAMPLE_SPECS], wanted])
+        read_planner.plan(sample_manifest(), [*[WantedBox(s.group, s.name, whole(s.shape)) for s in SAMPLE_SPECS], wanted])
 
 
 def test_a_hundred_thousand_tensors_are_planned_quickly() -> None:
     """Rows of each of 100 000 tensors take a second or so of the processor, whoever else uses it."""
     tensors = {f"layers.{i}.w": entry_of("F32", (128, 128), [16384], 65536 * i) for i in range(100_000)}
     made = manifest(**tensors)
-    wanted = [Wanted("g", name, Box((32, 0), (64, 128))) for name in tensors]
+    wanted = [WantedBox("g", name, Box((32, 0), (64, 128))) for name in tensors]
     began = time.process_time()
     planned = read_planner.plan(made, wanted)
     assert time.process_time() - began < 3.0  # the bar is 1.5 s on a machine that does nothing else

@@ -16,7 +16,7 @@ from safetensors import torch as library_torch
 
 from holdfast_formats import dtypes
 from holdfast_formats.disk import packing, safetensors
-from holdfast_formats.disk.safetensors import Stored
+from holdfast_formats.disk.safetensors import FileTensor
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
 from tests.formats.strategies import NAMES, content, file_bytes, shapes, specs, stored
 
@@ -103,7 +103,7 @@ def test_decode_states_what_the_file_holds() -> None:
     document = {"b": entry(), "a": entry(shape=[0, 9], offsets=[0, 0]), "__metadata__": {"k": "v"}}
     file = written(document, b"1234")
     header = safetensors.decode(file, len(file))
-    assert header.tensors == (Stored("a", "F32", (0, 9), 0, 0), Stored("b", "F32", (1,), 0, 4))
+    assert header.tensors == (FileTensor("a", "F32", (0, 9), 0, 0), FileTensor("b", "F32", (1,), 0, 4))
     assert header.metadata == {"k": "v"}
     assert header.header_bytes == len(file) - 4
 
@@ -225,7 +225,7 @@ def test_an_oversized_header_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         lambda table: list(reversed(table)),
     ],
 )
-def test_encode_refuses_what_decode_refuses(change: Callable[[list[Stored]], list[Stored]]) -> None:
+def test_encode_refuses_what_decode_refuses(change: Callable[[list[FileTensor]], list[FileTensor]]) -> None:
     """A table that would not read back is not written."""
     table = stored(("a", "F32", (1,)), ("b", "F32", (1,)))
     with pytest.raises(StateMismatch):

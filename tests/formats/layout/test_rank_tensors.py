@@ -14,7 +14,7 @@ from holdfast_formats.layout.axis_cuts import Cutter
 from holdfast_formats.layout.declared import declare
 from holdfast_formats.layout.elements import take_apart
 from holdfast_formats.layout.language import parse
-from holdfast_formats.layout.rank_tensors import Held, Holding, Share, hold, of_manifest
+from holdfast_formats.layout.rank_tensors import HeldSize, HeldTensors, LayoutHoldings, hold, of_manifest
 from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
 from tests.formats import strategies
@@ -33,7 +33,7 @@ def rules_of(model: Model, **changes: Any) -> rules.Rules:
     return rules.choose({**model.config, **changes}, model.tensors)
 
 
-def held(model: Model, layout: str, rank: int = 0, group: str = "model", **extra: tuple[str, Shape]) -> Held:
+def held(model: Model, layout: str, rank: int = 0, group: str = "model", **extra: tuple[str, Shape]) -> HeldTensors:
     return hold(parse(layout), rank, group, {**specs_of(model), **extra}, rules_of(model))
 
 
@@ -146,7 +146,7 @@ def test_a_tied_head_is_stored_once_and_given_to_both_ends() -> None:
     tied = models.llama()
     specs = {name: spec for name, spec in specs_of(tied).items() if name != "lm_head.weight"}
     chosen = rules.choose({**tied.config, "tie_word_embeddings": True}, specs)
-    holding = Holding(parse("tp=2,pp=2,vocab=16"), "model", specs, chosen)
+    holding = LayoutHoldings(parse("tp=2,pp=2,vocab=16"), "model", specs, chosen)
     arrays = {"model.embed_tokens.weight": np.arange(1, 481, dtype=np.float32).reshape(30, 16)}
     last = next(t for t in holding.of(3).tensors if t.name == "lm_head.weight")
     padded = np.concatenate([arrays["model.embed_tokens.weight"], np.zeros((2, 16), np.float32)])
@@ -162,10 +162,10 @@ def test_how_much_a_rank_holds_is_what_its_tensors_hold() -> None:
     state |= {f"{name}/step": ("F32", ()) for name in model.tensors}
     for layout in ("tp=2,vocab=8", "tp=2,pp=2,sharding=2:stage2", "sharding=4:stage3:flat:align=8"):
         for group, specs in (("model", specs_of(model)), ("optim", state)):
-            holding = Holding(parse(layout), group, specs, rules_of(model))
+            holding = LayoutHoldings(parse(layout), group, specs, rules_of(model))
             for rank in range(holding.layout.mesh.world):
                 tensors = holding.of(rank).tensors
-                assert holding.share(rank) == Share(len(tensors), sum(4 * tensor.volume for tensor in tensors))
+                assert holding.share(rank) == HeldSize(len(tensors), sum(4 * tensor.volume for tensor in tensors))
 
 
 def test_work_grows_with_kinds_and_places_not_with_tensors_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,11 +184,11 @@ def test_work_grows_with_kinds_and_places_not_with_tensors_and_ranks(monkeypatch
         monkeypatch.setattr(owner, name, call)
 
     counting(Cutter, "_cut")
-    counting(Holding, "_work_out")
+    counting(LayoutHoldings, "_work_out")
     for layers in (2, 20):
         counted.clear()
         model = models.llama(layers)
-        holding = Holding(parse("tp=2,pp=2,sharding=4:stage3"), "model", specs_of(model), rules_of(model))
+        holding = LayoutHoldings(parse("tp=2,pp=2,sharding=4:stage3"), "model", specs_of(model), rules_of(model))
         assert sum(holding.share(rank).bytes for rank in range(16)) >= sum(4 * a.size for a in model.arrays().values())
         assert counted["_work_out"] == 2  # stages
         assert counted["_cut"] == 2 * 7  # q, k and v, o, gate and up, down, norms, vocabulary

@@ -20,7 +20,7 @@ from holdfast_formats.layout import parts, rules
 from holdfast_formats.layout.elements import Specs, compose
 from holdfast_formats.layout.language import FORMS, Layout, parse
 from holdfast_formats.layout.parts import LocalTensor
-from holdfast_formats.layout.rank_tensors import Holding
+from holdfast_formats.layout.rank_tensors import LayoutHoldings
 from holdfast_formats.region import Shape, check_box
 
 RANKS_MAX = 16
@@ -195,7 +195,7 @@ def filled(ranks: Sequence[Sequence[LocalTensor]], arrays: Arrays) -> list[list[
 def hold(checkpoint: Checkpoint, layout: Layout) -> list[tuple[LocalTensor, ...]] | None:
     """What all ranks hold; None where the layout does not fit. Nothing but an error of ours says that."""
     try:
-        holding = Holding(layout, checkpoint.group, checkpoint.specs, checkpoint.rules)
+        holding = LayoutHoldings(layout, checkpoint.group, checkpoint.specs, checkpoint.rules)
         ranks = [holding.of(rank) for rank in range(layout.mesh.world)]
     except CheckpointError as refused:
         event(f"refused: {type(refused).__name__}")

@@ -9,7 +9,7 @@ from holdfast_formats.rest import bodies
 
 BODIES: list[BaseModel] = [
     bodies.Run(name="run", attempt=2, keep_last=None, checkpoints=1, newest=500, bytes=10),
-    bodies.Checkpoint(
+    bodies.CheckpointInfo(
         run="run",
         step=500,
         attempt=2,
@@ -66,7 +66,7 @@ def test_bodies_survive_json(body: BaseModel) -> None:
 
 def test_a_checkpoint_is_as_bad_as_the_worst_that_is_known_of_it() -> None:
     """Damage before ill health before soundness; and what is known since its commit is no part of what was committed."""
-    base = bodies.Checkpoint(
+    base = bodies.CheckpointInfo(
         run="a",
         step=1,
         attempt=1,

@@ -16,7 +16,7 @@ from holdfast_formats.rest import statistics
 from holdfast_formats.rest.statistics import (
     LAYERS_MAX,
     OTHERS,
-    Part,
+    PartStatistics,
     Statistics,
     collect,
     decode,
@@ -28,7 +28,7 @@ from holdfast_formats.rest.statistics import (
 
 FINITE = st.floats(-1e6, 1e6)
 PARTS = st.builds(
-    lambda values, nan, inf, change: Part(
+    lambda values, nan, inf, change: PartStatistics(
         len(values),
         nan,
         inf,
@@ -60,7 +60,7 @@ def same(one: Statistics, other: Statistics) -> bool:
 
 
 @given(st.lists(st.tuples(PARTS, st.none() | st.integers(0, 2**53)), max_size=8))
-def test_columns_come_back(rows: list[tuple[Part, int | None]]) -> None:
+def test_columns_come_back(rows: list[tuple[PartStatistics, int | None]]) -> None:
     """What is encoded is decoded, whatever is in it."""
     found = collect(rows)
     back = decode(encode(found), len(rows))
@@ -70,7 +70,7 @@ def test_columns_come_back(rows: list[tuple[Part, int | None]]) -> None:
 
 
 @given(st.lists(PARTS, max_size=6))
-def test_parts_together_are_the_whole(parts: list[Part]) -> None:
+def test_parts_together_are_the_whole(parts: list[PartStatistics]) -> None:
     """Counts are sums, extremes the outermost, moments those of all elements, in any order."""
     whole = merge(parts)
     assert whole[:4] == tuple(sum(part[i] for part in parts) for i in range(4))
@@ -88,8 +88,14 @@ def test_parts_together_are_the_whole(parts: list[Part]) -> None:
 
 def test_what_there_is_not_is_none() -> None:
     """A tensor without finite elements has no moments, one without a predecessor no change, and nothing is infinite."""
-    huge = Part(2, 0, 0, 0, 1e308, 1.7e308, 1.5e308, math.inf, math.inf)
-    found = collect([(Part(0, 3, 1, 0, change=None), 4), (Part(2, 0, 0, 1, 0.0, 4.0, 2.0, 4.0, 3.0), None), (huge, 4)])
+    huge = PartStatistics(2, 0, 0, 0, 1e308, 1.7e308, 1.5e308, math.inf, math.inf)
+    found = collect(
+        [
+            (PartStatistics(0, 3, 1, 0, change=None), 4),
+            (PartStatistics(2, 0, 0, 1, 0.0, 4.0, 2.0, 4.0, 3.0), None),
+            (huge, 4),
+        ]
+    )
     made = manifest({"model": {"a": (4,), "b": (2,), "c": (2,)}, "extra": {}})
     listed = statistics.tensors_of(made)
     first, second, third = (statistics.describe(found, i, tensor) for i, tensor in enumerate(listed))
@@ -110,7 +116,7 @@ def test_an_empty_tensor() -> None:
 
 def test_damage_is_named() -> None:
     """Any flipped bit, any cut, another number of tensors and any other bytes are refused by name."""
-    found = collect([(Part(4, 0, 0, 1, -1.0, 2.0, 0.5, 3.0, 0.25), 3)] * 20)
+    found = collect([(PartStatistics(4, 0, 0, 1, -1.0, 2.0, 0.5, 3.0, 0.25), 3)] * 20)
     encoded = encode(found)
     for at in range(len(encoded)):
         broken = bytearray(encoded)
@@ -128,7 +134,7 @@ def test_damage_is_named() -> None:
 
 def test_what_nobody_wrote_is_refused() -> None:
     """An intact frame with another head, or with numbers that no tensor has."""
-    found = collect([(Part(4, 0, 0, 1, -1.0, 2.0, 0.5, 3.0, 0.25), 3)])
+    found = collect([(PartStatistics(4, 0, 0, 1, -1.0, 2.0, 0.5, 3.0, 0.25), 3)])
     plain = zstandard.ZstdDecompressor().decompress(encode(found))
     with pytest.raises(CorruptStatistics):
         decode(zstandard.ZstdCompressor().compress(b"XXXX" + plain[4:]), 1)
@@ -161,11 +167,11 @@ def test_layers_sum_up() -> None:
     """Norms and changes over all tensors of a layer, counters left out; broken tensors by name."""
     made = manifest({"model": {"l.0.a": (2,), "l.0.b": (3,), "l.0.step": (), "l.1.a": (2,), "head": (2,)}})
     parts = [
-        Part(2, 0, 0, 0, 1.0, 2.0, 1.5, 3.0, 0.3),
-        Part(3, 0, 0, 0, 1.0, 2.0, 1.5, 4.0, 0.4),
-        Part(1, 0, 0, 0, 500.0, 500.0, 500.0, 500.0, 1.0),
-        Part(0, 2, 0, 0, change=0.0),
-        Part(2, 0, 0, 2, 0.0, 0.0, 0.0, 0.0, 0.0),
+        PartStatistics(2, 0, 0, 0, 1.0, 2.0, 1.5, 3.0, 0.3),
+        PartStatistics(3, 0, 0, 0, 1.0, 2.0, 1.5, 4.0, 0.4),
+        PartStatistics(1, 0, 0, 0, 500.0, 500.0, 500.0, 500.0, 1.0),
+        PartStatistics(0, 2, 0, 0, change=0.0),
+        PartStatistics(2, 0, 0, 2, 0.0, 0.0, 0.0, 0.0, 0.0),
     ]
     found = sum_up(made, collect([(part, 1) for part in parts]))
     assert list(found["groups"]["model"]) == ["head", "l.0", "l.1"]
@@ -178,7 +184,7 @@ def test_layers_sum_up() -> None:
 def test_layers_are_bounded() -> None:
     """Of names that are no layers, those beyond the limit are one."""
     made = manifest({"model": {f"t{i}": (1,) for i in range(LAYERS_MAX + 9)}})
-    found = sum_up(made, collect([(Part(1, 0, 0, 0, 1.0, 1.0, 1.0, 1.0, None), None)] * (LAYERS_MAX + 9)))
+    found = sum_up(made, collect([(PartStatistics(1, 0, 0, 0, 1.0, 1.0, 1.0, 1.0, None), None)] * (LAYERS_MAX + 9)))
     cells = found["groups"]["model"]
     assert len(cells) == LAYERS_MAX + 1
     assert cells[OTHERS] == [0, 1.0, None]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
 from holdfast_formats.staging import arena
-from holdfast_formats.staging.arena import PAGE_BYTES, Geometry, Owner, SlotHeader, SlotState
+from holdfast_formats.staging.arena import PAGE_BYTES, Geometry, SegmentOwner, SlotHeader, SlotState
 
 SMALL = arena.geometry(2, 5000, 100)
 U64 = st.integers(0, 2**64 - 1)
@@ -73,7 +73,7 @@ def test_a_segment_says_whose_it_is() -> None:
     """Run, rank, world and attempt read back; the longest name fits, and a segment of nobody says so by refusing."""
     view = memoryview(segment())
     for run in ("r", "R" + 127 * "x"):
-        owner = Owner(run, 3, 8, 2**40)
+        owner = SegmentOwner(run, 3, 8, 2**40)
         arena.write_superblock(view, SMALL, owner)
         assert arena.read_superblock(view) == SMALL and arena.read_owner(view) == owner
     arena.write_superblock(view, SMALL)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, InvalidRequest
 from holdfast_formats.staging import piece_list
-from holdfast_formats.staging.piece_list import ROW, Listing
+from holdfast_formats.staging.piece_list import ROW, PieceList
 
 DIGEST = "00ff00ff00ff00ff"
 
 
-def made(*rows: tuple[int, int, int], files: tuple[str, ...] = ("a", "b")) -> Listing:
+def made(*rows: tuple[int, int, int], files: tuple[str, ...] = ("a", "b")) -> PieceList:
     """A listing of (file, start, length), not looked at."""
-    return Listing(files, np.array([(file, length, start, 7, 0) for file, start, length in rows], ROW))
+    return PieceList(files, np.array([(file, length, start, 7, 0) for file, start, length in rows], ROW))
 
 
 @given(
@@ -37,7 +37,7 @@ def test_verification_read_back(places: set[tuple[str, int]], behind: bytes) -> 
 
 def test_a_listing_is_what_format_md_says() -> None:
     """Magic, version, the bytes of the names, the number of rows; names as JSON; rows of 32 bytes, aligned."""
-    encoded = piece_list.encode(Listing(("f",), np.array([(0, 2, 3, 4, 5)], ROW)))
+    encoded = piece_list.encode(PieceList(("f",), np.array([(0, 2, 3, 4, 5)], ROW)))
     assert encoded[:8] == b"HFPIECES" and len(encoded) % 8 == 0
     assert np.frombuffer(encoded, "<u4", 2, 8).tolist() == [1, len(encoded) - 24 - 32]
     assert np.frombuffer(encoded, "<u8", 1, 16).tolist() == [1]
@@ -60,7 +60,7 @@ def test_a_listing_is_what_format_md_says() -> None:
         (made(files=("a", "a")), "in order"),
     ],
 )
-def test_an_impossible_listing_is_refused(wrong: Listing, reason: str) -> None:
+def test_an_impossible_listing_is_refused(wrong: PieceList, reason: str) -> None:
     """By name: pieces across one another, out of order, without bytes, too large, of no file; names that are none."""
     with pytest.raises(InvalidRequest, match=reason):
         piece_list.decode(piece_list.encode(wrong))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from holdfast_formats.disk import packing
 from holdfast_formats.disk.manifest import Extent, FileEntry
 from holdfast_formats.errors import CorruptManifest
-from holdfast_formats.staging.plan import Plan, PlannedFile, Receipt, decode_receipt, encode_receipt
+from holdfast_formats.staging.plan import PlannedFile, Receipt, WritePlan, decode_receipt, encode_receipt
 from tests.formats.strategies import SAMPLE_SPECS
 
 DIGEST = "0123456789abcdef"
@@ -48,7 +48,7 @@ def test_a_plan_counts_its_files() -> None:
     """The bytes of a plan are those of its files, headers included."""
     plans = packing.pack(SAMPLE_SPECS, 32)
     files = tuple(PlannedFile(plan, ()) for plan in plans)
-    plan = Plan("run", 500, 2, 1, ("model", "optim"), files, {}, (), {}, {}, b"{}")
+    plan = WritePlan("run", 500, 2, 1, ("model", "optim"), files, {}, (), {}, {}, b"{}")
     assert plan.bytes == sum(p.bytes for p in plans) > 0
     assert plan.extent_bytes == packing.EXTENT_BYTES_MIN
 
@@ -60,5 +60,5 @@ def test_the_length_of_extents_does_not_depend_on_files(monkeypatch: pytest.Monk
     data_bytes = sum(spec.nbytes for spec in SAMPLE_SPECS)
     for limit in (1, 32, 10_000):
         files = tuple(PlannedFile(plan, ()) for plan in packing.pack(SAMPLE_SPECS, limit))
-        plan = Plan("run", 500, 2, 1, ("model", "optim"), files, {}, (), {}, {}, b"{}")
+        plan = WritePlan("run", 500, 2, 1, ("model", "optim"), files, {}, (), {}, {}, b"{}")
         assert plan.extent_bytes == packing.extent_bytes(data_bytes) == 32 >= data_bytes / 2

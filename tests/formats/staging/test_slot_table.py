@@ -14,7 +14,7 @@ from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceed
 from holdfast_formats.region import Box
 from holdfast_formats.staging import slot_table
 from holdfast_formats.staging.slot_table import Blob, SlotTable
-from holdfast_formats.tensors import Fragment, TensorSpec
+from holdfast_formats.tensors import StagedFragment, TensorSpec
 from tests.formats.strategies import boxes_in, specs
 
 SPEC = TensorSpec("model", "w", "F32", (4, 3))
@@ -25,7 +25,7 @@ SAMPLE = SlotTable(
     rank=1,
     world=2,
     groups=("model", "extra"),
-    fragments=(Fragment(SPEC, (Box((2, 0), (2, 3)),), 0, "Shard(0)"),),
+    fragments=(StagedFragment(SPEC, (Box((2, 0), (2, 3)),), 0, "Shard(0)"),),
     values={"extra": {"lr": "0.5"}},
     aliases={"model": {"tied": "w"}},
     blobs=(Blob("config.json", 24, 2),),
@@ -42,7 +42,7 @@ def test_a_table_reads_back(tensors: list[TensorSpec], data: st.DataObject) -> N
     fragments = []
     end = 0
     for spec in tensors:
-        fragment = Fragment(spec, tuple(data.draw(st.lists(boxes_in(spec.shape), max_size=2))), end)
+        fragment = StagedFragment(spec, tuple(data.draw(st.lists(boxes_in(spec.shape), max_size=2))), end)
         fragments.append(fragment)
         end += fragment.nbytes
     made = SlotTable("run", 5, 1, 0, 1, ("model", "optim"), tuple(fragments), {}, {})

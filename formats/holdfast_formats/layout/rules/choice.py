@@ -12,7 +12,7 @@ from holdfast_formats.layout.rules.document import Document, check, decode
 from holdfast_formats.layout.rules.expressions import VALUE_MAX, evaluate, names_in
 from holdfast_formats.layout.rules.patterns import Pattern, split
 from holdfast_formats.layout.rules.rules import Rules
-from holdfast_formats.layout.rules.table import Table, TieRow, compile_table
+from holdfast_formats.layout.rules.table import RuleTable, TieRow, compile_table
 from holdfast_formats.region import Shape
 
 EXTENDS_MAX = 8  # documents that one table is put together of
@@ -37,7 +37,7 @@ def _document(name: str) -> Document:
 
 
 @cache
-def _table(name: str) -> Table:
+def _table(name: str) -> RuleTable:
     return compile_table(_lineage(_document(name)))
 
 
@@ -87,7 +87,9 @@ def choose(
     return Rules(chosen, sizes, {} if config is None else _aliases(chosen.ties, config, held))
 
 
-def _chosen(config: Mapping[str, Any] | None, held: frozenset[str], table: str, extra: Mapping[str, Any] | None) -> Table:
+def _chosen(
+    config: Mapping[str, Any] | None, held: frozenset[str], table: str, extra: Mapping[str, Any] | None
+) -> RuleTable:
     own = None if extra is None else check(extra)
     if own is not None and own.name in (*packaged(), "none", "auto"):
         raise InvalidRequest(
@@ -105,7 +107,7 @@ def _chosen(config: Mapping[str, Any] | None, held: frozenset[str], table: str, 
     return found or _marked([_table(name) for name in packaged()], held) or _NONE
 
 
-def _by_config(config: Mapping[str, Any], held: frozenset[str]) -> Table | None:
+def _by_config(config: Mapping[str, Any], held: frozenset[str]) -> RuleTable | None:
     """The table of the config's architecture, else of its model type; of several the one whose marks are met."""
     said = _documents_of(config)
     architectures = {name for doc in said for name in _texts(doc.get("architectures"))}
@@ -127,7 +129,7 @@ def _documents_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [config, nested] if isinstance(nested, Mapping) else [config]
 
 
-def _marked(tables: Sequence[Table], held: frozenset[str]) -> Table | None:
+def _marked(tables: Sequence[RuleTable], held: frozenset[str]) -> RuleTable | None:
     """The first table all of whose marks are met by the names."""
     wanted: dict[str, list[tuple[str, int, Pattern]]] = {}
     for table in tables:
@@ -141,7 +143,7 @@ def _marked(tables: Sequence[Table], held: frozenset[str]) -> Table | None:
     return next((t for t in tables if t.marks and all((t.name, i) in met for i in range(len(t.marks)))), None)
 
 
-def _sizes(table: Table, config: Mapping[str, Any]) -> dict[str, int]:
+def _sizes(table: RuleTable, config: Mapping[str, Any]) -> dict[str, int]:
     said = _documents_of(config)
     keys = {key for expression in table.sizes.values() for key in names_in(expression)}
     values = {key: value for key in keys if (value := _whole(said, key)) is not None}
@@ -165,7 +167,7 @@ def _whole(said: Sequence[Mapping[str, Any]], key: str) -> int | None:
     return value
 
 
-def _counted(table: Table, held: frozenset[str], shapes: Mapping[str, Shape]) -> dict[str, int]:
+def _counted(table: RuleTable, held: frozenset[str], shapes: Mapping[str, Shape]) -> dict[str, int]:
     """How many layers and experts the tensors show."""
     known: dict[str, list[tuple[Pattern, bool]]] = {}
     for pattern in table.tensors:

@@ -26,7 +26,7 @@ Otherwise = Literal["refuse", "uneven", "replicate", "largest"]
 Found = Literal["contiguous", "heads", "groups"]
 
 
-class Tensor(Struct, frozen=True, forbid_unknown_fields=True):
+class TensorRule(Struct, frozen=True, forbid_unknown_fields=True):
     """One `[[tensors]]`: names, and how they are cut. Without `cut` every rank of an axis holds the whole tensor."""
 
     name: Text | Texts
@@ -40,7 +40,7 @@ class Tensor(Struct, frozen=True, forbid_unknown_fields=True):
     stage: Literal["layer", "first", "last", "every"] | None = None
 
 
-class Fusion(Struct, frozen=True, forbid_unknown_fields=True):
+class FusionRule(Struct, frozen=True, forbid_unknown_fields=True):
     """One `[[fusions]]`: a tensor that holds others one after the other, or the experts' one above the other."""
 
     kind: Kind
@@ -86,8 +86,8 @@ class Document(Struct, frozen=True, forbid_unknown_fields=True):
     marks: Annotated[list[Text | Texts], Meta(max_length=WORDS_MAX)] = []
     root: Annotated[Words, Meta(min_length=1)] | None = None
     sizes: dict[Text, Size] = {}
-    tensors: Annotated[list[Tensor], Meta(max_length=ENTRIES_MAX)] = []
-    fusions: Annotated[list[Fusion], Meta(max_length=ENTRIES_MAX)] = []
+    tensors: Annotated[list[TensorRule], Meta(max_length=ENTRIES_MAX)] = []
+    fusions: Annotated[list[FusionRule], Meta(max_length=ENTRIES_MAX)] = []
     ties: Annotated[list[Tie], Meta(max_length=ENTRIES_MAX)] = []
     synonyms: Annotated[list[Synonyms], Meta(max_length=ENTRIES_MAX)] = []
     scales: Scales | None = None

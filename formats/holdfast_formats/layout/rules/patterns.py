@@ -24,7 +24,7 @@ _PLACE_OR_NUMBER = re.compile(r"\{(layer|expert)\}|([0-9]+)")
 _GAP = "\0"
 
 
-class Place(NamedTuple):
+class NameNumbers(NamedTuple):
     """The numbers in a tensor's name; None where it has none."""
 
     layer: int | None
@@ -52,11 +52,11 @@ class Pattern(NamedTuple):
         """The pattern as it is written in a table."""
         return self._with([f"{{{slot}}}" if slot in NUMBERED else slot for slot in self.slots])
 
-    def name(self, place: Place) -> str:
+    def name(self, place: NameNumbers) -> str:
         """The name with these numbers."""
         return self._with([str(getattr(place, slot)) if slot in NUMBERED else slot for slot in self.slots])
 
-    def match(self, numbers: Sequence[str]) -> Place | None:
+    def match(self, numbers: Sequence[str]) -> NameNumbers | None:
         """The numbers of a name with this pattern's key, by what they mean; None when it is another pattern's after all."""
         if len(numbers) != len(self.slots):
             return None
@@ -71,7 +71,7 @@ class Pattern(NamedTuple):
                 layer = int(number)
             else:
                 expert = int(number)
-        return Place(layer, expert)
+        return NameNumbers(layer, expert)
 
     def _with(self, words: Sequence[str]) -> str:
         return "".join(piece + word for piece, word in zip(self.pieces, (*words, ""), strict=True))

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, TypeVar
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layout.rules.document import Kind, Otherwise
 from holdfast_formats.layout.rules.expressions import Expression, evaluate
-from holdfast_formats.layout.rules.patterns import Pattern, Place, split
-from holdfast_formats.layout.rules.table import FusionRow, Table, TensorRow
+from holdfast_formats.layout.rules.patterns import NameNumbers, Pattern, split
+from holdfast_formats.layout.rules.table import FusionRow, RuleTable, TensorRow
 from holdfast_formats.region import Shape
 
 Row = TypeVar("Row")
@@ -46,7 +46,7 @@ class Fusion(NamedTuple):
 class Rules:
     """Answers for the names of one checkpoint; `name` is the table's, "none" one that knows no tensor."""
 
-    def __init__(self, table: Table, sizes: Mapping[str, int], ties: Mapping[str, str]) -> None:
+    def __init__(self, table: RuleTable, sizes: Mapping[str, int], ties: Mapping[str, str]) -> None:
         self.name = table.name
         self.layers = sizes.get("layers")
         self.experts = sizes.get("experts")
@@ -111,18 +111,18 @@ class Rules:
         found = _find(self._tensors, name)
         return () if found is None else tuple(other.name(found[2]) for other in self._synonyms.get(found[0], ()))
 
-    def _holders(self, name: str) -> list[tuple[FusionRow, Place]]:
+    def _holders(self, name: str) -> list[tuple[FusionRow, NameNumbers]]:
         found = _find(self._tensors, name)
         return [] if found is None else [(row, found[2]) for row in self._parts.get(found[0], ())]
 
-    def _fuse(self, row: FusionRow, place: Place) -> Fusion | None:
+    def _fuse(self, row: FusionRow, place: NameNumbers) -> Fusion | None:
         stacked = row.kind == "experts"
         if stacked and self.experts is None:
             return None
         name = row.name.name(place)
         made = self._made.get(name)
         if made is None:
-            places = [Place(place.layer, expert) for expert in range(self.experts or 0)] if stacked else [place]
+            places = [NameNumbers(place.layer, expert) for expert in range(self.experts or 0)] if stacked else [place]
             of = tuple(part.name(each) for each in places for part in row.of)
             units = self._heads(row)
             made = self._made[name] = Fusion(row.kind, name, of, row.dimension, units, stacked, _groups(row, units))
@@ -170,7 +170,7 @@ def _index(rows: Mapping[Pattern, Row]) -> _Index[Row]:
     return found
 
 
-def _find(index: _Index[Row], name: str) -> tuple[Pattern, Row, Place] | None:
+def _find(index: _Index[Row], name: str) -> tuple[Pattern, Row, NameNumbers] | None:
     key, numbers = split(name)
     for pattern, row in index.get(key, ()):
         place = pattern.match(numbers)

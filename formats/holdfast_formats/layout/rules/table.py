@@ -51,7 +51,7 @@ class TieRow(NamedTuple):
     default: bool
 
 
-class Table(NamedTuple):
+class RuleTable(NamedTuple):
     """All that is known of a family of architectures, before a config has been looked at."""
 
     name: str
@@ -66,7 +66,7 @@ class Table(NamedTuple):
     has_experts: bool
 
 
-def compile_table(lineage: Sequence[Document]) -> Table:
+def compile_table(lineage: Sequence[Document]) -> RuleTable:
     """The table of a document and of those that it extends, nearest first: what a nearer one says of a name counts.
 
     `InvalidRequest` naming the table and the entry for whatever cannot be meant.
@@ -80,7 +80,7 @@ def compile_table(lineage: Sequence[Document]) -> Table:
         ) from None
 
 
-def _compiled(own: Document, lineage: Sequence[Document]) -> Table:
+def _compiled(own: Document, lineage: Sequence[Document]) -> RuleTable:
     roots = next((doc.root for doc in lineage if doc.root is not None), [""])
     sizes = {name: _expression(size) for doc in reversed(lineage) for name, size in doc.sizes.items()}
     _check_size(lineage, roots)
@@ -91,7 +91,7 @@ def _compiled(own: Document, lineage: Sequence[Document]) -> Table:
     fusions = _fusions(lineage, roots, sizes.keys(), tensors)
     if scales is not None:
         fusions |= _scaled_fusions(fusions, tensors, scales.suffix)
-    return Table(
+    return RuleTable(
         name=own.name,
         architectures=frozenset(own.architectures),
         model_types=frozenset(own.model_types),
@@ -154,7 +154,7 @@ def _tensors(lineage: Sequence[Document], roots: Sequence[str], known: Iterable[
     return found
 
 
-def _row(entry: document.Tensor, name: str, known: Iterable[str]) -> TensorRow:
+def _row(entry: document.TensorRule, name: str, known: Iterable[str]) -> TensorRow:
     inside = places(name)
     shape = None if entry.shape is None else tuple(_sized(size, known) for size in entry.shape)
     stage = entry.stage or ("layer" if "layer" in inside else None)
@@ -201,7 +201,7 @@ def _fusions(
     return found
 
 
-def _check_fusion(entry: document.Fusion) -> None:
+def _check_fusion(entry: document.FusionRule) -> None:
     inside = places(entry.name)
     wanted = (inside | {"expert"}) if entry.kind == "experts" else inside
     if entry.kind == "experts" and "expert" in inside:
@@ -220,7 +220,7 @@ def _check_fusion(entry: document.Fusion) -> None:
         raise InvalidRequest(f"{entry.name!r} is found by {entry.found}, but does not say how many there are")
 
 
-def _check_atoms(entry: document.Fusion, of: Sequence[Pattern], tensors: Mapping[Pattern, TensorRow]) -> None:
+def _check_atoms(entry: document.FusionRule, of: Sequence[Pattern], tensors: Mapping[Pattern, TensorRow]) -> None:
     for pattern in of:
         row = tensors.get(pattern)
         if row is None:

@@ -43,7 +43,7 @@ class Marks:
             raise self._problem
         return self._file.labels.get(label, ())
 
-    def on(self, checkpoint: bodies.Checkpoint) -> bodies.Checkpoint:
+    def on(self, checkpoint: bodies.CheckpointInfo) -> bodies.CheckpointInfo:
         """The checkpoint with its marks."""
         pinned, labels = checkpoint.step in self._pins, self._labels.get(checkpoint.step, [])
         return checkpoint.model_copy(update={"pinned": pinned, "labels": labels}) if pinned or labels else checkpoint

@@ -139,7 +139,7 @@ class OpenedCheckpoints:
         return encoded, manifests.decode(encoded, commit)
 
 
-def find(services: Services, run: str, step: str) -> bodies.Checkpoint:
+def find(services: Services, run: str, step: str) -> bodies.CheckpointInfo:
     """The checkpoint that a path names by number, as `latest` or `latest-healthy`.
 
     Raises `NoSuchRun`, `NoSuchCheckpoint` or `InvalidRequest`.

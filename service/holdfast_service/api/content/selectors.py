@@ -20,7 +20,7 @@ Mode = Annotated[Literal["min", "max"], Query(description="with `best`: whether 
 
 def find(
     services: Services, run: str, name: str, metric: str | None = None, mode: selection.Mode = "min"
-) -> bodies.Checkpoint:
+) -> bodies.CheckpointInfo:
     """The checkpoint that one of `NAMES` names; `NoSuchRun`, `NoSuchCheckpoint`, or `InvalidRequest` without a metric."""
     services.catalog.run(run)
     database = services.catalog.database

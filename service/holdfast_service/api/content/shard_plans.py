@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast_formats.disk import read_planner, verification
-from holdfast_formats.disk.read_planner import ReadPlan, Wanted
+from holdfast_formats.disk.read_planner import ReadPlan, WantedBox
 from holdfast_formats.errors import CorruptManifest, NoSuchResource, StateMismatch
 from holdfast_formats.layout import language, rank_tensors, shard_file
-from holdfast_formats.layout.rank_tensors import Held, Holding
-from holdfast_formats.layout.shard_file import Placed
+from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
+from holdfast_formats.layout.shard_file import PlacedTensor
 from holdfast_formats.rest import bodies
 from holdfast_service.api.content.open_checkpoints import Contents, decode_cursor, encode_cursor
 from holdfast_service.api.content.shard_streams import Recipe
-from holdfast_service.daemon.shared_reads.extent_cache import Source
+from holdfast_service.daemon.shared_reads.extent_cache import CachedCheckpoint
 from holdfast_service.storage import Tier
 
 PLANNED_MAX = 32  # shards that are kept planned, as long as
@@ -33,7 +33,7 @@ NOTES_MAX = 100
 EXTENTS_MAX = 20_000  # of one page, unless a single tensor has more
 
 
-class Asked(NamedTuple):
+class ShardKey(NamedTuple):
     """Whose shard: the layout as it was spelled, the rank in it, and the group of tensors."""
 
     layout: str
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 class PlannedShard:
     """One rank's shard of one checkpoint: its file, its validator, and which stored bytes it is made of."""
 
-    def __init__(self, contents: Contents, asked: Asked, held: Held) -> None:
+    def __init__(self, contents: Contents, asked: ShardKey, held: HeldTensors) -> None:
         """`asked` has the layout's canonical text. Raises `StateMismatch` by name for what no file can hold."""
         manifest = contents.manifest
         entries = manifest.tensors[asked.group]
@@ -54,7 +54,7 @@ class PlannedShard:
         # The parts count too: the same header could hold other bytes where the rules for a model have changed.
         made_of = msgspec.msgpack.encode([contents.sha256, file.header, [local.parts for local in held.tensors]])
         self.etag = f'"{hashlib.sha256(made_of).hexdigest()[:32]}"'
-        self.recipe = Recipe(file, Source(contents.directory, contents.sha256), asked.group, entries)
+        self.recipe = Recipe(file, CachedCheckpoint(contents.directory, contents.sha256), asked.group, entries)
         self.parts = sum(len(local.parts) for local in held.tensors) + len(held.tensors)
         self._contents = contents
         self._asked = asked
@@ -106,9 +106,9 @@ class PlannedShard:
         at = decode_cursor(cursor, 1)[0]
         return int(at) if at.isascii() and at.isdigit() and len(at) < 12 else len(self.recipe.file.tensors)
 
-    def _plan(self, placed: tuple[Placed, ...]) -> ReadPlan:
+    def _plan(self, placed: tuple[PlacedTensor, ...]) -> ReadPlan:
         group = self._asked.group
-        wanted = (Wanted(group, part.tensor, part.box) for one in placed for part in one.local.parts)
+        wanted = (WantedBox(group, part.tensor, part.box) for one in placed for part in one.local.parts)
         return read_planner.plan(self._contents.manifest, wanted)
 
     def _stored(self, name: str) -> bodies.StoredTensor:
@@ -122,11 +122,11 @@ class PlannedShards:
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._planning = threading.Lock()
-        self._holdings: OrderedDict[tuple[str, str, str], Holding] = OrderedDict()
+        self._holdings: OrderedDict[tuple[str, str, str], LayoutHoldings] = OrderedDict()
         self._given = 0  # parts that came out of the holdings, which keep what ranks have in common
-        self._shards: OrderedDict[tuple[str, Asked], PlannedShard] = OrderedDict()
+        self._shards: OrderedDict[tuple[str, ShardKey], PlannedShard] = OrderedDict()
 
-    def find(self, contents: Contents, asked: Asked) -> PlannedShard:
+    def find(self, contents: Contents, asked: ShardKey) -> PlannedShard:
         """The shard; `NoSuchResource` for an unknown group, `InvalidRequest` or `StateMismatch` for layouts that are wrong.
 
         Every spelling of a layout has one shard.
@@ -142,7 +142,7 @@ class PlannedShards:
             self._shards.move_to_end(key)
             return self._shards[key]
 
-    def _keep(self, key: tuple[str, Asked], shard: PlannedShard) -> None:
+    def _keep(self, key: tuple[str, ShardKey], shard: PlannedShard) -> None:
         self._shards[key] = shard
         parts = sum(one.parts for one in self._shards.values())
         while len(self._shards) > 1 and (len(self._shards) > PLANNED_MAX or parts > PARTS_MAX):
@@ -152,7 +152,7 @@ class PlannedShards:
             self._holdings.clear()
             self._given = 0
 
-    def _holding(self, contents: Contents, asked: Asked) -> Holding:
+    def _holding(self, contents: Contents, asked: ShardKey) -> LayoutHoldings:
         key = (contents.sha256, asked.layout, asked.group)
         if key not in self._holdings:
             layout, config = language.parse(asked.layout), self._config(contents)
@@ -188,7 +188,7 @@ def _told(notes: tuple[str, ...]) -> list[str]:
     return [*notes[:NOTES_MAX], *([f"and {more} more"] if more > 0 else [])]
 
 
-def _item(placed: Placed) -> bodies.ShardTensor:
+def _item(placed: PlacedTensor) -> bodies.ShardTensor:
     local = placed.local
     return bodies.ShardTensor(
         name=local.name,

@@ -22,7 +22,7 @@ from holdfast_formats.region import Box, Shape, byte_span, byte_view
 from holdfast_formats.transfer import Direction, Elements
 from holdfast_service.api.content.delivery import parts_of
 from holdfast_service.api.door.places import Places, asking
-from holdfast_service.daemon.shared_reads.extent_cache import Octets, ProvenExtents, Source
+from holdfast_service.daemon.shared_reads.extent_cache import CachedCheckpoint, Octets, ProvenExtents
 from holdfast_service.storage import Tier
 
 WINDOW_BYTES = 2**21
@@ -36,12 +36,12 @@ class Recipe(NamedTuple):
     """A shard's file and what it is made of: a checkpoint, and the stored tensors of one of its groups."""
 
     file: ShardFile
-    source: Source
+    source: CachedCheckpoint
     group: str
     entries: Mapping[str, TensorEntry]
 
 
-class Place(NamedTuple):
+class StripPlace(NamedTuple):
     """Where a box of a stored tensor of `shape` goes: `held` has the box's shape, all of it in units of the strip.
 
     Where its bytes [start, stop) of the tensor stand together in the window too, the first one does so at `at`.
@@ -60,7 +60,7 @@ class Place(NamedTuple):
         return self.at + piece.offset - self.start if inside else None
 
 
-class Streams:
+class ShardStreams:
     """The bodies of all shards that are being sent."""
 
     def __init__(self, tier: Tier, streams_max: int = STREAMS_MAX) -> None:
@@ -129,7 +129,7 @@ class Streams:
         """
         low, high = span
         window = memory[: high - low]
-        wanted: dict[Piece, list[Place]] = {}
+        wanted: dict[Piece, list[StripPlace]] = {}
         missing = sum(_place(recipe, strip, window, wanted) for strip in shard_file.strips(recipe.file, low, high))
         straight = {piece: places[0].straight(piece) for piece, places in wanted.items() if len(places) == 1}
         as_stored = [(piece, at) for piece, at in straight.items() if at is not None]
@@ -145,7 +145,7 @@ class Streams:
         return memory
 
 
-def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, list[Place]]) -> int:
+def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, list[StripPlace]]) -> int:
     """Note under each extent what of a strip it fills; zero the padding. Returns how many bytes are to be filled."""
     memory = window[strip.at : strip.stop].view(transfer.element_dtype(strip.itemsize))
     if strip.is_padded:
@@ -156,7 +156,7 @@ def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, lis
         start, stop = byte_span(part.box, view.shape, strip.itemsize)
         together = stop - start == (part.stop - part.start) * strip.itemsize == part.box.volume * strip.itemsize
         span = (start, stop, strip.at + part.start * strip.itemsize) if together else (0, 0, 0)
-        place = Place(parts.view(memory, part), part.box, view.shape, *span)
+        place = StripPlace(parts.view(memory, part), part.box, view.shape, *span)
         for first, last in read_planner.extents_of(entry.extents, part.box, view):
             for extent in entry.extents[first:last]:
                 wanted.setdefault(verification.tensor_piece(recipe.group, part.tensor, entry, extent), []).append(place)
@@ -179,7 +179,7 @@ def _runs(listed: Iterable[tuple[Piece, int]]) -> Iterator[tuple[list[Piece], in
         yield run, begin
 
 
-def _scatter(run: Sequence[Piece], data: Octets, wanted: Mapping[Piece, list[Place]]) -> int:
+def _scatter(run: Sequence[Piece], data: Octets, wanted: Mapping[Piece, list[StripPlace]]) -> int:
     """Copy what the window has of pieces that follow each other; returns how many bytes.
 
     What belongs to one tensor and goes to the same places is moved at once.
@@ -197,7 +197,7 @@ def _scatter(run: Sequence[Piece], data: Octets, wanted: Mapping[Piece, list[Pla
     return moved
 
 
-def _same(places: Sequence[Place], others: Sequence[Place]) -> bool:
+def _same(places: Sequence[StripPlace], others: Sequence[StripPlace]) -> bool:
     return len(places) == len(others) and all(a is b for a, b in zip(places, others, strict=True))
 
 

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from holdfast_formats.errors import CheckpointError, DaemonGone, Forbidden, Unauthenticated
 from holdfast_service.api.door import bodies, connections, heads, scopes
 from holdfast_service.api.door.lasting import Lasting
-from holdfast_service.api.door.places import NOBODY, Peer, Places, asked_by, asking
+from holdfast_service.api.door.places import NOBODY, Places, RequestPeer, asked_by, asking
 from holdfast_service.api.door.refusals import Refusals
 from holdfast_service.api.problems import problem_response
 from holdfast_service.control.access.tokens import OWNER, Principal, Tokens, missing
@@ -98,7 +98,7 @@ class Doors:
         )
         name = _peer(scope) if principal.token is None else f"token {principal.token}"
         name = principal.name if principal == OWNER else name  # it shares with nobody at its address
-        peer = Peer(f"probe {name}" if scope["path"] in scopes.PROBES else name, first)
+        peer = RequestPeer(f"probe {name}" if scope["path"] in scopes.PROBES else name, first)
         held.enter_context(asked_by(peer))
         if not held.enter_context(self._places.held(peer)):
             raise DaemonGone("too many requests are being answered", hint="try again in a moment")

@@ -13,24 +13,24 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 
-class Peer(NamedTuple):
+class RequestPeer(NamedTuple):
     """Who asks, by token or else by address; `first`: admins by token, and probes of health."""
 
     name: str
     first: bool
 
 
-NOBODY = Peer("", True)
-_asking: ContextVar[Peer] = ContextVar("holdfast_asking", default=NOBODY)
+NOBODY = RequestPeer("", True)
+_asking: ContextVar[RequestPeer] = ContextVar("holdfast_asking", default=NOBODY)
 
 
-def asking() -> Peer:
+def asking() -> RequestPeer:
     """Whose request is being answered; `NOBODY` outside of one."""
     return _asking.get()
 
 
 @contextmanager
-def asked_by(peer: Peer) -> Iterator[None]:
+def asked_by(peer: RequestPeer) -> Iterator[None]:
     """Within the block the request is this peer's."""
     before = _asking.set(peer)
     try:
@@ -45,10 +45,10 @@ class Places:
     def __init__(self, total: Callable[[], int]) -> None:
         self._total = total
         self._held: Counter[str] = Counter()
-        self._waiting: list[tuple[Peer, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[RequestPeer, asyncio.Future[None]]] = []
 
     @contextmanager
-    def held(self, peer: Peer) -> Iterator[bool]:
+    def held(self, peer: RequestPeer) -> Iterator[bool]:
         """A place for the length of the block, if there is one now."""
         taken = self._take(peer)
         try:
@@ -58,7 +58,7 @@ class Places:
                 self._give_back(peer)
 
     @asynccontextmanager
-    async def awaited(self, peer: Peer, wait_max_s: float) -> AsyncIterator[None]:
+    async def awaited(self, peer: RequestPeer, wait_max_s: float) -> AsyncIterator[None]:
         """A place for the length of the block; `asyncio.TimeoutError` when none was free for so long."""
         if not self._take(peer):
             await self._wait(peer, wait_max_s)
@@ -67,7 +67,7 @@ class Places:
         finally:
             self._give_back(peer)
 
-    async def _wait(self, peer: Peer, wait_max_s: float) -> None:
+    async def _wait(self, peer: RequestPeer, wait_max_s: float) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((peer, turn))
         try:
@@ -79,7 +79,7 @@ class Places:
         finally:
             self._waiting = [(who, other) for who, other in self._waiting if other is not turn]
 
-    def _take(self, peer: Peer) -> bool:
+    def _take(self, peer: RequestPeer) -> bool:
         total = self._total()
         for_all = total if peer.first else total - total // 8
         free = self._held.total() < for_all and self._held[peer.name] < total - total // 4
@@ -87,7 +87,7 @@ class Places:
             self._held[peer.name] += 1
         return free
 
-    def _give_back(self, peer: Peer) -> None:
+    def _give_back(self, peer: RequestPeer) -> None:
         self._held[peer.name] -= 1
         if not self._held[peer.name]:
             del self._held[peer.name]

@@ -18,7 +18,7 @@ from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints, dec
 from holdfast_service.api.door.needs import READS_RUN
 from holdfast_service.api.services import Cursor, Limit, Wired
 from holdfast_service.daemon.checking import comparing as reading
-from holdfast_service.daemon.checking.comparing import Side
+from holdfast_service.daemon.checking.comparing import ComparedCheckpoint
 
 EXACT_BYTES_MAX = 2**30  # one request reads no more; a job has no such limit
 
@@ -26,11 +26,11 @@ router = APIRouter(prefix="/v1", tags=["contents"], responses=problems.RESPONSES
 StepText = Annotated[str, Query(max_length=32, description="a step, or a selector such as `latest`")]
 
 
-class Asked(NamedTuple):
+class ComparisonRequest(NamedTuple):
     """Which tensors of which two checkpoints."""
 
-    left: bodies.Checkpoint
-    right: bodies.Checkpoint
+    left: bodies.CheckpointInfo
+    right: bodies.CheckpointInfo
     group: str | None
     state: DifferenceState | None
     q: str
@@ -47,24 +47,24 @@ def _two(
     a: StepText,
     b: StepText,
     run_b: Annotated[str | None, Query(max_length=128, description="the run of b; the same one unless given")] = None,
-) -> tuple[bodies.Checkpoint, bodies.Checkpoint]:
+) -> tuple[bodies.CheckpointInfo, bodies.CheckpointInfo]:
     return open_checkpoints.find(services, run, a), open_checkpoints.find(services, run_b or run, b)
 
 
 def _asked(
-    two: Annotated[tuple[bodies.Checkpoint, bodies.Checkpoint], Depends(_two)],
+    two: Annotated[tuple[bodies.CheckpointInfo, bodies.CheckpointInfo], Depends(_two)],
     group: Annotated[str | None, Query(max_length=64, description="of this group only")] = None,
     state: Annotated[DifferenceState | None, Query(description="in this state only, as the manifests tell it")] = None,
     q: Annotated[str, Query(max_length=256, description="whose names contain this")] = "",
-) -> Asked:
-    return Asked(*two, group, state, q)
+) -> ComparisonRequest:
+    return ComparisonRequest(*two, group, state, q)
 
 
 @router.get("/runs/{run}/compare", dependencies=READS_RUN, summary="Two checkpoints, tensor by tensor")
 def compare_checkpoints(
     request: Request,
     services: Wired,
-    asked: Annotated[Asked, Depends(_asked)],
+    asked: Annotated[ComparisonRequest, Depends(_asked)],
     exact: Annotated[bool, Query(description="read what changed and say how far it is apart; at most 1 GiB a page")] = False,
     cursor: Cursor = None,
     limit: Limit = 100,
@@ -83,7 +83,7 @@ def compare_checkpoints(
             hint='ask for fewer with `limit`, or have it done as a job: POST /v1/jobs {"kind": "compare", …}',
             bytes=size,
         )
-    sides = Side(asked.left.run, asked.left.step), Side(asked.right.run, asked.right.step)
+    sides = ComparedCheckpoint(asked.left.run, asked.left.step), ComparedCheckpoint(asked.right.run, asked.right.step)
     return bodies.Page(items=list(reading.compare(services.tier, sides, shown)), next=behind)
 
 

@@ -34,7 +34,7 @@ router = APIRouter(prefix="/v1", tags=["events"], responses=problems.RESPONSES)
 Id = Annotated[int, Query(ge=0, le=INTEGER_MAX)]
 
 
-class Wanted(NamedTuple):
+class WantedEvents(NamedTuple):
     """What a stream is asked for: events behind an id, None for those from now on, of one run or one kind."""
 
     after: int | None
@@ -49,7 +49,7 @@ class EventStreams:
         self._events, self._streams_max = events, streams_max
         self._places = Places(lambda: streams_max)
 
-    async def body(self, wanted: Wanted) -> AsyncGenerator[str, None]:
+    async def body(self, wanted: WantedEvents) -> AsyncGenerator[str, None]:
         """Frames, until the service closes or the client goes; the first one says where the stream begins.
 
         `DeadlineExceeded` where too many others are open.
@@ -71,7 +71,7 @@ class EventStreams:
                     if not more:
                         await listener.wait(max(said + HEARTBEAT_S - time.monotonic(), 0.01))
 
-    def _read(self, wanted: Wanted, position: int) -> tuple[str, int, bool]:
+    def _read(self, wanted: WantedEvents, position: int) -> tuple[str, int, bool]:
         """Frames of what is behind `position`, where the stream then is, and whether there may be more already."""
         found = self._events.following(position, READ_MAX, wanted.run, wanted.kind)
         frames: list[str] = []
@@ -109,13 +109,13 @@ def _asked(
     last_event_id: Annotated[
         str | None, Header(description="where a stream that broke goes on; it outranks `after`")
     ] = None,
-) -> Wanted:
+) -> WantedEvents:
     if kind is not None and kind not in EVENTS:
         raise InvalidRequest(f"there are no events of the kind {kind!r}", hint=f"one of {', '.join(EVENTS)}")
-    return Wanted(_parse_id(last_event_id) if last_event_id else after, run, kind)
+    return WantedEvents(_parse_id(last_event_id) if last_event_id else after, run, kind)
 
 
-Asked = Annotated[Wanted, Depends(_asked)]
+Asked = Annotated[WantedEvents, Depends(_asked)]
 
 
 @router.get(

@@ -97,7 +97,7 @@ def delete_label(services: Wired, run: str, step: int, label: str) -> None:
     dependencies=ADMINS_RUN,
     status_code=204,
     summary="Remove a checkpoint",
-    responses={200: {"model": bodies.Checkpoint, "description": "With `dry_run`: what would be removed"}},
+    responses={200: {"model": bodies.CheckpointInfo, "description": "With `dry_run`: what would be removed"}},
 )
 def remove_checkpoint(services: Wired, run: str, step: int, force: Forced = None, dry_run: DryRun = False) -> Response:
     """409 when it is pinned, labelled, being read, or the newest verified or healthy one and `force` does not say so."""

@@ -48,7 +48,7 @@ def list_checkpoints(  # noqa: PLR0913 — one a filter
     since: Since = None,
     cursor: Cursor = None,
     limit: Limit = 100,
-) -> bodies.Page[bodies.Checkpoint]:
+) -> bodies.Page[bodies.CheckpointInfo]:
     """All filters that are given hold together. A label that nothing has makes an empty list."""
     marks = Marks(services.tier, run)
     within = Within(step_min, step_max, since, None if label is None else marks.labelled(label))
@@ -59,7 +59,7 @@ def list_checkpoints(  # noqa: PLR0913 — one a filter
 @router.get("/runs/{run}/checkpoints/{step}", dependencies=READS_RUN, summary="One checkpoint, by step or by what it is")
 def get_checkpoint(
     services: Wired, run: str, step: str, metric: selectors.Metric = None, mode: selectors.Mode = "min"
-) -> bodies.Checkpoint:
+) -> bodies.CheckpointInfo:
     """`latest`, `latest-healthy`, or `best` with `?metric=` and `?mode=`: of those verified and healthy."""
     if step == selectors.BEST:
         found = selectors.find(services, run, step, metric, mode)

@@ -14,8 +14,8 @@ from holdfast_formats.rest import bodies
 from holdfast_service.api import problems
 from holdfast_service.api.content import delivery, open_checkpoints
 from holdfast_service.api.content.delivery import Delivery
-from holdfast_service.api.content.shard_plans import Asked, PlannedShard, PlannedShards
-from holdfast_service.api.content.shard_streams import Streams
+from holdfast_service.api.content.shard_plans import PlannedShard, PlannedShards, ShardKey
+from holdfast_service.api.content.shard_streams import ShardStreams
 from holdfast_service.api.door.needs import READS_RUN
 from holdfast_service.api.services import Cursor, Limit, Wired
 
@@ -53,11 +53,13 @@ def _asked(
     ] = "",
     rank: Annotated[int, Query(ge=0, le=RANK_MAX, description="the rank in this layout")] = 0,
     group: Annotated[str, Query(max_length=64, description="the group of tensors")] = "model",
-) -> Asked:
-    return Asked(layout, rank, group)
+) -> ShardKey:
+    return ShardKey(layout, rank, group)
 
 
-def _shard(request: Request, services: Wired, run: str, step: str, asked: Annotated[Asked, Depends(_asked)]) -> PlannedShard:
+def _shard(
+    request: Request, services: Wired, run: str, step: str, asked: Annotated[ShardKey, Depends(_asked)]
+) -> PlannedShard:
     held = request.app.state.opened.open(run, open_checkpoints.find(services, run, step).step)
     planned: PlannedShards = request.app.state.planned
     return planned.find(held, asked)
@@ -96,7 +98,7 @@ def head_shard(request: Request, shard: Shard, cursor: Cursor = None, limit: Lim
 
 
 def _delivery(request: Request, shard: PlannedShard) -> Delivery:
-    streams: Streams = request.app.state.streams
+    streams: ShardStreams = request.app.state.streams
     return Delivery(MEDIA_TYPE, shard.etag, shard.recipe.file.bytes, partial(streams.body, shard.recipe), ("Accept",))
 
 

@@ -28,7 +28,7 @@ _Speaker = Annotated[str, Field(pattern=r"^[0-9]{1,19}\.[0-9]{1,19}$")]  # attem
 _Number = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 
 
-class Declared(BaseModel):
+class RunAttempts(BaseModel):
     """A run: its newest attempt, the attempts of its launches, and answers by `attempt.turn`; the newest of each last.
 
     `owed` are the steps, by attempt, that older ones had sealed completely when the newest was declared: those are saved.
@@ -64,7 +64,7 @@ class Declared(BaseModel):
             return max(mine)
         return None if known is not None and f"{known}{suffix}" in self.speakers else known
 
-    def spoken(self, attempt: int, member: Member) -> Declared:
+    def spoken(self, attempt: int, member: Member) -> RunAttempts:
         """The same, and this member speaks for its rank in an attempt; those of long ago are forgotten."""
         key = f"{attempt}.{member.rank}"
         if not member.session or self.speakers.get(key) == member.session:
@@ -74,16 +74,16 @@ class Declared(BaseModel):
         }
         return self.model_copy(update={"speakers": {**kept, key: member.session}})
 
-    def launched(self, launch: str, attempt: int, owed: Collection[tuple[int, int]]) -> Declared:
+    def launched(self, launch: str, attempt: int, owed: Collection[tuple[int, int]]) -> RunAttempts:
         launches = dict(list({**self.launches, launch: attempt}.items())[-LAUNCHES_MAX:])
         return self.model_copy(update={"attempt": max(self.attempt, attempt), "launches": launches, "owed": tuple(owed)})
 
-    def answered(self, key: str, step: int | None) -> Declared:
+    def answered(self, key: str, step: int | None) -> RunAttempts:
         return self.model_copy(update={"answers": dict(list({**self.answers, key: step}.items())[-ANSWERS_MAX:])})
 
-    def merged(self, other: Declared) -> Declared:
+    def merged(self, other: RunAttempts) -> RunAttempts:
         """Of two that know of the same run, all that either knows."""
-        return Declared(
+        return RunAttempts(
             attempt=max(self.attempt, other.attempt),
             launches=dict(sorted({**other.launches, **self.launches}.items(), key=lambda item: item[1])[-LAUNCHES_MAX:]),
             answers={**other.answers, **self.answers},
@@ -108,7 +108,7 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     format: Literal[1] = 1
-    runs: dict[str, Declared] = {}
+    runs: dict[str, RunAttempts] = {}
 
 
 class Attempts:
@@ -122,20 +122,20 @@ class Attempts:
         self._writing = threading.Lock()  # of the file; taken before the other one
         self._lock = threading.Lock()  # of what is known; never held while the disk is written
         found = self._read()
-        self._runs: dict[str, Declared] = {} if found is None else found
+        self._runs: dict[str, RunAttempts] = {} if found is None else found
         self.complete = found is not None
 
     def newest(self, run: str) -> int:
         """The newest attempt of a run, 0 when there is none."""
         with self._lock:
-            return self._runs.get(run, Declared()).attempt
+            return self._runs.get(run, RunAttempts()).attempt
 
     def of(self, run: str, launch: str, member: Member = UNNAMED) -> int | None:
         """The attempt that a launch has been given; None before it said hello, and where this member is of another start."""
         with self._lock:
-            return self._runs.get(run, Declared()).attempt_of(launch, member)
+            return self._runs.get(run, RunAttempts()).attempt_of(launch, member)
 
-    def known(self) -> dict[str, Declared]:
+    def known(self) -> dict[str, RunAttempts]:
         """Every run."""
         with self._lock:
             return dict(self._runs)
@@ -143,7 +143,7 @@ class Attempts:
     def owes(self, run: str, step: int, attempt: int) -> bool:
         """Whether all ranks of this attempt had sealed this step when a newer one was declared."""
         with self._lock:
-            return (step, attempt) in self._runs.get(run, Declared()).owed
+            return (step, attempt) in self._runs.get(run, RunAttempts()).owed
 
     def declare(
         self, run: str, launch: str, complete: Callable[[], Collection[tuple[int, int]]], member: Member = UNNAMED
@@ -160,7 +160,7 @@ class Attempts:
             known = self.of(run, launch, member)
             if known is not None:
                 with self._lock:  # it is written with the next answer: until then its loss only lets a name be used twice
-                    self._runs = {**self._runs, run: self._runs.get(run, Declared()).spoken(known, member)}
+                    self._runs = {**self._runs, run: self._runs.get(run, RunAttempts()).spoken(known, member)}
                 return known, False
             if not self.complete:
                 raise CatalogUnavailable(
@@ -203,7 +203,7 @@ class Attempts:
     def asked(self, run: str, attempt: int, turn: int) -> tuple[bool, int | None]:
         """Whether the `turn`-th question of an attempt has been answered, and the answer."""
         with self._lock:
-            answers = self._runs.get(run, Declared()).answers
+            answers = self._runs.get(run, RunAttempts()).answers
         key = f"{attempt}.{turn}"
         return key in answers, answers.get(key)
 
@@ -216,11 +216,11 @@ class Attempts:
             self._store({run: self._of(run).answered(f"{attempt}.{turn}", step)})
             return step
 
-    def merge(self, found: Mapping[str, Declared]) -> None:
+    def merge(self, found: Mapping[str, RunAttempts]) -> None:
         """Take over what the catalog, or the directories, know of attempts; from here on all are known."""
         with self._writing:
             before = self.known()
-            merged = {run: before.get(run, Declared()).merged(other) for run, other in found.items()}
+            merged = {run: before.get(run, RunAttempts()).merged(other) for run, other in found.items()}
             changed = {run: made for run, made in merged.items() if made != before.get(run)}
             if changed or not self.complete:
                 self._store(changed)
@@ -232,18 +232,18 @@ class Attempts:
             if run in self.known():
                 self._store({}, without=run)
 
-    def _of(self, run: str) -> Declared:
+    def _of(self, run: str) -> RunAttempts:
         with self._lock:
-            return self._runs.get(run, Declared())
+            return self._runs.get(run, RunAttempts())
 
-    def _store(self, changed: Mapping[str, Declared], without: str | None = None) -> None:
+    def _store(self, changed: Mapping[str, RunAttempts], without: str | None = None) -> None:
         """Write the file, then know it. The lock of the file is held."""
         runs = {run: made for run, made in {**self.known(), **changed}.items() if run != without}
         self._tier.replace(naming.ATTEMPTS, _File(runs=runs).model_dump_json().encode() + b"\n")
         with self._lock:
             self._runs = runs
 
-    def _read(self) -> dict[str, Declared] | None:
+    def _read(self) -> dict[str, RunAttempts] | None:
         try:
             data = vouched.read_whole(self._tier, naming.ATTEMPTS, FILE_BYTES_MAX)
             return None if data is None else _File.model_validate_json(data).runs

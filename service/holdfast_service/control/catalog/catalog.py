@@ -20,19 +20,19 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog import lines, listing, statistics
-from holdfast_service.control.catalog.attempts import Declared
+from holdfast_service.control.catalog.attempts import RunAttempts
 from holdfast_service.control.catalog.listing import ENDED, EVERYTHING, GOING_ON, ROUND_STATES, Within
 from holdfast_service.control.catalog.pages import INTEGER_MAX
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import AnswerRow, AttemptRow, CheckpointRow, RoundRow, RunRow
 
-__all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "Known"]
+__all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "KnownRun"]
 
 UNSAVED = ("aborted", "dropped")
-_STORED = set(bodies.Checkpoint.model_fields) - bodies.MARKS
+_STORED = set(bodies.CheckpointInfo.model_fields) - bodies.MARKS
 
 
-class Known(NamedTuple):
+class KnownRun(NamedTuple):
     """What the catalog knows of a run by itself: the newest attempt that was declared, and what retention keeps."""
 
     attempt: int
@@ -70,7 +70,7 @@ class Catalog:
             session.merge(AttemptRow(run=run, launch=launch, attempt=made, world=world, declared=now))
             return made
 
-    def note_attempts(self, known: Mapping[str, Declared]) -> None:
+    def note_attempts(self, known: Mapping[str, RunAttempts]) -> None:
         """No run has a lower newest attempt than is `known`."""
         with self._write() as session:
             listed = {row.name: row.attempt for row in session.scalars(select(RunRow))}
@@ -78,7 +78,7 @@ class Catalog:
                 row = _lock_run(session, run)
                 row.attempt = max(row.attempt, known[run].attempt)
 
-    def declared(self) -> dict[str, Declared]:
+    def declared(self) -> dict[str, RunAttempts]:
         """What is known of all runs' attempts: the newest, those of launches, and what they were told to restore."""
         launches: dict[str, dict[str, int]] = {}
         answers: dict[str, dict[str, int | None]] = {}
@@ -90,7 +90,7 @@ class Catalog:
             for answer in session.scalars(told.order_by(AnswerRow.turn)):
                 answers.setdefault(answer.run, {})[f"{answer.attempt}.{answer.turn}"] = answer.step
         return {
-            run: Declared(attempt=attempt, launches=launches.get(run, {}), answers=answers.get(run, {}))
+            run: RunAttempts(attempt=attempt, launches=launches.get(run, {}), answers=answers.get(run, {}))
             for run, attempt in newest.items()
         }
 
@@ -152,7 +152,7 @@ class Catalog:
         with self._read() as session:
             return session.scalar(select(RoundRow.id).where(*same, RoundRow.state == "sealed")) is not None
 
-    def lines(self, run: str) -> list[lines.Line]:
+    def lines(self, run: str) -> list[lines.ListedCheckpoint]:
         """What is listed of a run, as far as its place among others goes."""
         with self._read() as session:
             return lines.of(session, run)
@@ -214,7 +214,7 @@ class Catalog:
                 row.state, row.ended, row.code, row.detail = "aborted", now, code, detail
             return [row.id for row in rows]
 
-    def record_checkpoint(self, checkpoint: bodies.Checkpoint, stamp: str | None = None) -> None:
+    def record_checkpoint(self, checkpoint: bodies.CheckpointInfo, stamp: str | None = None) -> None:
         """List a checkpoint, in the place of what was listed for its step. `stamp` is what storage says of it."""
         made = _row(checkpoint, stamp)
         with self._write(hasty=True) as session:
@@ -231,7 +231,7 @@ class Catalog:
         self,
         run: str,
         gone: Mapping[int, str | None],
-        found: Sequence[tuple[bodies.Checkpoint, str | None]],
+        found: Sequence[tuple[bodies.CheckpointInfo, str | None]],
         stamps: Mapping[int, str | None],
     ) -> None:
         """In one transaction: list `gone` no more, list what was `found` and note the `stamps` of what stands as listed.
@@ -276,15 +276,15 @@ class Catalog:
             listing.check_known(session, name)
             return listing.summed(session, [session.get_one(RunRow, name)])[0]
 
-    def known_runs(self) -> dict[str, Known]:
+    def known_runs(self) -> dict[str, KnownRun]:
         """Every run that the catalog knows."""
         with self._read() as session:
             found = session.execute(select(RunRow.name, RunRow.attempt, RunRow.keep_last))
-            return {name: Known(attempt, keep_last) for name, attempt, keep_last in found}
+            return {name: KnownRun(attempt, keep_last) for name, attempt, keep_last in found}
 
     def checkpoints(
         self, run: str, cursor: str | None, limit: int, state: str | None = None, within: Within = EVERYTHING
-    ) -> bodies.Page[bodies.Checkpoint]:
+    ) -> bodies.Page[bodies.CheckpointInfo]:
         """A page of a run's checkpoints, newest step first; only those in this state and within these bounds."""
         with self._read() as session:
             return listing.checkpoints(session, run, cursor, limit, state, within)
@@ -295,7 +295,7 @@ class Catalog:
             found = session.execute(select(CheckpointRow.step, CheckpointRow.stamp).where(CheckpointRow.run == run))
             return {step: stamp for step, stamp in found}
 
-    def checkpoint(self, run: str, step: int) -> bodies.Checkpoint:
+    def checkpoint(self, run: str, step: int) -> bodies.CheckpointInfo:
         naming.check_step(step)
         with self._read() as session:
             row = session.get(CheckpointRow, (run, step)) if naming.is_run_name(run) else None
@@ -362,7 +362,7 @@ def _lock_round(session: Session, round_id: int) -> RoundRow:
     return row
 
 
-def _row(checkpoint: bodies.Checkpoint, stamp: str | None) -> CheckpointRow:
+def _row(checkpoint: bodies.CheckpointInfo, stamp: str | None) -> CheckpointRow:
     naming.check_step(checkpoint.step)
     return CheckpointRow(**checkpoint.model_dump(include=_STORED), stamp=stamp)
 

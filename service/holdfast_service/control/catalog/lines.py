@@ -14,7 +14,7 @@ from holdfast_formats.lineage import Intent, Lineage, Rewind
 from holdfast_service.control.database.schema import REWOUND, CheckpointRow
 
 
-class Line(NamedTuple):
+class ListedCheckpoint(NamedTuple):
     """A checkpoint that is listed, as far as its place among others goes."""
 
     step: int
@@ -27,14 +27,16 @@ class Line(NamedTuple):
     healthy: bool | None = None
 
 
-class Place(NamedTuple):
+class SavePlace(NamedTuple):
     """Where a new checkpoint comes from, and whether it is put in the place of another one of its step."""
 
     lineage: Lineage
     over: bool
 
 
-def place(there: Sequence[Line], run: str, save: tuple[int, int], intent: Intent, anew: bool = False) -> Place:
+def place(
+    there: Sequence[ListedCheckpoint], run: str, save: tuple[int, int], intent: Intent, anew: bool = False
+) -> SavePlace:
     """The place of a save, of a step and an attempt, among the checkpoints that are there.
 
     `anew` says that its launch has begun the run anew, by a save before.
@@ -58,7 +60,7 @@ def place(there: Sequence[Line], run: str, save: tuple[int, int], intent: Intent
             )
         rewinds = (Rewind(attempt, intent.turn, lineage.NOTHING),)
     standing = next((c for c in there if c.step == step), None)
-    found = Place(Lineage(intent.restored, intent.turn, rewinds), standing is not None)
+    found = SavePlace(Lineage(intent.restored, intent.turn, rewinds), standing is not None)
     if standing is None or not standing.sound or intent.existing == "replace" or not lineage.is_on(rewinds, standing):
         return found
     if standing.healthy is False and not lineage.is_own(standing, launch, intent.again):
@@ -71,12 +73,12 @@ def place(there: Sequence[Line], run: str, save: tuple[int, int], intent: Intent
     )
 
 
-def of(session: Session, run: str) -> list[Line]:
+def of(session: Session, run: str) -> list[ListedCheckpoint]:
     """What is listed of a run."""
     row = CheckpointRow
     columns = (row.step, row.attempt, row.turn, row.rewinds, row.abandoned, row.groups, row.damage.is_(None), row.healthy)
     return [
-        Line(step, attempt, turn, [Rewind(*rewind) for rewind in rewinds], *others)
+        ListedCheckpoint(step, attempt, turn, [Rewind(*rewind) for rewind in rewinds], *others)
         for step, attempt, turn, rewinds, *others in session.execute(select(*columns).where(row.run == run))
     ]
 

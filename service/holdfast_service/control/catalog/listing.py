@@ -95,7 +95,7 @@ def summed(session: Session, rows: Sequence[RunRow]) -> list[bodies.Run]:
 
 def checkpoints(
     session: Session, run: str, cursor: str | None, limit: int, state: str | None = None, within: Within = EVERYTHING
-) -> bodies.Page[bodies.Checkpoint]:
+) -> bodies.Page[bodies.CheckpointInfo]:
     """A page of a run's checkpoints, newest step first; `NoSuchRun`."""
     before = decode_cursor("step", cursor)
     within = within if before is None else _below(within, integer(before))
@@ -107,7 +107,7 @@ def checkpoints(
     wanted = wanted.order_by(CheckpointRow.step.desc())
     more = bounded(limit) + 1
     check_known(session, run)
-    found: list[bodies.Checkpoint] = []
+    found: list[bodies.CheckpointInfo] = []
     for steps in _in_parts(within):
         part = wanted if steps is None else wanted.where(CheckpointRow.step.in_(steps))
         found += [checkpoint(row) for row in session.scalars(part.limit(more - len(found)))]
@@ -136,8 +136,8 @@ def rounds(
     return page("round", found, limit, lambda made: made.id)
 
 
-def checkpoint(row: CheckpointRow) -> bodies.Checkpoint:
-    return bodies.Checkpoint.model_validate(row, from_attributes=True)
+def checkpoint(row: CheckpointRow) -> bodies.CheckpointInfo:
+    return bodies.CheckpointInfo.model_validate(row, from_attributes=True)
 
 
 def check_known(session: Session, run: str) -> None:

@@ -24,7 +24,7 @@ NOTHING: Mapping[str, float] = {}
 End = Literal["committed", "aborted", "dropped"]
 
 
-class Ended(NamedTuple):
+class EndedRound(NamedTuple):
     state: End
     at: str
     code: str | None
@@ -39,7 +39,7 @@ class _Round:
         self.key, self.world, self.opened = key, world, opened
         self.sealed = 0
         self.id: int | None = None
-        self.ended: Ended | None = None
+        self.ended: EndedRound | None = None
 
 
 class Rounds:
@@ -93,7 +93,7 @@ class Rounds:
                 raise NoSuchResource(f"there is no round {number}")
             if made.ended is not None:
                 return None
-            made.ended = ended = Ended(state, self._now(), code, detail, measured)
+            made.ended = ended = EndedRound(state, self._now(), code, detail, measured)
             self._open.pop(made.key, None)
         self._book.tell("how a save ended", lambda: self._note_end(made, ended))
         return made.key[0], made.key[1]
@@ -143,6 +143,6 @@ class Rounds:
     def _note_seals(self, made: _Round) -> None:
         self._catalog.update_round(self._id(made), sealed=made.sealed)
 
-    def _note_end(self, made: _Round, ended: Ended) -> bodies.Round | None:
+    def _note_end(self, made: _Round, ended: EndedRound) -> bodies.Round | None:
         state, at, code, detail, measured = ended
         return self._catalog.end_round(self._id(made), state, at, code, detail, **measured)

@@ -23,7 +23,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import StorageFailed
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.database import DAMAGED, Database
-from holdfast_service.control.database.schema import JsonText, RunRow, Table
+from holdfast_service.control.database.schema import CatalogTable, JsonText, RunRow
 from holdfast_service.storage.posix import set_aside
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def salvage(old: sqlite3.Connection, path: Path) -> dict[str, int]:
     """Copy every row of the damaged catalog `old` that can be read into the new one at `path`; how many, by table."""
     copied = {}
     with closing(sqlite3.connect(path)) as new:
-        for table in Table.metadata.sorted_tables:
+        for table in CatalogTable.metadata.sorted_tables:
             with new:
                 rows = [row for row in _readable(old, table) if _is_plausible(table, row)]
                 number = sum(_insert(new, table, row) for row in rows)

@@ -11,7 +11,7 @@ from holdfast_formats.disk import index, manifest
 from holdfast_formats.disk.manifest import FileEntry, Manifest, TensorEntry
 from holdfast_formats.errors import CheckpointError, StateMismatch, StorageFailed
 from holdfast_formats.lineage import Lineage
-from holdfast_formats.staging.plan import Plan, Receipt, decode_receipt
+from holdfast_formats.staging.plan import Receipt, WritePlan, decode_receipt
 from holdfast_service.storage import Tier
 
 
@@ -25,7 +25,7 @@ class About(NamedTuple):
 ABOUT = About()
 
 
-def publish(tier: Tier, plan: Plan, created: str, staging: str = "", about: About = ABOUT) -> Manifest:
+def publish(tier: Tier, plan: WritePlan, created: str, staging: str = "", about: About = ABOUT) -> Manifest:
     """Publish the staged files of `plan`, from where its attempt stages unless told otherwise.
 
     When this returns, the checkpoint is visible and survives a power cut.
@@ -126,7 +126,7 @@ def put_back(tier: Tier) -> list[str]:
 
 
 def compose(
-    plan: Plan, receipts: Sequence[Receipt], small: Sequence[FileEntry], created: str, lineage: Lineage = ABOUT.lineage
+    plan: WritePlan, receipts: Sequence[Receipt], small: Sequence[FileEntry], created: str, lineage: Lineage = ABOUT.lineage
 ) -> Manifest:
     """The manifest of a plan from what the nodes made durable; `StateMismatch` when the receipts do not cover it."""
     written = {entry.name: entry for receipt in receipts for entry in receipt.files}
@@ -173,7 +173,7 @@ def _read_receipts(tier: Tier, staging: str) -> list[Receipt]:
     return [decode_receipt(tier.read(f"{staging}/{naming.RECEIPTS}/{name}")) for name in names]
 
 
-def encode_index(plan: Plan, group: str) -> bytes:
+def encode_index(plan: WritePlan, group: str) -> bytes:
     """A group's index file."""
     return index.encode(file.layout for file in plan.files if file.layout.group == group)
 

@@ -15,7 +15,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, NoSuchCheckpoint
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.consistency import CONTRADICTIONS_MAX, CatalogCheck, CatalogRebuild, Contradiction, Kind
-from holdfast_service.control.catalog.catalog import Catalog, Known
+from holdfast_service.control.catalog.catalog import Catalog, KnownRun
 from holdfast_service.control.catalog.listing import GOING_ON
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.run_files import read_run_file
@@ -127,12 +127,12 @@ def _look_at_run(
     return items, len(look.unread)
 
 
-def _differing(listed: bodies.Checkpoint, manifest: bodies.Checkpoint) -> list[str]:
+def _differing(listed: bodies.CheckpointInfo, manifest: bodies.CheckpointInfo) -> list[str]:
     told, stated = listed.model_dump(), manifest.model_dump()
     return [name for name in told if told[name] != stated[name]]
 
 
-def _look_at_run_file(tier: Tier, run: str, known: Known | None) -> list[Contradiction]:
+def _look_at_run_file(tier: Tier, run: str, known: KnownRun | None) -> list[Contradiction]:
     if naming.RUN_FILE not in tier.list(run):
         return []
     try:

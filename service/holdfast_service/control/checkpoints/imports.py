@@ -9,7 +9,7 @@ from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted
 from holdfast_formats.lineage import Lineage, Way
 from holdfast_formats.rest import bodies
-from holdfast_formats.staging.plan import Plan
+from holdfast_formats.staging.plan import WritePlan
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import commit
@@ -23,7 +23,7 @@ class Imports:
     """
 
     def __init__(
-        self, tier: Tier, catalog: Catalog, events: Events, admit: Callable[[Plan], None], way: Callable[[str], Way]
+        self, tier: Tier, catalog: Catalog, events: Events, admit: Callable[[WritePlan], None], way: Callable[[str], Way]
     ) -> None:
         self._tier, self._catalog, self._events = tier, catalog, events
         self.admit, self.way = admit, way
@@ -39,9 +39,9 @@ class Imports:
         newest = self._catalog.newest_attempt(run)
         return (wanted or 0) if newest == 0 else min(wanted or 0, newest)
 
-    def publish(self, staging: str, vouching: Plan | tuple[bytes, bytes]) -> Manifest:
+    def publish(self, staging: str, vouching: WritePlan | tuple[bytes, bytes]) -> Manifest:
         """Publish what is staged: packed anew by a plan, or a copy that manifest and COMMIT vouch for."""
-        if isinstance(vouching, Plan):
+        if isinstance(vouching, WritePlan):
             made = commit.publish(
                 self._tier, vouching, self._events.now(), staging, About(Lineage(rewinds=self.way(vouching.run)))
             )

@@ -19,10 +19,10 @@ from holdfast_formats.disk.packing import FILE_BYTES_MAX, pack
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, first_overlap, whole
 from holdfast_formats.staging import replica_claims
-from holdfast_formats.staging.plan import Origin, Plan, PlannedAsset, PlannedFile, PlannedTensor
+from holdfast_formats.staging.plan import BoxOrigin, PlannedAsset, PlannedFile, PlannedTensor, WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import TensorSpec, box_bytes
-from holdfast_service.control.checkpoints.replica_claims import Apart, Shared, own_spec
+from holdfast_service.control.checkpoints.replica_claims import Apart, SharedBoxes, own_spec
 
 _Key = tuple[str, str]
 _Holders = dict[Box, list[tuple[int, int]]]  # box -> (rank, slot offset) of every rank that holds it
@@ -38,7 +38,7 @@ class _Held:
         self.boxes: _Holders = {}
 
 
-def plan(tables: Sequence[SlotTable]) -> Plan:
+def plan(tables: Sequence[SlotTable]) -> WritePlan:
     """The plan for one step from the tables of all ranks of the world, in any order.
 
     Boxes that several ranks hold are replicas: one holder is read, so that bytes are balanced over ranks. What ranks do not
@@ -50,7 +50,7 @@ def plan(tables: Sequence[SlotTable]) -> Plan:
     files = _placed(ordered)
     first = ordered[0]
     metrics = next((t.metrics for t in ordered if t.metrics), {})
-    return Plan(
+    return WritePlan(
         run=first.run,
         step=first.step,
         attempt=first.attempt,
@@ -69,7 +69,7 @@ def plan(tables: Sequence[SlotTable]) -> Plan:
 class _Known(NamedTuple):
     """What follows from the fragments: what ranks share, and the files, for what they had apart the last time."""
 
-    shared: Shared
+    shared: SharedBoxes
     apart: Apart
     files: tuple[PlannedFile, ...]
 
@@ -89,7 +89,7 @@ def _placed(ordered: Sequence[SlotTable]) -> tuple[PlannedFile, ...]:
     with _lock:
         known = _remembered.pop(key, None)
     held = _collect(ordered) if known is None else {}  # which refuses what is not one tensor on all ranks
-    shared = Shared(ordered) if known is None else known.shared
+    shared = SharedBoxes(ordered) if known is None else known.shared
     apart = shared.compare(ordered)
     if known is None or known.apart != apart:
         held = held or _collect(ordered)
@@ -169,10 +169,10 @@ def _set_apart(held: dict[_Key, _Held], apart: Apart, kept: bool) -> None:
         of.boxes[box] = [holder for holder in of.boxes[box] if holder[0] not in ranks]
 
 
-def _choose_origins(held: Iterable[_Held], world: int) -> dict[_Key, tuple[Origin, ...]]:
+def _choose_origins(held: Iterable[_Held], world: int) -> dict[_Key, tuple[BoxOrigin, ...]]:
     """One holder for every box: boxes with no choice first, then the largest replicas go to the least loaded holder."""
     load = [0] * world
-    chosen: dict[_Key, list[Origin]] = {}
+    chosen: dict[_Key, list[BoxOrigin]] = {}
     replicas: list[tuple[int, _Key, Box, list[tuple[int, int]]]] = []
     for tensor in held:
         key = (tensor.spec.group, tensor.spec.name)
@@ -185,11 +185,11 @@ def _choose_origins(held: Iterable[_Held], world: int) -> dict[_Key, tuple[Origi
                 continue
             rank, offset = holders[0]
             load[rank] += size
-            chosen[key].append(Origin(rank, box, offset))
+            chosen[key].append(BoxOrigin(rank, box, offset))
     for size, key, box, holders in sorted(replicas, key=lambda r: (-r[0], r[1], r[2])):
         rank, offset = min(holders, key=lambda h: (load[h[0]], h[0]))
         load[rank] += size
-        chosen[key].append(Origin(rank, box, offset))
+        chosen[key].append(BoxOrigin(rank, box, offset))
     return {key: tuple(sorted(origins, key=lambda o: o.box)) for key, origins in chosen.items()}
 
 

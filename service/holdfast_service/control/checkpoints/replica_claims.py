@@ -33,7 +33,7 @@ class _Replicated(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Shared:
+class SharedBoxes:
     """Every box that several ranks hold, and where in the digests of all tables theirs stand; of fragments alone."""
 
     def __init__(self, ordered: Sequence[SlotTable]) -> None:

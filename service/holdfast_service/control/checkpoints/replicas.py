@@ -59,12 +59,12 @@ class ReplicaBook:
         with self._database.read() as session:
             return [(run, step) for run, step in session.execute(wanted.limit(DUE_MAX))]
 
-    def due(self, name: str) -> list[bodies.Checkpoint]:
+    def due(self, name: str) -> list[bodies.CheckpointInfo]:
         """Verified checkpoints that have no copy in this tier, newest first."""
         order = (CheckpointRow.created.desc(), CheckpointRow.step.desc())
         wanted = select(CheckpointRow).where(CheckpointRow.verified, _not_settled(name)).order_by(*order).limit(DUE_MAX)
         with self._database.read() as session:
-            found = [bodies.Checkpoint.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
+            found = [bodies.CheckpointInfo.model_validate(row, from_attributes=True) for row in session.scalars(wanted)]
         return [checkpoint for checkpoint in found if checkpoint.damage is None]
 
     def stale(self, name: str, before: str) -> tuple[str, int] | None:
@@ -102,7 +102,7 @@ class ReplicaBook:
         with self._database.write() as session:
             session.execute(delete(ReplicaRow).where(*_row(name, run, step), ReplicaRow.state == "gone"))
 
-    def copying(self, name: str, which: bodies.Checkpoint) -> None:
+    def copying(self, name: str, which: bodies.CheckpointInfo) -> None:
         """A copy has begun."""
         self._set(name, (which.run, which.step), state="copying", bytes=which.bytes)
 
@@ -174,7 +174,7 @@ class RepairBook:
     def __init__(self, tier: Tier, catalog: Catalog, events: Events) -> None:
         self._tier, self._catalog, self._events = tier, catalog, events
 
-    def known(self, run: str, step: int) -> bodies.Checkpoint | None:
+    def known(self, run: str, step: int) -> bodies.CheckpointInfo | None:
         """What the catalog says of a checkpoint; None where it says nothing."""
         try:
             return self._catalog.checkpoint(run, step)

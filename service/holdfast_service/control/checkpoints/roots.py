@@ -10,7 +10,7 @@ from holdfast_formats.disk import manifest
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged, NoSuchCheckpoint, NotCommitted
 from holdfast_formats.rest import bodies
-from holdfast_service.control.catalog.catalog import Catalog, Known
+from holdfast_service.control.catalog.catalog import Catalog, KnownRun
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.storage import Tier, vouched
@@ -18,7 +18,7 @@ from holdfast_service.storage import Tier, vouched
 _STAMPED = (naming.COMMIT, naming.MANIFEST)
 
 
-class Problem(NamedTuple):
+class Unreadable(NamedTuple):
     """What cannot be read: a checkpoint, listed as damaged if at all; or the run file, where `step` is None."""
 
     run: str
@@ -70,7 +70,7 @@ def load_manifest(tier: Tier, run: str, step: int) -> Manifest:
     return made
 
 
-def reconcile(tier: Tier, catalog: Catalog, thorough: bool = False) -> list[Problem]:
+def reconcile(tier: Tier, catalog: Catalog, thorough: bool = False) -> list[Unreadable]:
     """Make the catalog say what the directories say; return what is on disk but cannot be listed.
 
     What is found becomes listed, unverified; what is listed as it stands on disk keeps what is known of it; what is gone is
@@ -79,7 +79,7 @@ def reconcile(tier: Tier, catalog: Catalog, thorough: bool = False) -> list[Prob
     off older writers (I6). Where storage says that COMMIT and manifest are those that were listed, they are not read
     again unless this is to be `thorough`.
     """
-    problems: list[Problem] = []
+    problems: list[Unreadable] = []
     known, found = catalog.known_runs(), runs(tier)
     for run in found:
         problems += _reconcile_run(tier, catalog, run, known.get(run), thorough)
@@ -103,14 +103,14 @@ def unlisted(tier: Tier, catalog: Catalog) -> list[tuple[str, int]]:
     return found
 
 
-def _reconcile_run(tier: Tier, catalog: Catalog, run: str, known: Known | None, thorough: bool) -> list[Problem]:
-    problems: list[Problem] = []
+def _reconcile_run(tier: Tier, catalog: Catalog, run: str, known: KnownRun | None, thorough: bool) -> list[Unreadable]:
+    problems: list[Unreadable] = []
     keep_last = known.keep_last if known is not None else None
     try:
         if naming.RUN_FILE in tier.list(run):
             keep_last = read_run_file(tier, run).in_force.last
     except CheckpointError as error:
-        problems.append(Problem(run, None, error))
+        problems.append(Unreadable(run, None, error))
     if known is None or keep_last != known.keep_last:
         catalog.set_keep_last(run, keep_last)
     return problems + _relist(tier, catalog, run, thorough)
@@ -133,22 +133,22 @@ def look(tier: Tier, run: str, listed: Mapping[int, str | None], thorough: bool 
     return Look(stands, [step for step in there if step not in stands], stamps)
 
 
-def _relist(tier: Tier, catalog: Catalog, run: str, thorough: bool) -> list[Problem]:
+def _relist(tier: Tier, catalog: Catalog, run: str, thorough: bool) -> list[Unreadable]:
     """List what stands in the run's directory, reading what is not known to stand as it was listed."""
-    problems: list[Problem] = []
+    problems: list[Unreadable] = []
     before = catalog.stamps(run)
     stands, unread, stamps = look(tier, run, before, thorough)
     listed = {made.step: made for made in all_checkpoints(catalog, run)} if before and unread else {}
-    found: list[tuple[bodies.Checkpoint, str | None]] = []
+    found: list[tuple[bodies.CheckpointInfo, str | None]] = []
     again: dict[int, str | None] = {}
-    damaged: list[tuple[bodies.Checkpoint, Damaged]] = []
+    damaged: list[tuple[bodies.CheckpointInfo, Damaged]] = []
     for step in unread:
         try:
             there = bodies.describe(load_manifest(tier, run, step))
         except NoSuchCheckpoint:
             continue  # removed at this moment
         except CheckpointError as error:
-            problems.append(Problem(run, step, error))
+            problems.append(Unreadable(run, step, error))
             known = listed.get(step) or _unreadable(tier, run, step)
             if known is not None and isinstance(error, Damaged):
                 damaged.append((known, error))
@@ -170,19 +170,19 @@ def _relist(tier: Tier, catalog: Catalog, run: str, thorough: bool) -> list[Prob
     return problems
 
 
-def _list_damaged(catalog: Catalog, known: bodies.Checkpoint, error: Damaged) -> None:
+def _list_damaged(catalog: Catalog, known: bodies.CheckpointInfo, error: Damaged) -> None:
     problem = {**error.problem(), "run": known.run, "step": known.step}
     if known.damage != problem:
         catalog.record_checkpoint(known.model_copy(update={"verified": False, "damage": problem}))
 
 
-def _unreadable(tier: Tier, run: str, step: int) -> bodies.Checkpoint | None:
+def _unreadable(tier: Tier, run: str, step: int) -> bodies.CheckpointInfo | None:
     """What is known of a checkpoint whose COMMIT or manifest is damaged; None where there is neither."""
     directory = naming.checkpoint_path(run, step)
     if not {naming.COMMIT, naming.MANIFEST} & set(tier.list(directory)):
         return None
     sizes = [tier.size(f"{directory}/{name}") or 0 for name in tier.list(directory)]
-    return bodies.Checkpoint(
+    return bodies.CheckpointInfo(
         run=run,
         step=step,
         attempt=0,
@@ -197,7 +197,7 @@ def _unreadable(tier: Tier, run: str, step: int) -> bodies.Checkpoint | None:
     )
 
 
-def was_unreadable(known: bodies.Checkpoint) -> bool:
+def was_unreadable(known: bodies.CheckpointInfo) -> bool:
     """Whether it was marked because of COMMIT or manifest, which can be read now: then all else has to be looked at anew."""
     return known.damage is not None and known.damage.get("file") in (naming.COMMIT, naming.MANIFEST)
 
@@ -208,9 +208,9 @@ def steps(tier: Tier, run: str) -> list[int]:
     return sorted(step for step in found if step is not None)
 
 
-def all_checkpoints(catalog: Catalog, run: str) -> list[bodies.Checkpoint]:
+def all_checkpoints(catalog: Catalog, run: str) -> list[bodies.CheckpointInfo]:
     """Every checkpoint that the catalog lists of a run, newest step first."""
-    items: list[bodies.Checkpoint] = []
+    items: list[bodies.CheckpointInfo] = []
     cursor = None
     while True:
         page = catalog.checkpoints(run, cursor, PAGE_ITEMS_MAX)

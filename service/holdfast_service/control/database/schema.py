@@ -56,11 +56,11 @@ class JsonText(TypeDecorator[Any]):
         return None if value is None else json.loads(value)
 
 
-class Table(DeclarativeBase):
+class CatalogTable(DeclarativeBase):
     type_annotation_map = {int: BigInteger}  # noqa: RUF012 — SQLAlchemy's own spelling
 
 
-class OwnerRow(Table):
+class OwnerRow(CatalogTable):
     """The root whose catalog this is, in the one row that there is: its id, and where it was last served."""
 
     __tablename__ = "owner"
@@ -72,7 +72,7 @@ class OwnerRow(Table):
     since: Mapped[str] = mapped_column(_TIME)
 
 
-class RunRow(Table):
+class RunRow(CatalogTable):
     """A run. `attempt` is the newest one declared, the number that fences off older writers (I6)."""
 
     __tablename__ = "runs"
@@ -82,7 +82,7 @@ class RunRow(Table):
     keep_last: Mapped[int | None]
 
 
-class AttemptRow(Table):
+class AttemptRow(CatalogTable):
     __tablename__ = "attempts"
 
     run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)
@@ -92,7 +92,7 @@ class AttemptRow(Table):
     declared: Mapped[str] = mapped_column(_TIME)
 
 
-class AnswerRow(Table):
+class AnswerRow(CatalogTable):
     """The step that every rank of an attempt restores as its `turn`-th; NULL says that there was none."""
 
     __tablename__ = "answers"
@@ -103,7 +103,7 @@ class AnswerRow(Table):
     step: Mapped[int | None]
 
 
-class RoundRow(Table):
+class RoundRow(CatalogTable):
     __tablename__ = "rounds"
     __table_args__ = (
         Index("rounds_by_run", "run", "id"),
@@ -132,7 +132,7 @@ def _where(name: str, sqlite: str, postgresql: str) -> Index:
     return Index(name, "run", "step", sqlite_where=text(sqlite), postgresql_where=text(postgresql))
 
 
-class CheckpointRow(Table):
+class CheckpointRow(CatalogTable):
     """A checkpoint. What stands from `verified` on was found out since its commit, and only the catalog knows it.
 
     `stamp` is what storage said of COMMIT and manifest when the row was made: while it says the same, the row stands.
@@ -173,7 +173,7 @@ class CheckpointRow(Table):
     abandoned: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
 
 
-class StatisticsRow(Table):
+class StatisticsRow(CatalogTable):
     """What was computed of a checkpoint's tensors while their bytes passed, encoded; `layers` sums it up for plots."""
 
     __tablename__ = "statistics"
@@ -185,7 +185,7 @@ class StatisticsRow(Table):
     layers: Mapped[dict[str, Any]] = mapped_column(JsonText)
 
 
-class ReplicaRow(Table):
+class ReplicaRow(CatalogTable):
     """A copy of a checkpoint in another tier, as far as it is known."""
 
     __tablename__ = "replicas"
@@ -200,7 +200,7 @@ class ReplicaRow(Table):
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
 
 
-class EventRow(Table):
+class EventRow(CatalogTable):
     """What happened. The newest ones are kept; `run` is no foreign key, since an event may outlive what it tells of."""
 
     __tablename__ = "events"
@@ -221,7 +221,7 @@ class EventRow(Table):
     detail: Mapped[dict[str, Any]] = mapped_column(JsonText)
 
 
-class JobRow(Table):
+class JobRow(CatalogTable):
     """Work that outlasts a request. `key` follows from kind and request: the same work going on is the same job.
 
     `tries` counts its starts, and is what the node that runs it knows it by; `seen` is that node's last sign of life.
@@ -253,7 +253,7 @@ class JobRow(Table):
     problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
 
 
-class TokenRow(Table):
+class TokenRow(CatalogTable):
     """A bearer token, known by the SHA-256 of its text alone."""
 
     __tablename__ = "tokens"

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, event, func
 from sqlalchemy.orm import InstrumentedAttribute, ORMExecuteState, Session, with_loader_criteria
 
-from holdfast_service.control.database.schema import RunRow, Table
+from holdfast_service.control.database.schema import CatalogTable, RunRow
 
 ALL = "*"
 _pattern: ContextVar[str] = ContextVar("holdfast_visible_runs", default=ALL)
@@ -65,8 +65,8 @@ def _criterion(column: InstrumentedAttribute[str], pattern: str) -> ColumnElemen
     return func.substr(column, 1, len(prefix)) == prefix  # LIKE ignores case on SQLite, and comparing follows the collation
 
 
-def _columns() -> list[tuple[type[Table], Any]]:
-    others = [(table, table.run) for table in Table.__subclasses__() if hasattr(table, "run")]
+def _columns() -> list[tuple[type[CatalogTable], Any]]:
+    others = [(table, table.run) for table in CatalogTable.__subclasses__() if hasattr(table, "run")]
     return [(RunRow, RunRow.name), *others]
 
 

@@ -27,7 +27,7 @@ FROZEN = (
 _MEANT = (CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
 
 
-class Place(NamedTuple):
+class CheckpointId(NamedTuple):
     """A checkpoint by its run and step."""
 
     run: str
@@ -40,7 +40,7 @@ class Findings:
     def __init__(self, parts: tuple[Catalog, Events, Book], now: Callable[[], str], settled: Callable[[str], None]) -> None:
         catalog, self._events, self._book = parts
         self._database, self._now, self._settled = catalog.database, now, settled
-        self._seen: dict[Place, dict[str, Any]] = {}  # damage that was found here, as the catalog may not know it yet
+        self._seen: dict[CheckpointId, dict[str, Any]] = {}  # damage that was found here, as the catalog may not know it yet
 
     def sound(
         self,
@@ -82,15 +82,17 @@ class Findings:
         `checked` says that it was read back whole, and not found by somebody who wanted a part of it.
         """
         problem = {**error.problem(), "run": run, "step": step}
-        self._seen[Place(run, step)] = problem
+        self._seen[CheckpointId(run, step)] = problem
         at = self._now()
         try:
-            self._note_damage(Place(run, step), problem, at if checked else None)
+            self._note_damage(CheckpointId(run, step), problem, at if checked else None)
         except (CatalogUnavailable, NoSpace) as away:
             log.error("%s@%s is damaged: %s (%s)", run, step, error.detail, away.detail)
-            self._book.tell("of damage", lambda: self._note_damage(Place(run, step), problem, at if checked else None))
+            self._book.tell(
+                "of damage", lambda: self._note_damage(CheckpointId(run, step), problem, at if checked else None)
+            )
 
-    def _note_damage(self, place: Place, problem: dict[str, Any], checked: str | None) -> None:
+    def _note_damage(self, place: CheckpointId, problem: dict[str, Any], checked: str | None) -> None:
         run, step = place
         with self._database.write() as session:
             row = session.get(CheckpointRow, (run, step), with_for_update=True)
@@ -106,11 +108,11 @@ class Findings:
 
     def seen(self, run: str, step: int) -> Damaged | None:
         """Damage that was found since the start, and not mended since; the catalog is not asked."""
-        return as_damage(self._seen.get(Place(run, step)))
+        return as_damage(self._seen.get(CheckpointId(run, step)))
 
     def made(self, run: str, step: int) -> None:
         """What was known of this step holds no more: it is sound, or was saved anew."""
-        self._seen.pop(Place(run, step), None)
+        self._seen.pop(CheckpointId(run, step), None)
 
     def repaired(self, run: str, step: int, error: Damaged, source: str) -> None:
         """Damaged bytes were replaced by proven ones."""
@@ -133,22 +135,22 @@ class Findings:
         except CatalogUnavailable:
             return self.seen(run, step)
 
-    def unchecked(self) -> list[Place]:
+    def unchecked(self) -> list[CheckpointId]:
         """What nobody has read back yet, newest first: found in the directories, or committed before a daemon died."""
         wanted = select(CheckpointRow.run, CheckpointRow.step).where(
             CheckpointRow.checked.is_(None), CheckpointRow.verified.is_(False), CheckpointRow.damage.is_(None)
         )
         with self._database.read() as session:
             found = session.execute(wanted.order_by(CheckpointRow.step.desc(), CheckpointRow.run))
-            return [Place(run, step) for run, step in found]
+            return [CheckpointId(run, step) for run, step in found]
 
-    def due(self, before: str) -> list[Place]:
+    def due(self, before: str) -> list[CheckpointId]:
         """What was last read back before this time, or never; the longest ago first."""
         never = CheckpointRow.checked.is_(None)
         wanted = select(CheckpointRow.run, CheckpointRow.step).where(or_(never, CheckpointRow.checked < before))
         order = (never.desc(), CheckpointRow.checked, CheckpointRow.run, CheckpointRow.step.desc())
         with self._database.read() as session:
-            return [Place(run, step) for run, step in session.execute(wanted.order_by(*order))]
+            return [CheckpointId(run, step) for run, step in session.execute(wanted.order_by(*order))]
 
     def oldest(self) -> str | None:
         """When that was which was read back the longest ago; None when nothing was."""

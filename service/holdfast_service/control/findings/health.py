@@ -50,7 +50,7 @@ def judge(now: NonFinite, before: NonFinite, known: Callable[[str, str], bool]) 
     return found
 
 
-class Health:
+class HealthRecords:
     """Takes the statistics of checkpoints as they are found, keeps them, and says what they mean."""
 
     def __init__(self, tier: Tier, store: StatisticsStore, events: Events) -> None:

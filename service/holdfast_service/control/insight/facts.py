@@ -22,7 +22,7 @@ class Save(NamedTuple):
     measured: Mapping[str, float] = NOTHING
 
 
-class Held(NamedTuple):
+class CheckpointFacts(NamedTuple):
     """A run's checkpoints taken together, and the newest one of them."""
 
     checkpoints: int = 0
@@ -40,7 +40,7 @@ class Held(NamedTuple):
     verified_created: str | None = None  # of the newest verified one
 
 
-class Copies(NamedTuple):
+class ReplicaCounts(NamedTuple):
     """A run's replicas in one tier."""
 
     newest: int | None
@@ -63,10 +63,10 @@ class Facts(NamedTuple):
     run: str
     attempt: int
     now: float
-    held: Held = Held()
+    held: CheckpointFacts = CheckpointFacts()
     saves: tuple[Save, ...] = ()
     declared: tuple[float, ...] = ()
-    copies: Mapping[str, Copies] = {}
+    copies: Mapping[str, ReplicaCounts] = {}
     free_bytes: int = 0
     quota_bytes: int | None = None
     makes_room: bool = False  # its policy lets old checkpoints go

@@ -42,7 +42,7 @@ class Seen(NamedTuple):
     first: bool  # not seen before
 
 
-class History:
+class RoundHistory:
     """Rounds of one node that have ended since the first look. Thread-safe."""
 
     def __init__(self, database: Database, node: str, clock: Callable[[], float] = time.time) -> None:

@@ -12,7 +12,7 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import JobRow
 from holdfast_service.control.insight.round_history import Seen
 from holdfast_service.control.retention.rotation import seconds_of
-from holdfast_service.observe.tracing import Part, record
+from holdfast_service.observe.tracing import SpanPart, record
 
 VERIFIED_S = 120.0  # a save's span is sent when it has been read back, or so long after its end
 _JOB_ENDED = ("done", "failed", "cancelled")
@@ -75,24 +75,26 @@ def _record_save(seen: Seen) -> None:
     about = _about(seen.run, seen.step, seen.attempt)
     parts = list(_phases(seen))
     ended = max([seen.ended, *(part.ended for part in parts)])
-    whole = Part("holdfast.save", seen.opened, ended, {**about, "holdfast.world": seen.world, "holdfast.state": seen.state})
+    whole = SpanPart(
+        "holdfast.save", seen.opened, ended, {**about, "holdfast.world": seen.world, "holdfast.state": seen.state}
+    )
     if stall := seen.new.get("stall"):
         whole = whole._replace(attributes={**whole.attributes, "holdfast.stall_s": stall})
     record(whole, [part._replace(attributes=about) for part in parts], seen.code)
 
 
-def _phases(seen: Seen) -> Iterator[Part]:
+def _phases(seen: Seen) -> Iterator[SpanPart]:
     """Stage, queue, write and commit follow one another; fsync is a part of writing, its last one; verifying comes after."""
     at = seen.opened
     for phase in ("stage", "queue", "write", "commit"):
         if phase not in seen.new:
             continue
-        yield Part(f"holdfast.save.{phase}", at, at + seen.new[phase])
+        yield SpanPart(f"holdfast.save.{phase}", at, at + seen.new[phase])
         at += seen.new[phase]
         if phase == "write" and "fsync" in seen.new:
-            yield Part("holdfast.save.fsync", max(at - seen.new["fsync"], at - seen.new["write"]), at)
+            yield SpanPart("holdfast.save.fsync", max(at - seen.new["fsync"], at - seen.new["write"]), at)
     if "verify" in seen.new:
-        yield Part("holdfast.save.verify", max(at, seen.ended), max(at, seen.ended) + seen.new["verify"])
+        yield SpanPart("holdfast.save.verify", max(at, seen.ended), max(at, seen.ended) + seen.new["verify"])
 
 
 def _record_job(job: JobRow) -> None:
@@ -100,7 +102,7 @@ def _record_job(job: JobRow) -> None:
     about: dict[str, Any] = {"holdfast.job": job.id, "holdfast.kind": job.kind, "holdfast.state": job.state}
     about |= _about(job.run, job.step, None) | {"holdfast.bytes": job.done_bytes}
     failed = (job.problem or {}).get("code", "failed") if job.state == "failed" else None
-    record(Part("holdfast.job", began, max(seconds_of(job.ended or job.created), began), about), (), failed)
+    record(SpanPart("holdfast.job", began, max(seconds_of(job.ended or job.created), began), about), (), failed)
 
 
 def _about(run: str | None, step: int | None, attempt: int | None) -> dict[str, Any]:

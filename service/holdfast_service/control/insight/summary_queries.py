@@ -23,7 +23,7 @@ from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, 
 from holdfast_service.control.database.visible import visible
 from holdfast_service.control.insight.attention import weight
 from holdfast_service.control.insight.cached_value import Remembered
-from holdfast_service.control.insight.facts import NOTHING, UNKNOWN, Copies, Facts, Held, Lived, Save
+from holdfast_service.control.insight.facts import NOTHING, UNKNOWN, CheckpointFacts, Facts, Lived, ReplicaCounts, Save
 from holdfast_service.control.insight.summary import SAVES, summarise
 from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.storage import Tier
@@ -135,7 +135,7 @@ class Summaries:
                 run=run,
                 attempt=attempts[run],
                 now=now,
-                held=held.get(run, Held()),
+                held=held.get(run, CheckpointFacts()),
                 saves=tuple(saves.get(run, ())),
                 declared=tuple(declared.get(run, ())),
                 copies=copies.get(run, {}),
@@ -174,7 +174,7 @@ def _run_of(key: str, order: Order) -> str:
     return key[6:] if order == "attention" else key
 
 
-def _held(session: Session, runs: Collection[str]) -> dict[str, Held]:
+def _held(session: Session, runs: Collection[str]) -> dict[str, CheckpointFacts]:
     """What stands of each run, in one pass over its checkpoints, and its newest one."""
     row, living = CheckpointRow, CheckpointRow.abandoned.is_(False)
     totals = (
@@ -197,7 +197,7 @@ def _held(session: Session, runs: Collection[str]) -> dict[str, Held]:
     joined = select(totals, *newest).join(row, (row.run == totals.c.run) & (row.step == totals.c.newest))
     joined = joined.outerjoin(sound, (sound.run == totals.c.run) & (sound.step == totals.c.newest_verified))
     found = (tuple(values) for values in session.execute(joined))
-    return {run: Held(count, int(size), *others) for run, count, size, *others in found}
+    return {run: CheckpointFacts(count, int(size), *others) for run, count, size, *others in found}
 
 
 def _saves(session: Session, runs: Collection[str]) -> dict[str, list[Save]]:
@@ -230,12 +230,12 @@ def _declared(session: Session, runs: Collection[str]) -> dict[str, list[float]]
     return found
 
 
-def _copies(session: Session, runs: Collection[str]) -> dict[str, Mapping[str, Copies]]:
+def _copies(session: Session, runs: Collection[str]) -> dict[str, Mapping[str, ReplicaCounts]]:
     row = ReplicaRow
     newest = func.max(case((row.state == "present", row.step)))
     damaged = func.count(case((row.state == "damaged", row.step)))
     wanted = select(row.run, row.tier, newest, damaged).where(row.run.in_(runs)).group_by(row.run, row.tier)
-    found: dict[str, dict[str, Copies]] = defaultdict(dict)
+    found: dict[str, dict[str, ReplicaCounts]] = defaultdict(dict)
     for run, tier, step, count in session.execute(wanted):
-        found[run][tier] = Copies(step, count)
+        found[run][tier] = ReplicaCounts(step, count)
     return dict(found)

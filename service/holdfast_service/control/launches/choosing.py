@@ -16,7 +16,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.findings.checks import Findings, as_damage
-from holdfast_service.control.findings.health import Health
+from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.observe.tracing import span
 from holdfast_service.storage import Tier
 
@@ -26,7 +26,7 @@ RESTORE_MAX_S = 3600.0  # a launch that has restored and neither saved nor parte
 ANSWER_S = 10.0  # how long the catalog is waited for before the directories are asked
 
 
-class Question(NamedTuple):
+class RestoreQuestion(NamedTuple):
     """The `turn`-th of an attempt: for a `step`, else the newest one with these groups, or the newest `healthy` one."""
 
     run: str
@@ -44,7 +44,7 @@ class Choices:
         self,
         root: tuple[Tier, Catalog, Attempts],
         book: Book,
-        known: tuple[Health, Findings, Readers, Callable[[str], set[int]]],
+        known: tuple[HealthRecords, Findings, Readers, Callable[[str], set[int]]],
         tell: Callable[..., None],
     ) -> None:
         """`tell` records an event, by and by; the last of `known` says which steps of a run training has left behind."""
@@ -54,7 +54,7 @@ class Choices:
         self._choosing = threading.Lock()
         self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
 
-    def choose(self, asked: Question) -> int | None:
+    def choose(self, asked: RestoreQuestion) -> int | None:
         """The step that every rank of this attempt restores; None when there is nothing to restore.
 
         Unless a step is named it is the newest one that is not known to be damaged. Where all are, the damage of the newest
@@ -80,7 +80,7 @@ class Choices:
         if step is not None:
             self._readers.release(run, step, f"attempt {attempt}")
 
-    def _chosen(self, asked: Question) -> int | None:
+    def _chosen(self, asked: RestoreQuestion) -> int | None:
         run, attempt, turn = asked[:3]
         known, answer = self._attempts.asked(run, attempt, turn)
         if known:
@@ -101,10 +101,10 @@ class Choices:
             self._tell("restore-chosen", f"attempt {attempt} restores step {chosen}", run, chosen, attempt=attempt)
         return chosen
 
-    def _note(self, asked: Question, chosen: int | None) -> None:
+    def _note(self, asked: RestoreQuestion, chosen: int | None) -> None:
         self._catalog.answer(asked.run, asked.attempt, asked.turn, chosen)
 
-    def _listed(self, asked: Question) -> int | None:
+    def _listed(self, asked: RestoreQuestion) -> int | None:
         """As the catalog has it, once that says what the directories say."""
         run, step = asked.run, asked.step
         if not roots.agrees(self._tier, self._catalog, run):
@@ -117,7 +117,7 @@ class Choices:
             self._refuse_if_none_will_do(run, asked.groups)
         return found
 
-    def _standing(self, asked: Question) -> int | None:
+    def _standing(self, asked: RestoreQuestion) -> int | None:
         """As the directories have it: the newest whose manifest is sound, and of which no damage was seen here."""
         run, step = asked.run, asked.step
         steps = roots.committed(self._tier, run)

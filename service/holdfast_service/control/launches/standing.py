@@ -18,7 +18,7 @@ from holdfast_formats.lineage import Intent, Key, Way
 from holdfast_service.control.catalog import lines
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.catalog.lines import Line
+from holdfast_service.control.catalog.lines import ListedCheckpoint
 from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.launches.choosing import stands
@@ -36,7 +36,7 @@ class Standing:
     def __init__(self, tier: Tier, catalog: Catalog, book: Book, findings: Findings) -> None:
         self._tier, self._catalog, self._book, self._findings = tier, catalog, book, findings
         self._lock = threading.Lock()
-        self._runs: dict[str, dict[int, Line]] = {}
+        self._runs: dict[str, dict[int, ListedCheckpoint]] = {}
         self._anew: set[tuple[str, int]] = set()  # run and attempt of launches that begin their run anew
 
     def learn(self, run: str) -> None:
@@ -45,7 +45,7 @@ class Standing:
 
     def made(self, made: Manifest) -> None:
         """A checkpoint was published; it may have taken the place of another one."""
-        found = Line(made.step, made.attempt, made.turn, made.rewinds, groups=made.groups)
+        found = ListedCheckpoint(made.step, made.attempt, made.turn, made.rewinds, groups=made.groups)
         with self._lock:
             self._runs.setdefault(made.run, {})[made.step] = found
 
@@ -64,7 +64,7 @@ class Standing:
         """The rewinds to the line that lives."""
         return lineage.way(self._there(run))
 
-    def place(self, run: str, step: int, attempt: int, intent: Intent) -> lines.Place:
+    def place(self, run: str, step: int, attempt: int, intent: Intent) -> lines.SavePlace:
         """Where a save of this intent comes from, and what it takes the place of; `AlreadyCommitted` where it may not."""
         there = self._there(run)
         at = next((number for number, found in enumerate(there) if found.step == step), None)
@@ -83,7 +83,7 @@ class Standing:
                 self._anew.add(launch)
         return found
 
-    def _judged(self, run: str, found: Line) -> Line:
+    def _judged(self, run: str, found: ListedCheckpoint) -> ListedCheckpoint:
         """What is known of a checkpoint besides; where nobody can say, nothing speaks against it."""
         seen = self._findings.seen(run, found.step)
         try:
@@ -95,7 +95,7 @@ class Standing:
             return found._replace(sound=found.sound and seen is None)
         return found._replace(sound=known.damage is None, healthy=known.healthy)
 
-    def _there(self, run: str) -> list[Line]:
+    def _there(self, run: str) -> list[ListedCheckpoint]:
         """What stands in the directory, by step."""
         steps = roots.steps(self._tier, run)
         with self._lock:
@@ -109,8 +109,8 @@ class Standing:
                 known.setdefault(found.step, found)
             return [known[step] for step in steps if step in known]
 
-    def _read(self, run: str, steps: Sequence[int]) -> list[Line]:
-        listed: dict[int, Line] = {}
+    def _read(self, run: str, steps: Sequence[int]) -> list[ListedCheckpoint]:
+        listed: dict[int, ListedCheckpoint] = {}
         if len(steps) > READ_MAX:
             try:
                 listed = {found.step: found for found in self._book.ask(lambda: self._catalog.lines(run), LOOK_S)}
@@ -123,14 +123,14 @@ class Standing:
             except NotFound:
                 continue  # removed at this moment
             except Damaged:
-                found.append(Line(step, 0, 0, (), sound=False))
+                found.append(ListedCheckpoint(step, 0, 0, (), sound=False))
             except CheckpointError as error:
                 log.warning("%s@%s cannot be read: %s", run, step, error.detail)
-                found.append(Line(step, 0, 0, ()))
+                found.append(ListedCheckpoint(step, 0, 0, ()))
         return found
 
-    def _placed(self, run: str, step: int) -> Line:
+    def _placed(self, run: str, step: int) -> ListedCheckpoint:
         directory = naming.checkpoint_path(run, step)
         commit = vouched.read_commit(self._tier, directory)
         placed = manifest.placement(vouched.read_manifest(self._tier, directory, commit), commit)
-        return Line(step, placed.attempt, placed.turn, placed.rewinds, groups=placed.groups)
+        return ListedCheckpoint(step, placed.attempt, placed.turn, placed.rewinds, groups=placed.groups)

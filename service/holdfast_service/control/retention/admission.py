@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from holdfast_formats.disk.packing import tensor_extent_bytes
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, QuotaExceeded
-from holdfast_formats.staging.plan import Plan
+from holdfast_formats.staging.plan import WritePlan
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import commit, roots
 from holdfast_service.control.checkpoints.run_files import RunFiles
@@ -29,13 +29,13 @@ USED_S = 0.5  # how long the catalog is asked how much a run uses
 Ask = Callable[[Callable[[], int], float], int]  # a question to the catalog, and how long it may take
 
 
-def counted_bytes(plan: Plan) -> int:
+def counted_bytes(plan: WritePlan) -> int:
     """What the checkpoint will count, exactly: all that its manifest lists."""
     indexes = sum(len(commit.encode_index(plan, group)) for group in plan.groups)
     return _data_bytes(plan) + indexes
 
 
-def disk_bytes(plan: Plan) -> int:
+def disk_bytes(plan: WritePlan) -> int:
     """The most that writing it takes of a disk: indexes, manifest and receipt by a bound, and whole blocks."""
     total = _data_bytes(plan) + (len(plan.files) + len(plan.assets) + len(plan.groups) + SMALL_FILES) * BLOCK_BYTES
     longest = plan.extent_bytes
@@ -48,7 +48,7 @@ def disk_bytes(plan: Plan) -> int:
     return total
 
 
-def _data_bytes(plan: Plan) -> int:
+def _data_bytes(plan: WritePlan) -> int:
     return plan.bytes + sum(asset.blob.length for asset in plan.assets) + len(plan.state)
 
 
@@ -61,7 +61,7 @@ class Admission:
         self._tier, self._catalog, self._clock = tier, catalog, clock
         self._files, self._rotation, self._ask = parts
 
-    def admit(self, plan: Plan) -> None:
+    def admit(self, plan: WritePlan) -> None:
         """Return when the save fits. Raises `QuotaExceeded` or `NoSpace`, with the numbers, when it cannot be made to.
 
         Room is made in this order: what no rule of any run keeps; then, oldest first and no more than is needed, what this
@@ -101,7 +101,7 @@ class Admission:
             log.warning("how much of its quota %s uses is not known: %s", run, away.detail)
             return 0
 
-    def _shortage(self, plan: Plan) -> CheckpointError | None:
+    def _shortage(self, plan: WritePlan) -> CheckpointError | None:
         what = f"{plan.run}@{plan.step}"
         quota = self._quota(plan.run)
         if quota is not None:

@@ -16,7 +16,7 @@ from sqlalchemy import delete, select
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, LimitExceeded
-from holdfast_service.control.catalog.attempts import Attempts, Declared
+from holdfast_service.control.catalog.attempts import Attempts, RunAttempts
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.listing import GOING_ON
@@ -75,12 +75,12 @@ class EmptyRuns:
                 )
             made.add(run)
 
-    def due(self) -> dict[str, Declared]:
+    def due(self) -> dict[str, RunAttempts]:
         """The runs that have stood empty and deserted for long enough, as they were declared."""
         known = self._attempts.known()
         runs = sorted(known.keys() | set(roots.runs(self._tier)))
         self._missed = {run: at for run, at in self._missed.items() if run in runs}
-        empty = {run: known.get(run, Declared()) for run in runs if removal.is_bare(self._tier, run)}
+        empty = {run: known.get(run, RunAttempts()) for run in runs if removal.is_bare(self._tier, run)}
         return {run: declared for run, declared in empty.items() if self._deserted_s(run, declared) >= self._kept_s}
 
     def forget(self, run: str) -> bool:
@@ -99,11 +99,11 @@ class EmptyRuns:
             session.execute(delete(RunRow).where(RunRow.name == run))
         return True
 
-    def sweep(self, run: str, declared: Declared) -> bool:
+    def sweep(self, run: str, declared: RunAttempts) -> bool:
         """Remove what is left of a run that the catalog has forgotten; False where somebody has said hello since, or where
         its directory holds more than it should.
         """
-        if self._attempts.known().get(run, Declared()) != declared:
+        if self._attempts.known().get(run, RunAttempts()) != declared:
             return False
         with self._files.changing:
             if not removal.remove_bare_run(self._tier, run):
@@ -116,7 +116,7 @@ class EmptyRuns:
 
     def restore(self, run: str) -> None:
         """It is not swept after all: the catalog knows it again."""
-        self._catalog.note_attempts({run: self._attempts.known().get(run, Declared())})
+        self._catalog.note_attempts({run: self._attempts.known().get(run, RunAttempts())})
         try:
             self._catalog.set_keep_last(run, self._files.read(run).in_force.last)
         except CheckpointError as error:
@@ -125,7 +125,7 @@ class EmptyRuns:
     def _holds(self, run: str) -> bool:
         return bool(self._tier.list(f"{run}/{naming.CHECKPOINTS}"))
 
-    def _deserted_s(self, run: str, declared: Declared) -> float:
+    def _deserted_s(self, run: str, declared: RunAttempts) -> float:
         """For how long nobody has trained it; where that is not known it counts from the first look."""
         if declared.life == "running":
             return 0.0

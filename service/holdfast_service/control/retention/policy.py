@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
     abandoned: bool = False
 
 
-class Judged(Protocol):
+class JudgedCheckpoint(Protocol):
     """What is known of a checkpoint's worth."""
 
     @property
@@ -67,12 +67,12 @@ class Decision(NamedTuple):
     reasons: tuple[str, ...]
 
 
-class Answer(NamedTuple):
+class RetentionAnswer(NamedTuple):
     keeps: bool
     why: str
 
 
-Rule = Callable[[Candidate], Answer]
+Rule = Callable[[Candidate], RetentionAnswer]
 _Make = Callable[[Sequence[Candidate]], Rule]
 _NO_RULE = "no rule limits what is kept"
 
@@ -95,7 +95,7 @@ def foresee(candidates: Sequence[Candidate], incoming: Candidate, policy: Retent
     return sorted(c.step for c in gone if c.abandoned or c.step < newest(candidates, c.groups).verified)
 
 
-def newest(among: Iterable[Judged], groups: Collection[str]) -> Newest:
+def newest(among: Iterable[JudgedCheckpoint], groups: Collection[str]) -> Newest:
     """Which checkpoints nothing takes the place of, of those with at least these groups that are not abandoned."""
     wanted = frozenset(groups)
     sound = [c for c in among if c.verified and not c.abandoned and wanted <= frozenset(c.groups)]
@@ -179,7 +179,7 @@ class _Judge:
             stays.update(v.step for v in verified if v.groups == groups and rule(v).keeps)
             self._rules[groups] = rule
 
-    def __call__(self, c: Candidate) -> Answer:
+    def __call__(self, c: Candidate) -> RetentionAnswer:
         return self._rules[c.groups](c)
 
 
@@ -206,21 +206,21 @@ def _age(policy: RetentionPolicy, now: float) -> Rule | None:
 def _last(count: int, verified: Sequence[Candidate]) -> Rule:
     steps = [c.step for c in verified]
 
-    def judge(c: Candidate) -> Answer:
+    def judge(c: Candidate) -> RetentionAnswer:
         newer = len(steps) - bisect_right(steps, c.step)
         if newer >= count:
-            return Answer(False, f"last {count}: {newer} newer checkpoints are verified")
+            return RetentionAnswer(False, f"last {count}: {newer} newer checkpoints are verified")
         if c.verified:
-            return Answer(True, f"last {count}: it is number {newer + 1} of the newest verified ones")
-        return Answer(True, f"last {count}: only {newer} newer checkpoints are verified")
+            return RetentionAnswer(True, f"last {count}: it is number {newer + 1} of the newest verified ones")
+        return RetentionAnswer(True, f"last {count}: only {newer} newer checkpoints are verified")
 
     return judge
 
 
 def _multiples(interval: int) -> Rule:
-    def judge(c: Candidate) -> Answer:
+    def judge(c: Candidate) -> RetentionAnswer:
         keeps = c.step % interval == 0
-        return Answer(keeps, f"every {interval} steps: its step is {'a' if keeps else 'no'} multiple of that")
+        return RetentionAnswer(keeps, f"every {interval} steps: its step is {'a' if keeps else 'no'} multiple of that")
 
     return judge
 
@@ -235,21 +235,21 @@ def _apart(
             chain.append(c)
     steps = [c.step for c in chain]
 
-    def judge(c: Candidate) -> Answer:
+    def judge(c: Candidate) -> RetentionAnswer:
         before = bisect_left(steps, c.step)
         if not before:
-            return Answer(True, f"one every {said(least)}: it is the oldest")
+            return RetentionAnswer(True, f"one every {said(least)}: it is the oldest")
         link = chain[before - 1]
         far = abs(place(c) - place(link))
-        return Answer(far >= least, f"one every {said(least)}: it comes {said(far)} after step {link.step}")
+        return RetentionAnswer(far >= least, f"one every {said(least)}: it comes {said(far)} after step {link.step}")
 
     return judge
 
 
 def _within(seconds: float, now: float) -> Rule:
-    def judge(c: Candidate) -> Answer:
+    def judge(c: Candidate) -> RetentionAnswer:
         age = now - c.created
-        return Answer(age <= seconds, f"within {span(seconds)}: it was committed {span(max(age, 0))} ago")
+        return RetentionAnswer(age <= seconds, f"within {span(seconds)}: it was committed {span(max(age, 0))} ago")
 
     return judge
 
@@ -264,12 +264,12 @@ def _best(best: Best, verified: Sequence[Candidate]) -> Rule:
     ranked = sorted(k for k in map(key, verified) if k is not None)
     name = f"best {best.count} by {best.mode} {best.metric}"
 
-    def judge(c: Candidate) -> Answer:
+    def judge(c: Candidate) -> RetentionAnswer:
         mine = key(c)
         if mine is None:
-            return Answer(best.keep_unmeasured, f"{name}: it was saved without this metric")
+            return RetentionAnswer(best.keep_unmeasured, f"{name}: it was saved without this metric")
         rank = bisect_left(ranked, mine)
-        return Answer(rank < best.count, f"{name}: with {c.metrics[best.metric]:g} it is number {rank + 1}")
+        return RetentionAnswer(rank < best.count, f"{name}: with {c.metrics[best.metric]:g} it is number {rank + 1}")
 
     return judge
 

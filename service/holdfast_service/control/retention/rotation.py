@@ -175,7 +175,7 @@ class Rotation:
 
     def remove(
         self, run: str, step: int, newest: bool = False, dry_run: bool = False, healthy: bool = False
-    ) -> bodies.Checkpoint:
+    ) -> bodies.CheckpointInfo:
         """Remove one checkpoint on request (I4), and return what it was; with `dry_run` only say whether that would work.
 
         Raises `NoSuchCheckpoint`, `Pinned`, `InUse`, for the newest verified one `NewestVerified` unless `newest`, and where
@@ -218,7 +218,7 @@ class Rotation:
         with self._freshness:
             self._fresh -= Counter({(run, step): 1})
 
-    def _refuse(self, found: bodies.Checkpoint, newest: bool, healthy: bool) -> None:
+    def _refuse(self, found: bodies.CheckpointInfo, newest: bool, healthy: bool) -> None:
         with self._freshness:
             fresh = (found.run, found.step) in self._fresh
         if fresh:
@@ -244,7 +244,7 @@ class Rotation:
                 hint=f"holdfast label {run}@{step} {labels[0]} --remove takes it away",
             )
 
-    def _refuse_the_newest(self, found: bodies.Checkpoint, newest: bool, healthy: bool) -> None:
+    def _refuse_the_newest(self, found: bodies.CheckpointInfo, newest: bool, healthy: bool) -> None:
         """What no policy removes is removed by name alone."""
         which = (
             f"{found.run}@{found.step} is the newest checkpoint of its run with the groups {', '.join(found.groups)} that is"
@@ -267,7 +267,7 @@ class Rotation:
         busy = dict.fromkeys(read, _READ) | fresh
         return file, [_candidate(c, file, busy.get(c.step)) for c in self._listed(run)]
 
-    def _listed(self, run: str) -> list[bodies.Checkpoint]:
+    def _listed(self, run: str) -> list[bodies.CheckpointInfo]:
         return roots.all_checkpoints(self._catalog, run)
 
     def _discard(self, run: str, steps: Mapping[int, Sequence[str]], why: str) -> dict[int, str]:
@@ -350,7 +350,7 @@ _READ = "it is being read"
 _FRESH = "it is saved anew at this moment"
 
 
-def _candidate(c: bodies.Checkpoint, file: RunFile, busy: str | None) -> Candidate:
+def _candidate(c: bodies.CheckpointInfo, file: RunFile, busy: str | None) -> Candidate:
     pin = ["it is pinned"] if c.step in file.pins else []
     labels = [f"it has the label {label}" for label in file.labels_of(c.step)]
     before = file.policy is None and file.keep_last is not None and c.attempt < file.keep_last_since
@@ -368,7 +368,7 @@ def seconds_of(created: str) -> float:
         return float("inf")
 
 
-def _verdict(decision: Decision, listed: bodies.Checkpoint, file: RunFile) -> Verdict:
+def _verdict(decision: Decision, listed: bodies.CheckpointInfo, file: RunFile) -> Verdict:
     return Verdict(
         step=decision.step,
         keep=decision.keep,

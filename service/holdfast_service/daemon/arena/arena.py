@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest
-from holdfast_formats.staging.arena import Geometry, Owner
-from holdfast_service.daemon.arena.budget import Budget, Room, fitting
-from holdfast_service.daemon.arena.fd_keeper import Keeper
-from holdfast_service.daemon.arena.segment import Segment, memfd
-from holdfast_service.daemon.arena.shares import Holder, left
+from holdfast_formats.staging.arena import Geometry, SegmentOwner
+from holdfast_service.daemon.arena.budget import Budget, SegmentRoom, fitting
+from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper
+from holdfast_service.daemon.arena.segment import ArenaSegment, memfd
+from holdfast_service.daemon.arena.shares import ShareHolder, left
 from holdfast_service.daemon.arena.spill import Spill, fewer_notice, refusal
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ NAMED_MAX = 10  # runs that a refusal names in the log
 class Loan:
     """Memory of the arena's budget that is no segment, for a while. `touched` says how much of it is in use by now."""
 
-    def __init__(self, size: int, holder: Holder) -> None:
+    def __init__(self, size: int, holder: ShareHolder) -> None:
         self.bytes, self.holder = size, holder
         self.touched: Callable[[], int] = lambda: 0
 
@@ -41,7 +41,7 @@ class Arena:
     def __init__(
         self,
         budget: Budget,
-        keeper: Keeper | None = None,
+        keeper: DescriptorKeeper | None = None,
         spill: Spill | None = None,
         make_room: Callable[[], None] = lambda: None,
         run_share: int = 100,
@@ -49,7 +49,7 @@ class Arena:
         self._budget, self._keeper, self._spill, self._make_room = budget, keeper, spill, make_room
         self.run_share = run_share
         self._lock = threading.Condition()
-        self._segments: set[Segment] = set()
+        self._segments: set[ArenaSegment] = set()
         self._loans: set[Loan] = set()
 
     @property
@@ -77,14 +77,16 @@ class Arena:
         with self._lock:
             return any(segment.holder.run == run for segment in self._segments)
 
-    def reserve(self, asked: Geometry, label: str, owner: Owner | None = None, holder: Holder | None = None) -> Segment:
+    def reserve(
+        self, asked: Geometry, label: str, owner: SegmentOwner | None = None, holder: ShareHolder | None = None
+    ) -> ArenaSegment:
         """A new segment of as many of the slots as memory has room for, or of one on disk; `notice` says if it is not all.
 
         Where the owner's outgrown segment is in the way, or memory that is lent, it is waited for. `LimitExceeded`, with
         the numbers, when neither memory nor disk has room for one slot. With an owner, its descriptor is kept beyond this
         daemon's death. `holder` is whose share it counts for: the owner's run, unless it says more.
         """
-        holder = holder or Holder(label if owner is None else owner.run)
+        holder = holder or ShareHolder(label if owner is None else owner.run)
         with self._lock:
             short = self._fitting(asked, holder) < asked.slots
         if short:
@@ -104,7 +106,7 @@ class Arena:
     def lend(self, size: int, run: str) -> Loan:
         """Room for so many bytes, or for as many as the run may have: perhaps none. Who has it soon calls `take_back`."""
         with self._lock:
-            loan = Loan(min(size, self._room(Holder(run)).bytes), Holder(run))
+            loan = Loan(min(size, self._room(ShareHolder(run)).bytes), ShareHolder(run))
             self._loans.add(loan)
             return loan
 
@@ -114,7 +116,7 @@ class Arena:
             self._loans.discard(loan)
             self._lock.notify_all()
 
-    def take_over(self, geometry: Geometry, owner: Owner) -> Segment | None:
+    def take_over(self, geometry: Geometry, owner: SegmentOwner) -> ArenaSegment | None:
         """The segment that this rank had in an earlier attempt, if it fits and its process is gone; else None.
 
         It is the owner's from here on, with every page in place and with what is held in it.
@@ -122,7 +124,7 @@ class Arena:
         with self._lock:
             return next((segment for segment in self._segments if segment.pass_on(owner, geometry)), None)
 
-    def recover(self) -> list[Segment]:
+    def recover(self) -> list[ArenaSegment]:
         """The segments that an earlier daemon left with the keeper; what is not one of ours is let go."""
         if self._keeper is None:
             return []
@@ -130,7 +132,7 @@ class Arena:
         try:
             for name, fd in self._keeper.take():
                 try:
-                    found.append(Segment.adopt(fd, name))
+                    found.append(ArenaSegment.adopt(fd, name))
                 except (CheckpointError, OSError, ValueError) as error:
                     log.warning("shared memory %s is not adopted: %s", name, error)
                     os.close(fd)
@@ -141,7 +143,7 @@ class Arena:
             self._segments |= set(found)
         return found
 
-    def attach(self, fd: int, owner: Owner) -> tuple[Segment, list[int]]:
+    def attach(self, fd: int, owner: SegmentOwner) -> tuple[ArenaSegment, list[int]]:
         """The owner's segment at a descriptor, which stays the caller's, and its slots that were taken unbeknown to us."""
         with self._lock:
             for segment in self._segments:
@@ -150,7 +152,7 @@ class Arena:
                     return segment, segment.find_taken()
             ours = os.dup(fd)
             try:
-                segment = Segment.adopt(ours, uuid.uuid4().hex)
+                segment = ArenaSegment.adopt(ours, uuid.uuid4().hex)
             except (CheckpointError, OSError, ValueError) as error:
                 os.close(ours)
                 raise InvalidRequest(f"the descriptor is of no staging arena: {error}") from error
@@ -161,7 +163,7 @@ class Arena:
         self._keep(segment)
         return segment, segment.taken
 
-    def drop(self, segment: Segment, outgrown: bool = False) -> None:
+    def drop(self, segment: ArenaSegment, outgrown: bool = False) -> None:
         """Nobody needs the segment any more: give its memory back once what it holds is saved.
 
         A rank that has outgrown it may map it still: then its pages are given back all the same.
@@ -169,7 +171,7 @@ class Arena:
         segment.outgrown = outgrown
         segment.retire(lambda: self._remove(segment))
 
-    def _remove(self, segment: Segment) -> None:
+    def _remove(self, segment: ArenaSegment) -> None:
         with self._lock:
             if segment not in self._segments or not segment.retired:
                 return
@@ -184,19 +186,21 @@ class Arena:
                 log.warning("the holder could not be told to drop %s: %s", segment.name, error)
         segment.close()
 
-    def _make(self, asked: Geometry, label: str, owner: Owner | None, holder: Holder) -> Segment:
+    def _make(self, asked: Geometry, label: str, owner: SegmentOwner | None, holder: ShareHolder) -> ArenaSegment:
         room = self._room(holder)
         slots = fitting(asked, room)
         if slots:
             given = asked._replace(slots=slots)
-            segment = Segment.make(memfd(label, given.segment_bytes), given, owner)
+            segment = ArenaSegment.make(memfd(label, given.segment_bytes), given, owner)
             segment.notice = fewer_notice(asked, slots, room) if slots < asked.slots else ""
         else:
             segment = self._make_on_disk(asked, label, owner, holder, room)
         segment.holder = holder
         return segment
 
-    def _make_on_disk(self, asked: Geometry, label: str, owner: Owner | None, holder: Holder, room: Room) -> Segment:
+    def _make_on_disk(
+        self, asked: Geometry, label: str, owner: SegmentOwner | None, holder: ShareHolder, room: SegmentRoom
+    ) -> ArenaSegment:
         try:
             if self._spill is None:
                 raise refusal(label, asked, self._taken(), room, "")
@@ -209,11 +213,11 @@ class Arena:
             held = ", ".join(f"{run} {size}" for run, size in self._by_run().most_common(NAMED_MAX))
             log.warning("%s gets no memory; bytes held: %s", label, held or "none")
             raise
-        segment = Segment.make(fd, given, owner, spilled=True)
+        segment = ArenaSegment.make(fd, given, owner, spilled=True)
         segment.notice = notice
         return segment
 
-    def _held(self) -> Iterator[tuple[Holder, int]]:
+    def _held(self) -> Iterator[tuple[ShareHolder, int]]:
         """Whose memory is whose."""
         for segment in self._segments:
             if not segment.spilled:
@@ -230,31 +234,31 @@ class Arena:
     def _taken(self) -> int:
         return sum(size for _, size in self._held())
 
-    def _room(self, holder: Holder) -> Room:
+    def _room(self, holder: ShareHolder) -> SegmentRoom:
         """What this holder may have now: what there is, or what its share leaves it."""
         touched = sum(segment.touched_bytes for segment in self._segments if not segment.spilled)
         touched += sum(loan.touched() for loan in self._loans)
         room = self._budget.room(self._taken(), touched)
         share = left(self.run_share, self._budget.bytes_max, self._held(), holder)
-        return min(room, Room(share.left, f"{self._budget.name}, {self._budget.bytes_max} bytes, {share.name}"))
+        return min(room, SegmentRoom(share.left, f"{self._budget.name}, {self._budget.bytes_max} bytes, {share.name}"))
 
-    def _room_on_disk(self, holder: Holder, free: int) -> Room:
+    def _room_on_disk(self, holder: ShareHolder, free: int) -> SegmentRoom:
         spilled = [(s.holder, s.geometry.segment_bytes) for s in self._segments if s.spilled]
         total = free + sum(size for _, size in spilled)
         share = left(self.run_share, total, spilled, holder)
-        return Room(share.left, f"the disk's {total} bytes, {share.name}")
+        return SegmentRoom(share.left, f"the disk's {total} bytes, {share.name}")
 
-    def _fitting(self, asked: Geometry, holder: Holder) -> int:
+    def _fitting(self, asked: Geometry, holder: ShareHolder) -> int:
         return fitting(asked, self._room(holder))
 
-    def _leaving(self, owner: Owner | None) -> bool:
+    def _leaving(self, owner: SegmentOwner | None) -> bool:
         """Whether memory is lent, or a segment of this rank's, be it of an earlier attempt, goes once it is saved."""
         if self._loans:
             return True
         who = owner and owner._replace(attempt=0)
         return any(s.retired and s.owner is not None and s.owner._replace(attempt=0) == who for s in self._segments)
 
-    def _keep(self, segment: Segment) -> None:
+    def _keep(self, segment: ArenaSegment) -> None:
         if self._keeper is None or segment.owner is None:
             return
         try:

@@ -30,7 +30,7 @@ class Bound(NamedTuple):
     free: int
 
 
-class Room(NamedTuple):
+class SegmentRoom(NamedTuple):
     """How many bytes a new segment may have, and what sets that limit."""
 
     bytes: int
@@ -53,18 +53,18 @@ class Budget:
         self.name = "--arena-bytes-max" if declared is not None else f"{SHARE_PERCENT} % of {narrowest.name}"
         self.bytes_max = declared if declared is not None else narrowest.bytes_max * SHARE_PERCENT // 100
 
-    def room(self, taken: int, touched: int) -> Room:
+    def room(self, taken: int, touched: int) -> SegmentRoom:
         """What may be taken now by one who has taken so many bytes, and has touched so many of those."""
         promised = taken - touched  # not missing from what is free yet, and spoken for
-        rooms = [Room(self.bytes_max - taken, f"{self.name}, {self.bytes_max} bytes")]
+        rooms = [SegmentRoom(self.bytes_max - taken, f"{self.name}, {self.bytes_max} bytes")]
         for bound in self._find():
             spare = bound.bytes_max * SPARE_PERCENT // 100
-            rooms.append(Room(bound.free - spare - promised, f"{bound.name}, {bound.bytes_max} bytes"))
+            rooms.append(SegmentRoom(bound.free - spare - promised, f"{bound.name}, {bound.bytes_max} bytes"))
         narrowest = min(rooms)
         return narrowest._replace(bytes=max(narrowest.bytes, 0))
 
 
-def fitting(asked: Geometry, room: Room) -> int:
+def fitting(asked: Geometry, room: SegmentRoom) -> int:
     """How many of the slots that are asked for fit; 0 when not even one does."""
     counts = range(asked.slots, 0, -1)
     return next((count for count in counts if asked._replace(slots=count).segment_bytes <= room.bytes), 0)

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 10.0
 
 
-class Keeper(Protocol):
+class DescriptorKeeper(Protocol):
     """Keeps named descriptors beyond this process's death. Every call may raise `OSError`."""
 
     def keep(self, name: str, fd: int) -> None: ...
@@ -53,7 +53,7 @@ class MemoryKeeper:
 class OfRoot:
     """A keeper that knows which root what it keeps belongs to: at its place another root may have been served before."""
 
-    def __init__(self, keeper: Keeper, root_id: str) -> None:
+    def __init__(self, keeper: DescriptorKeeper, root_id: str) -> None:
         self._keeper, self._prefix = keeper, f"{root_id}-"
         self._unmarked: set[str] = set()  # kept by a daemon from before roots had ids
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.staging import arena
-from holdfast_formats.staging.arena import Owner, SlotState
+from holdfast_formats.staging.arena import SegmentOwner, SlotState
 from holdfast_formats.staging.wire import HELD_RANKS_MAX, HeldPart
-from holdfast_service.daemon.arena.segment import SealedSlot, Segment
+from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ HELD_S = 600.0  # how long memory of ranks that are gone waits for them to be st
 
 
 class _Part(NamedTuple):
-    segment: Segment
+    segment: ArenaSegment
     slot: int
 
 
@@ -68,7 +68,7 @@ class Holds:
         else:
             self.end(run)
 
-    def find(self, segments: Iterable[Segment]) -> None:
+    def find(self, segments: Iterable[ArenaSegment]) -> None:
         """At start: hold what an earlier daemon had committed from these segments, as far as it still stands there whole."""
         found: dict[tuple[str, int, int, int], dict[int, _Part]] = {}
         for segment in segments:
@@ -100,7 +100,7 @@ class Holds:
         if hold is not None:
             self._release(hold)
 
-    def succeeded(self, owner: Owner) -> None:
+    def succeeded(self, owner: SegmentOwner) -> None:
         """A rank of a later attempt has its slots. With the last one, memory that none of them took over is given back."""
         with self._lock:
             hold = self._held.get(owner.run)
@@ -158,11 +158,11 @@ class Holds:
             segment.unkeep(slot)
 
 
-def _can_be_held(segment: Segment) -> bool:
+def _can_be_held(segment: ArenaSegment) -> bool:
     return segment.owner is not None and not segment.spilled and not segment.outgrown
 
 
-def _left_in(segment: Segment, slot: int) -> int | None:
+def _left_in(segment: ArenaSegment, slot: int) -> int | None:
     """The step that was last saved from a free slot, if header and table still agree about it."""
     try:
         header = arena.read_header(segment.memory, segment.geometry, slot)

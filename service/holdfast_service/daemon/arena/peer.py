@@ -14,7 +14,7 @@ _SO_PEERPIDFD = 77  # Linux 6.5; Python does not name it
 _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 
 
-class Peer:
+class PeerProcess:
     """A handle on the process that connected. A conversation may end and its process live on; this tells the two apart."""
 
     def __init__(self, connection: socket.socket) -> None:

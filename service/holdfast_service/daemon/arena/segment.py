@@ -16,10 +16,10 @@ from holdfast_formats.digest import digest
 from holdfast_formats.errors import ArenaFull, CheckpointError, InvalidRequest, NoSpace, StateMismatch
 from holdfast_formats.staging import arena
 from holdfast_formats.staging import slot_table as table
-from holdfast_formats.staging.arena import Geometry, Owner, SlotHeader, SlotState
+from holdfast_formats.staging.arena import Geometry, SegmentOwner, SlotHeader, SlotState
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_service.daemon.arena.peer import Peer
-from holdfast_service.daemon.arena.shares import Holder
+from holdfast_service.daemon.arena.peer import PeerProcess
+from holdfast_service.daemon.arena.shares import ShareHolder
 from holdfast_service.daemon.arena.spill import emptier
 from holdfast_service.storage import scratch
 
@@ -31,19 +31,19 @@ READ_POLL_S = 0.05  # the kernel does not tell when a reader unlocks a slot
 SPARE_FACTOR_MAX = 2  # a segment is not taken over by who needs less than half of it
 
 
-class Segment:
+class ArenaSegment:
     """One rank's shared memory: its slots, and which of them are free. Owns the mapping; closes it when nobody looks.
 
     A spilled one is a file on the storage's disk. `notice` is what its rank should know of how it was made.
     """
 
-    def __init__(self, fd: int, geometry: Geometry, owner: Owner | None, name: str, spilled: bool = False) -> None:
+    def __init__(self, fd: int, geometry: Geometry, owner: SegmentOwner | None, name: str, spilled: bool = False) -> None:
         self.fd, self.geometry, self.owner, self.name = fd, geometry, owner, name
-        self.holder = Holder(owner.run if owner is not None else "")  # for whose share it counts
+        self.holder = ShareHolder(owner.run if owner is not None else "")  # for whose share it counts
         self.spilled, self.notice = spilled, ""
         self._empty: Callable[[int], None] = emptier(fd, geometry) if spilled else lambda slot: None
         self.user: object = None  # the conversation that uses it now
-        self._peer: Peer | None = None  # the process that last did
+        self._peer: PeerProcess | None = None  # the process that last did
         try:
             self._map = mmap.mmap(fd, geometry.segment_bytes)
         except OSError as error:
@@ -56,7 +56,7 @@ class Segment:
         self._changed = threading.Condition()
 
     @classmethod
-    def make(cls, fd: int, geometry: Geometry, owner: Owner | None, spilled: bool = False) -> Segment:
+    def make(cls, fd: int, geometry: Geometry, owner: SegmentOwner | None, spilled: bool = False) -> ArenaSegment:
         """A new one in what `fd` is of, all slots free. The descriptor is the segment's, also if this raises."""
         try:
             made = cls(fd, geometry, owner, uuid.uuid4().hex, spilled)
@@ -69,7 +69,7 @@ class Segment:
         return made
 
     @classmethod
-    def adopt(cls, fd: int, name: str) -> Segment:
+    def adopt(cls, fd: int, name: str) -> ArenaSegment:
         """One that another daemon made: leased and sealed slots stay taken. `InvalidRequest` for what is not one of ours.
 
         The descriptor is the segment's only if this returns.
@@ -207,13 +207,13 @@ class Segment:
         if idle:
             when_idle()
 
-    def used_by(self, user: object, peer: Peer) -> None:
+    def used_by(self, user: object, peer: PeerProcess) -> None:
         """A conversation uses the segment from here on, and the process at its other end."""
         if self._peer is not None:
             self._peer.close()
         self.user, self._peer = user, peer
 
-    def pass_on(self, owner: Owner, geometry: Geometry) -> bool:
+    def pass_on(self, owner: SegmentOwner, geometry: Geometry) -> bool:
         """Become `owner`'s, if this was the same rank's in an earlier attempt, has the room, and its process is gone."""
         mine = self.owner
         if mine is None or self.spilled or (mine.run, mine.rank, mine.world) != (owner.run, owner.rank, owner.world):
@@ -266,7 +266,7 @@ class Segment:
 class SealedSlot:
     """A complete slot: its decoded table and its data. Read-only by agreement until it is released."""
 
-    def __init__(self, segment: Segment, slot: int, slot_table: SlotTable, data: memoryview) -> None:
+    def __init__(self, segment: ArenaSegment, slot: int, slot_table: SlotTable, data: memoryview) -> None:
         self.segment, self.slot = segment, slot
         self.table = slot_table
         self.data = data
@@ -275,14 +275,14 @@ class SealedSlot:
         self.segment.release(self.slot)
 
 
-def check_identity(sealed: SealedSlot, owner: Owner, step: int) -> None:
+def check_identity(sealed: SealedSlot, owner: SegmentOwner, step: int) -> None:
     """`StateMismatch` for a slot whose table is of another rank or save than the one that sealed it."""
     if (sealed.table.owner, sealed.table.step) != (owner, step):
         stated = f"{sealed.table.owner} at step {sealed.table.step}"
         raise StateMismatch(f"the slot's table is of {stated}, the rank that sealed it is {owner} at step {step}")
 
 
-def find_sealed(segment: Segment, slot: int) -> SealedSlot | None:
+def find_sealed(segment: ArenaSegment, slot: int) -> SealedSlot | None:
     """What a slot holds if it is sealed, whole, and its owner's; None otherwise."""
     try:
         header = arena.read_header(segment.memory, segment.geometry, slot)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 
-class Holder(NamedTuple):
+class ShareHolder(NamedTuple):
     """Whose something is. `tenant` stands for whoever may open some runs only: "" for the daemon's own user and admins."""
 
     run: str
@@ -29,14 +29,14 @@ ADMIN = Asker("", True)
 NOBODY = Asker("", False)
 
 
-class Share(NamedTuple):
+class Allowance(NamedTuple):
     """How much more somebody may have, and what says so: the run's bound, or its tenant's."""
 
     left: int
     name: str
 
 
-def left(percent: int, total: int, held: Iterable[tuple[Holder, int]], who: Holder) -> Share:
+def left(percent: int, total: int, held: Iterable[tuple[ShareHolder, int]], who: ShareHolder) -> Allowance:
     """What `who` may have beside what it has, of `total`, of which this is `held` by now."""
     taken = list(held)
     all_taken = sum(size for _, size in taken)
@@ -48,5 +48,5 @@ def left(percent: int, total: int, held: Iterable[tuple[Holder, int]], who: Hold
         others = all_taken - own
         what = f"the run {name!r}" if kind == "run" else f"all runs of {name}"
         text = f"of which {what} may hold {percent} % of what others do not: {own} are its own, {others} theirs"
-        shares.append(Share(max((total - others) * percent // 100 - own, 0), text))
+        shares.append(Allowance(max((total - others) * percent // 100 - own, 0), text))
     return min(shares)

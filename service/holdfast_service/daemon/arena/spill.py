@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from holdfast_formats.errors import CheckpointError, LimitExceeded, NoSpace
 from holdfast_formats.staging.arena import Geometry
-from holdfast_service.daemon.arena.budget import Room
+from holdfast_service.daemon.arena.budget import SegmentRoom
 from holdfast_service.storage import scratch
 
 GIB = 2**30
@@ -38,7 +38,7 @@ class Spill:
         """What the disk has room for, as this user may fill it."""
         return scratch.free_bytes(self._root)
 
-    def make(self, asked: Geometry, room: Room, disk: Room) -> Spilled:
+    def make(self, asked: Geometry, room: SegmentRoom, disk: SegmentRoom) -> Spilled:
         """One slot on the disk; `NoSpace` or `StorageFailed`, with the numbers, where the disk cannot have it either.
 
         `disk` is how much of the disk may be had by who asks.
@@ -62,7 +62,7 @@ class Spill:
         return Spilled(fd, one, notice)
 
 
-def fewer_notice(asked: Geometry, slots: int, room: Room) -> str:
+def fewer_notice(asked: Geometry, slots: int, room: SegmentRoom) -> str:
     """What a rank is told that gets fewer slots than it asked for."""
     return (
         f"{slots} slot{'s' * (slots > 1)} instead of {asked.slots}: memory has room for {_amount(room.bytes)} "
@@ -72,7 +72,7 @@ def fewer_notice(asked: Geometry, slots: int, room: Room) -> str:
     )
 
 
-def refusal(label: str, asked: Geometry, taken: int, room: Room, why: str) -> LimitExceeded:
+def refusal(label: str, asked: Geometry, taken: int, room: SegmentRoom, why: str) -> LimitExceeded:
     """What a rank is told that gets nothing."""
     one = asked._replace(slots=1)
     return LimitExceeded(

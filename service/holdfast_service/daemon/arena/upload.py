@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from holdfast_formats.staging import wire
-from holdfast_service.daemon.arena.segment import Segment
+from holdfast_service.daemon.arena.segment import ArenaSegment
 
 Part = Literal["data", "table"]
 
@@ -18,10 +18,10 @@ class Chunk(NamedTuple):
     digest: str
 
 
-class Upload:
+class SlotUpload:
     """One slot that a rank brings: how far it is, and how it ended."""
 
-    def __init__(self, number: int, step: int, segment: Segment, turn: int) -> None:
+    def __init__(self, number: int, step: int, segment: ArenaSegment, turn: int) -> None:
         self.number, self.step, self.segment, self.turn = number, step, segment, turn
         self.slot = -1
         self.received: dict[str, int] = {"data": 0, "table": 0}

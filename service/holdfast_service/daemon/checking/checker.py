@@ -31,7 +31,7 @@ SUSPICIONS_MAX = 1000
 CATALOG_WAIT_S = 1.0
 
 
-class Ended(Enum):
+class CheckEnd(Enum):
     """How a check ended."""
 
     SOUND = "sound"
@@ -40,7 +40,7 @@ class Ended(Enum):
     FAILED = "could not be read"
 
 
-class Counts:
+class CheckCounts:
     """What checks of all kinds have read and found since the start. Thread-safe enough for counters that are scraped."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Checker:
     def __init__(self, tier: Tier, decisions: Decisions, repairs: Repairs | None = None) -> None:
         self._tier, self._decisions = tier, decisions
         self.repairs = repairs
-        self.counts = Counts()
+        self.counts = CheckCounts()
 
     def check(self, run: str, step: int, heed: Heed | None = None, hold: bool = True) -> dict[str, Any]:
         """Read a checkpoint back, whole; record what was found, and return what was done: seconds, bytes, layouts, repaired.
@@ -298,21 +298,21 @@ class Checks:
         return lambda: self._took(what, self._checker.check(run, step, self._heed)["seconds"])
 
 
-def told(run: str, step: int, act: Callable[[], object]) -> Ended:
+def told(run: str, step: int, act: Callable[[], object]) -> CheckEnd:
     """How a check ended; why, the log says. Damage is recorded by the check itself. Raises `CatalogUnavailable`."""
     try:
         act()
     except NoSuchCheckpoint:
         log.info("%s@%s was removed before it was checked", run, step)
-        return Ended.GONE
+        return CheckEnd.GONE
     except Damaged:
-        return Ended.DAMAGED
+        return CheckEnd.DAMAGED
     except CatalogUnavailable:
         raise
     except CheckpointError as error:
         log.warning("%s@%s could not be verified: %s", run, step, error.detail)
-        return Ended.FAILED
+        return CheckEnd.FAILED
     except Exception:
         log.exception("verification of %s@%s failed", run, step)
-        return Ended.FAILED
-    return Ended.SOUND
+        return CheckEnd.FAILED
+    return CheckEnd.SOUND

@@ -18,7 +18,7 @@ from holdfast_service.storage import Tier
 READ = ("changed", "unknown")  # what has to be read to say how far it is apart
 
 
-class Side(NamedTuple):
+class ComparedCheckpoint(NamedTuple):
     """A checkpoint of the tier, as one of two."""
 
     run: str
@@ -35,7 +35,10 @@ def bytes_to_read(pairs: Iterable[Pair]) -> int:
 
 
 def compare(
-    tier: Tier, sides: tuple[Side, Side], pairs: Iterable[Pair], on_bytes: Callable[[int], None] | None = None
+    tier: Tier,
+    sides: tuple[ComparedCheckpoint, ComparedCheckpoint],
+    pairs: Iterable[Pair],
+    on_bytes: Callable[[int], None] | None = None,
 ) -> Iterator[Difference]:
     """How far the tensors are apart; those that are equal by their digests are not read.
 
@@ -54,7 +57,7 @@ def compare(
         yield comparing.difference(pair, distance)
 
 
-def _octets(tier: Tier, side: Side, pair: Pair, entry: TensorEntry) -> Iterator[Octets]:
+def _octets(tier: Tier, side: ComparedCheckpoint, pair: Pair, entry: TensorEntry) -> Iterator[Octets]:
     for extent in entry.extents:
         piece = verification.tensor_piece(pair.group, pair.name, entry, extent)
         data = tier.read(f"{side.directory}/{piece.file}", piece.start, piece.length)

@@ -17,7 +17,7 @@ from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.rest.statistics import Part, Statistics, collect, merge, tensors_of
+from holdfast_formats.rest.statistics import PartStatistics, Statistics, collect, merge, tensors_of
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.checking.statistics import measure
 from holdfast_service.daemon.checking.verifier import WORKERS
@@ -48,7 +48,7 @@ class Examination:
     def __init__(self, tier: Tier, before: Manifest | None) -> None:
         self._tier, self._before = tier, before
         self._lock = threading.Lock()
-        self._parts: dict[tuple[str, str], dict[int, Part]] = {}
+        self._parts: dict[tuple[str, str], dict[int, PartStatistics]] = {}
         self._failed = False
 
     def passed(self, made: Manifest, pieces: Sequence[Piece], data: Sequence[Bytes]) -> None:
@@ -91,7 +91,7 @@ class Examination:
                 for piece, old in self._read_before(batch, window):
                     self._add(changed[piece].piece, _measured(made, changed[piece], old))
 
-    def _add(self, piece: Piece, part: Part) -> None:
+    def _add(self, piece: Piece, part: PartStatistics) -> None:
         with self._lock:
             self._parts.setdefault((str(piece.group), str(piece.tensor)), {})[piece.offset] = part
 
@@ -135,7 +135,7 @@ class Examination:
                 yield piece, data
 
 
-def _measured(made: Manifest, one: _Passed, before: Bytes | None = None) -> Part:
+def _measured(made: Manifest, one: _Passed, before: Bytes | None = None) -> PartStatistics:
     entry = made.tensors[str(one.piece.group)][str(one.piece.tensor)]
     return measure(entry.dtype, one.data, before)
 

@@ -18,12 +18,12 @@ import numpy as np
 from holdfast_formats import region, transfer
 from holdfast_formats.disk import read_planner, verification
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
-from holdfast_formats.disk.read_planner import Wanted
+from holdfast_formats.disk.read_planner import WantedBox
 from holdfast_formats.errors import CorruptManifest, NotFound, Refused
 from holdfast_formats.layout import language as layouts
 from holdfast_formats.layout import parts, rank_tensors, shard_file
 from holdfast_formats.layout.parts import Part
-from holdfast_formats.layout.rank_tensors import Held, Holding
+from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
 from holdfast_formats.layout.shard_file import ShardFile, Strip
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_formats.transfer import Direction, Elements
@@ -87,9 +87,9 @@ def try_layouts(tier: Tier, directory: str, made: Manifest, heed: Heed | None = 
     return Tried(tuple(tried), trial.read)
 
 
-def _check_coverage(made: Manifest, group: str, held: Holding, rank: int, mine: Held, where: str) -> None:
+def _check_coverage(made: Manifest, group: str, held: LayoutHoldings, rank: int, mine: HeldTensors, where: str) -> None:
     """The read plan of the rank brings what it holds, and all ranks together hold every element."""
-    wanted = [Wanted(group, part.tensor, part.box) for local in mine.tensors for part in local.parts]
+    wanted = [WantedBox(group, part.tensor, part.box) for local in mine.tensors for part in local.parts]
     plan = read_planner.plan(made, wanted)
     brought = {(piece.tensor, piece.offset) for read in plan.reads for piece in read.pieces}
     for one in wanted:

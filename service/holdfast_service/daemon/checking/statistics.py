@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast_formats import dtypes
-from holdfast_formats.rest.statistics import Part, merge
+from holdfast_formats.rest.statistics import PartStatistics, merge
 from holdfast_formats.staging.holdings import Bytes
 
 BLOCK = 2**17  # elements
@@ -44,13 +44,13 @@ _scratch = _Scratch()
 _ones = {4: np.ones((_RUN, 1), np.float32), 8: np.ones((_RUN, 1), np.float64)}
 
 
-def measure(dtype: str, data: Bytes, before: Bytes | None = None) -> Part:
+def measure(dtype: str, data: Bytes, before: Bytes | None = None) -> PartStatistics:
     """The statistics of a tensor's bytes, whole elements of them; with the bytes that were there before, how far they moved.
 
     What has no single real number an element (`C64`, and floats of less than a byte) is not counted.
     """
     if dtype in _NO_NUMBERS:
-        return Part(change=None)
+        return PartStatistics(change=None)
     step = BLOCK * dtypes.bits(dtype) // 8
     parts = []
     # Non-finite values make differences that are none: they are counted, and left out.
@@ -61,7 +61,7 @@ def measure(dtype: str, data: Bytes, before: Bytes | None = None) -> Part:
     return merge(parts)
 
 
-def _measure_block(dtype: str, data: Bytes, before: Bytes | None) -> Part:
+def _measure_block(dtype: str, data: Bytes, before: Bytes | None) -> PartStatistics:
     numbers = _numbers(dtype, data, 0)
     size = numbers.size
     low, high = float(np.minimum.reduce(numbers)), float(np.maximum.reduce(numbers))
@@ -75,11 +75,11 @@ def _measure_block(dtype: str, data: Bytes, before: Bytes | None) -> Part:
         numbers = numbers[np.isfinite(numbers)]
         inf = size - nan - numbers.size
         if not numbers.size:
-            return Part(0, nan, inf, zeros, change=change)
+            return PartStatistics(0, nan, inf, zeros, change=change)
         low, high = float(numbers.min()), float(numbers.max())
     numbers, scale = _scaled(numbers, max(-low, high))
     mean, norm = _sum(numbers) / numbers.size * scale, sqrt(_squares(numbers)) * scale
-    return Part(numbers.size, nan, inf, zeros, low, high, mean, norm, change)
+    return PartStatistics(numbers.size, nan, inf, zeros, low, high, mean, norm, change)
 
 
 def _scaled(numbers: Numbers, peak: float) -> tuple[Numbers, float]:

@@ -78,7 +78,7 @@ def examine(
             damages.append(error)
     pieces = verification.pieces(made)
     headers = verification.tensors_by_file(made)
-    source = Stored(tier, directory, made)
+    source = StoredCheckpoint(tier, directory, made)
     batches = list(verification.batches(piece for name in whole for piece in pieces[name]))
     with ThreadPoolExecutor(WORKERS, "holdfast-verify", initializer=give_way) as pool:
         jobs = [pool.submit(_prove, source, batch, headers, heed, passed) for batch in batches]
@@ -98,7 +98,7 @@ def read_manifest(tier: Tier, directory: str) -> Manifest:
     return manifest.decode(vouched.read_manifest(tier, directory, commit), commit)
 
 
-class Stored(NamedTuple):
+class StoredCheckpoint(NamedTuple):
     """The checkpoint that is read back."""
 
     tier: Tier
@@ -107,7 +107,7 @@ class Stored(NamedTuple):
 
 
 def _prove(
-    source: Stored,
+    source: StoredCheckpoint,
     batch: Sequence[Piece],
     headers: Mapping[str, Mapping[str, TensorEntry]],
     heed: Heed | None,

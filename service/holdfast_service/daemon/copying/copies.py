@@ -15,11 +15,11 @@ from holdfast_service.storage import FileWriter, Readable, Tier, vouched
 from holdfast_service.storage.pacing import Pace
 
 
-class Stopped(Exception):
+class CopyStopped(Exception):
     """The copy was told to end; what stands in staging is garbage."""
 
 
-class Pair(NamedTuple):
+class ManifestPair(NamedTuple):
     """What vouches for a checkpoint, as it is stored, and what it says."""
 
     commit: bytes
@@ -43,18 +43,18 @@ class Proven(NamedTuple):
     data: memoryview
 
 
-def read_pair(tier: Readable, directory: str) -> Pair:
+def read_pair(tier: Readable, directory: str) -> ManifestPair:
     """COMMIT, then the manifest (I5); `NotCommitted` or `CorruptManifest` for what is missing or does not fit together."""
     commit = vouched.read_commit(tier, directory)
     encoded = vouched.read_manifest(tier, directory, commit)
-    return Pair(commit, encoded, manifest.decode(encoded, commit))
+    return ManifestPair(commit, encoded, manifest.decode(encoded, commit))
 
 
 def carry(source: tuple[Readable, str], target: tuple[Tier, str], made: Manifest, going: Going) -> None:
     """Copy every file that the manifest lists into a staging directory, durably, and read it back there (I7).
 
-    Raises `Damaged`, naming file, tensor and range, for what is not what was written, on either side; `Stopped`; and what
-    the two tiers raise. What was written by then is garbage for the caller to remove.
+    Raises `Damaged`, naming file, tensor and range, for what is not what was written, on either side; `CopyStopped`; and
+    what the two tiers raise. What was written by then is garbage for the caller to remove.
     """
     tier, directory = target
     for entry in made.files:
@@ -89,7 +89,7 @@ def proven(tier: Readable, directory: str, made: Manifest, going: Going) -> Iter
     windows = Windows(1)  # its own: a copy that hangs in a disk must not keep another one's
     for batch in verification.batches(piece for listed in verification.pieces(made).values() for piece in listed):
         if going.ended():
-            raise Stopped
+            raise CopyStopped
         if going.pace is not None:
             going.pace.take(batch[-1].stop - batch[0].start)
         begin = batch[0].start - batch[0].start % ALIGNMENT_MAX

@@ -9,7 +9,7 @@ import msgspec
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import AlreadyCommitted, InvalidRequest, NoSuchResource
-from holdfast_service.daemon.copying.copies import Going, Pair, carry, read_pair
+from holdfast_service.daemon.copying.copies import Going, ManifestPair, carry, read_pair
 from holdfast_service.storage import Tier
 from holdfast_service.storage.tier import split_leaf
 
@@ -63,6 +63,6 @@ def only_model(made: Manifest) -> Manifest:
     return msgspec.structs.replace(made, files=files, tensors={GROUP: tensors}, aliases={})
 
 
-def _vouch(target: Tier, staging: str, pair: Pair) -> None:
+def _vouch(target: Tier, staging: str, pair: ManifestPair) -> None:
     target.put(f"{staging}/{naming.MANIFEST}", pair.encoded)
     target.put(f"{staging}/{naming.COMMIT}", pair.commit)

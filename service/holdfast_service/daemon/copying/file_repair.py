@@ -14,7 +14,7 @@ from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
-from holdfast_service.daemon.copying.repair_sources import Directory, Source
+from holdfast_service.daemon.copying.repair_sources import Directory, RepairSource
 from holdfast_service.storage import Tier
 
 
@@ -26,7 +26,7 @@ class Mended(NamedTuple):
     labels: tuple[str, ...]
 
 
-def mend_file(tier: Tier, made: Manifest, file: str, sources: Sequence[Source]) -> Mended:
+def mend_file(tier: Tier, made: Manifest, file: str, sources: Sequence[RepairSource]) -> Mended:
     """Make one file of a checkpoint whole; the manifest must be trusted.
 
     Raises `CorruptExtent` for the first damaged piece that no source has, and then nothing has changed; and what the tier
@@ -79,7 +79,7 @@ def _places(made: Manifest) -> tuple[str, str]:
     return naming.checkpoint_path(made.run, made.step), naming.staging_path(made.run, made.step, naming.NO_ATTEMPT)
 
 
-def _have(piece: Piece, sources: Sequence[Source]) -> tuple[str, bytes | bytearray]:
+def _have(piece: Piece, sources: Sequence[RepairSource]) -> tuple[str, bytes | bytearray]:
     for source in sources:
         data = source.piece(piece)
         if data is not None:

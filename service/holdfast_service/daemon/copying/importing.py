@@ -20,11 +20,11 @@ from holdfast_formats.disk.manifest import Extent, FileEntry, Manifest
 from holdfast_formats.disk.packing import FilePlan, pack, tensor_extent_bytes
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded, StateMismatch
 from holdfast_formats.lineage import Way
-from holdfast_formats.staging.plan import Plan, PlannedAsset, PlannedFile, PlannedTensor, Receipt, encode_receipt
+from holdfast_formats.staging.plan import PlannedAsset, PlannedFile, PlannedTensor, Receipt, WritePlan, encode_receipt
 from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX, Blob
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.daemon.copying import recognition
-from holdfast_service.daemon.copying.copies import Going, Pair, Stopped, carry, read_pair
+from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_pair
 from holdfast_service.storage import Readable, Tier
 
 GROUP = "model"
@@ -67,7 +67,7 @@ def is_checkpoint(source: Readable) -> bool:
     return source.size(naming.COMMIT) is not None
 
 
-def plan_import(source: Readable, goal: Goal) -> Plan:
+def plan_import(source: Readable, goal: Goal) -> WritePlan:
     """The plan of packing a Hugging Face directory.
 
     Raises `StateMismatch` for what is more than such a model, or other (`recognition`), and when headers and index disagree;
@@ -76,7 +76,7 @@ def plan_import(source: Readable, goal: Goal) -> Plan:
     """
     places = _places(source)
     assets = tuple(PlannedAsset(0, Blob(name, 0, source.size(name) or 0)) for name in _assets(source))
-    return Plan(
+    return WritePlan(
         run=naming.check_run(goal.run),
         step=naming.check_step(goal.step),
         attempt=goal.attempt,
@@ -91,8 +91,8 @@ def plan_import(source: Readable, goal: Goal) -> Plan:
     )
 
 
-def pack_anew(source: Readable, target: Tier, plan: Plan, goal: Goal, going: Going) -> None:
-    """Write the planned files and their receipt into staging, durably; `Stopped`, and what the two tiers raise."""
+def pack_anew(source: Readable, target: Tier, plan: WritePlan, goal: Goal, going: Going) -> None:
+    """Write the planned files and their receipt into staging, durably; `CopyStopped`, and what the two tiers raise."""
     places = _places(source)
     files: list[FileEntry] = []
     for asset in plan.assets:
@@ -124,7 +124,7 @@ def pack_anew(source: Readable, target: Tier, plan: Plan, goal: Goal, going: Goi
     target.put(f"{goal.staging}/{naming.RECEIPTS}/import.json", encode_receipt(receipt))
 
 
-def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> Pair:
+def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> ManifestPair:
     """Copy a checkpoint of Holdfast's into staging, every byte proven, and return what vouches for it under its new name.
 
     Raises `Damaged` for a source that is not what was written.
@@ -137,13 +137,13 @@ def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> Pair:
     target.remove_file(f"{goal.staging}/{naming.STATE}")
     target.put(f"{goal.staging}/{naming.STATE}", state)
     encoded = manifest.encode(made)
-    return Pair(manifest.encode_commit(made, encoded), encoded, made)
+    return ManifestPair(manifest.encode_commit(made, encoded), encoded, made)
 
 
-def counted(made: Manifest) -> Plan:
+def counted(made: Manifest) -> WritePlan:
     """A plan that takes as much room as a checkpoint, for whoever asks whether it fits."""
     files = tuple(PlannedFile(FilePlan(file.name, GROUP, b"", (), file.bytes), ()) for file in made.files)
-    return Plan(made.run, made.step, made.attempt, made.world, (), files, {}, (), made.metrics, made.mesh, b"")
+    return WritePlan(made.run, made.step, made.attempt, made.world, (), files, {}, (), made.metrics, made.mesh, b"")
 
 
 def _renamed(made: Manifest, state: bytes, goal: Goal) -> tuple[Manifest, bytes]:
@@ -162,7 +162,7 @@ def _renamed(made: Manifest, state: bytes, goal: Goal) -> tuple[Manifest, bytes]
 
 def _fill(source: Readable, place: _Place, offset: int, part: np.ndarray, going: Going) -> None:
     if going.ended():
-        raise Stopped
+        raise CopyStopped
     if source.read_into(place.file, place.start + offset, part) != part.nbytes:
         raise CorruptManifest(f"{place.file} became shorter while it was read", hint=_HINT, file=place.file)
     going.moved(part.nbytes)

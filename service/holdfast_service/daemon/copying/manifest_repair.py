@@ -16,7 +16,7 @@ from holdfast_formats.disk import manifest, verification
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged
 from holdfast_formats.rest import bodies
-from holdfast_service.daemon.copying.copies import Pair, read_pair
+from holdfast_service.daemon.copying.copies import ManifestPair, read_pair
 from holdfast_service.daemon.copying.repair_sources import Directory
 from holdfast_service.storage import Tier, vouched
 
@@ -26,8 +26,8 @@ _decode = decoder(Manifest)
 
 
 def trusted_pair(
-    tier: Tier, which: tuple[str, int], others: Mapping[str, Tier], known: bodies.Checkpoint | None
-) -> tuple[Pair, str | None]:
+    tier: Tier, which: tuple[str, int], others: Mapping[str, Tier], known: bodies.CheckpointInfo | None
+) -> tuple[ManifestPair, str | None]:
     """The pair that this checkpoint was committed with, and where it came from: None when it stands here, sound.
 
     `others` are the tiers that may hold the checkpoint too, by label. Raises `Damaged`, what is wrong with the pair here,
@@ -51,20 +51,20 @@ def trusted_pair(
     raise damage
 
 
-def same_pairs(others: Mapping[str, Tier], pair: Pair) -> list[str]:
+def same_pairs(others: Mapping[str, Tier], pair: ManifestPair) -> list[str]:
     """The labels of the tiers that hold this very checkpoint: their manifest is the same, byte for byte."""
     found = _pairs(others, (pair.made.run, pair.made.step))
     return [label for label, other in found if other.encoded == pair.encoded]
 
 
-def _of(pair: Pair, which: tuple[str, int]) -> Pair:
+def _of(pair: ManifestPair, which: tuple[str, int]) -> ManifestPair:
     if (pair.made.run, pair.made.step) != which:
         what = f"{pair.made.run}@{pair.made.step}, not {which[0]}@{which[1]}"
         raise CorruptManifest(f"this is {what}", hint="it was moved or copied: give it back its name", file=naming.MANIFEST)
     return pair
 
 
-def _pairs(others: Mapping[str, Tier], which: tuple[str, int]) -> Iterator[tuple[str, Pair]]:
+def _pairs(others: Mapping[str, Tier], which: tuple[str, int]) -> Iterator[tuple[str, ManifestPair]]:
     for label, tier in others.items():
         try:
             yield label, _of(read_pair(tier, naming.checkpoint_path(*which)), which)
@@ -80,19 +80,19 @@ def stored(tier: Tier, path: str) -> bytes:
         return b""
 
 
-def _from_manifest(commit: bytes, encoded: bytes, which: tuple[str, int]) -> Pair | None:
+def _from_manifest(commit: bytes, encoded: bytes, which: tuple[str, int]) -> ManifestPair | None:
     """A sound manifest whose digest is still to be read in a damaged COMMIT: the rest of COMMIT follows from it."""
     if hashlib.sha256(encoded).hexdigest().encode() not in _DIGEST.findall(commit):
         return None
     try:
         made = _decode(encoded)
         rebuilt = manifest.encode_commit(made, encoded)
-        return _of(Pair(rebuilt, encoded, manifest.decode(encoded, rebuilt)), which)
+        return _of(ManifestPair(rebuilt, encoded, manifest.decode(encoded, rebuilt)), which)
     except (CheckpointError, ValueError):
         return None
 
 
-def _proves_some(tier: Tier, directory: str, pair: Pair) -> bool:
+def _proves_some(tier: Tier, directory: str, pair: ManifestPair) -> bool:
     """Whether a good part of the tensors that stand here are those that this pair's manifest states.
 
     Headers say nothing: those of another step's are the same.

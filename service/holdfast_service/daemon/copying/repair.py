@@ -19,7 +19,7 @@ from holdfast_formats.staging.wire import HeldPart
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.file_repair import Mended, mend_file, mend_small
 from holdfast_service.daemon.copying.manifest_repair import same_pairs, stored, trusted_pair
-from holdfast_service.daemon.copying.repair_sources import Derived, Directory, HeldSlots, Source, held_slots
+from holdfast_service.daemon.copying.repair_sources import Derived, Directory, HeldSlotSource, RepairSource, held_slots
 from holdfast_service.daemon.ports import Decisions, RepairRecords
 from holdfast_service.storage import Tier
 
@@ -30,7 +30,7 @@ PRIMARY = "primary"
 Lend = Callable[[str, int], tuple[tuple[HeldPart, ...], tuple[int, ...]]]
 
 
-class Outcome(NamedTuple):
+class RepairOutcome(NamedTuple):
     """What a repair did: each file that was made anew, and the damage that nothing could mend, if any is left."""
 
     mended: tuple[Mended, ...]
@@ -49,8 +49,8 @@ class Elsewhere(NamedTuple):
     """Where else bytes may be: tiers that may hold the checkpoint too, by label, and slots; and what the catalog knows."""
 
     tiers: Mapping[str, Tier]
-    held: Callable[[Manifest], AbstractContextManager[HeldSlots | None]]
-    known: bodies.Checkpoint | None
+    held: Callable[[Manifest], AbstractContextManager[HeldSlotSource | None]]
+    known: bodies.CheckpointInfo | None
 
 
 class Repairer:
@@ -78,18 +78,18 @@ class Repairer:
         """
         return self.run(run, step, error).source
 
-    def run(self, run: str, step: int, error: CheckpointError | None = None) -> Outcome:
+    def run(self, run: str, step: int, error: CheckpointError | None = None) -> RepairOutcome:
         """As `repair`, and tells all that was done; without an error it looks for damage first."""
         outcome = self._mend(self._tier, (run, step), error, None)
         if outcome.left is None:
             self._records.sound(run, step)
         return outcome
 
-    def replica(self, name: str, run: str, step: int, error: CheckpointError | None = None) -> Outcome:
+    def replica(self, name: str, run: str, step: int, error: CheckpointError | None = None) -> RepairOutcome:
         """Mend a replica from the checkpoint itself, from other replicas, or from held slots."""
         return self._mend(self._replicas()[name], (run, step), error, name)
 
-    def _mend(self, target: Tier, which: tuple[str, int], error: CheckpointError | None, name: str | None) -> Outcome:
+    def _mend(self, target: Tier, which: tuple[str, int], error: CheckpointError | None, name: str | None) -> RepairOutcome:
         tiers = {f"replica {other}": tier for other, tier in self._replicas().items() if other != name}
         if name is not None:
             tiers = {PRIMARY: self._tier, **tiers}
@@ -102,11 +102,11 @@ class Repairer:
             log.error("%s@%s %s could not be repaired: %s", *which, where or "", outcome.left.detail)
         return outcome
 
-    def _held(self, made: Manifest) -> AbstractContextManager[HeldSlots | None]:
+    def _held(self, made: Manifest) -> AbstractContextManager[HeldSlotSource | None]:
         return held_slots(self._lend(made.run, made.step), made, self._decisions)
 
 
-def mend(tier: Tier, which: tuple[str, int], error: CheckpointError | None, elsewhere: Elsewhere) -> Outcome:
+def mend(tier: Tier, which: tuple[str, int], error: CheckpointError | None, elsewhere: Elsewhere) -> RepairOutcome:
     """Make a checkpoint in `tier` whole, file by file: first what vouches for it, then what `error` names, then the rest.
 
     Raises `NoSuchCheckpoint` for one that is not there at all; any other failure is in the outcome.
@@ -121,17 +121,17 @@ def mend(tier: Tier, which: tuple[str, int], error: CheckpointError | None, else
             if label is not None and stored(tier, f"{directory}/{name}") != data:
                 mended.append(mend_small(tier, pair.made, name, data, label))
         with elsewhere.held(pair.made) as slots:
-            sources: list[Source] = [Derived(pair.made)]
+            sources: list[RepairSource] = [Derived(pair.made)]
             sources += [Directory(name, elsewhere.tiers[name], directory) for name in same_pairs(elsewhere.tiers, pair)]
             sources += [] if slots is None else [slots]
             _mend_files(tier, pair.made, error, sources, mended)
     except CheckpointError as left:
-        return Outcome(tuple(mended), left)
-    return Outcome(tuple(mended), None)
+        return RepairOutcome(tuple(mended), left)
+    return RepairOutcome(tuple(mended), None)
 
 
 def _mend_files(
-    tier: Tier, made: Manifest, error: CheckpointError | None, sources: list[Source], mended: list[Mended]
+    tier: Tier, made: Manifest, error: CheckpointError | None, sources: list[RepairSource], mended: list[Mended]
 ) -> None:
     """Mend what is named, then whatever reading all of it finds, until nothing is found; each file is tried once."""
     tried: set[str] = set()

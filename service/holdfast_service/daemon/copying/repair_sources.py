@@ -15,24 +15,24 @@ from holdfast_formats.digest import digest
 from holdfast_formats.disk import index, safetensors
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.packing import FORMAT_METADATA, FilePlan
-from holdfast_formats.disk.safetensors import Stored
+from holdfast_formats.disk.safetensors import FileTensor
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.naming import STATE, index_file_name
 from holdfast_formats.staging import arena, slot_table
 from holdfast_formats.staging.holdings import gather
-from holdfast_formats.staging.plan import Plan
+from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.staging.wire import HeldPart
 from holdfast_formats.tensors import TensorSpec
 from holdfast_service.daemon.ports import Decisions
-from holdfast_service.daemon.writing.gathering import Cut, FileBytes
+from holdfast_service.daemon.writing.gathering import ExtentSlice, FileBytes
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class RepairSource(Protocol):
     """`label` says to people where the bytes come from."""
 
     @property
@@ -90,7 +90,7 @@ class Derived:
         ]
         first = min(start for start, *_ in inside) if inside else 0
         order = sorted(inside, key=lambda held: held[:2])
-        stored = [Stored(name, e.dtype, e.shape, start - first, start - first + size) for start, size, name, e in order]
+        stored = [FileTensor(name, e.dtype, e.shape, start - first, start - first + size) for start, size, name, e in order]
         try:
             return safetensors.encode(stored, FORMAT_METADATA)
         except CheckpointError:
@@ -103,14 +103,14 @@ class Derived:
         return index.encode(FilePlan(file, group, b"", tuple(held), 0) for file, held in files.items())
 
 
-class HeldSlots:
+class HeldSlotSource:
     """The slots that the checkpoint came from, while they are still held; whatever they hold by now, it is proven."""
 
     label = "slot"
 
-    def __init__(self, plan: Plan, slots: Mapping[int, memoryview]) -> None:
+    def __init__(self, plan: WritePlan, slots: Mapping[int, memoryview]) -> None:
         self._plan, self._slots = plan, slots
-        self._cuts: dict[tuple[str, str], Cut] = {}
+        self._cuts: dict[tuple[str, str], ExtentSlice] = {}
         for file in plan.files:
             for cut in FileBytes(file, slots, plan.extent_bytes).cuts:
                 if cut.tensor is not None:
@@ -139,7 +139,7 @@ class HeldSlots:
 @contextmanager
 def held_slots(
     lent: tuple[tuple[HeldPart, ...], tuple[int, ...]], made: Manifest, decisions: Decisions
-) -> Iterator[HeldSlots | None]:
+) -> Iterator[HeldSlotSource | None]:
     """The held slots of this very checkpoint, mapped for the length of the block; None when they are not whole any more.
 
     The descriptors are closed. Nobody locks the slots: a rank that takes one back meanwhile spoils what is read, and what is
@@ -152,7 +152,9 @@ def held_slots(
         yield _opened(parts, fds, made, decisions) if parts else None
 
 
-def _opened(parts: tuple[HeldPart, ...], fds: tuple[int, ...], made: Manifest, decisions: Decisions) -> HeldSlots | None:
+def _opened(
+    parts: tuple[HeldPart, ...], fds: tuple[int, ...], made: Manifest, decisions: Decisions
+) -> HeldSlotSource | None:
     tables: list[SlotTable] = []
     slots: dict[int, memoryview] = {}
     try:
@@ -170,4 +172,4 @@ def _opened(parts: tuple[HeldPart, ...], fds: tuple[int, ...], made: Manifest, d
         return None
     if (plan.run, plan.step, plan.attempt) != (made.run, made.step, made.attempt):
         return None
-    return HeldSlots(plan, slots)
+    return HeldSlotSource(plan, slots)

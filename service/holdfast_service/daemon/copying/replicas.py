@@ -15,7 +15,7 @@ from datetime import datetime, timedelta, timezone
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NoSuchCheckpoint, Unavailable
 from holdfast_formats.rest import bodies
-from holdfast_service.daemon.copying.copies import Going, Pair, Stopped, carry, read_back, read_pair
+from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_back, read_pair
 from holdfast_service.daemon.ports import ReplicaBook
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
@@ -129,7 +129,7 @@ class Replicator:
             log.info("%s@%s is removed from replica %s, as it was", run, step, self.name)
         return bool(gone)
 
-    def _copy(self, tier: Tier, checkpoint: bodies.Checkpoint) -> None:
+    def _copy(self, tier: Tier, checkpoint: bodies.CheckpointInfo) -> None:
         """Copy one checkpoint. It is not held meanwhile: a disk that hangs must not keep it from being removed."""
         run, step = which = checkpoint.run, checkpoint.step
         directory = naming.checkpoint_path(run, step)
@@ -155,7 +155,7 @@ class Replicator:
             self._book.failed(self.name, which, error, damaged=False)
             self._skip(which)
 
-    def _carry(self, tier: Tier, pair: Pair) -> None:
+    def _carry(self, tier: Tier, pair: ManifestPair) -> None:
         made = pair.made
         staging = naming.staging_path(made.run, made.step, naming.NO_ATTEMPT)
         tier.remove_tree(staging)
@@ -167,7 +167,7 @@ class Replicator:
                 tier.remove_tree(staging)
             raise
 
-    def _refuse_another(self, tier: Tier, pair: Pair) -> None:
+    def _refuse_another(self, tier: Tier, pair: ManifestPair) -> None:
         """`AlreadyCommitted` when what stands there is sound, and not this checkpoint."""
         made = pair.made
         try:
@@ -206,7 +206,7 @@ class Replicator:
                 self.problem, wait_s = None, RETRY_S
                 if not done:
                     self._await_news()
-            except Stopped:
+            except CopyStopped:
                 return
             except Exception as error:
                 self._failed(error, wait_s)

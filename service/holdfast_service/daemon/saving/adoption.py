@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.staging import arena as formats
-from holdfast_formats.staging.arena import Owner, SlotState
+from holdfast_formats.staging.arena import SegmentOwner, SlotState
 from holdfast_formats.staging.wire import Outcome
 from holdfast_service.daemon.arena.arena import Arena
-from holdfast_service.daemon.arena.segment import Segment, find_sealed
+from holdfast_service.daemon.arena.segment import ArenaSegment, find_sealed
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
@@ -30,7 +30,7 @@ class _Absent(NamedTuple):
     """A rank that has not come back yet, and the segments that wait for it."""
 
     who: Participant
-    segments: list[Segment]
+    segments: list[ArenaSegment]
     deadline: float  # time.monotonic()
 
 
@@ -46,7 +46,7 @@ class Adoption:
 
     def __init__(self, arena: Arena, saver: Saver, decisions: Decisions) -> None:
         self._arena, self._saver, self._decisions = arena, saver, decisions
-        self._absent: dict[Owner, _Absent] = {}
+        self._absent: dict[SegmentOwner, _Absent] = {}
 
     def start(self) -> Collection[int]:
         """Take up all segments of an earlier daemon; returns the ids of the rounds that go on."""
@@ -65,7 +65,7 @@ class Adoption:
         self._saver.holds.find(recovered)
         return going_on
 
-    def take_up(self, segment: Segment, taken: Sequence[int], who: Participant) -> TakenUp:
+    def take_up(self, segment: ArenaSegment, taken: Sequence[int], who: Participant) -> TakenUp:
         """The saver goes on with what stands in these slots of a segment."""
         found = TakenUp(set(), {})
         headers = [(formats.read_header(segment.memory, segment.geometry, slot), slot) for slot in taken]
@@ -87,7 +87,7 @@ class Adoption:
             found.rounds.add(round_id)
         return found
 
-    def back(self, who: Participant, segment: Segment) -> None:
+    def back(self, who: Participant, segment: ArenaSegment) -> None:
         """A rank has come back with its segment: it is awaited no more, and its outgrown segments are given back."""
         absent = self._absent.pop(who.owner, None)
         if absent is not None:
@@ -117,7 +117,7 @@ class _Unheard(Participant):
         return float("inf")
 
 
-def _participant(owner: Owner) -> Participant:
+def _participant(owner: SegmentOwner) -> Participant:
     return _Unheard(owner.run, owner.rank, owner.world, owner.attempt, _nobody_hears)
 
 

@@ -25,7 +25,7 @@ TURNS_MAX = 256
 Look = Callable[[str, int, Damaged], Damaged | None]
 
 
-class Verdict(NamedTuple):
+class TurnVerdict(NamedTuple):
     """What a rank is to do. `again`: read once more, it is well now; `error`: it failed, for all unless it is `late`.
 
     With none of them it goes on.
@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
         return None if self.error is None else self.error.problem()
 
 
-GO_ON = Verdict()
+GO_ON = TurnVerdict()
 
 
 class _Turn:
@@ -111,7 +111,9 @@ class Restores:
                     turn.ended.add(who.rank)
             self._changed.notify_all()
 
-    def judge(self, who: Participant, about: tuple[int, int, CheckpointError | None], alone: bool, wait_s: float) -> Verdict:
+    def judge(
+        self, who: Participant, about: tuple[int, int, CheckpointError | None], alone: bool, wait_s: float
+    ) -> TurnVerdict:
         """How the restore of (turn, step) ended: what the rank is to do; `DeadlineExceeded` while others are at it still."""
         turn, step, error = about
         if isinstance(error, Damaged):
@@ -124,7 +126,7 @@ class Restores:
             raise DeadlineExceeded(f"other ranks of {who.run} are still restoring step {step}", hint="ask again")
         return found
 
-    def ended(self, who: Participant, turn: int, step: int, wait_s: float) -> Verdict | None:
+    def ended(self, who: Participant, turn: int, step: int, wait_s: float) -> TurnVerdict | None:
         """A rank has restored the step: what it is to do, once all others have said how theirs ended; None when that takes
         longer than `wait_s`.
         """
@@ -145,7 +147,7 @@ class Restores:
                 if self._closed:
                     break
             if current.failed is not None:
-                return Verdict(error=current.failed)
+                return TurnVerdict(error=current.failed)
             current.agreed = True
             return GO_ON
 
@@ -155,7 +157,7 @@ class Restores:
             self._turn(who, turn).ended.add(who.rank)
             self._changed.notify_all()
 
-    def damaged(self, who: Participant, turn: int, step: int, error: Damaged, alone: bool) -> Verdict:
+    def damaged(self, who: Participant, turn: int, step: int, error: Damaged, alone: bool) -> TurnVerdict:
         """A rank was not given what was written. Where that is so, the turn is over, for all but when it asked `alone`.
 
         Where it is not, or is mended, the rank reads again. If it complains again it is believed: who cannot read a step
@@ -172,7 +174,7 @@ class Restores:
             current = self._turn(who, turn)
             if found is None and who.rank not in current.doubted:
                 current.doubted.add(who.rank)
-                return Verdict(again=True)
+                return TurnVerdict(again=True)
         if found is None:
             self._findings.damaged(who.run, step, error)
         with self._changed:
@@ -183,7 +185,7 @@ class Restores:
                 log.warning("no rank of %s attempt %s restores step %s", who.run, who.attempt, step)
             self._changed.notify_all()
         newest = self._findings.newest(who.run) if alone else None
-        return Verdict(error=found or error, late=late, newest=newest)
+        return TurnVerdict(error=found or error, late=late, newest=newest)
 
     def close(self) -> None:
         """Whoever waits goes on."""

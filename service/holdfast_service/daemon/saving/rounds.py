@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from holdfast_formats.errors import CheckpointError, RoundAborted, StateMismatch, from_problem
-from holdfast_formats.staging.arena import Owner
+from holdfast_formats.staging.arena import SegmentOwner
 from holdfast_formats.staging.wire import Outcome
-from holdfast_service.daemon.arena.segment import SealedSlot, Segment
+from holdfast_service.daemon.arena.segment import ArenaSegment, SealedSlot
 
 ENDED_ROUNDS_MAX = 256
 
@@ -40,23 +40,23 @@ class Participant:
         return 0.0
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> SegmentOwner:
         """Whose segments are this rank's."""
-        return Owner(self.run, self.rank, self.world, self.attempt)
+        return SegmentOwner(self.run, self.rank, self.world, self.attempt)
 
 
-class Lease(NamedTuple):
-    segment: Segment
+class SlotLease(NamedTuple):
+    segment: ArenaSegment
     slot: int
     deadline: float  # time.monotonic()
 
 
-class Round:
+class SaveRound:
     """Guarded by the saver's lock until it is being written."""
 
     def __init__(self, key: RoundKey, round_id: int, world: int, deadline: float) -> None:
         self.key, self.id, self.world, self.deadline = key, round_id, world, deadline
-        self.leases: dict[int, Lease] = {}
+        self.leases: dict[int, SlotLease] = {}
         self.sealed: dict[int, SealedSlot] = {}
         self.participants: dict[int, Participant] = {}
         self.began: float | None = time.monotonic()  # None when an earlier daemon began it
@@ -72,7 +72,7 @@ class Round:
         seen = self.began is not None and self.completed > 0
         return {"stage_s": self.completed - self.began} if self.began is not None and seen else {}
 
-    def holds(self, segment: Segment) -> bool:
+    def holds(self, segment: ArenaSegment) -> bool:
         """Whether a slot of this segment is taken by this round."""
         held = [*(lease.segment for lease in self.leases.values()), *(sealed.segment for sealed in self.sealed.values())]
         return segment in held

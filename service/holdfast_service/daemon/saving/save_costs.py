@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from holdfast_formats.errors import CheckpointError
 from holdfast_service.daemon.checking.checker import Committed
 from holdfast_service.daemon.ports import Decisions
-from holdfast_service.daemon.saving.rounds import Participant, Round, RoundKey
+from holdfast_service.daemon.saving.rounds import Participant, RoundKey, SaveRound
 from holdfast_service.daemon.writing.disk_limit import DiskLimit
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class _Save:
         return self.round_id is not None and bool(self.later) and (complete or now >= self.due_at)
 
 
-class History:
+class SaveHistory:
     """The saves that something may still be said of; the oldest are forgotten. Thread-safe."""
 
     def __init__(self, decisions: Decisions) -> None:
@@ -71,7 +71,7 @@ class History:
             if save.round_id is not None:
                 save.later |= save.stall
 
-    def ending(self, current: Round, **known: float) -> Measured:
+    def ending(self, current: SaveRound, **known: float) -> Measured:
         """What there is to keep of a round that ends now, `known` with it."""
         with self._lock:
             save = self._of(current.key, current.world)
@@ -88,7 +88,7 @@ class History:
         finally:
             self.disk.writing(False)
 
-    def ended(self, current: Round, checked: bool = False) -> None:
+    def ended(self, current: SaveRound, checked: bool = False) -> None:
         """It has ended, and what was known by then is kept; `checked`: there is nothing to be read back."""
         with self._lock:
             save = self._of(current.key, current.world)

@@ -26,13 +26,13 @@ from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.staging.wire import Outcome, Policy
 from holdfast_service.daemon.arena.held_slots import Holds
-from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, SealedSlot, Segment, check_identity, find_sealed
+from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity, find_sealed
 from holdfast_service.daemon.checking.checker import Checker, Checks
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.connected_ranks import Attendance
 from holdfast_service.daemon.saving.restore_agreement import Restores
-from holdfast_service.daemon.saving.rounds import GivenUp, Lease, Participant, Round, RoundKey
-from holdfast_service.daemon.saving.save_costs import History, Measured
+from holdfast_service.daemon.saving.rounds import GivenUp, Participant, RoundKey, SaveRound, SlotLease
+from holdfast_service.daemon.saving.save_costs import Measured, SaveHistory
 from holdfast_service.daemon.saving.slot_policy import gives_way
 from holdfast_service.daemon.saving.write_queue import Backlog
 from holdfast_service.observe.logs import about
@@ -57,10 +57,10 @@ class Saver:
         self._attendance = Attendance()
         self._entering: dict[str, threading.Lock] = {}
         self._came = -ARRIVAL_S  # when the last rank said its first word
-        self._open: dict[RoundKey, Round] = {}
+        self._open: dict[RoundKey, SaveRound] = {}
         self._given_up = GivenUp()
-        self._pending: dict[RoundKey, Round] = {}  # complete, being saved
-        self.history = History(decisions)
+        self._pending: dict[RoundKey, SaveRound] = {}  # complete, being saved
+        self.history = SaveHistory(decisions)
         checker = checker or Checker(tier, decisions)
         self.checks = Checks(checker, self.history.verified, (self._give_way, decisions.recorded))
         self.restores = Restores(checker.suspect, decisions.findings)
@@ -150,7 +150,7 @@ class Saver:
     def lease(
         self,
         who: Participant,
-        segment: Segment,
+        segment: ArenaSegment,
         step: int,
         wait_s: float,
         policy: Policy = "wait",
@@ -176,14 +176,14 @@ class Saver:
                 if begun is None:
                     round_id = self._decisions.begin(*key, who.world, intent)  # it may have ended, or been fenced off, since
                     self.history.begun(key)
-                current = begun or Round(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S)
+                current = begun or SaveRound(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S)
                 current.refuse(who)
                 if slot < 0:  # what cannot become complete takes no other's place
                     lost = self._without_a_part(current)
                     slot = self._make_room(current, who, segment, "oldest-durable" if lost else policy)
                 self._open[key] = current
                 current.participants[who.rank] = who
-                current.leases[who.rank] = Lease(segment, slot, time.monotonic() + LEASE_DEADLINE_S)
+                current.leases[who.rank] = SlotLease(segment, slot, time.monotonic() + LEASE_DEADLINE_S)
                 self._end_if_never_complete(current)
         except CheckpointError as error:
             if slot >= 0:
@@ -217,16 +217,16 @@ class Saver:
             count = self._take(current, who.rank, sealed)
         self._decisions.sealed(current.id, count)
 
-    def adopt(self, who: Participant, step: int, round_id: int, held: tuple[Segment, int, SealedSlot | None]) -> None:
+    def adopt(self, who: Participant, step: int, round_id: int, held: tuple[ArenaSegment, int, SealedSlot | None]) -> None:
         """A slot that an earlier daemon had leased to `who`, and that may be sealed, is this saver's from now on."""
         key = RoundKey(who.run, step, who.attempt)
         segment, slot, sealed = held
         with self._lock:
-            current = self._open.setdefault(key, Round(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S))
+            current = self._open.setdefault(key, SaveRound(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S))
             current.began = None
             current.participants[who.rank] = who
             if sealed is None:
-                current.leases[who.rank] = Lease(segment, slot, current.deadline)
+                current.leases[who.rank] = SlotLease(segment, slot, current.deadline)
                 return
             count = self._take(current, who.rank, sealed)
         self._decisions.sealed(round_id, count)
@@ -341,7 +341,7 @@ class Saver:
         self.history.flush(everything=True)
         self.holds.close()
 
-    def _take(self, current: Round, rank: int, sealed: SealedSlot) -> int:
+    def _take(self, current: SaveRound, rank: int, sealed: SealedSlot) -> int:
         """How many ranks have sealed, now that this one has; the last one sets the round going."""
         current.sealed[rank] = sealed
         if current.complete:
@@ -350,7 +350,7 @@ class Saver:
             self._backlog.add(current)
         return len(current.sealed)
 
-    def _take_left_behind(self, current: Round, who: Participant) -> None:
+    def _take_left_behind(self, current: SaveRound, who: Participant) -> None:
         """A rank is gone that may have sealed its slot without living to say so."""
         lease = current.leases.get(who.rank)
         sealed = find_sealed(lease.segment, lease.slot) if lease else None
@@ -358,7 +358,7 @@ class Saver:
             del current.leases[who.rank]
             self._take(current, who.rank, sealed)
 
-    def _end_if_never_complete(self, current: Round) -> bool:
+    def _end_if_never_complete(self, current: SaveRound) -> bool:
         """End a round, for those who take part, that ranks are missing in which will not come any more."""
         gone = self._without_a_part(current)
         if gone:
@@ -366,11 +366,11 @@ class Saver:
             self._abort(current, RoundAborted(f"{which} ended without saving step {current.key.step}", hint=_EVERY_RANK))
         return bool(gone)
 
-    def _without_a_part(self, current: Round) -> set[int]:
+    def _without_a_part(self, current: SaveRound) -> set[int]:
         """The ranks that are gone and did not bring their part: with one of them, the round is never complete."""
         return self._attendance.gone(current.key.run, current.key.attempt) - set(current.sealed)
 
-    def _make_room(self, new: Round, who: Participant, segment: Segment, policy: Policy) -> int:
+    def _make_room(self, new: SaveRound, who: Participant, segment: ArenaSegment, policy: Policy) -> int:
         """A slot, by dropping older rounds until there is one; or the new round is dropped, and its error raised."""
         while True:
             try:
@@ -385,7 +385,7 @@ class Saver:
                 raise error
             self._abort(older, GenerationDropped.of(older.key.step, new.key.step, policy))
 
-    def _abort(self, current: Round, error: CheckpointError, knowing: Collection[int] = ()) -> None:
+    def _abort(self, current: SaveRound, error: CheckpointError, knowing: Collection[int] = ()) -> None:
         """End a round that is not being written."""
         if self._open.get(current.key) is current:
             del self._open[current.key]
@@ -395,7 +395,7 @@ class Saver:
         self._given_up.add(current.key, {*current.participants, *knowing}, error)
         self._end_unsaved(current, error, staging=None)
 
-    def _end_unsaved(self, current: Round, error: CheckpointError, staging: str | None) -> None:
+    def _end_unsaved(self, current: SaveRound, error: CheckpointError, staging: str | None) -> None:
         how = "dropped" if isinstance(error, GenerationDropped) else "aborted"
         log.warning("%s@%s attempt %s %s: %s", *current.key, how, error.detail, extra=about(error=error))
         self._record_end(current.key, current.id, error, staging, self.history.ending(current))
@@ -410,7 +410,7 @@ class Saver:
         except CheckpointError as failure:  # the ranks must hear of it though the catalog cannot
             log.error("the end of %s@%s attempt %s is not recorded: %s", *key, failure.detail)
 
-    def _announce(self, current: Round, error: CheckpointError | None) -> None:
+    def _announce(self, current: SaveRound, error: CheckpointError | None) -> None:
         with self._lock:  # who comes back after this asks for what is committed
             if self._pending.get(current.key) is current:
                 del self._pending[current.key]
@@ -419,7 +419,7 @@ class Saver:
         for participant in participants:
             participant.notify(_outcome(current.key, error))
 
-    def _saved(self, current: Round, result: Manifest | CheckpointError) -> None:
+    def _saved(self, current: SaveRound, result: Manifest | CheckpointError) -> None:
         if isinstance(result, CheckpointError):
             self._end_unsaved(current, result, naming.staging_path(*current.key))
             return
@@ -427,7 +427,7 @@ class Saver:
         self._announce(current, None)
 
 
-def _has_taken(current: Round | None, who: Participant, slot: int) -> bool:
+def _has_taken(current: SaveRound | None, who: Participant, slot: int) -> bool:
     sealed = current.sealed.get(who.rank) if current else None
     return sealed is not None and sealed.slot == slot
 

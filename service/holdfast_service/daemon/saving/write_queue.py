@@ -14,8 +14,8 @@ from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, RoundAborted
 from holdfast_service.daemon.arena.held_slots import Holds
 from holdfast_service.daemon.ports import Decisions
-from holdfast_service.daemon.saving.rounds import Round
-from holdfast_service.daemon.saving.save_costs import History
+from holdfast_service.daemon.saving.rounds import SaveRound
+from holdfast_service.daemon.saving.save_costs import SaveHistory
 from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
 from holdfast_service.daemon.writing.writer import write
 from holdfast_service.storage import Tier
@@ -32,27 +32,27 @@ class Backlog:
         self,
         parts: tuple[Tier, Decisions, str, Holds],
         lock: threading.Condition,
-        ended: Callable[[Round, Manifest | CheckpointError], None],
-        history: History,
+        ended: Callable[[SaveRound, Manifest | CheckpointError], None],
+        history: SaveHistory,
     ) -> None:
         """`lock` is the saver's: what it guards and what waits here change together. `ended` is called without it."""
         self._tier, self._decisions, self._node, self._holds = parts
         self._lock, self._ended, self._history = lock, ended, history
-        self._waiting: deque[Round | None] = deque()
+        self._waiting: deque[SaveRound | None] = deque()
         self._thread = threading.Thread(target=self._loop, name="holdfast-saver", daemon=True)
         self._thread.start()
 
-    def add(self, current: Round) -> None:
+    def add(self, current: SaveRound) -> None:
         with self._lock:
             self._waiting.append(current)
             self._lock.notify_all()
 
-    def waiting(self) -> list[Round]:
+    def waiting(self) -> list[SaveRound]:
         """The rounds that are not being written yet, oldest first."""
         with self._lock:
             return [current for current in self._waiting if current is not _END]
 
-    def withdraw(self, current: Round) -> None:
+    def withdraw(self, current: SaveRound) -> None:
         """Do not save this round, which waits."""
         with self._lock:
             self._waiting.remove(current)
@@ -68,12 +68,12 @@ class Backlog:
         while (current := self._next()) is not _END:
             self._ended(current, self._save(current))
 
-    def _next(self) -> Round | None:
+    def _next(self) -> SaveRound | None:
         with self._lock:
             self._lock.wait_for(lambda: self._waiting)
             return self._waiting.popleft()
 
-    def _save(self, current: Round) -> Manifest | CheckpointError:
+    def _save(self, current: SaveRound) -> Manifest | CheckpointError:
         """Write and commit (I3); the slots are free when this returns."""
         try:
             return self._write_and_commit(current)
@@ -85,7 +85,7 @@ class Backlog:
         finally:
             current.release()  # not before: until it is committed, the next daemon may need what is in the slots
 
-    def _write_and_commit(self, current: Round) -> Manifest:
+    def _write_and_commit(self, current: SaveRound) -> Manifest:
         staging = naming.staging_path(*current.key)
         began = time.monotonic()
         plan = self._decisions.plan([sealed.table for sealed in current.sealed.values()])

@@ -32,7 +32,7 @@ Lent = tuple[Sequence[Piece], Octets]  # pieces that follow each other in a file
 Key = tuple[str, str, int]  # the manifest's SHA-256, file, first byte
 
 
-class Source(NamedTuple):
+class CachedCheckpoint(NamedTuple):
     """A committed checkpoint: its directory below the tier's root, and its manifest's SHA-256."""
 
     directory: str
@@ -85,7 +85,7 @@ class ProvenExtents:
                     self._blocks.clear()
                     self._free.clear()
 
-    def lend(self, source: Source, pieces: Sequence[Piece]) -> Iterator[Lent]:
+    def lend(self, source: CachedCheckpoint, pieces: Sequence[Piece]) -> Iterator[Lent]:
         """The pieces and their proven bytes, by file and position. They are on loan until the next ones are asked for.
 
         To be used inside `opened`. Raises `CorruptExtent` for a piece that is not what was written, `CorruptManifest` where
@@ -97,7 +97,7 @@ class ProvenExtents:
                 count = yield from self._lend_some(source, left)
                 left = left[count:]
 
-    def read(self, source: Source, run: Sequence[Piece], target: Octets) -> None:
+    def read(self, source: CachedCheckpoint, run: Sequence[Piece], target: Octets) -> None:
         """Read pieces that follow each other in a file into memory of the asker's, and prove them there.
 
         For whoever wants them as they are, and once. Raises as `lend` does.
@@ -111,7 +111,7 @@ class ProvenExtents:
             at = piece.start - run[0].start
             verification.check(piece, target[at : min(at + piece.length, size)])
 
-    def _lend_some(self, source: Source, pieces: Sequence[Piece]) -> Generator[Lent, None, int]:
+    def _lend_some(self, source: CachedCheckpoint, pieces: Sequence[Piece]) -> Generator[Lent, None, int]:
         """The first pieces of a batch, as many as stand in one block or can be read at once; returns how many."""
         keys = [(source.sha256, piece.file, piece.start) for piece in pieces]
         block, count = self._claim(keys, pieces)
@@ -179,7 +179,7 @@ class ProvenExtents:
             del self._where[key]
         del self._blocks[id(block)]
 
-    def _fill(self, source: Source, run: Sequence[Piece], block: _Block) -> None:
+    def _fill(self, source: CachedCheckpoint, run: Sequence[Piece], block: _Block) -> None:
         try:
             self.read(source, run, block.slab[: run[-1].stop - run[0].start])
         except BaseException:

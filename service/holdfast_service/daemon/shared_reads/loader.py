@@ -15,10 +15,10 @@ from typing import NamedTuple
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, DaemonGone
 from holdfast_formats.staging import wire
-from holdfast_formats.staging.piece_list import Listing
+from holdfast_formats.staging.piece_list import PieceList
 from holdfast_service.daemon.arena.arena import Arena, Loan
-from holdfast_service.daemon.shared_reads.sealed_memory import LentMemory, Stored
-from holdfast_service.daemon.shared_reads.sharing import WANTED_BY_MIN, WANTED_BY_MIN_CACHED, Shared, decide
+from holdfast_service.daemon.shared_reads.sealed_memory import SealedMemory, StepFiles
+from holdfast_service.daemon.shared_reads.sharing import WANTED_BY_MIN, WANTED_BY_MIN_CACHED, SharedPieces, decide
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Wish(NamedTuple):
 
     rank: object
     request: wire.Load
-    listing: Listing
+    listing: PieceList
     send: Send
 
 
@@ -48,7 +48,7 @@ class Key(NamedTuple):
     step: int
 
 
-class Counts:
+class ReadCounts:
     """Bytes that were read for restores: by this daemon, and by the ranks that asked it, for themselves."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Loader:
         self._loads: dict[Key, _Load] = {}
         self._all: set[_Load] = set()
         self._closed = False
-        self.counts = Counts()
+        self.counts = ReadCounts()
 
     def ask(self, key: Key, wish: Wish) -> None:
         """Answer this wish together with those of the other ranks, or out of what was read for them already."""
@@ -120,7 +120,7 @@ class _Load:
         self.key = key
         self._loader = loader
         self._loan: Loan | None = None
-        self._memory: LentMemory | None = None
+        self._memory: SealedMemory | None = None
         self._changed = threading.Condition()
         self._waiting = [first]
         self._users = {first.rank}
@@ -193,14 +193,14 @@ class _Load:
             self._part()
         return answer
 
-    def _decide(self, asked: list[Listing], least: int) -> Shared:
+    def _decide(self, asked: list[PieceList], least: int) -> SharedPieces:
         whole = decide(asked, _BOUNDLESS, least)
         if not len(whole.listing.rows):
             return whole
         self._loan = self._loader.arena.lend(whole.memory_bytes, self.key.run)
         return whole if self._loan.bytes == whole.memory_bytes else decide(asked, self._loan.bytes, least)
 
-    def _fill(self, shared: Shared, waits: bool) -> wire.Loaded:
+    def _fill(self, shared: SharedPieces, waits: bool) -> wire.Loaded:
         notices = []
         if shared.left_out:
             had, wanted = shared.listing.nbytes / MIB, (shared.listing.nbytes + shared.left_out) / MIB
@@ -209,9 +209,9 @@ class _Load:
         good = shared.listing
         if len(shared.listing.rows):
             assert self._loan is not None
-            memory = self._memory = LentMemory(f"{self.key.run}-{self.key.step}", shared.memory_bytes)
+            memory = self._memory = SealedMemory(f"{self.key.run}-{self.key.step}", shared.memory_bytes)
             self._loan.touched = lambda: memory.touched_bytes
-            stored = Stored(self._loader.tier, naming.checkpoint_path(self.key.run, self.key.step), waits)
+            stored = StepFiles(self._loader.tier, naming.checkpoint_path(self.key.run, self.key.step), waits)
             good, read = memory.fill(stored, shared.listing, self._deserted)
             self._loader.counts.add("node", read)
         if len(good.rows) < len(shared.listing.rows):

@@ -18,8 +18,8 @@ import numpy as np
 from holdfast_formats import digest
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSpace
 from holdfast_formats.staging import piece_list
-from holdfast_formats.staging.piece_list import Listing
-from holdfast_service.daemon.shared_reads.sharing import Job, jobs
+from holdfast_formats.staging.piece_list import PieceList
+from holdfast_service.daemon.shared_reads.sharing import ReadJob, jobs
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ CHUNK_BYTES = 2**20  # stays in a core's cache between being read, digested and 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
-class Stored(NamedTuple):
+class StepFiles(NamedTuple):
     """Where a step's files are, and whether reading them would wait for a disk or a network."""
 
     tier: Tier
@@ -39,7 +39,7 @@ class Stored(NamedTuple):
     waits: bool
 
 
-class LentMemory:
+class SealedMemory:
     """A memfd of `size` bytes. `close` ends our hold on it; who was given the descriptor keeps the memory."""
 
     def __init__(self, label: str, size: int) -> None:
@@ -57,7 +57,7 @@ class LentMemory:
         """How much of it is in memory by now."""
         return min(os.fstat(self.fd).st_blocks * 512, self.size)
 
-    def fill(self, source: Stored, wanted: Listing, ended: Callable[[], bool]) -> tuple[Listing, int]:
+    def fill(self, source: StepFiles, wanted: PieceList, ended: Callable[[], bool]) -> tuple[PieceList, int]:
         """Read and prove what is wanted, each piece to its `at`, state the good ones at the head, and seal it.
 
         Returns the good ones, and how many bytes were read. Those that could not be read, or are not what was written, are
@@ -81,7 +81,7 @@ class LentMemory:
         with ThreadPoolExecutor(max(count, 1), "holdfast-load") as threads:
             for finished in [threads.submit(drain) for _ in range(count)]:
                 finished.result()
-        good = Listing(wanted.files, wanted.rows[filling.good])
+        good = PieceList(wanted.files, wanted.rows[filling.good])
         _write(self.fd, memoryview(piece_list.encode(good)), 0)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         return good, int(filling.read.sum())
@@ -95,12 +95,12 @@ class LentMemory:
 class _Filling:
     """What the threads that fill share: each row of `good` and `read` is written by one of them."""
 
-    def __init__(self, source: Stored, wanted: Listing, fd: int) -> None:
+    def __init__(self, source: StepFiles, wanted: PieceList, fd: int) -> None:
         self._source, self._wanted, self._fd = source, wanted, fd
         self.good = np.zeros(len(wanted.rows), np.bool_)
         self.read = np.zeros(len(wanted.rows), np.int64)
 
-    def take(self, job: Job, buffer: memoryview) -> None:
+    def take(self, job: ReadJob, buffer: memoryview) -> None:
         """Read, copy and prove the pieces of a job; a large one chunk by chunk."""
         rows = self._wanted.rows[job.first : job.last].tolist()
         number, _, start, _, at = rows[0]
@@ -128,7 +128,7 @@ class _Filling:
         self.good[job.first : job.last] = np.array(found, np.uint64) == self._wanted.rows["digest"][job.first : job.last]
 
 
-def read_listing(fd: int) -> Listing:
+def read_listing(fd: int) -> PieceList:
     """What a rank has written into the memfd that it sent; `InvalidRequest` for what is no listing."""
     try:
         size = os.fstat(fd).st_size

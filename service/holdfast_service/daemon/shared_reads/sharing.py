@@ -13,7 +13,7 @@ import numpy as np
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.staging import arena
 from holdfast_formats.staging import piece_list as listing
-from holdfast_formats.staging.piece_list import Listing, Rows
+from holdfast_formats.staging.piece_list import PieceList, Rows
 
 # What only one rank wants it reads itself, straight into its tensors. What is in the page cache so few ranks read faster
 # from there, twice, than memory for all of it is had, filled and freed.
@@ -21,38 +21,38 @@ WANTED_BY_MIN, WANTED_BY_MIN_CACHED = 2, 8
 ALIGNMENT = 64  # pieces stand in memory as in their file, to this modulus: elements are aligned there if they are here
 
 
-class Shared(NamedTuple):
+class SharedPieces(NamedTuple):
     """What is shared, with `at` filled in, and the room for it; `left_out` bytes there was no room for."""
 
-    listing: Listing
+    listing: PieceList
     memory_bytes: int
     left_out: int
 
 
-class Job(NamedTuple):
+class ReadJob(NamedTuple):
     """Rows [first, last) of a listing, which follow one another in a file and in memory."""
 
     first: int
     last: int
 
 
-def decide(asked: Sequence[Listing], room_bytes: int, wanted_by_min: int = WANTED_BY_MIN) -> Shared:
+def decide(asked: Sequence[PieceList], room_bytes: int, wanted_by_min: int = WANTED_BY_MIN) -> SharedPieces:
     """The pieces that so many ranks or more want, in the order of files, as far as there is room.
 
     Raises `InvalidRequest` where ranks take different pieces for those of one file: they read different checkpoints.
     """
     wanted = _wanted_by_several(asked, wanted_by_min)
     if not len(wanted.rows):
-        return Shared(wanted, 0, 0)
+        return SharedPieces(wanted, 0, 0)
     head = arena.page_aligned(len(listing.encode(wanted)))
     _place(wanted.rows, head)
     ends = wanted.rows["at"] + wanted.rows["length"]
     fitting = int(np.searchsorted(ends, room_bytes, "right"))
-    kept = Listing(wanted.files, wanted.rows[:fitting])
-    return Shared(kept, int(ends[fitting - 1]) if fitting else 0, wanted.nbytes - kept.nbytes)
+    kept = PieceList(wanted.files, wanted.rows[:fitting])
+    return SharedPieces(kept, int(ends[fitting - 1]) if fitting else 0, wanted.nbytes - kept.nbytes)
 
 
-def jobs(shared: Listing, bytes_max: int) -> Iterator[Job]:
+def jobs(shared: PieceList, bytes_max: int) -> Iterator[ReadJob]:
     """How to read it: small pieces that follow one another together, up to `bytes_max`; larger ones alone."""
     rows = shared.rows
     starts_run = _begins_run(rows).tolist()
@@ -60,19 +60,19 @@ def jobs(shared: Listing, bytes_max: int) -> Iterator[Job]:
     first, base = 0, 0
     for row, begins in enumerate(starts_run):
         if row > first and (begins or ends[row] - base > bytes_max):
-            yield Job(first, row)
+            yield ReadJob(first, row)
             first, base = row, ends[row - 1]
     if len(rows):
-        yield Job(first, len(rows))
+        yield ReadJob(first, len(rows))
 
 
-def _wanted_by_several(asked: Sequence[Listing], wanted_by_min: int) -> Listing:
+def _wanted_by_several(asked: Sequence[PieceList], wanted_by_min: int) -> PieceList:
     files = tuple(sorted({name for each in asked for name in each.files}))
     index = {name: number for number, name in enumerate(files)}
     together = [_renumbered(each, index) for each in asked]
     rows = np.concatenate(together) if together else np.empty(0, listing.ROW)
     if not len(rows):
-        return Listing(files, rows)
+        return PieceList(files, rows)
     rows = rows[np.lexsort((rows["digest"], rows["length"], rows["start"], rows["file"]))]
     before, after = rows[:-1], rows[1:]
     same = (before["file"] == after["file"]) & (before["start"] == after["start"])
@@ -82,10 +82,10 @@ def _wanted_by_several(asked: Sequence[Listing], wanted_by_min: int) -> Listing:
     counts = np.diff(np.append(firsts, len(rows)))
     shared = rows[firsts[counts >= wanted_by_min]]
     _check_apart(shared)
-    return Listing(files, shared)
+    return PieceList(files, shared)
 
 
-def _renumbered(each: Listing, index: dict[str, int]) -> Rows:
+def _renumbered(each: PieceList, index: dict[str, int]) -> Rows:
     rows = each.rows.copy()
     numbers = np.array([index[name] for name in each.files], np.uint32)
     rows["file"] = numbers[rows["file"]] if len(rows) else rows["file"]

@@ -21,7 +21,7 @@ from holdfast_formats.digest import digest, running
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX, Extent
 from holdfast_formats.disk.packing import tensor_extent_bytes
 from holdfast_formats.staging.holdings import Bytes, Holding, gather, hold, hold_all, view
-from holdfast_formats.staging.plan import Origin, PlannedFile, PlannedTensor
+from holdfast_formats.staging.plan import BoxOrigin, PlannedFile, PlannedTensor
 
 CACHED_BYTES = 2**19  # what a core's own cache holds besides what it comes from
 STRAIGHT_BYTES_MIN = 2**17  # less is sooner copied than written as a buffer of its own
@@ -29,7 +29,7 @@ STRAIGHT_BYTES_MIN = 2**17  # less is sooner copied than written as a buffer of 
 Slots = Mapping[int, memoryview]  # rank -> the data of its sealed slot
 
 
-class Cut(NamedTuple):
+class ExtentSlice(NamedTuple):
     """Whole extents: `length` bytes of a tensor from `offset` on, at `start` in the file. A part of the header is `raw`."""
 
     start: int
@@ -75,7 +75,7 @@ class FileBytes:
             held = [_hold(tensor, origin, flat) for origin in tensor.origins]
             edges = _edges(held, tensor.spec.nbytes, tensor_extent_bytes(tensor.spec.nbytes, extent_bytes))
             for offset, end in pairwise(edges):
-                self.cuts.append(Cut(tensor.start + offset, end - offset, offset, tensor, held))
+                self.cuts.append(ExtentSlice(tensor.start + offset, end - offset, offset, tensor, held))
 
     def windows(self) -> Iterator[Window]:
         """The file in order: as many whole cuts a window as fit it."""
@@ -139,20 +139,20 @@ def _edges(held: Sequence[Holding], size: int, step: int) -> list[int]:
     return sorted(edges)
 
 
-def _header_cuts(header: Bytes) -> Iterator[Cut]:
+def _header_cuts(header: Bytes) -> Iterator[ExtentSlice]:
     for start in range(0, header.nbytes, EXTENT_BYTES_MAX):
         length = min(EXTENT_BYTES_MAX, header.nbytes - start)
-        yield Cut(start, length, start, None, (), header)
+        yield ExtentSlice(start, length, start, None, (), header)
 
 
-def _hold(tensor: PlannedTensor, origin: Origin, flat: Mapping[int, Bytes]) -> Holding:
+def _hold(tensor: PlannedTensor, origin: BoxOrigin, flat: Mapping[int, Bytes]) -> Holding:
     data = flat[origin.rank][origin.slot_offset :]
     if len(tensor.origins) == 1:  # it tiles the tensor alone
         return hold_all(tensor.spec, data)
     return hold(tensor.spec, origin.box, data)
 
 
-def _gather(cut: Cut, offset: int, target: Bytes) -> None:
+def _gather(cut: ExtentSlice, offset: int, target: Bytes) -> None:
     """The bytes of a cut's tensor from `offset` on, as many as `target` takes."""
     if cut.tensor is None:
         assert cut.raw is not None
@@ -162,7 +162,7 @@ def _gather(cut: Cut, offset: int, target: Bytes) -> None:
     assert copied == target.nbytes, f"{cut.tensor.spec.name}: {copied} of {target.nbytes} bytes gathered"
 
 
-def _straight(cut: Cut, alignment: int) -> Bytes | None:
+def _straight(cut: ExtentSlice, alignment: int) -> Bytes | None:
     """A whole cut where it stands in a slot, if it can be written from there: it has whole blocks besides its ends."""
     if cut.length < max(STRAIGHT_BYTES_MIN, 2 * alignment):
         return None
@@ -170,7 +170,7 @@ def _straight(cut: Cut, alignment: int) -> Bytes | None:
     return there if there is not None and (there.ctypes.data - cut.start) % alignment == 0 else None
 
 
-def _extents(cut: Cut, extent_bytes: int) -> Iterator[tuple[int, int]]:
+def _extents(cut: ExtentSlice, extent_bytes: int) -> Iterator[tuple[int, int]]:
     """Where the cut's extents begin and end, counted from its first byte."""
     assert cut.tensor is not None  # a header has one digest, which the plan knows
     step = tensor_extent_bytes(cut.tensor.spec.nbytes, extent_bytes)
@@ -178,12 +178,12 @@ def _extents(cut: Cut, extent_bytes: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + step, cut.length)
 
 
-def _digested(cut: Cut, there: Bytes, extent_bytes: int) -> Iterator[Extent]:
+def _digested(cut: ExtentSlice, there: Bytes, extent_bytes: int) -> Iterator[Extent]:
     for begin, end in _extents(cut, extent_bytes):
         yield Extent(cut.offset + begin, end - begin, digest(there[begin:end].data))
 
 
-def _gather_digested(cut: Cut, target: Bytes, extent_bytes: int) -> Iterator[Extent]:
+def _gather_digested(cut: ExtentSlice, target: Bytes, extent_bytes: int) -> Iterator[Extent]:
     """Gather a whole cut, and yield its extents: part by part, so that a digest finds the bytes in a core's cache."""
     assert cut.tensor is not None  # a header has one digest, which the plan knows
     extent_bytes = tensor_extent_bytes(cut.tensor.spec.nbytes, extent_bytes)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import Extent, FileEntry
-from holdfast_formats.staging.plan import Plan, PlannedFile, PlannedTensor, Receipt, encode_receipt
+from holdfast_formats.staging.plan import PlannedFile, PlannedTensor, Receipt, WritePlan, encode_receipt
 from holdfast_service.daemon.writing.buffers import Windows
 from holdfast_service.daemon.writing.gathering import FileBytes, Slots, Window
 from holdfast_service.daemon.writing.priority import give_way
@@ -54,7 +54,7 @@ def under_way() -> bool:
     return bool(_writing)
 
 
-def write(tier: Tier, plan: Plan, staging: str, slots: Slots, node: str) -> Receipt:
+def write(tier: Tier, plan: WritePlan, staging: str, slots: Slots, node: str) -> Receipt:
     """Write all files and assets of `plan` under `staging`, fsync them, then the receipt (I3), and return it.
 
     Raises `StorageFailed` or `NoSpace`; what was written by then is garbage for the caller to remove. A failed fsync is
@@ -67,7 +67,7 @@ def write(tier: Tier, plan: Plan, staging: str, slots: Slots, node: str) -> Rece
         _writing.remove(staging)
 
 
-def _write(tier: Tier, plan: Plan, staging: str, slots: Slots, node: str) -> Receipt:
+def _write(tier: Tier, plan: WritePlan, staging: str, slots: Slots, node: str) -> Receipt:
     files: list[FileEntry] = []
     for asset in plan.assets:
         blob = asset.blob
@@ -86,7 +86,7 @@ def _write(tier: Tier, plan: Plan, staging: str, slots: Slots, node: str) -> Rec
     return receipt
 
 
-def _write_files(tier: Tier, plan: Plan, staging: str, slots: Slots) -> list[tuple[PlannedFile, _Extents]]:
+def _write_files(tier: Tier, plan: WritePlan, staging: str, slots: Slots) -> list[tuple[PlannedFile, _Extents]]:
     extent_bytes = plan.extent_bytes
     running: deque[_Running] = deque()
     written: list[tuple[PlannedFile, _Extents]] = []

@@ -44,7 +44,7 @@ async def remove_label(api: Asked, run: str, step: int, label: str, _: Posted) -
 @router.get(f"{_CHECKPOINT}/remove")
 async def confirm_removal(request: Request, api: Asked, run: str, step: int) -> Response:
     """What would go, or why it may not, before anything does."""
-    made = await api.get(bodies.Checkpoint, at(run, step))
+    made = await api.get(bodies.CheckpointInfo, at(run, step))
     refused: CheckpointError | None = None
     try:
         await api.ask("DELETE", at(run, step), dry_run="true")

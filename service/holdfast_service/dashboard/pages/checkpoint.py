@@ -14,8 +14,8 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job, Replica
 from holdfast_formats.rest.retention import Preview, Verdict
 from holdfast_service.dashboard import contents
-from holdfast_service.dashboard.asking import Api, Asked, Shown, at, shown
-from holdfast_service.dashboard.contents import Line, Stripe
+from holdfast_service.dashboard.asking import Asked, Shown, ViewerApi, at, shown
+from holdfast_service.dashboard.contents import Stripe, TensorLine
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
 
@@ -30,14 +30,14 @@ EXTENTS_LISTED = 200
 class Drawn(NamedTuple):
     """A tensor on the map of its file."""
 
-    line: Line
+    line: TensorLine
     stripes: list[Stripe]
 
 
 @router.get("/runs/{run}/checkpoints/{step}")
 async def show_checkpoint(request: Request, api: Asked, run: str, step: str) -> Response:
     """Facts, checks, copies and actions."""
-    found = await api.get(bodies.Checkpoint, at(run, step))
+    found = await api.get(bodies.CheckpointInfo, at(run, step))
     replicas, verdict, jobs, beside = await asyncio.gather(
         shown(api.page(Replica, at(run, found.step, "replicas"))),
         shown(_verdict(api, run, found.step)),
@@ -59,7 +59,7 @@ async def show_checkpoint(request: Request, api: Asked, run: str, step: str) -> 
 @router.get("/runs/{run}/checkpoints/{step}/files")
 async def show_files(request: Request, api: Asked, run: str, step: str, cursor: str | None = None) -> Response:
     """Files as they should be, and as they lie on storage. A page of its own: asking for it holds the checkpoint a while."""
-    made = await api.get(bodies.Checkpoint, at(run, step))
+    made = await api.get(bodies.CheckpointInfo, at(run, step))
     files, node = await asyncio.gather(
         shown(api.page(bodies.File, at(run, made.step, "files"), cursor=cursor, limit=FILES_SHOWN)),
         shown(api.page(bodies.Node, "/v1/nodes")),
@@ -79,7 +79,7 @@ async def show_files(request: Request, api: Asked, run: str, step: str, cursor: 
 @router.get("/runs/{run}/checkpoints/{step}/map/{name}")
 async def show_map(request: Request, api: Asked, run: str, step: str, name: str, first: int = 0) -> Response:
     """One file from its first byte to its last: which tensors stand where, and who held them as they were saved."""
-    made = await api.get(bodies.Checkpoint, at(run, step))
+    made = await api.get(bodies.CheckpointInfo, at(run, step))
     held = await contents.held(api, run, made.step)
     entry = held.manifest.file(name)
     if entry is None:
@@ -124,7 +124,7 @@ async def show_extents(
 ) -> Response:
     """A tensor's extents: where each stands, and the digest that proves it."""
     group, name, first = asked
-    made = await api.get(bodies.Checkpoint, at(run, step))
+    made = await api.get(bodies.CheckpointInfo, at(run, step))
     held = await contents.held(api, run, made.step)
     line = held.line(group, name)
     if line is None:
@@ -142,15 +142,15 @@ async def show_extents(
     )
 
 
-async def _verdict(api: Api, run: str, step: int) -> Verdict | None:
+async def _verdict(api: ViewerApi, run: str, step: int) -> Verdict | None:
     preview = await api.get(Preview, at(run) + "/retention")
     return next((verdict for verdict in preview.verdicts if verdict.step == step), None)
 
 
-async def _before(api: Api, made: bodies.Checkpoint) -> int | None:
+async def _before(api: ViewerApi, made: bodies.CheckpointInfo) -> int | None:
     """The step of the checkpoint before this one, to compare with."""
-    listed: Shown[tuple[list[bodies.Checkpoint], bool]] = await shown(
-        api.walk(bodies.Checkpoint, at(made.run) + "/checkpoints", 1000)
+    listed: Shown[tuple[list[bodies.CheckpointInfo], bool]] = await shown(
+        api.walk(bodies.CheckpointInfo, at(made.run) + "/checkpoints", 1000)
     )
     older = [other.step for other in listed.value[0] if other.step < made.step] if listed.value else []
     return max(older, default=None)

@@ -15,8 +15,8 @@ from holdfast_formats.rest import bodies, comparing
 from holdfast_formats.rest.comparing import Pair
 from holdfast_formats.rest.observed import Difference, DifferenceState
 from holdfast_service.dashboard import contents
-from holdfast_service.dashboard.asking import Api, Asked, at
-from holdfast_service.dashboard.contents import Held, Measured
+from holdfast_service.dashboard.asking import Asked, ViewerApi, at
+from holdfast_service.dashboard.contents import ManifestView, MeasuredTensor
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
 
@@ -28,7 +28,7 @@ STEPS_OFFERED = 200
 STATES: tuple[str, ...] = get_args(DifferenceState)
 SORTS = ("bytes", "norm_b", "relative")
 Text = Annotated[str, Query(max_length=200)]
-Known = dict[tuple[str, str], Measured]
+Known = dict[tuple[str, str], MeasuredTensor]
 
 
 def _asked(
@@ -43,11 +43,11 @@ Wanted = Annotated[dict[str, str], Depends(_asked)]
 @router.get("/runs/{run}/compare")
 async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, first: int = 0) -> Response:
     """`a` is the older step, `b` the newer one; without both, a form to choose them. `exact` reads what is shown."""
-    listed = await api.page(bodies.Checkpoint, at(run) + "/checkpoints", limit=STEPS_OFFERED)
+    listed = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=STEPS_OFFERED)
     same: dict[str, Any] = {"run": run, "steps": listed.items, "asked": asked, "states": STATES}
     if not (asked["a"] and asked["b"]):
         return page(request, "compare.html", compared=None, **same)
-    checkpoints = [await api.get(bodies.Checkpoint, at(run, asked[side])) for side in ("a", "b")]
+    checkpoints = [await api.get(bodies.CheckpointInfo, at(run, asked[side])) for side in ("a", "b")]
     one, other = [await contents.held(api, run, found.step) for found in checkpoints]
     known = [(await contents.statistics(api, held)).value or {} for held in (one, other)]
     compared = await asyncio.to_thread(compare, one, other)
@@ -101,7 +101,7 @@ class Values(NamedTuple):
 
 
 @lru_cache(maxsize=COMPARED_MAX)
-def compare(one: Held, other: Held) -> Compared:
+def compare(one: ManifestView, other: ManifestView) -> Compared:
     """The newest one is kept: whoever sorts, searches and pages asks for the same again."""
     pairs = [(pair, pair.state) for pair in comparing.pairs(one.manifest, other.manifest)]
     counted = Counter[str](state for _, state in pairs)
@@ -125,7 +125,7 @@ def matching(compared: Compared, values: Values, asked: dict[str, str]) -> list[
 
 
 async def _measured(
-    api: Api, run: str, asked: dict[str, str], part: list[Difference]
+    api: ViewerApi, run: str, asked: dict[str, str], part: list[Difference]
 ) -> tuple[list[Difference], CheckpointError | None]:
     """The same tensors with their bytes read, or the error that says that these are too many for one page."""
 

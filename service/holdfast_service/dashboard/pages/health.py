@@ -29,7 +29,7 @@ async def show_health(
 ) -> Response:
     """The map is drawn by a script from the same numbers; the worst cells are a table for whoever sees no map."""
     found = await api.get(bodies.Run, at(run))
-    newest = await api.page(bodies.Checkpoint, at(run) + "/checkpoints", limit=1)
+    newest = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=1)
     layers = await shown(api.get(Layers, at(run) + "/layers", group=group))
     cells = [
         Cell(name, health)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Attention, RunSummary
-from holdfast_service.dashboard.asking import Api, Asked, shown
+from holdfast_service.dashboard.asking import Asked, ViewerApi, shown
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
 
@@ -80,7 +80,7 @@ async def show_overview(
     )
 
 
-async def _lines(api: Api, prefix: str, order: str, cursor: str | None) -> bodies.Page[RunLine]:
+async def _lines(api: ViewerApi, prefix: str, order: str, cursor: str | None) -> bodies.Page[RunLine]:
     said = {"prefix": prefix, "sort": order, "cursor": cursor, "limit": RUNS_SHOWN}
     summed = await shown(api.page(RunSummary, "/v1/summaries", **said))
     if summed.value is not None:
@@ -93,7 +93,7 @@ async def _lines(api: Api, prefix: str, order: str, cursor: str | None) -> bodie
     return bodies.Page(items=plain, next=runs.next)
 
 
-async def _under_way(api: Api) -> list[bodies.Round]:
+async def _under_way(api: ViewerApi) -> list[bodies.Round]:
     pages = await asyncio.gather(
         *(api.page(bodies.Round, "/v1/rounds", state=state, limit=20) for state in ("open", "sealed"))
     )

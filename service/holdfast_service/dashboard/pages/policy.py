@@ -11,7 +11,7 @@ from starlette.responses import Response
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import Preview, RetentionPolicy
-from holdfast_service.dashboard.asking import Api, Asked, at, to
+from holdfast_service.dashboard.asking import Asked, ViewerApi, at, to
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Form, Posted, page_router
 
@@ -93,14 +93,14 @@ def _hours(form: Form, name: str) -> float | None:
     return None if hours is None else hours * HOUR_S
 
 
-async def _tag(api: Api, run: str) -> str:
+async def _tag(api: ViewerApi, run: str) -> str:
     """What `If-Match` has to say. Asked for before the preview: a policy set in between is noticed at the change."""
     return str((await api.ask("GET", at(run) + "/policy")).headers["etag"])
 
 
-async def _page(request: Request, api: Api, run: str, tag: str, preview: Preview, *, in_force: Preview) -> Response:
+async def _page(request: Request, api: ViewerApi, run: str, tag: str, preview: Preview, *, in_force: Preview) -> Response:
     """The form with the previewed policy. Where that is the one in force, nothing is proposed."""
-    newest = await api.page(bodies.Checkpoint, at(run) + "/checkpoints", limit=1)
+    newest = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=1)
     before = {verdict.step: verdict.keep for verdict in in_force.verdicts}
     return page(
         request,

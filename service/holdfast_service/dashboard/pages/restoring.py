@@ -13,7 +13,7 @@ from starlette.responses import Response
 from holdfast_formats.errors import CheckpointError
 from holdfast_formats.layout import language
 from holdfast_formats.rest import bodies
-from holdfast_service.dashboard.asking import Api, Asked, at, shown
+from holdfast_service.dashboard.asking import Asked, ViewerApi, at, shown
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
 
@@ -26,7 +26,7 @@ Text = Annotated[str, Query(max_length=language.TEXT_BYTES_MAX)]
 Small = Annotated[str, Query(max_length=15)]
 
 
-class Wanted(NamedTuple):
+class WantedLayout(NamedTuple):
     """A layout, the fields that it was picked with, and from which rank on its ranks are shown."""
 
     fields: dict[str, str]
@@ -35,7 +35,7 @@ class Wanted(NamedTuple):
     first: int
 
 
-class Share(NamedTuple):
+class ShareView(NamedTuple):
     """What a rank holds and what is read for it; or why it cannot be."""
 
     rank: int
@@ -67,18 +67,18 @@ def _asked(
     layout: Annotated[str | None, Query(max_length=language.TEXT_BYTES_MAX)] = None,
     group: Annotated[str, Query(max_length=64)] = "model",
     first: int = 0,
-) -> Wanted:
-    return Wanted(fields, _text(fields) if layout is None else layout.strip(), group, max(first, 0))
+) -> WantedLayout:
+    return WantedLayout(fields, _text(fields) if layout is None else layout.strip(), group, max(first, 0))
 
 
 @router.get("/runs/{run}/checkpoints/{step}/restore")
 async def show_restoring(
-    request: Request, api: Asked, run: str, step: str, wanted: Annotated[Wanted, Depends(_asked)]
+    request: Request, api: Asked, run: str, step: str, wanted: Annotated[WantedLayout, Depends(_asked)]
 ) -> Response:
     """The fields make up the layout's text, unless `layout` says it as a whole."""
-    made = await api.get(bodies.Checkpoint, at(run, step))
+    made = await api.get(bodies.CheckpointInfo, at(run, step))
     text, group, first = wanted.text, wanted.group, wanted.first
-    shares: list[Share] = []
+    shares: list[ShareView] = []
     refused: CheckpointError | None = None
     world = 1
     try:
@@ -118,16 +118,16 @@ def _text(fields: dict[str, str]) -> str:
     return ",".join(parts)
 
 
-async def _shares(api: Api, made: bodies.Checkpoint, layout: str, group: str, ranks: range) -> list[Share]:
-    async def share(rank: int) -> Share:
+async def _shares(api: ViewerApi, made: bodies.CheckpointInfo, layout: str, group: str, ranks: range) -> list[ShareView]:
+    async def share(rank: int) -> ShareView:
         asked = {"layout": layout, "rank": rank, "group": group, "limit": 1}
         found = await shown(api.get(bodies.ShardPlan, at(made.run, made.step, "shard"), **asked))
-        return Share(rank, found.value, found.error)
+        return ShareView(rank, found.value, found.error)
 
     return list(await asyncio.gather(*map(share, ranks)))
 
 
-def _lines(made: bodies.Checkpoint, layout: str, group: str, where: tuple[str, str]) -> Lines:
+def _lines(made: bodies.CheckpointInfo, layout: str, group: str, where: tuple[str, str]) -> Lines:
     root, url = where
     name, cut = f"{made.run}@{made.step}", shlex.quote(layout)
     grouped = "" if group == "model" else f" --group {shlex.quote(group)}"

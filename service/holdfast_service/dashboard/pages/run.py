@@ -12,7 +12,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import RunSummary
 from holdfast_formats.rest.retention import Preview, Verdict
 from holdfast_service.dashboard import history
-from holdfast_service.dashboard.asking import LIMIT_MAX, Api, Asked, Shown, at, shown
+from holdfast_service.dashboard.asking import LIMIT_MAX, Asked, Shown, ViewerApi, at, shown
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
 
@@ -37,8 +37,8 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
     """Tiles, timeline and plots of the newest saves, and a page of checkpoints."""
     found = await api.get(bodies.Run, at(run))
     listed, drawn, rounds, summary, verdicts = await asyncio.gather(
-        api.page(bodies.Checkpoint, at(run) + "/checkpoints", cursor=cursor, limit=CHECKPOINTS_SHOWN, **filters),
-        api.page(bodies.Checkpoint, at(run) + "/checkpoints", limit=SAVES_DRAWN),
+        api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", cursor=cursor, limit=CHECKPOINTS_SHOWN, **filters),
+        api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=SAVES_DRAWN),
         api.page(bodies.Round, "/v1/rounds", run=run, limit=SAVES_DRAWN),
         shown(api.get(RunSummary, at(run) + "/summary")),
         _verdicts(api, found),
@@ -66,7 +66,7 @@ async def show_run(request: Request, api: Asked, run: str, filters: Filters, cur
     )
 
 
-async def _verdicts(api: Api, run: bodies.Run) -> Shown[dict[int, Verdict]]:
+async def _verdicts(api: ViewerApi, run: bodies.Run) -> Shown[dict[int, Verdict]]:
     if run.checkpoints > VERDICTS_UP_TO:
         return Shown(None)
     preview = await shown(api.get(Preview, at(run.name) + "/retention"))

@@ -8,7 +8,7 @@ import httpx
 from fastapi import Query, Request
 from starlette.responses import Response
 
-from holdfast_service.dashboard.asking import COOKIE, Api, Asked, SignInNeeded
+from holdfast_service.dashboard.asking import COOKIE, Asked, SignInNeeded, ViewerApi
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Posted, page_router
 
@@ -43,7 +43,7 @@ async def sign_out(_: Posted) -> Response:
     return answer
 
 
-async def _opens(api: Api, token: str | None) -> bool:
+async def _opens(api: ViewerApi, token: str | None) -> bool:
     """Whether the API answers to this token, or to none."""
     headers: dict[str, str] = {"Authorization": f"Bearer {token}"} if token else {"Authorization": ""}
     try:

@@ -12,16 +12,16 @@ from starlette.responses import Response
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import TensorStatistics
 from holdfast_service.dashboard import contents
-from holdfast_service.dashboard.asking import Api, Asked, at
-from holdfast_service.dashboard.contents import Held, Line, Measured
+from holdfast_service.dashboard.asking import Asked, ViewerApi, at
+from holdfast_service.dashboard.contents import ManifestView, MeasuredTensor, TensorLine
 from holdfast_service.dashboard.rendering import page
 from holdfast_service.dashboard.routing import page_router
 
 router = page_router()
 
 TENSORS_SHOWN = 100
-Key = Callable[[Line, Measured | None], Any]
-Known = Mapping[tuple[str, str], Measured]
+Key = Callable[[TensorLine, MeasuredTensor | None], Any]
+Known = Mapping[tuple[str, str], MeasuredTensor]
 # What can be sorted by; the largest come first, and what nobody knows last.
 SORTS: dict[str, Key] = {
     "bytes": lambda line, _: line.entry.nbytes,
@@ -50,10 +50,10 @@ class Search(NamedTuple):
         return {"q": self.q, "group": self.group, "sort": self.sort}
 
 
-class Found(NamedTuple):
+class FoundTensors(NamedTuple):
     """A page of tensors. Either all matches are counted, or `next` is the cursor of the page behind them."""
 
-    lines: list[Line]
+    lines: list[TensorLine]
     known: Known | None
     matches: int | None
     first: int = 0
@@ -70,7 +70,7 @@ Wanted = Annotated[Search, Depends(_search)]
 @router.get("/runs/{run}/checkpoints/{step}/tensors")
 async def show_tensors(request: Request, api: Asked, run: str, step: str, wanted: Wanted) -> Response:
     """A page of them, with what was measured while their bytes passed."""
-    made = await api.get(bodies.Checkpoint, at(run, step))
+    made = await api.get(bodies.CheckpointInfo, at(run, step))
     held = await contents.held(api, run, made.step)
     measured = await contents.statistics(api, held)
     many = held.tensors > contents.STATISTICS_MAX
@@ -92,22 +92,22 @@ async def show_tensors(request: Request, api: Asked, run: str, step: str, wanted
     )
 
 
-def _sorted_here(held: Held, known: Known | None, wanted: Search) -> Found:
+def _sorted_here(held: ManifestView, known: Known | None, wanted: Search) -> FoundTensors:
     lines = select(held.lines, known or {}, wanted)
     begin = min(wanted.first, max(len(lines) - 1, 0) // TENSORS_SHOWN * TENSORS_SHOWN)
-    return Found(lines[begin : begin + TENSORS_SHOWN], known, len(lines), begin)
+    return FoundTensors(lines[begin : begin + TENSORS_SHOWN], known, len(lines), begin)
 
 
-async def _sorted_there(api: Api, held: Held, wanted: Search) -> Found:
+async def _sorted_there(api: ViewerApi, held: ManifestView, wanted: Search) -> FoundTensors:
     said = {**wanted.said, "cursor": wanted.cursor, "limit": TENSORS_SHOWN}
     listed = await api.page(TensorStatistics, at(held.manifest.run, held.manifest.step, "statistics"), **said)
     tensors = held.manifest.tensors
-    lines = [Line(item.group, item.name, tensors[item.group][item.name], None) for item in listed.items]
+    lines = [TensorLine(item.group, item.name, tensors[item.group][item.name], None) for item in listed.items]
     known = {(item.group, item.name): contents.measured(item) for item in listed.items}
-    return Found(lines, known, None, next=listed.next)
+    return FoundTensors(lines, known, None, next=listed.next)
 
 
-def select(lines: list[Line], measured: Known, wanted: Search) -> list[Line]:
+def select(lines: list[TensorLine], measured: Known, wanted: Search) -> list[TensorLine]:
     """Those whose names have every word of the search, in the order that was asked for."""
     words = wanted.q.casefold().split()
     found = [
@@ -117,7 +117,7 @@ def select(lines: list[Line], measured: Known, wanted: Search) -> list[Line]:
     if key is None:
         return found
 
-    def largest_first(line: Line) -> tuple[bool, float]:
+    def largest_first(line: TensorLine) -> tuple[bool, float]:
         value = key(line, measured.get((line.group, line.alias_of or line.name)))
         return (value is None, -float(value or 0))
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import NewToken, Token, TokenRequest
-from holdfast_service.dashboard.asking import Api, Asked, shown
+from holdfast_service.dashboard.asking import Asked, ViewerApi, shown
 from holdfast_service.dashboard.rendering import page, see
 from holdfast_service.dashboard.routing import Form, Posted, page_router
 
@@ -55,7 +55,7 @@ def _wanted(form: Form) -> TokenRequest:
         raise InvalidRequest(f"{where}: {first['msg']}", hint="names are letters, digits, dots and dashes") from error
 
 
-async def _page(request: Request, api: Api, cursor: str | None, made: NewToken | None) -> Response:
+async def _page(request: Request, api: ViewerApi, cursor: str | None, made: NewToken | None) -> Response:
     found = await shown(api.page(Token, "/v1/tokens", cursor=cursor, limit=TOKENS_SHOWN))
     listed = found.value or bodies.Page[Token](items=[])
     return page(

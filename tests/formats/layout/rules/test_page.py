@@ -61,7 +61,7 @@ def test_the_short_example_extends_a_table() -> None:
 def test_every_key_and_every_table_is_named(page: Path) -> None:
     """A key that a rules file may have, a word that it may say, and a table that comes with us are all on the page."""
     named = {word.strip("[]") for word in _named(page)}
-    structs = (document.Document, document.Tensor, document.Fusion, document.Tie, document.Synonyms, document.Scales)
+    structs = (document.Document, document.TensorRule, document.FusionRule, document.Tie, document.Synonyms, document.Scales)
     keys = {key for struct in structs for key in struct.__struct_fields__}
     words = {"refuse", "uneven", "replicate", "largest", "contiguous", "groups", "first", "last", "every", "layer"}
     assert keys | words | {"qkv", "gate_up", "tp", "etp"} | set(packaged()) <= named

@@ -9,7 +9,7 @@ import pytest
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.rules.document import check
 from holdfast_formats.layout.rules.patterns import compile_pattern
-from holdfast_formats.layout.rules.table import Table, compile_table
+from holdfast_formats.layout.rules.table import RuleTable, compile_table
 
 Q, K, V = ({"name": f"l.{{layer}}.{part}", "shape": ["rows", "hidden"], "cut": 0} for part in "qkv")
 E = {"name": "l.{layer}.e.{expert}.up", "shape": ["hidden"]}
@@ -22,7 +22,7 @@ QKV = {
 SIZES = {"hidden": "hidden_size", "rows": "heads * 8", "heads": "heads"}
 
 
-def _table(*documents: dict[str, Any]) -> Table:
+def _table(*documents: dict[str, Any]) -> RuleTable:
     """The table of these documents, nearest first."""
     return compile_table([check({"name": f"t{i}", **doc}) for i, doc in enumerate(documents)])
 

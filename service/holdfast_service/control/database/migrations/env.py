@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from alembic import context
 
-from holdfast_service.control.database.schema import Table
+from holdfast_service.control.database.schema import CatalogTable
 
-context.configure(connection=context.config.attributes["connection"], target_metadata=Table.metadata)
+context.configure(connection=context.config.attributes["connection"], target_metadata=CatalogTable.metadata)
 with context.begin_transaction():
     context.run_migrations()
