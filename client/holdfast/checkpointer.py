@@ -13,11 +13,9 @@ from typing import Any, SupportsIndex, get_args
 from holdfast.layout.declared import declare
 from holdfast.layout.rules_choice import LayoutSource, RulesSource
 from holdfast.link.connect import place
-from holdfast.link.session import Choice, Session, Who
-from holdfast.memory import gc_pause
-from holdfast.read.root_directory import open_checkpoint
+from holdfast.link.session import Session, Who
 from holdfast.restore import fallback
-from holdfast.restore.load import RestoreReport, WantedPart, load
+from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart
 from holdfast.stage import background_safe, cuda_copy, staging
 from holdfast.stage.copy_plans import Routes
 from holdfast.stage.growth import Need
@@ -328,9 +326,9 @@ class Checkpointer:
         groups = part.groups
         wanted = tuple(groups) if groups is not None else self._state.groups()
         needed = tuple(group for group in wanted if not is_ignored(group, part.ignore))
-        asked = fallback.RestoreRequest(step, needed, step is None and groups is None, healthy, part.strict)
-        loading = fallback.Loading(lambda found: self._load(found, part), self._state.wholeness.take_back)
-        restored = fallback.restore(self._session, self._launch.world, asked, loading)
+        asked = fallback.RestoreRequest(step, needed, part, step is None and groups is None, healthy)
+        rank = RestoringRank(self.run, self._launch, self._session, self._state)
+        restored = fallback.restore(rank, asked)
         if restored is not None:
             self._origin.restored(restored.step, wanted, self._state.groups())
             self.last_restore = restored._replace(seconds=time.monotonic() - began)
@@ -374,11 +372,6 @@ class Checkpointer:
         failed = self._tickets.take_failure()
         if wait and failed is not None and failed.error is not None:
             raise failed.error
-
-    def _load(self, found: Choice, wanted: WantedPart) -> RestoreReport:
-        assert found.step is not None
-        with gc_pause.paused(), open_checkpoint(found.root, found.url, self.run, found.step) as reader:
-            return load(reader, self._state, (self._session, self._launch), wanted)
 
     def _prepare_unasked(self, step: int | None = None, groups: Collection[str] | None = None) -> None:
         """Training goes on from here, unless a certain step or a part of the state was asked for."""

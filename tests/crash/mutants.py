@@ -428,7 +428,7 @@ MUTATIONS = (
     Mutation(
         "a step that another rank could not read is gone on from",
         "client/holdfast/restore/fallback.py",
-        "            loading.taken_back()\n",
+        "            rank.state.wholeness.take_back()\n",
         "",
         ("tests/distributed/test_fallback.py::test_who_read_a_step_that_another_could_not_does_not_go_on_from_it",),
     ),

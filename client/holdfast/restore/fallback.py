@@ -1,4 +1,6 @@
-"""Restoring the newest checkpoint that is sound: where one turns out damaged, all ranks of a launch take the one before it.
+"""A restore from its begin to its end: choose a step, open it, load it, and tell the daemon how that ended.
+
+Where a checkpoint turns out damaged, all ranks of a launch take the one before it.
 
 Which step it is the daemon says, to all ranks the same, and each tells it how reading ended before it goes on. So no rank
 goes on from a step that another could not read. Without a daemon only a rank that is alone can fall back by itself.
@@ -7,12 +9,13 @@ goes on from a step that another could not read. Without a daemon only a rank th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.link.session import Choice, Judgement, Session
+from holdfast.memory import gc_pause
 from holdfast.read.overwrite_guard import OVERWRITTEN
-from holdfast.restore.load import RestoreReport
+from holdfast.read.root_directory import open_checkpoint
+from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart, load
 from holdfast_formats.errors import CheckpointError, Damaged, StateMismatch
 
 log = logging.getLogger(__name__)
@@ -28,19 +31,12 @@ class RestoreRequest(NamedTuple):
 
     step: int | None
     groups: tuple[str, ...]
+    part: WantedPart
     training: bool  # goes on from what it restores, so that a daemon is there for it sooner or later
     healthy: bool = False  # the newest without new NaN or infinities, where no step is named
-    strict: bool = True  # without it, the most of the groups that there is will do
 
 
-class Loading(NamedTuple):
-    """How a step is loaded, and who is told when one that was cannot be kept, because another rank could not read it."""
-
-    load: Callable[[Choice], RestoreReport]
-    taken_back: Callable[[], None]
-
-
-def restore(session: Session, world: int, asked: RestoreRequest, loading: Loading) -> RestoreReport | None:
+def restore(rank: RestoringRank, asked: RestoreRequest) -> RestoreReport | None:
     """Load what was asked for, or the newest sound step below what turns out damaged; None when there is nothing at all.
 
     A step that was asked for by name is that one or an error. Raises what `load` raises, `Damaged` where nothing sound is
@@ -50,7 +46,7 @@ def restore(session: Session, world: int, asked: RestoreRequest, loading: Loadin
     below: int | None = None
     while True:
         try:
-            choice = _choose(session, asked, asked.training and world > 1, below)
+            choice = _choose(rank.session, asked, asked.training and rank.launch.world > 1, below)
         except (Damaged, StateMismatch):
             if damages:
                 raise damages[0][1] from None  # it knows what became of live tensors
@@ -59,13 +55,13 @@ def restore(session: Session, world: int, asked: RestoreRequest, loading: Loadin
             if damages:
                 raise damages[0][1]  # nobody starts from nothing because of it without being asked to
             return None
-        made, own, judged = _load(session, choice, asked, loading.load)
+        made, own, judged = _load(rank, choice, asked)
         if judged.error is None and made is not None:
-            return _told(session, made, [*choice.notes, *_unsaid(damages, choice)])
+            return _told(rank.session, made, [*choice.notes, *_unsaid(damages, choice)])
         error = own or judged.error
         assert error is not None
         if own is None:  # this rank has all of a step that another one could not read
-            loading.taken_back()
+            rank.state.wholeness.take_back()
             error.hint = OVERWRITTEN
         damages.append((choice.step, error))
         if asked.step is not None:
@@ -84,7 +80,7 @@ def _choose(session: Session, asked: RestoreRequest, start: bool, below: int | N
         return session.choose(asked.step, asked.groups, start, below, asked.healthy)
     except StateMismatch as lacking:
         offered, missing = (tuple(lacking.members.get(name, ())) for name in ("offered", "missing"))
-        if asked.strict or not offered:
+        if asked.part.strict or not offered:  # without `strict`, the most of the groups that there is will do
             raise
         choice = session.choose(asked.step, offered, start, below, asked.healthy)
         note = f"no checkpoint has all groups of the live state: {', '.join(missing)} stay as they were"
@@ -92,15 +88,17 @@ def _choose(session: Session, asked: RestoreRequest, start: bool, below: int | N
 
 
 def _load(
-    session: Session, choice: Choice, asked: RestoreRequest, load: Callable[[Choice], RestoreReport]
+    rank: RestoringRank, choice: Choice, asked: RestoreRequest
 ) -> tuple[RestoreReport | None, Damaged | None, Judgement]:
     """Load once, or once more where the daemon says that all is well now; what came of it, and what is to be done."""
-    named = asked.step is not None
+    assert choice.step is not None
+    session, named = rank.session, asked.step is not None
     while True:
         made: RestoreReport | None = None
         error: Damaged | None = None
         try:
-            made = load(choice)
+            with gc_pause.paused(), open_checkpoint(choice.root, choice.url, rank.run, choice.step) as reader:
+                made = load(reader, rank, asked.part)
         except Damaged as damage:
             error = damage
         except Exception as failure:

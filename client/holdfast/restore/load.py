@@ -48,13 +48,22 @@ class WantedPart(NamedTuple):
     masters: Masters | None = None
 
 
-def load(reader: CheckpointReader, state: TrainState, who: tuple[Session, Launch], wanted: WantedPart) -> RestoreReport:
-    """Fill the live state of this rank, out of the slots that hold the step where there are any.
+class RestoringRank(NamedTuple):
+    """Who restores: a rank of a launch of a run, its way to the daemon, and the live state that is to be filled."""
+
+    run: str
+    launch: Launch
+    session: Session
+    state: TrainState
+
+
+def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> RestoreReport:
+    """Fill the live state of a rank, out of the slots that hold the step where there are any.
 
     Raises `StateMismatch` before anything is touched, `CorruptExtent` naming file, tensor and range. Live tensors that are
     overwritten then, in part, are noted in `state.wholeness`, and the error says so.
     """
-    session, launch = who
+    _, launch, session, state = rank
     reader.cores = _own_cores()
     layout = None if state.declared is None else state.declared.layout
     own = heritage(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
