@@ -17,14 +17,14 @@ from holdfast.link.session import Session, Who
 from holdfast.restore import fallback
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart
 from holdfast.stage import background_safe, cuda_copy, staging
-from holdfast.stage.copy_plans import Routes
+from holdfast.stage.copy_plans import CopyPlans
 from holdfast.stage.growth import Need
 from holdfast.stage.origin import TrainingOrigin
-from holdfast.stage.preallocation import Preparation
+from holdfast.stage.preallocation import Preallocation
 from holdfast.stage.replica_claims import Claims
 from holdfast.stage.reservation import Reservation
 from holdfast.stage.save_request import Check, SaveRequest, Wait, check_check, check_metrics, check_step
-from holdfast.stage.save_task import Handover, Sealable
+from holdfast.stage.save_task import SaveTask, Sealable
 from holdfast.stage.slots import Slots
 from holdfast.state import assets as asset_files
 from holdfast.state.masters import Masters
@@ -112,12 +112,12 @@ class Checkpointer:
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
         self._session = Session(who, place(root, socket, url), self._tickets)
         self._reservation = Reservation(self._session, slots)
-        self._handover: Handover | None = None
-        self._preparation: Preparation | None = None
+        self._handover: SaveTask | None = None
+        self._preparation: Preallocation | None = None
         self._asked_to_prepare = False
         self._closed = False
         self._layout = staging.NOTHING  # of the last save: what has not changed since is not looked at again
-        self._routes, self._claims = Routes(), Claims(state, self._launch.world)
+        self._routes, self._claims = CopyPlans(), Claims(state, self._launch.world)
         self._hooks = background_safe.StepHooks(state, self._before_step, self._after_step)
         self._calls = Calls(self._hooks.optimizers)
         self.last_restore: RestoreReport | None = None
@@ -192,7 +192,7 @@ class Checkpointer:
 
     def fence(self) -> None:
         """Return when the last save needs nothing of the live state any more. Optimizer steps call it by themselves."""
-        fenced: Handover | None = None
+        fenced: SaveTask | None = None
         while (handover := self._handover) is not fenced and handover is not None:  # a signal handler may begin another one
             began = time.monotonic()
             handover.fence()
@@ -270,12 +270,12 @@ class Checkpointer:
 
         self._calls.run(CLOSE, lambda: self._close(wait), put_off)
 
-    def _begin(self, asked: SaveRequest) -> Handover | None:
+    def _begin(self, asked: SaveRequest) -> SaveTask | None:
         return self._calls.run_between_steps(
             "save()", lambda: self._save(asked), lambda during: self._put_off(asked, during)
         )
 
-    def _save(self, asked: SaveRequest) -> Handover | None:
+    def _save(self, asked: SaveRequest) -> SaveTask | None:
         """Begin a save; None where it has ended already, which its ticket says."""
         self._refuse_if_closed()
         if self._handover is not None:  # a slot that was given back may be leased anew: nothing still writes into it
@@ -344,7 +344,7 @@ class Checkpointer:
         with self._state.random.kept():
             return self._state.snapshot(groups)
 
-    def _prepare(self) -> Preparation:
+    def _prepare(self) -> Preallocation:
         snapshot = self._snapshot()
         layout = self._lay_out(snapshot)
         who = staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world)
@@ -352,7 +352,7 @@ class Checkpointer:
         more = background_safe.expected_growth(self._state.state)
         table_bytes = len(table) + digests_bytes(len(layout.copies)) + more.tensors * TABLE_BYTES_A_TENSOR
         need = Need(layout.data_bytes + more.bytes, table_bytes, layout.leaves)
-        self._preparation = Preparation(lambda: self._reserved(need), cuda_copy.homes(layout.leaves))
+        self._preparation = Preallocation(lambda: self._reserved(need), cuda_copy.homes(layout.leaves))
         return self._preparation
 
     def _close(self, wait: bool) -> None:
@@ -411,7 +411,7 @@ class Checkpointer:
         self._layout = staging.lay_out(snapshot, self._assets, judge, self._layout, self._file_bytes_max)
         return self._layout
 
-    def _hand_over(self, asked: SaveRequest, snapshot: Snapshot, layout: staging.SlotLayout) -> Handover:
+    def _hand_over(self, asked: SaveRequest, snapshot: Snapshot, layout: staging.SlotLayout) -> SaveTask:
         ticket = asked.ticket
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
         intent = self._origin.intent(asked.existing, snapshot.groups)
@@ -422,7 +422,7 @@ class Checkpointer:
         policy: wire.Policy = "wait" if asked.wait == "durable" else self._policy
         with self._tickets.beginning(ticket):
             slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy, intent)
-        return Handover(ticket, Sealable(slot, layout, table, says, asked.full), self._tickets, self._routes)
+        return SaveTask(ticket, Sealable(slot, layout, table, says, asked.full), self._tickets, self._routes)
 
     def _tell_failures(self) -> None:
         failed, dropped = self._tickets.take_failure(), self._tickets.take_drop()

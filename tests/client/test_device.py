@@ -22,7 +22,7 @@ from torch import nn
 from holdfast import Checkpointer, SaveWarning
 from holdfast.stage import cuda_copy
 from holdfast.stage.background_copy import BackgroundCopy, lay_tracks
-from holdfast.stage.copy_plans import Routes
+from holdfast.stage.copy_plans import CopyPlans
 from holdfast.stage.cuda_copy import DeviceCopy, Lane
 from holdfast.stage.slots import Slots
 from holdfast.stage.staging import Copy
@@ -73,7 +73,7 @@ class Laid:
         self.slot = bytearray(b"\xff" * max(end, 1))
         places = zip(self.tensors, self.offsets, strict=True)
         copies = [Copy(f"t{i}", tensor, offset, restless) for i, (tensor, offset) in enumerate(places)]
-        self.ways = Routes()._lay(copies, memoryview(self.slot))
+        self.ways = CopyPlans()._lay(copies, memoryview(self.slot))
 
     @property
     def lane(self) -> Lane:

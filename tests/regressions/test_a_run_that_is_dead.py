@@ -18,7 +18,7 @@ from holdfast.rest.api import Api
 from holdfast_formats.rest.bodies import RankHello
 from holdfast_formats.rest.observed import RunSummary
 from holdfast_formats.staging.wire import PROTOCOL
-from holdfast_service.daemon.saving.lives import Lives
+from holdfast_service.daemon.saving.lives import RunLives
 from holdfast_service.daemon.saving.rounds import Participant
 from tests.daemon.saver_world import SaverWorld, saver_world
 from tests.daemons import RunningDaemon, running, wait_until
@@ -132,7 +132,7 @@ def test_who_does_not_come_back_to_the_next_daemon_is_lost(world: SaverWorld) ->
     for run in ("back", "away"):
         decisions.hello(run, "one", 1, None)
         decisions.became(run, 1, "running")
-    lives = Lives(saver, decisions, return_s=0.0)
+    lives = RunLives(saver, decisions, return_s=0.0)
     back = Participant("back", 0, 1, 1, lambda outcome: None)
     saver.join(back)
     lives.look()

@@ -22,7 +22,7 @@ from holdfast_service.control.retention import empty_runs
 from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.daemon.arena.shares import Asker
 from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
-from holdfast_service.daemon.saving.lives import Lives
+from holdfast_service.daemon.saving.lives import RunLives
 from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.storage import PosixTier, Tier
 from tests.crash.test_faults import ACTS, FaultyTier, Plan
@@ -49,11 +49,11 @@ class Place(NamedTuple):
         about = {"protocol": wire.PROTOCOL, "run": run, "rank": 0, "world": 1, "launch": rank_id, "keep_last": 2}
         self.ranks.hello(rank_id, bodies.RankHello(**about))
         self.ranks.leave(rank_id)
-        Lives(self.world.saver, self.world.decisions).look()
+        RunLives(self.world.saver, self.world.decisions).look()
 
     def sweep_later(self) -> list[str]:
         """What is swept when the hours have passed, and who is here now is still here."""
-        Lives(self.world.saver, self.world.decisions).look()
+        RunLives(self.world.saver, self.world.decisions).look()
         self.world.decisions.empty_runs._clock = lambda: empty_runs.time.time() + LATER_S
         return self.sweeper.look()
 
@@ -185,7 +185,7 @@ def test_what_once_had_checkpoints_keeps_its_attempts(place: Place) -> None:
     place.world.tier.remove_tree("run")
     run = rank.who.run
     place.world.tier.remove_tree(run)
-    Lives(place.world.saver, place.world.decisions).look()
+    RunLives(place.world.saver, place.world.decisions).look()
     assert place.sweep_later() == [] and place.world.decisions.attempts.newest(run) == 1
 
 

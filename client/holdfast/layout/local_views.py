@@ -9,14 +9,14 @@ import torch
 
 from holdfast.tensors.fragments import LivePiece
 from holdfast.tensors.leaves import Key, Leaf
-from holdfast.tensors.matching import Restoration
+from holdfast.tensors.matching import MatchedLeaves
 from holdfast.tensors.torch_dtypes import packing
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout import padding
 from holdfast_formats.layout.parts import LocalTensor, Part, strides
 
 
-def land(restoration: Restoration, held: Mapping[Key, LocalTensor], notes: Sequence[str]) -> Restoration:
+def land(restoration: MatchedLeaves, held: Mapping[Key, LocalTensor], notes: Sequence[str]) -> MatchedLeaves:
     """The restoration with stored tensors' boxes where local tensors were wanted. Padding is zeroed once all is filled."""
     leaves: list[Leaf] = []
     zeroed = []

@@ -16,7 +16,7 @@ from holdfast.link.connect import DaemonAddress, connect
 from holdfast.read.held_slots import HeldSlot, take_held
 from holdfast.read.root_directory import living_steps, open_checkpoint, published_steps
 from holdfast.read.shared_load import Neighbours
-from holdfast.threads.background_requests import Aside
+from holdfast.threads.background_requests import BackgroundRequests
 from holdfast.tickets import Tickets
 from holdfast.transport import Transport
 from holdfast_formats import choosing
@@ -98,14 +98,16 @@ class Session:
         for note in (*made.notes, *made.welcome.notices):
             if note not in self.notices:
                 self.say(note)
-        self._link, self._welcome = Aside(made.link), made.welcome
+        self._link, self._welcome = BackgroundRequests(made.link), made.welcome
         return made.welcome
 
     def _greet(self, link: Transport, meant: RootMark | None) -> wire.Welcome:
         if meant is None and self._welcome is not None:  # wherever it answers now, it serves the root that it did before
             meant = RootMark(id=self._welcome.mark.id)
         about = {"pid": os.getpid(), "process": launch.this_process(), "session": self._id, "take_over": take_over()}
-        return Aside(link).request(wire.Hello(id=link.next_id(), root=meant, **about, **self._who._asdict()), wire.Welcome)
+        return BackgroundRequests(link).request(
+            wire.Hello(id=link.next_id(), root=meant, **about, **self._who._asdict()), wire.Welcome
+        )
 
     def _readable(self, welcome: wire.Welcome) -> Path | None:
         """The daemon's root where it can be read from here: the very directory, not just one at the same path."""

@@ -18,7 +18,7 @@ import numpy as np
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Residency:
+class PageCacheState:
     """One file, which is mapped and never touched."""
 
     def __init__(self, descriptor: int) -> None:

@@ -140,7 +140,7 @@ def _fill_from(
     with ExitStack() as stack:
         for slot in slots:
             stack.callback(slot.close)
-        source = HeldSource(reader.source, reader.manifest, slots, rank)
+        source = HeldSlotsSource(reader.source, reader.manifest, slots, rank)
         held = CheckpointReader(source, reader.manifest, reader.manifest_bytes, reader.commit_bytes)
         held.cores = reader.cores
         if into.prove_first:
@@ -149,7 +149,7 @@ def _fill_from(
         return held.load(wants)
 
 
-class HeldSource:
+class HeldSlotsSource:
     """The files of a checkpoint: tensors from the slots they were saved from, everything else from where its files are.
 
     The slots stay its maker's, and locked as long as it is used.

@@ -24,7 +24,7 @@ class Overwriting(NamedTuple):
     prove_first: bool = False
 
 
-class Wholeness:
+class OverwriteGuard:
     """Names `group/name` of live tensors that hold a part of a checkpoint."""
 
     def __init__(self) -> None:

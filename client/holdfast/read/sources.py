@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Protocol
 
 from holdfast.memory import direct_io
-from holdfast.memory.page_cache import Residency
+from holdfast.memory.page_cache import PageCacheState
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
@@ -72,7 +72,7 @@ class DirectorySource:
         self.path = Path(path)
         self._open: dict[str, int] = {}
         self._direct: dict[str, int | None] = {}  # None: through the page cache after all
-        self._cached: dict[str, Residency] = {}
+        self._cached: dict[str, PageCacheState] = {}
         self._tells = True  # what is in the page cache: otherwise nothing is read past it
         self._lock = threading.Lock()
 
@@ -122,7 +122,7 @@ class DirectorySource:
         try:
             with self._lock:
                 if name not in self._cached:
-                    self._cached[name] = Residency(descriptor)
+                    self._cached[name] = PageCacheState(descriptor)
                 return not self._cached[name].holds(offset)
         except OSError:  # an overlay, for one
             self._tells = False

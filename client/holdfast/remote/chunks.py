@@ -72,7 +72,7 @@ class Sent(NamedTuple):
     wire_bytes: int
 
 
-class Sender:
+class ChunkSender:
     """Sends parts of uploads of one rank, one after another. Call it from one thread; `close` it from there too."""
 
     def __init__(self, api: Api, rank_id: str, chunk_bytes_max: int) -> None:

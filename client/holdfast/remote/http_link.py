@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from holdfast.remote.own_slots import OwnSave, OwnSegment
-from holdfast.remote.uploader import OPEN_TIMEOUT_S, Courier
+from holdfast.remote.uploader import OPEN_TIMEOUT_S, Uploader
 from holdfast.rest.api import Api
 from holdfast_formats.errors import (
     ArenaFull,
@@ -42,7 +42,7 @@ class RemoteLink:
         self._api = Api(url, REQUEST_TIMEOUT_S)
         self._ids, self._numbers = itertools.count(), itertools.count()
         self._lock = threading.Lock()
-        self._courier: Courier | None = None
+        self._courier: Uploader | None = None
         self._segment: OwnSegment | None = None
         self._fds: list[int] = []
         self._closed = False
@@ -109,7 +109,7 @@ class RemoteLink:
         meant = None if message.root is None else message.root.id
         hello = bodies.RankHello(**message.model_dump(include=set(bodies.RankHello.model_fields)), root_id=meant)
         rank_id = uuid.uuid4().hex
-        self._courier = Courier(self._api, rank_id, hello, self._tellers)
+        self._courier = Uploader(self._api, rank_id, hello, self._tellers)
         welcome = self._courier.welcome
         return wire.Welcome(
             reply_to=message.id,
@@ -180,7 +180,7 @@ class RemoteLink:
         found = self._known().ended(message.turn, end, message.wait_s)
         return wire.Judged(reply_to=message.id, **found.model_dump())
 
-    def _known(self) -> Courier:
+    def _known(self) -> Uploader:
         if self._courier is None:
             raise InvalidRequest("the first request must be hello")
         return self._courier
@@ -191,7 +191,7 @@ def _wanted(message: wire.Lease, policy: wire.Policy) -> bodies.UploadRequest:
     return bodies.UploadRequest(step=message.step, policy=policy, groups=message.intent.groups, **about)
 
 
-def _make_room(courier: Courier, segment: OwnSegment, number: int, wanted: wire.Lease) -> int:
+def _make_room(courier: Uploader, segment: OwnSegment, number: int, wanted: wire.Lease) -> int:
     """An own slot. Where none is free the policy decides: here of what is not being uploaded, else at the daemon."""
     attempt, policy = courier.welcome.attempt, wanted.policy
     try:

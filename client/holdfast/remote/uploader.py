@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
-from holdfast.remote.chunks import Sender
+from holdfast.remote.chunks import ChunkSender
 from holdfast.remote.own_slots import OwnSave, OwnSaves, OwnSegment
 from holdfast.rest.api import Api
 from holdfast_formats.errors import (
@@ -64,7 +64,7 @@ class _Patience:
         self._delay_s = min(2 * self._delay_s, BACKOFF_MAX_S)
 
 
-class Courier:
+class Uploader:
     """What one rank has under way to a daemon. Two threads: one uploads save after save, one listens for their ends."""
 
     def __init__(self, api: Api, rank_id: str, hello: bodies.RankHello, tellers: Tellers) -> None:
@@ -262,7 +262,7 @@ class Courier:
             after = found.next if self._generation == seen else 0  # another daemon counts anew
 
     def _upload_loop(self) -> None:
-        sender = Sender(self._api, self._rank_id, self.welcome.chunk_bytes_max)
+        sender = ChunkSender(self._api, self._rank_id, self.welcome.chunk_bytes_max)
         try:
             while (save := self._sealed.get()) is not None:
                 try:
@@ -283,7 +283,7 @@ class Courier:
         except CheckpointError as unheard:
             log.info("%s was not told that step %d is given up: %s", self._api.url, step, unheard.detail)
 
-    def _bring(self, sender: Sender, save: OwnSave) -> None:
+    def _bring(self, sender: ChunkSender, save: OwnSave) -> None:
         """Bring a sealed slot to the daemon; what breaks is taken up where it broke."""
         patience, resumes = _Patience(), 0
         while self.saves.begin_upload(save):

@@ -14,7 +14,7 @@ from holdfast.read.held_slots import fill
 from holdfast.read.overwrite_guard import OVERWRITTEN, Overwriting
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource
-from holdfast.restore.rank_values import Heritage, heritage
+from holdfast.restore.rank_values import RankState, state_of_rank
 from holdfast.restore.targets import finish, targets_of
 from holdfast.state.masters import Masters
 from holdfast.state.train_state import OfferedLeaves, TrainState
@@ -66,7 +66,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     _, launch, session, state = rank
     reader.cores = _own_cores()
     layout = None if state.declared is None else state.declared.layout
-    own = heritage(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
+    own = state_of_rank(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rules_choice.config_of(reader)
     restoration = state.prepare(_stored(reader.manifest, own, config), *wanted[:3], wanted.masters)
     targets = targets_of([_own(leaf, reader.manifest, own) for leaf in restoration.leaves])
@@ -98,9 +98,9 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     )
 
 
-def _own(leaf: Leaf, manifest: Manifest, heritage: Heritage) -> Leaf:
+def _own(leaf: Leaf, manifest: Manifest, own: RankState) -> Leaf:
     """The leaf under the name of what this rank gets of it."""
-    group, name = heritage.own(manifest, leaf.group, leaf.name)
+    group, name = own.own(manifest, leaf.group, leaf.name)
     return leaf if name == leaf.name else leaf._replace(group=group, name=name)
 
 
@@ -110,7 +110,7 @@ def _own_cores() -> int:
     return allowed if allowed < (os.cpu_count() or 1) else max(allowed // (launch_info().local_world or 1), 1)
 
 
-def _stored(manifest: Manifest, own: Heritage, config: Mapping[str, Any] | None) -> OfferedLeaves:
+def _stored(manifest: Manifest, own: RankState, config: Mapping[str, Any] | None) -> OfferedLeaves:
     specs = {
         group: {name: (entry.dtype, entry.shape) for name, entry in tensors.items()}
         for group, tensors in manifest.tensors.items()

@@ -18,7 +18,7 @@ from holdfast_formats.staging import replica_claims
 _OWN_ACCOUNT = f"{rng.GROUP}/{rng.KEY}"  # random streams say themselves what became of them
 
 
-class Heritage(NamedTuple):
+class RankState(NamedTuple):
     """The JSON values that this rank restores, whose random streams it continues, and notes for people.
 
     `position` and `place` are the saved ranks whose own tensors it takes, where ranks had some apart: of the group `extra`,
@@ -37,7 +37,7 @@ class Heritage(NamedTuple):
         return (replica_claims.HOME, apart) if apart in manifest.tensors.get(replica_claims.HOME, {}) else (group, name)
 
 
-def heritage(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) -> Heritage:
+def state_of_rank(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) -> RankState:
     """What `rank` gets of the document `state.json`; `now` is the mesh of its layout, where it has one.
 
     Optimizers' documents are put together of all ranks': each rank knew the parameters of its own stage only.
@@ -47,7 +47,7 @@ def heritage(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) ->
         held = values.for_rank(encoded, rank)
         notes = [f"{name}: taken from another rank of the saved world" for name in _told(held.remapped)]
         writer = rank % manifest.world
-        return Heritage(_merged(encoded, held), None, tuple(notes), writer, writer)
+        return RankState(_merged(encoded, held), None, tuple(notes), writer, writer)
     position, stream = successors.position(saved, now, rank), successors.stream(saved, now, rank)
 
     def heir(group: str, key: str) -> int:
@@ -61,7 +61,7 @@ def heritage(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) ->
         own = [name for name in differing if name not in positions]
         notes += [f"{name}: rank {rank} stands where no rank stood, and has rank {stream.rank}'s" for name in own]
     notes += [f"{name}: that rank saved none, taken from another one" for name in _told(held.remapped)]
-    return Heritage(_merged(encoded, held), stream, tuple(notes), position.rank, stream.rank)
+    return RankState(_merged(encoded, held), stream, tuple(notes), position.rank, stream.rank)
 
 
 def _of_positions(names: Sequence[str], heir: Heir, meshes: tuple[Mesh, Mesh], rank: int) -> list[str]:

@@ -31,7 +31,7 @@ class Parcel(NamedTuple):
         np.concatenate(self.sources, out=self.target)
 
 
-class Ways(NamedTuple):
+class CopyPlan(NamedTuple):
     """How one layout gets into one slot: what is copied when the save is called, and what may be copied behind its back."""
 
     parcels: tuple[Parcel, ...]
@@ -46,7 +46,7 @@ class Ways(NamedTuple):
         _copy(self.at_once)
 
 
-NO_WAYS = Ways((), (), (), ())
+NO_WAYS = CopyPlan((), (), (), ())
 
 
 def _copy(moves: Sequence[Move]) -> None:
@@ -55,15 +55,15 @@ def _copy(moves: Sequence[Move]) -> None:
             move.target.copy_(move.source)
 
 
-class Routes:
+class CopyPlans:
     """They hold on to the memory of the tensors they lead from until a later save finds others."""
 
     def __init__(self) -> None:
         self._slots: Slots | None = None
-        self._laid: dict[int, tuple[Sequence[Copy], Ways]] = {}
+        self._laid: dict[int, tuple[Sequence[Copy], CopyPlan]] = {}
         self._sides: dict[torch.device, SideStream] = {}
 
-    def into(self, slot: Slot, layout: SlotLayout) -> Ways:
+    def into(self, slot: Slot, layout: SlotLayout) -> CopyPlan:
         """The ways of this layout into this slot."""
         return self._into(slot.slots, slot.index, slot.data, layout)
 
@@ -72,7 +72,7 @@ class Routes:
         for index in range(slots.geometry.slots):
             self._into(slots, index, slots.data(index), layout)
 
-    def _into(self, slots: Slots, index: int, data: memoryview, layout: SlotLayout) -> Ways:
+    def _into(self, slots: Slots, index: int, data: memoryview, layout: SlotLayout) -> CopyPlan:
         if slots is not self._slots:
             self._slots = slots
             self._laid.clear()
@@ -83,9 +83,9 @@ class Routes:
             self._laid[index] = steady, ways
         more = self._lay(rest, data)
         more_moves = (ways.at_once + more.at_once, ways.tracks + more.tracks)
-        return Ways(ways.parcels + more.parcels, *more_moves, ways.lanes + more.lanes)
+        return CopyPlan(ways.parcels + more.parcels, *more_moves, ways.lanes + more.lanes)
 
-    def _lay(self, copies: Sequence[Copy], data: memoryview) -> Ways:
+    def _lay(self, copies: Sequence[Copy], data: memoryview) -> CopyPlan:
         loads: dict[torch.device | None, DeviceLoad] = defaultdict(lambda: DeviceLoad([], [], []))
         for copy, move in staging.place(copies, data):
             home = move.source.device
@@ -96,7 +96,7 @@ class Routes:
                 (load.at_once if copy.restless else load.behind).append(move)
         small, at_once, watched = loads.pop(None, DeviceLoad([], [], []))
         lanes = [Lane(self._side(home), load, data) for home, load in loads.items() if home is not None]
-        return Ways(tuple(_pack(small, data)), tuple(at_once), tuple(lay_tracks(watched)), tuple(lanes))
+        return CopyPlan(tuple(_pack(small, data)), tuple(at_once), tuple(lay_tracks(watched)), tuple(lanes))
 
     def _side(self, home: torch.device) -> SideStream:
         """One for all saves of this checkpointer: a save is enqueued whole before the next one begins."""

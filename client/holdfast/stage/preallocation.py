@@ -15,7 +15,7 @@ from holdfast_formats.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 
-class Preparation:
+class Preallocation:
     """A background thread that reserves this rank's slots and touches their memory, and page-locks it for these devices."""
 
     def __init__(self, reserve: Callable[[], Slots], devices: Sequence[torch.device] = ()) -> None:

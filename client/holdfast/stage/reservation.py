@@ -6,8 +6,8 @@ import logging
 
 from holdfast.link.session import Session
 from holdfast.stage import cuda_copy, growth
-from holdfast.stage.preallocation import Preparation
-from holdfast.stage.save_task import Handover
+from holdfast.stage.preallocation import Preallocation
+from holdfast.stage.save_task import SaveTask
 from holdfast.stage.slots import Slots
 from holdfast.tensors.leaves import Leaf
 
@@ -25,14 +25,14 @@ class Reservation:
         self._session, self._count = session, count
         self._slots: Slots | None = None
         self._leaves: tuple[Leaf, ...] = ()  # what room was last asked for
-        self._touching: Preparation | None = None
+        self._touching: Preallocation | None = None
 
     @property
     def slots(self) -> Slots | None:
         """This rank's slots, if it has any at its present daemon."""
         return self._slots if self._slots is not None and self._slots.link is self._session.link else None
 
-    def room_for(self, need: growth.Need, last: Handover | None = None) -> Slots:
+    def room_for(self, need: growth.Need, last: SaveTask | None = None) -> Slots:
         """This rank's slots; larger ones, and a notice, where the state has outgrown them. The session is connected.
 
         `last` is the save that may be on its way into the old ones still.
@@ -56,7 +56,7 @@ class Reservation:
             self._session.say(growth.outgrown(change, known.geometry.slot_bytes, made.geometry.slot_bytes))
         if made.notice:
             self._session.say(made.notice)
-        self._touching = Preparation(lambda: made, cuda_copy.homes(need.leaves))
+        self._touching = Preallocation(lambda: made, cuda_copy.homes(need.leaves))
         return made
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from holdfast.stage import cuda_copy
 from holdfast.stage.background_copy import BackgroundCopy
-from holdfast.stage.copy_plans import Routes, Ways
+from holdfast.stage.copy_plans import CopyPlan, CopyPlans
 from holdfast.stage.replica_claims import Statement
 from holdfast.stage.slots import Slot
 from holdfast.stage.staging import SlotLayout
@@ -34,10 +34,10 @@ class Sealable(NamedTuple):
         self.slot.seal(table.with_digests(self.table, digests), self.layout.data_bytes)
 
 
-class Handover:
+class SaveTask:
     """Brings a rank's part of one save into its slot and seals it; whatever fails ends ticket and round by name."""
 
-    def __init__(self, ticket: SaveTicket, part: Sealable, tickets: Tickets, routes: Routes) -> None:
+    def __init__(self, ticket: SaveTicket, part: Sealable, tickets: Tickets, routes: CopyPlans) -> None:
         self._ticket, self._part, self._tickets, self._routes = ticket, part, tickets, routes
         self._copy: BackgroundCopy | None = None
         self._devices: list[cuda_copy.DeviceCopy] = []
@@ -101,7 +101,7 @@ class Handover:
     def __str__(self) -> str:
         return f"{self._ticket.run}@{self._ticket.step}"
 
-    def _ways(self) -> Ways:
+    def _ways(self) -> CopyPlan:
         """The way into the slot, in which the assets, which are no live memory, stand already."""
         layout, data = self._part.layout, self._part.slot.data
         for blob, content in layout.blobs:

@@ -36,7 +36,7 @@ class _Seen(NamedTuple):
         return len(held) == len(self.keys) and all(map(is_, held, self.keys)) and all(map(is_, held.values(), self.values))
 
 
-class Watch:
+class ChangeWatch:
     """What one walk found. `possible` is False when it met something of which only a new walk can tell the state."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from holdfast.tensors import json_values
 from holdfast.tensors.fragments import Fragment, Storable, is_dtensor, local_tensor
-from holdfast.tensors.matching import Restoration
+from holdfast.tensors.matching import MatchedLeaves
 from holdfast_formats.digest import digest
 
 _ABSENT = object()
@@ -29,7 +29,7 @@ class ContainerKeeper:
         self.notes: list[str] = []
         self._given: dict[int, tuple[Any, Any]] = {}  # id of a live object -> it, and what it was given
 
-    def noting(self, restoration: Restoration) -> Restoration:
+    def noting(self, restoration: MatchedLeaves) -> MatchedLeaves:
         """The restoration, whose notes will have this keeper's."""
         self.notes = restoration.late
         return restoration

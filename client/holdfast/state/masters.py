@@ -10,7 +10,7 @@ import torch
 
 from holdfast.state.optimizers import OptimizerState
 from holdfast.tensors.fragments import Storable, local_tensor
-from holdfast.tensors.matching import Restoration
+from holdfast.tensors.matching import MatchedLeaves
 from holdfast.tensors.torch_dtypes import has_memory
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 
@@ -36,7 +36,7 @@ def pairs(
     return [*found, *(MasterPair(name, weights[name], masters[name]) for name in masters if name in weights)]
 
 
-def settle(restoration: Restoration, found: Sequence[MasterPair], wish: Masters | None) -> Restoration:
+def settle(restoration: MatchedLeaves, found: Sequence[MasterPair], wish: Masters | None) -> MatchedLeaves:
     """The restoration, if it leaves no copy behind its weight; with "from-model" such copies are made of the weights.
 
     Raises `StateMismatch` naming them otherwise.

@@ -26,9 +26,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.layout.declared import DeclaredLayout, Live
 from holdfast.layout.local_views import land
-from holdfast.read.overwrite_guard import Wholeness
+from holdfast.read.overwrite_guard import OverwriteGuard
 from holdfast.state import extras, optimizer_resume, optimizer_wrappers, optimizers, rng, sharding_marks
-from holdfast.state.change_watch import Watch
+from holdfast.state.change_watch import ChangeWatch
 from holdfast.state.containers import ContainerKeeper
 from holdfast.state.extras import Stateful, Value
 from holdfast.state.masters import MasterPair, Masters, pairs, settle
@@ -37,11 +37,11 @@ from holdfast.state.optimizers import OptimizerDocument, OptimizerState
 from holdfast.state.rng import RandomState
 from holdfast.tensors.fragments import Fragment, Storable, is_dtensor
 from holdfast.tensors.leaves import Content, Key, KnownLeaf, Leaf, OfferedLeaves, PartPlan, Selection, check_groups
-from holdfast.tensors.matching import Restoration, restoration
+from holdfast.tensors.matching import MatchedLeaves, match_leaves
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 
-__all__ = ["Leaf", "OfferedLeaves", "Restoration", "Snapshot", "TrainState"]
+__all__ = ["Leaf", "MatchedLeaves", "OfferedLeaves", "Snapshot", "TrainState"]
 
 MODEL, MASTER, EMA, OPTIM, EXTRA = "model", optimizers.MASTER_GROUP, "ema", optimizers.GROUP, extras.GROUP
 _ORDER = (MODEL, MASTER, OPTIM, EMA, EXTRA)
@@ -113,7 +113,7 @@ class _Walk(NamedTuple):
     parts: Parts
     content: Content  # of named tensors and optimizers
     documents: tuple[OptimizerDocument, ...]
-    watch: Watch
+    watch: ChangeWatch
     entries: Mapping[str, Any]
 
 
@@ -129,7 +129,7 @@ class TrainState:
         self.rank = rank
         self.world = world
         self.declared = declared
-        self.wholeness = Wholeness()
+        self.wholeness = OverwriteGuard()
         self.random = rng.Random()
         self._known: dict[Key, KnownLeaf] = {}  # what earlier snapshots found, so that later ones need not look again
         self._walk: _Walk | None = None
@@ -177,7 +177,7 @@ class TrainState:
     def _walked(self) -> _Walk:
         """Look at everything, and note what shows whether that must be done again."""
         parts = self._parts()
-        content, watch = Content(known=self._known), Watch()
+        content, watch = Content(known=self._known), ChangeWatch()
         for part in parts.named:
             part.collect(content)
         documents = tuple(optimizer.collect_tensors(content) for optimizer in parts.optimizers)
@@ -212,7 +212,7 @@ class TrainState:
         ignore: Sequence[str] = (),
         strict: bool = True,
         from_model: Masters | None = None,
-    ) -> Restoration:
+    ) -> MatchedLeaves:
         """Compare the live state with what is stored and say where which bytes must go; nothing live changes.
 
         `ignore` are patterns on `group/name`. Raises `StateMismatch` naming every tensor of a wrong shape or dtype, and,
@@ -226,14 +226,14 @@ class TrainState:
         parts = self._parts(stored)
         selection = Selection(check_groups(groups, parts.groups), tuple(ignore))
         if self.declared is None:
-            found = restoration(parts.plans(stored, selection), stored, selection, strict)
+            found = match_leaves(parts.plans(stored, selection), stored, selection, strict)
             return parts.keeper.noting(settle(found, parts.masters, from_model))
         live = _live(parts.named)
         shown = self.declared.inward(stored, selection.groups, live)
         plans = parts.plans(shown.stored, selection)
         for plan in plans:
             plan.wanted = [leaf for leaf in plan.wanted if leaf.key in shown.held or not live.is_empty(leaf)]
-        found = settle(restoration(plans, shown.stored, selection, strict), parts.masters, from_model)
+        found = settle(match_leaves(plans, shown.stored, selection, strict), parts.masters, from_model)
         return parts.keeper.noting(land(found, shown.held, shown.notes))
 
     def _streams(self, others: Sequence[StatePart]) -> RandomState:

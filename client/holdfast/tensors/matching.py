@@ -14,7 +14,7 @@ from holdfast_formats.errors import StateMismatch
 LISTED_MAX = 20  # names in an error's text; its members have them all
 
 
-class Restoration(NamedTuple):
+class MatchedLeaves(NamedTuple):
     """Where the bytes of a checkpoint go. Fill the pieces of every leaf with the stored tensor of the leaf's name, whole
     or part, then call `apply`. `missing` and `unexpected` are names `group/name`; `notes` say what was decided on the way,
     and, once it was applied, `late` too.
@@ -115,7 +115,7 @@ class _Comparison:
         ]
 
 
-def restoration(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Selection, strict: bool) -> Restoration:
+def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Selection, strict: bool) -> MatchedLeaves:
     """The plans of all parts, held against the checkpoint; `StateMismatch` names everything that does not fit."""
     comparison = _Comparison(stored, selection)
     for plan in plans:
@@ -127,7 +127,7 @@ def restoration(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Sel
         comparison.notes.append(f"groups of the checkpoint that are not restored: {', '.join(idle)}")
     actions = (*comparison.checks, *(action for plan in plans for action in plan.actions))
     leaves = tuple(comparison.leaves.values())
-    return Restoration(leaves, comparison.missing, unexpected, comparison.notes, actions, comparison.late)
+    return MatchedLeaves(leaves, comparison.missing, unexpected, comparison.notes, actions, comparison.late)
 
 
 def _compare(first: Leaf, other: Leaf, notes: list[str]) -> None:

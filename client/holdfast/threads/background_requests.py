@@ -18,7 +18,7 @@ from holdfast_formats.staging import wire
 _Result = TypeVar("_Result")
 
 
-class Aside:
+class BackgroundRequests:
     """A transport like the one it has."""
 
     def __init__(self, transport: Transport) -> None:

@@ -26,7 +26,7 @@ from holdfast_service.daemon.arena.peer import PeerProcess, hung_up
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment
 from holdfast_service.daemon.arena.shares import NOBODY, Asker, ShareHolder
 from holdfast_service.daemon.saving.adoption import Adoption
-from holdfast_service.daemon.saving.lives import Lives
+from holdfast_service.daemon.saving.lives import RunLives
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.run_busy import NearParticipant, let_in
 from holdfast_service.daemon.saving.saver import Saver
@@ -59,7 +59,7 @@ class Daemon:
     ) -> None:
         self.path, self.serving, self.callers = path, serving, callers
         self.arena, self.saver, self.decisions, self.adoption, self.loader = parts
-        self.lives = Lives(self.saver, self.decisions)
+        self.lives = RunLives(self.saver, self.decisions)
         self._lock = threading.Lock()
         self._conversations: set[_Conversation] = set()
         self._closing = threading.Event()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.memory import direct_io
-from holdfast.memory.page_cache import Residency
+from holdfast.memory.page_cache import PageCacheState
 from holdfast.read import sources, verified_load
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
@@ -161,7 +161,7 @@ def test_where_nobody_tells_what_is_cached_the_cache_is_read(large: Built, monke
     with DirectorySource(large.path) as source:
         assert source.past_cache() is not None
         with monkeypatch.context() as patched:
-            patched.setattr(Residency, "holds", unsupported)
+            patched.setattr(PageCacheState, "holds", unsupported)
             assert source.waits("config.json", 0)
         assert source.past_cache() is None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.memory.page_cache import Residency
+from holdfast.memory.page_cache import PageCacheState
 from tests.checkpoints import cached_pages, forget
 
 PAGES = 40
@@ -28,7 +28,7 @@ def descriptor(tmp_path: Path):
 
 def test_asking_reads_nothing(descriptor: int, tmp_path: Path) -> None:
     """However often, of whatever page: what was not there is not there afterwards; what is read is told."""
-    found = Residency(descriptor)
+    found = PageCacheState(descriptor)
     assert all(found.holds(page * mmap.PAGESIZE + 7) for page in range(PAGES)), "as written"
     forget(tmp_path / "d")
     for _ in range(3):
@@ -42,7 +42,7 @@ def test_asking_reads_nothing(descriptor: int, tmp_path: Path) -> None:
 
 def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
     with open(tmp_path / "empty", "w+b") as file:
-        assert not Residency(file.fileno()).holds(0)
+        assert not PageCacheState(file.fileno()).holds(0)
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -50,7 +50,7 @@ def test_who_is_not_told_asks_by_reading(descriptor: int, monkeypatch: pytest.Mo
     """A file of somebody else: a read that may not wait answers, or an error says that nobody can."""
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     monkeypatch.setattr(os, "access", lambda *_: False)
-    found = Residency(descriptor)
+    found = PageCacheState(descriptor)
     if refused:
         monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(95, "not here")))
         with pytest.raises(OSError, match="not here"):

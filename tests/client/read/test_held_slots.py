@@ -15,7 +15,7 @@ import torch
 
 from holdfast import Checkpointer, Fragment
 from holdfast.link.unix_socket import SocketLink
-from holdfast.read.held_slots import HeldSlot, HeldSource, fill, take_held
+from holdfast.read.held_slots import HeldSlot, HeldSlotsSource, fill, take_held
 from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
@@ -291,7 +291,7 @@ def test_every_file_can_be_read_through_held_slots(daemon: RunningDaemon) -> Non
     link = asking(daemon)
     with open_checkpoint(daemon.root, None, "r", 1) as reader:
         slots = take_held(link, 1)
-        source = HeldSource(reader.source, reader.manifest, slots, 0)
+        source = HeldSlotsSource(reader.source, reader.manifest, slots, 0)
         held = CheckpointReader(source, reader.manifest, reader.manifest_bytes, reader.commit_bytes)
         assert held.verify() == []
         for file in reader.manifest.files:

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast_formats.errors import CorruptExtent, Damaged, DeadlineExceeded, StateMismatch, StorageFailed
 from holdfast_service.daemon.saving import restore_agreement
-from holdfast_service.daemon.saving.restore_agreement import GO_ON, Restores, TurnVerdict
+from holdfast_service.daemon.saving.restore_agreement import GO_ON, RestoreAgreement, TurnVerdict
 from holdfast_service.daemon.saving.rounds import Participant
 
 BAD = CorruptExtent("bytes [0, 9) are not what was written", file="model.safetensors")
@@ -38,9 +38,9 @@ def rank(number: int, world: int = 2) -> Participant:
     return Participant("r", number, world, 1, lambda outcome: None)
 
 
-def made(look: Callable[..., Damaged | None] = lambda run, step, error: error) -> tuple[Restores, Known]:
+def made(look: Callable[..., Damaged | None] = lambda run, step, error: error) -> tuple[RestoreAgreement, Known]:
     known = Known()
-    return Restores(look, known), known  # type: ignore[arg-type]
+    return RestoreAgreement(look, known), known  # type: ignore[arg-type]
 
 
 def test_all_go_on_when_all_are_well() -> None:
@@ -83,7 +83,7 @@ def test_who_comes_too_late_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_asked_is_waited_for_until_it_is_gone() -> None:
     """A rank that reads is waited for; a rank that dies, fails for a reason of its own, asks anew or saves is not."""
-    ends: list[Callable[[Restores, Participant], object]] = [
+    ends: list[Callable[[RestoreAgreement, Participant], object]] = [
         lambda restores, who: restores.gone(who),
         lambda restores, who: restores.judge(who, (0, 500, StateMismatch("x")), False, 0.0),
         lambda restores, who: restores.told(who, 1, 500, named=False),

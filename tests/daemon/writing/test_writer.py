@@ -25,7 +25,7 @@ from holdfast_formats.tensors import TensorSpec
 from holdfast_service.control.checkpoints import planner
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.writing import gathering, writer
-from holdfast_service.daemon.writing.buffers import WINDOW_BYTES, Windows
+from holdfast_service.daemon.writing.buffers import WINDOW_BYTES, BufferPool
 from holdfast_service.daemon.writing.priority import NICE, give_way
 from holdfast_service.storage import Buffer, FileWriter, MemoryTier, PosixTier
 from tests.daemon.writing.test_path import Shards, files_of
@@ -328,7 +328,7 @@ def test_a_failing_write_ends_the_save_and_closes_every_file() -> None:
 
 def test_windows_are_bounded_and_used_again() -> None:
     """No more windows exist than the ring has; the one given back is the one that is taken next."""
-    ring = Windows(1)
+    ring = BufferPool(1)
     with ring.taken() as first:
         assert first.nbytes == WINDOW_BYTES
         assert first.ctypes.data % 4096 == 0

@@ -43,7 +43,7 @@ class _Hold:
         return any(part.segment.retired for part in self.parts.values())
 
 
-class Holds:
+class HeldCheckpoints:
     """The held commit of each run. Safe for threads. `committed` is by whose attempt and turn a step is a checkpoint."""
 
     def __init__(self, committed: Callable[[str, int], tuple[int, int] | None]) -> None:

@@ -23,12 +23,12 @@ from holdfast_service.daemon.checking.statistics import measure
 from holdfast_service.daemon.checking.verifier import WORKERS
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.writing import writer
-from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, Windows
+from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, BufferPool
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
-_windows = Windows(WORKERS)  # of what was there before
+_windows = BufferPool(WORKERS)  # of what was there before
 
 
 class _Passed(NamedTuple):

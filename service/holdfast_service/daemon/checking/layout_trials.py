@@ -49,21 +49,21 @@ CONFIG_BYTES_MAX = 2**20
 Heed = Callable[[int], None]
 
 
-class Tried(NamedTuple):
+class LayoutTrial(NamedTuple):
     """The layouts that fitted and were tried, as text with the rank, and how many bytes were read for them."""
 
     layouts: tuple[str, ...]
     bytes: int
 
 
-def try_layouts(tier: Tier, directory: str, made: Manifest, heed: Heed | None = None) -> Tried:
+def try_layouts(tier: Tier, directory: str, made: Manifest, heed: Heed | None = None) -> LayoutTrial:
     """Try some layouts; `CorruptManifest`, naming layout, rank and tensor, for one that would not restore what is stored.
 
     Layouts that do not fit the checkpoint's shapes are passed over.
     """
     group = next((group for group in ("model", *made.groups) if made.tensors.get(group)), None)
     if group is None:
-        return Tried((), 0)
+        return LayoutTrial((), 0)
     chance = random.Random(f"{made.run}@{made.step}")
     config = _config(tier, directory, made)
     trial = _Trial(tier, directory, made.tensors[group], heed or (lambda size: None))
@@ -84,7 +84,7 @@ def try_layouts(tier: Tier, directory: str, made: Manifest, heed: Heed | None = 
         tried.append(f"{text} rank {rank}")
         if len(tried) == TRIED:
             break
-    return Tried(tuple(tried), trial.read)
+    return LayoutTrial(tuple(tried), trial.read)
 
 
 def _check_coverage(made: Manifest, group: str, held: LayoutHoldings, rank: int, mine: HeldTensors, where: str) -> None:

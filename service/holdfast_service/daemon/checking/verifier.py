@@ -17,14 +17,14 @@ from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest, Damaged, NoSuchResource, NotCommitted, StorageFailed
 from holdfast_formats.staging.holdings import Bytes
-from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, Windows
+from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, BufferPool
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier, vouched
 
 WORKERS = 2
 DAMAGES_MAX = 100  # that are named of one checkpoint: from there on it is no news
 
-_windows = Windows(WORKERS)
+_windows = BufferPool(WORKERS)
 
 Heed = Callable[[int], None]  # hears how many bytes are about to be read; it may wait, and raise to stop
 Passed = Callable[

@@ -10,7 +10,7 @@ import numpy as np
 from holdfast_formats.disk import manifest, verification
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.disk.verification import Piece
-from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, Windows
+from holdfast_service.daemon.writing.buffers import ALIGNMENT_MAX, WINDOW_BYTES, BufferPool
 from holdfast_service.storage import FileWriter, Readable, Tier, vouched
 from holdfast_service.storage.pacing import Pace
 
@@ -86,7 +86,7 @@ def read_back(tier: Tier, directory: str, made: Manifest, going: Going) -> None:
 def proven(tier: Readable, directory: str, made: Manifest, going: Going) -> Iterator[Proven]:
     """All bytes of all files, a window at a time and in order; each window is good until the next one is asked for."""
     headers = verification.tensors_by_file(made)
-    windows = Windows(1)  # its own: a copy that hangs in a disk must not keep another one's
+    windows = BufferPool(1)  # its own: a copy that hangs in a disk must not keep another one's
     for batch in verification.batches(piece for listed in verification.pieces(made).values() for piece in listed):
         if going.ended():
             raise CopyStopped

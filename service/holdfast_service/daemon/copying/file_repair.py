@@ -18,7 +18,7 @@ from holdfast_service.daemon.copying.repair_sources import Directory, RepairSour
 from holdfast_service.storage import Tier
 
 
-class Mended(NamedTuple):
+class FileRepair(NamedTuple):
     """A file that is sound again: the pieces that were damaged, and where they came from."""
 
     file: str
@@ -26,7 +26,7 @@ class Mended(NamedTuple):
     labels: tuple[str, ...]
 
 
-def mend_file(tier: Tier, made: Manifest, file: str, sources: Sequence[RepairSource]) -> Mended:
+def mend_file(tier: Tier, made: Manifest, file: str, sources: Sequence[RepairSource]) -> FileRepair:
     """Make one file of a checkpoint whole; the manifest must be trusted.
 
     Raises `CorruptExtent` for the first damaged piece that no source has, and then nothing has changed; and what the tier
@@ -58,10 +58,10 @@ def mend_file(tier: Tier, made: Manifest, file: str, sources: Sequence[RepairSou
     finally:
         writer.discard()
         tier.remove_tree(staging)
-    return Mended(file, tuple(damaged), tuple(dict.fromkeys(labels)))
+    return FileRepair(file, tuple(damaged), tuple(dict.fromkeys(labels)))
 
 
-def mend_small(tier: Tier, made: Manifest, file: str, data: bytes, label: str) -> Mended:
+def mend_small(tier: Tier, made: Manifest, file: str, data: bytes, label: str) -> FileRepair:
     """Put these bytes, which the caller has proven, in the place of the manifest or of COMMIT."""
     directory, staging = _places(made)
     tier.remove_tree(staging)
@@ -72,7 +72,7 @@ def mend_small(tier: Tier, made: Manifest, file: str, data: bytes, label: str) -
         tier.supplant(f"{staging}/{file}", f"{directory}/{file}")
     finally:
         tier.remove_tree(staging)
-    return Mended(file, (), (label,))
+    return FileRepair(file, (), (label,))
 
 
 def _places(made: Manifest) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, 
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.wire import HeldPart
 from holdfast_service.daemon.checking.verifier import verify
-from holdfast_service.daemon.copying.file_repair import Mended, mend_file, mend_small
+from holdfast_service.daemon.copying.file_repair import FileRepair, mend_file, mend_small
 from holdfast_service.daemon.copying.manifest_repair import same_pairs, stored, trusted_pair
 from holdfast_service.daemon.copying.repair_sources import Derived, Directory, HeldSlotSource, RepairSource, held_slots
 from holdfast_service.daemon.ports import Decisions, RepairRecords
@@ -33,7 +33,7 @@ Lend = Callable[[str, int], tuple[tuple[HeldPart, ...], tuple[int, ...]]]
 class RepairOutcome(NamedTuple):
     """What a repair did: each file that was made anew, and the damage that nothing could mend, if any is left."""
 
-    mended: tuple[Mended, ...]
+    mended: tuple[FileRepair, ...]
     left: CheckpointError | None
 
     @property
@@ -114,7 +114,7 @@ def mend(tier: Tier, which: tuple[str, int], error: CheckpointError | None, else
     directory = naming.checkpoint_path(*which)
     if not tier.list(directory):
         raise NoSuchCheckpoint(f"{which[0]} has no checkpoint of step {which[1]}", hint=f"holdfast ls {which[0]} lists them")
-    mended: list[Mended] = []
+    mended: list[FileRepair] = []
     try:
         pair, label = trusted_pair(tier, which, elsewhere.tiers, elsewhere.known)
         for name, data in ((naming.MANIFEST, pair.encoded), (naming.COMMIT, pair.commit)):
@@ -131,7 +131,7 @@ def mend(tier: Tier, which: tuple[str, int], error: CheckpointError | None, else
 
 
 def _mend_files(
-    tier: Tier, made: Manifest, error: CheckpointError | None, sources: list[RepairSource], mended: list[Mended]
+    tier: Tier, made: Manifest, error: CheckpointError | None, sources: list[RepairSource], mended: list[FileRepair]
 ) -> None:
     """Mend what is named, then whatever reading all of it finds, until nothing is found; each file is tried once."""
     tried: set[str] = set()
@@ -157,7 +157,7 @@ def _named_in(error: CheckpointError, made: Manifest) -> str | None:
     return file if made.file(file) is not None else None
 
 
-def detail_of(mended: Mended) -> dict[str, Any]:
+def detail_of(mended: FileRepair) -> dict[str, Any]:
     """What an event says of a file that was mended: file, source, and tensor and range of the first damage."""
     detail: dict[str, Any] = {"file": mended.file, "source": ", ".join(mended.labels) or "itself"}
     if mended.pieces:

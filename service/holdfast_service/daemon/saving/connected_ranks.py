@@ -19,7 +19,7 @@ class _Crew:
         self.gone: dict[int, float] = {}  # ranks that were here, and from when on they are waited for no longer (monotonic)
 
 
-class Attendance:
+class ConnectedRanks:
     """Not thread-safe: guarded by the saver's lock."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from holdfast_service.daemon.saving.saver import Saver
 log = logging.getLogger(__name__)
 
 
-class Lives:
+class RunLives:
     """Of all runs of this root. `look` is called by one thread at a time."""
 
     def __init__(self, saver: Saver, decisions: Decisions, return_s: float = RETURN_S) -> None:

@@ -58,7 +58,7 @@ class _Turn:
         self.agreed = False
 
 
-class Restores:
+class RestoreAgreement:
     """The restores of all launches. Thread-safe. `look` examines what a rank complains of, and mends or records it."""
 
     def __init__(self, look: Look, findings: Findings, unheard_s: float = UNHEARD_S) -> None:

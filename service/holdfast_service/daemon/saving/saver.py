@@ -25,16 +25,16 @@ from holdfast_formats.errors import (
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.staging.wire import Outcome, Policy
-from holdfast_service.daemon.arena.held_slots import Holds
+from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity, find_sealed
 from holdfast_service.daemon.checking.checker import Checker, Checks
 from holdfast_service.daemon.ports import Decisions
-from holdfast_service.daemon.saving.connected_ranks import Attendance
-from holdfast_service.daemon.saving.restore_agreement import Restores
+from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
+from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
 from holdfast_service.daemon.saving.rounds import GivenUp, Participant, RoundKey, SaveRound, SlotLease
 from holdfast_service.daemon.saving.save_costs import Measured, SaveHistory
 from holdfast_service.daemon.saving.slot_policy import gives_way
-from holdfast_service.daemon.saving.write_queue import Backlog
+from holdfast_service.daemon.saving.write_queue import WriteQueue
 from holdfast_service.observe.logs import about
 from holdfast_service.storage import Tier
 
@@ -54,7 +54,7 @@ class Saver:
     def __init__(self, tier: Tier, decisions: Decisions, node: str, checker: Checker | None = None) -> None:
         self._decisions = decisions
         self._lock = threading.Condition()
-        self._attendance = Attendance()
+        self._attendance = ConnectedRanks()
         self._entering: dict[str, threading.Lock] = {}
         self._came = -ARRIVAL_S  # when the last rank said its first word
         self._open: dict[RoundKey, SaveRound] = {}
@@ -63,9 +63,9 @@ class Saver:
         self.history = SaveHistory(decisions)
         checker = checker or Checker(tier, decisions)
         self.checks = Checks(checker, self.history.verified, (self._give_way, decisions.recorded))
-        self.restores = Restores(checker.suspect, decisions.findings)
-        self.holds = Holds(decisions.committed)
-        self._backlog = Backlog((tier, decisions, node, self.holds), self._lock, self._saved, self.history)
+        self.restores = RestoreAgreement(checker.suspect, decisions.findings)
+        self.holds = HeldCheckpoints(decisions.committed)
+        self._backlog = WriteQueue((tier, decisions, node, self.holds), self._lock, self._saved, self.history)
 
     @property
     def busy(self) -> bool:

@@ -12,7 +12,7 @@ from typing import cast
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, RoundAborted
-from holdfast_service.daemon.arena.held_slots import Holds
+from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import SaveRound
 from holdfast_service.daemon.saving.save_costs import SaveHistory
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 _END = None
 
 
-class Backlog:
+class WriteQueue:
     """The thread that saves rounds in the order in which they were completed, and tells `ended` of each."""
 
     def __init__(
         self,
-        parts: tuple[Tier, Decisions, str, Holds],
+        parts: tuple[Tier, Decisions, str, HeldCheckpoints],
         lock: threading.Condition,
         ended: Callable[[SaveRound, Manifest | CheckpointError], None],
         history: SaveHistory,

@@ -17,7 +17,7 @@ ALIGNMENT_MAX = 2**16  # of any tier that is written through windows
 WINDOW_BYTES = EXTENT_BYTES_MAX + 2 * ALIGNMENT_MAX  # whole extents, and what aligning both ends adds
 
 
-class Windows:
+class BufferPool:
     """A ring of `count` windows, each made when it is first needed. Whoever needs one waits until one is free."""
 
     def __init__(self, count: int) -> None:

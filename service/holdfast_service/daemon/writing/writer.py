@@ -18,7 +18,7 @@ from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import Extent, FileEntry
 from holdfast_formats.staging.plan import PlannedFile, PlannedTensor, Receipt, WritePlan, encode_receipt
-from holdfast_service.daemon.writing.buffers import Windows
+from holdfast_service.daemon.writing.buffers import BufferPool
 from holdfast_service.daemon.writing.gathering import FileBytes, Slots, Window
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import FileWriter, Tier
@@ -27,7 +27,7 @@ WORKERS = 3  # two windows at the device and one being digested: more gains noth
 CORES_A_DIGEST = 2  # threads that digest at the same time get in each other's way, and in the training's
 FILES_MAX = 2  # a file's last windows and its fsync overlap with the next file's first ones
 
-_windows = Windows(WORKERS)  # of all saves of the daemon, one after the other
+_windows = BufferPool(WORKERS)  # of all saves of the daemon, one after the other
 
 _writing: list[str] = []  # what is being written now; changed by single operations alone
 
