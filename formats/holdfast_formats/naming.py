@@ -35,6 +35,16 @@ _OF_TENSORS = (".safetensors", ".safetensors.index.json")
 _RESERVED_FILES = frozenset({COMMIT, MANIFEST, STATE, RECEIPTS})
 
 
+class CheckpointId(NamedTuple):
+    """A checkpoint by its run and step; its text is RUN@STEP."""
+
+    run: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.step}"
+
+
 class StagingName(NamedTuple):
     step: int
     attempt: int

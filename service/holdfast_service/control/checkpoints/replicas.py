@@ -13,6 +13,7 @@ from sqlalchemy import ColumnElement, delete, func, select, update
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound
+from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Replica, ReplicaLag
 from holdfast_service.control.catalog.catalog import Catalog
@@ -104,9 +105,9 @@ class ReplicaBook:
 
     def copying(self, name: str, which: bodies.CheckpointInfo) -> None:
         """A copy has begun."""
-        self._set(name, (which.run, which.step), state="copying", bytes=which.bytes)
+        self._set(name, CheckpointId(which.run, which.step), state="copying", bytes=which.bytes)
 
-    def present(self, name: str, which: tuple[str, int], size: int) -> None:
+    def present(self, name: str, which: CheckpointId, size: int) -> None:
         """A copy stands there, and was read back. It is told of when that is news."""
         now = self._now()
         before = self._set(name, which, state="present", bytes=size, checked=now, problem=None)
@@ -114,7 +115,7 @@ class ReplicaBook:
             text = f"step {which[1]} stands in replica {name}, proven"
             self._events.add("checkpoint-replicated", text, *which, tier=name, bytes=size)
 
-    def failed(self, name: str, which: tuple[str, int], error: CheckpointError, damaged: bool) -> None:
+    def failed(self, name: str, which: CheckpointId, error: CheckpointError, damaged: bool) -> None:
         """A copy could not be made, or was found damaged; the first time, or with another problem, it is told of."""
         state = {"state": "damaged", "checked": self._now()} if damaged else {"state": "copying"}
         with self._database.read() as session:
@@ -139,11 +140,11 @@ class ReplicaBook:
         try:
             made = roots.load_manifest(tier, run, step)
         except Damaged as error:
-            self.failed(name, (run, step), error, damaged=True)
+            self.failed(name, CheckpointId(run, step), error, damaged=True)
         else:
-            self._set(name, (run, step), state="present", bytes=made.bytes)
+            self._set(name, CheckpointId(run, step), state="present", bytes=made.bytes)
 
-    def _set(self, name: str, which: tuple[str, int], **values: Any) -> str | None:
+    def _set(self, name: str, which: CheckpointId, **values: Any) -> str | None:
         """Change a row, or make it; the state that it had. Of what was removed meanwhile the row stays."""
         run, step = which
         with self._database.write() as session:

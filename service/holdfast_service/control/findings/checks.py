@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from sqlalchemy import func, or_, select
 
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSpace, from_problem
+from holdfast_formats.naming import CheckpointId
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
@@ -25,13 +26,6 @@ FROZEN = (
     "or what is saved is not what is trained"
 )
 _MEANT = (CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
-
-
-class CheckpointId(NamedTuple):
-    """A checkpoint by its run and step."""
-
-    run: str
-    step: int
 
 
 class Findings:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NotFound
+from holdfast_formats.naming import CheckpointId
 from holdfast_service.daemon.checking import layout_trials
 from holdfast_service.daemon.checking.health import examination, report
 from holdfast_service.daemon.checking.verifier import DAMAGES_MAX, Examined, Heed, Passed, examine, read_manifest
@@ -81,7 +82,9 @@ class Checker:
             self._decisions.reading(run, step) if hold else nullcontext(),
             examination(self._tier, self._decisions, run, step) as examined,
         ):
-            made, damages = self._examined(directory, (run, step), counted, examined.passed if examined else None)
+            made, damages = self._examined(
+                directory, CheckpointId(run, step), counted, examined.passed if examined else None
+            )
             repaired: list[str] = []
             if damages or made is None:
                 made, repaired = self._mend(run, step, damages)
@@ -121,7 +124,7 @@ class Checker:
                 return damage
         return None
 
-    def _examined(self, directory: str, at: tuple[str, int], heed: Heed, passed: Passed | None) -> Examined:
+    def _examined(self, directory: str, at: CheckpointId, heed: Heed, passed: Passed | None) -> Examined:
         found = examine(self._tier, directory, heed, passed=passed)
         if found.damages and not self._tier.list(directory):
             raise self._gone(*at)

@@ -15,6 +15,7 @@ from holdfast_formats.decoding import decoder
 from holdfast_formats.disk import manifest, verification
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, CorruptManifest, Damaged
+from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_service.daemon.copying.copies import ManifestPair, read_pair
 from holdfast_service.daemon.copying.repair_sources import Directory
@@ -26,7 +27,7 @@ _decode = decoder(Manifest)
 
 
 def trusted_pair(
-    tier: Tier, which: tuple[str, int], others: Mapping[str, Tier], known: bodies.CheckpointInfo | None
+    tier: Tier, which: CheckpointId, others: Mapping[str, Tier], known: bodies.CheckpointInfo | None
 ) -> tuple[ManifestPair, str | None]:
     """The pair that this checkpoint was committed with, and where it came from: None when it stands here, sound.
 
@@ -53,18 +54,18 @@ def trusted_pair(
 
 def same_pairs(others: Mapping[str, Tier], pair: ManifestPair) -> list[str]:
     """The labels of the tiers that hold this very checkpoint: their manifest is the same, byte for byte."""
-    found = _pairs(others, (pair.made.run, pair.made.step))
+    found = _pairs(others, CheckpointId(pair.made.run, pair.made.step))
     return [label for label, other in found if other.encoded == pair.encoded]
 
 
-def _of(pair: ManifestPair, which: tuple[str, int]) -> ManifestPair:
+def _of(pair: ManifestPair, which: CheckpointId) -> ManifestPair:
     if (pair.made.run, pair.made.step) != which:
         what = f"{pair.made.run}@{pair.made.step}, not {which[0]}@{which[1]}"
         raise CorruptManifest(f"this is {what}", hint="it was moved or copied: give it back its name", file=naming.MANIFEST)
     return pair
 
 
-def _pairs(others: Mapping[str, Tier], which: tuple[str, int]) -> Iterator[tuple[str, ManifestPair]]:
+def _pairs(others: Mapping[str, Tier], which: CheckpointId) -> Iterator[tuple[str, ManifestPair]]:
     for label, tier in others.items():
         try:
             yield label, _of(read_pair(tier, naming.checkpoint_path(*which)), which)
@@ -80,7 +81,7 @@ def stored(tier: Tier, path: str) -> bytes:
         return b""
 
 
-def _from_manifest(commit: bytes, encoded: bytes, which: tuple[str, int]) -> ManifestPair | None:
+def _from_manifest(commit: bytes, encoded: bytes, which: CheckpointId) -> ManifestPair | None:
     """A sound manifest whose digest is still to be read in a damaged COMMIT: the rest of COMMIT follows from it."""
     if hashlib.sha256(encoded).hexdigest().encode() not in _DIGEST.findall(commit):
         return None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, StorageFailed
+from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging.wire import HeldPart
 from holdfast_service.daemon.checking.verifier import verify
@@ -80,16 +81,16 @@ class Repairer:
 
     def run(self, run: str, step: int, error: CheckpointError | None = None) -> RepairOutcome:
         """As `repair`, and tells all that was done; without an error it looks for damage first."""
-        outcome = self._mend(self._tier, (run, step), error, None)
+        outcome = self._mend(self._tier, CheckpointId(run, step), error, None)
         if outcome.left is None:
             self._records.sound(run, step)
         return outcome
 
     def replica(self, name: str, run: str, step: int, error: CheckpointError | None = None) -> RepairOutcome:
         """Mend a replica from the checkpoint itself, from other replicas, or from held slots."""
-        return self._mend(self._replicas()[name], (run, step), error, name)
+        return self._mend(self._replicas()[name], CheckpointId(run, step), error, name)
 
-    def _mend(self, target: Tier, which: tuple[str, int], error: CheckpointError | None, name: str | None) -> RepairOutcome:
+    def _mend(self, target: Tier, which: CheckpointId, error: CheckpointError | None, name: str | None) -> RepairOutcome:
         tiers = {f"replica {other}": tier for other, tier in self._replicas().items() if other != name}
         if name is not None:
             tiers = {PRIMARY: self._tier, **tiers}
@@ -106,7 +107,7 @@ class Repairer:
         return held_slots(self._lend(made.run, made.step), made, self._decisions)
 
 
-def mend(tier: Tier, which: tuple[str, int], error: CheckpointError | None, elsewhere: Elsewhere) -> RepairOutcome:
+def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhere: Elsewhere) -> RepairOutcome:
     """Make a checkpoint in `tier` whole, file by file: first what vouches for it, then what `error` names, then the rest.
 
     Raises `NoSuchCheckpoint` for one that is not there at all; any other failure is in the outcome.

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta, timezone
 
 from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NoSuchCheckpoint, Unavailable
+from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_back, read_pair
 from holdfast_service.daemon.ports import ReplicaBook
@@ -31,7 +32,6 @@ CLOSE_S = 10.0  # a worker that hangs in a disk is left behind
 CHECK_AGAIN = timedelta(days=7)
 
 Mend = Callable[[str, str, int, CheckpointError], object]
-_Key = tuple[str, int]
 
 
 class Replicator:
@@ -52,7 +52,7 @@ class Replicator:
         self._pace = pace
         self._tier: Tier | None = None
         self._closed = threading.Event()
-        self._skipped: dict[_Key, float] = {}  # until when
+        self._skipped: dict[CheckpointId, float] = {}  # until when
         self.problem: CheckpointError | None = None
         self._thread = threading.Thread(target=self._loop, name=f"holdfast-replica-{name}", daemon=True)
 
@@ -85,7 +85,7 @@ class Replicator:
             self._tier = tier
         done = self._remove(self._tier)
         now = time.monotonic()
-        due = [c for c in self._book.due(self.name) if self._skipped.get((c.run, c.step), 0.0) <= now]
+        due = [c for c in self._book.due(self.name) if self._skipped.get(CheckpointId(c.run, c.step), 0.0) <= now]
         if due:
             self._copy(self._tier, due[0])
             return True
@@ -93,7 +93,7 @@ class Replicator:
 
     def check(self, run: str, step: int) -> CheckpointError | None:
         """Read a copy back, and have it mended if it is damaged; what is wrong with it afterwards, if anything is."""
-        tier, which = self._tier, (run, step)
+        tier, which = self._tier, CheckpointId(run, step)
         if tier is None:
             return self.problem
         directory = naming.checkpoint_path(run, step)
@@ -108,7 +108,7 @@ class Replicator:
         self._book.present(self.name, which, made.bytes)
         return None
 
-    def _mended(self, tier: Tier, which: _Key, error: CheckpointError) -> CheckpointError | None:
+    def _mended(self, tier: Tier, which: CheckpointId, error: CheckpointError) -> CheckpointError | None:
         if self._mend is None:
             return error
         with suppress(NoSuchCheckpoint):  # of a lost primary, say, nothing can be had
@@ -131,7 +131,7 @@ class Replicator:
 
     def _copy(self, tier: Tier, checkpoint: bodies.CheckpointInfo) -> None:
         """Copy one checkpoint. It is not held meanwhile: a disk that hangs must not keep it from being removed."""
-        run, step = which = checkpoint.run, checkpoint.step
+        run, step = which = CheckpointId(checkpoint.run, checkpoint.step)
         directory = naming.checkpoint_path(run, step)
         self._book.copying(self.name, checkpoint)
         try:
@@ -189,7 +189,7 @@ class Replicator:
         self.check(*stale)
         return True
 
-    def _skip(self, which: _Key) -> None:
+    def _skip(self, which: CheckpointId) -> None:
         self._skipped[which] = time.monotonic() + SKIP_S
 
     def _going(self) -> Going:
