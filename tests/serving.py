@@ -50,7 +50,7 @@ def services(root: Path) -> Iterator[Services]:
     checker = Checker(tier, decisions)
     saver = Saver(tier, decisions, "node-1", checker)
     scrub = Scrub(checker, decisions, saver, ScrubPlan(None, None))
-    repairer = Repairer(tier, (decisions, decisions.repair_book()), dict)
+    repairer = Repairer(tier, decisions, decisions.repair_book(), dict)
     checks, transfers = CheckJobs(checker, scrub, tier), Transfers(tier, decisions, repairer)
     runner = start_jobs("node-1", Workers(tier, catalog, decisions, checks, transfers))
     try:

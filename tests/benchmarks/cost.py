@@ -56,13 +56,13 @@ def serve(root: Path, switch: Path) -> int:
     from holdfast_service.daemon.checking import health, verifier
     from holdfast_service.daemon.writing import gathering
 
-    digested, checked, passed = gathering.running, verifier.proof.check, health.Examination.passed
+    digested, checked, passed = gathering.running, verifier.verification.check, health.Examination.passed
 
     def mode() -> str:
         return switch.read_text()
 
     gathering.running = lambda: NoDigest() if mode() == "neither" else digested()  # type: ignore
-    verifier.proof.check = lambda piece, data: None if mode() == "neither" else checked(piece, data)  # type: ignore
+    verifier.verification.check = lambda piece, data: None if mode() == "neither" else checked(piece, data)  # type: ignore
     health.Examination.passed = lambda *given: passed(*given) if mode() == "both" else None  # type: ignore
     return __main__.main(["--root", str(root), "--socket", f"{root}.sock", "--listen", "127.0.0.1:0", "--keep", "2"])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from holdfast.state.train_state import Leaf, Restoration, Snapshot, Stored, TrainState
+from holdfast.state.train_state import Leaf, MatchedLeaves, OfferedLeaves, Snapshot, TrainState
 from holdfast.tensors.torch_dtypes import local_shape, packing, torch_dtype
 from holdfast_formats.disk import state_json
 from holdfast_formats.region import Box, tiles
@@ -43,11 +43,11 @@ class Checkpoint:
         for piece in leaf.pieces:
             _raw(_cut(whole, piece.box)).copy_(_raw(piece.tensor))
 
-    def stored(self, rank: int = 0) -> Stored:
+    def stored(self, rank: int = 0) -> OfferedLeaves:
         """What this checkpoint offers to a rank."""
-        return Stored(self.specs, self.aliases, state_json.for_rank(self.state, rank).values)
+        return OfferedLeaves(self.specs, self.aliases, state_json.for_rank(self.state, rank).values)
 
-    def fill(self, restoration: Restoration) -> None:
+    def fill(self, restoration: MatchedLeaves) -> None:
         """Write the stored bytes into every leaf of the restoration."""
         for leaf in restoration.leaves:
             whole = self.tensors[leaf.group, leaf.name]
@@ -77,7 +77,7 @@ def save(state: Mapping[str, Any], groups: tuple[str, ...] | None = None) -> Che
     return Checkpoint(TrainState(state, 0, 1).snapshot(groups))
 
 
-def restore(checkpoint: Checkpoint, state: Mapping[str, Any], **options: Any) -> Restoration:
+def restore(checkpoint: Checkpoint, state: Mapping[str, Any], **options: Any) -> MatchedLeaves:
     """Prepare, fill and apply, in a world of one."""
     restoration = TrainState(state, 0, 1).prepare(checkpoint.stored(), **options)
     checkpoint.fill(restoration)

@@ -101,7 +101,7 @@ class TestDistantRanks:
     @pytest.fixture
     def ranks(self) -> Iterator[RemoteRanks]:
         with saver_world() as world:
-            made = RemoteRanks((world.arena, world.saver, world.decisions))
+            made = RemoteRanks(world.arena, world.saver, world.decisions)
             yield made
             made.close()
 
@@ -186,12 +186,10 @@ def test_the_ranks_of_one_launch_may_all_come_at_once(world_size: int, monkeypat
             return present(run)
 
         monkeypatch.setattr(world.saver, "present", others_come_first)
-        joined = [run_busy.let_in((world.saver, world.decisions), hello(0, world_size, "launch-1"), lambda attempt: attempt)]
+        joined = [run_busy.let_in(world.saver, world.decisions, hello(0, world_size, "launch-1"), lambda attempt: attempt)]
         assert joined == [1]
         with pytest.raises(RunBusy):
-            run_busy.let_in(
-                (world.saver, world.decisions), hello(0, world_size, "launch-2", process="another"), joined.append
-            )
+            run_busy.let_in(world.saver, world.decisions, hello(0, world_size, "launch-2", process="another"), joined.append)
         assert joined == [1]
         for rank in there:
             rank.leave()
@@ -203,7 +201,7 @@ def test_of_two_jobs_that_start_at_once_one_is_let_in(tries: int, monkeypatch: p
     monkeypatch.setattr(run_busy, "DYING_S", 0.05)
     for number in range(tries):
         with saver_world() as world:
-            ranks = RemoteRanks((world.arena, world.saver, world.decisions))
+            ranks = RemoteRanks(world.arena, world.saver, world.decisions)
             both, refused = threading.Barrier(2), []
 
             def start(

@@ -32,15 +32,16 @@ class CopiesWorld:
             self.decisions.findings.sound(RUN, step)
         self.book = self.decisions.replica_book()
         self.replicators: dict[str, Replicator] = {}
-        parts = (self.decisions, self.decisions.repair_book())
-        self.repairer = Repairer(self.tier, parts, lambda: reached(self.replicators))
+        records = self.decisions.repair_book()
+        self.repairer = Repairer(self.tier, self.decisions, records, lambda: reached(self.replicators))
         for name in replicas:
             self.add(name, PosixTier(directory / name))
 
     def add(self, name: str, tier: Tier) -> Replicator:
         """A further tier to copy to."""
-        parts = (self.tier, lambda: tier, self.book)
-        self.replicators[name] = Replicator(name, parts, lambda seconds: False, mend=self.repairer.replica)
+        self.replicators[name] = Replicator(
+            name, self.tier, lambda: tier, self.book, news=lambda seconds: False, mend=self.repairer.replica
+        )
         return self.replicators[name]
 
     def copy(self, name: str = "far") -> None:

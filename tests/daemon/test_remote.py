@@ -42,7 +42,7 @@ def world() -> Iterator[SaverWorld]:
 
 @pytest.fixture
 def ranks(world: SaverWorld) -> Iterator[RemoteRanks]:
-    made = RemoteRanks((world.arena, world.saver, world.decisions))
+    made = RemoteRanks(world.arena, world.saver, world.decisions)
     yield made
     made.close()
 

@@ -69,7 +69,7 @@ def test_the_name_of_a_job_that_lives_is_no_way_past_its_fence() -> None:
                 world.saver.join(run_busy.NearParticipant(hello, attempt, lambda outcome: None, lambda: False))
                 return attempt
 
-            return run_busy.let_in((world.saver, world.decisions), hello, join)
+            return run_busy.let_in(world.saver, world.decisions, hello, join)
 
         assert [come(0, "a", "p"), come(1, "b", "q"), come(0, "a", "p")] == [1, 1, 1]
         with pytest.raises(RunBusy):

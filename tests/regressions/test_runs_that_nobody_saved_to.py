@@ -76,8 +76,8 @@ def plan() -> Plan:
 def place(tier: Tier, plan: Plan) -> Iterator[Place]:
     world = SaverWorld(FaultyTier(tier, plan))
     world.decisions.recover()
-    ranks = RemoteRanks((world.arena, world.saver, world.decisions))
-    sweeper = Sweeper(world.decisions.empty_runs, (world.saver, world.arena), NEVER_S)
+    ranks = RemoteRanks(world.arena, world.saver, world.decisions)
+    sweeper = Sweeper(world.decisions.empty_runs, world.saver, world.arena, NEVER_S)
     yield Place(world, ranks, sweeper)
     sweeper.close()
     ranks.close()
@@ -215,8 +215,8 @@ def test_a_hello_between_the_look_and_the_removal(place: Place, tier: Tier) -> N
     threads: list[threading.Thread] = []
     decisions = place.world.decisions
     parts = (place.world.tier, place.world.catalog, decisions.attempts, decisions._files, decisions.events)
-    empty = Interrupted(parts, kept_s=-60)
-    sweeper = Sweeper(empty, (place.world.saver, place.world.arena), NEVER_S)
+    empty = Interrupted(*parts, kept_s=-60)
+    sweeper = Sweeper(empty, place.world.saver, place.world.arena, NEVER_S)
     for moment, attempt in (("forget", 2), ("forgotten", 2), ("sweep", 1)):
         run = f"at-{moment}"
         place.visit(run)

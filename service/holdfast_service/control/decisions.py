@@ -46,7 +46,7 @@ from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.insight.facts import Lived
-from holdfast_service.control.launches.choosing import Choices, RestoreQuestion, stands
+from holdfast_service.control.launches.choosing import Choices, Known, RestoreQuestion, stands
 from holdfast_service.control.launches.standing import Standing
 from holdfast_service.control.retention.admission import Admission
 from holdfast_service.control.retention.empty_runs import EmptyRuns
@@ -78,14 +78,14 @@ class Decisions:
         self._health = HealthRecords(tier, self.statistics, self.events)
         self._files = RunFiles(tier)
         self.readers = Readers()
-        self.rotation = Rotation(tier, catalog, (self._files, self.readers))
+        self.rotation = Rotation(tier, catalog, self._files, self.readers)
         self.rotation.events = self.events
-        self.findings = Findings((catalog, self.events, self.book), utc_now, self.rotation.due)
-        self.empty_runs = EmptyRuns((tier, catalog, self.attempts, self._files, self.events))
-        self._admission = Admission(tier, catalog, (self._files, self.rotation, self.book.ask))
+        self.findings = Findings(catalog, self.events, self.book, utc_now, self.rotation.due)
+        self.empty_runs = EmptyRuns(tier, catalog, self.attempts, self._files, self.events)
+        self._admission = Admission(tier, catalog, self._files, self.rotation, self.book.ask)
         self.standing = Standing(tier, catalog, self.book, self.findings)
-        known = (self._health, self.findings, self.readers, self.standing.left)
-        self._choices = Choices((tier, catalog, self.attempts), self.book, known, self._tell)
+        known = Known(self._health, self.findings, self.readers, self.standing.left)
+        self._choices = Choices(tier, catalog, self.attempts, self.book, known, self._tell)
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self._started = False  # what an earlier daemon left in the catalog was put right
 

@@ -52,8 +52,8 @@ REAP_INTERVAL_S = 1.0
 class RemoteRank:
     """One rank that speaks over HTTP: its segment and its uploads. What ends them comes from the saver, by any thread."""
 
-    def __init__(self, parts: tuple[Arena, Saver], hello: bodies.RankHello, attempt: int, tenant: str = "") -> None:
-        self._arena, self._saver = parts
+    def __init__(self, arena: Arena, saver: Saver, hello: bodies.RankHello, attempt: int, tenant: str = "") -> None:
+        self._arena, self._saver = arena, saver
         self.hello, self.holder = hello, ShareHolder(hello.run, tenant)
         self.who = DistantParticipant(hello, attempt, self._notify, lambda: self.heard)
         self.heard = time.monotonic()
@@ -267,9 +267,14 @@ class RemoteRanks:
     """All ranks that speak over HTTP, by the ids they chose. Those that fall silent are taken for dead."""
 
     def __init__(
-        self, parts: tuple[Arena, Saver, Decisions], silence_max_s: float = SILENCE_MAX_S, root_id: str = ""
+        self,
+        arena: Arena,
+        saver: Saver,
+        decisions: Decisions,
+        silence_max_s: float = SILENCE_MAX_S,
+        root_id: str = "",
     ) -> None:
-        self._arena, self._saver, self._decisions = parts
+        self._arena, self._saver, self._decisions = arena, saver, decisions
         self.root_id = root_id
         self.restores = self._saver.restores
         self.silence_max_s = silence_max_s
@@ -311,9 +316,9 @@ class RemoteRanks:
         meant = hello if asker.owner else hello.model_copy(update={"keep_last": None})
 
         def join(attempt: int) -> RemoteRank:
-            return self._joined(rank_id, RemoteRank((self._arena, self._saver), hello, attempt, asker.tenant))
+            return self._joined(rank_id, RemoteRank(self._arena, self._saver, hello, attempt, asker.tenant))
 
-        return let_in((self._saver, self._decisions), meant, join, asker.tenant)
+        return let_in(self._saver, self._decisions, meant, join, asker.tenant)
 
     def _joined(self, rank_id: str, made: RemoteRank) -> RemoteRank:
         hello = made.hello

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast_formats.errors import (
     CheckpointError,
@@ -47,6 +47,16 @@ REFUSED_WAIT_S = 5.0  # for the first word of somebody who may not speak
 ONLY_US = Callers()
 
 
+class DataPlane(NamedTuple):
+    """What a node does with the bytes of its ranks."""
+
+    arena: Arena
+    saver: Saver
+    decisions: Decisions
+    adoption: Adoption
+    loader: Loader
+
+
 class Daemon:
     """The data plane of a node: arena, saver, loader, and the socket at which ranks find them."""
 
@@ -54,7 +64,7 @@ class Daemon:
         self,
         path: Path,
         serving: Serving,
-        parts: tuple[Arena, Saver, Decisions, Adoption, Loader],
+        parts: DataPlane,
         callers: Callers = ONLY_US,
     ) -> None:
         self.path, self.serving, self.callers = path, serving, callers
@@ -278,7 +288,7 @@ class _Conversation:
         meant = request if self._asker.owner else request.model_copy(update={"keep_last": None})
         return wire.Welcome(
             reply_to=request.id,
-            attempt=let_in((daemon.saver, daemon.decisions), meant, join, self._asker.tenant).attempt,
+            attempt=let_in(daemon.saver, daemon.decisions, meant, join, self._asker.tenant).attempt,
             node=daemon.serving.node,
             root=daemon.serving.root,
             mark=daemon.serving.mark,

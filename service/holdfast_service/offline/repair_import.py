@@ -41,7 +41,7 @@ def _done(given: argparse.Namespace) -> dict[str, Any]:
         raise InvalidRequest(f"there is no directory {root}", hint="name the daemon's directory with --root")
     others = {str(path): _root_of(Path(path)) for path in (given.sources or ())}
     with _decided(root, listed=given.act == "import") as (tier, decisions):
-        repairer = Repairer(tier, (decisions, decisions.repair_book()), lambda: others)
+        repairer = Repairer(tier, decisions, decisions.repair_book(), lambda: others)
         transfers = Transfers(tier, decisions, repairer)
         if given.act == "repair":
             return transfers.repair(*which)

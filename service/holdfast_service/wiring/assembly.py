@@ -38,7 +38,7 @@ from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.daemon.scrub import CheckJobs, Scrub
-from holdfast_service.daemon.server import Daemon
+from holdfast_service.daemon.server import Daemon, DataPlane
 from holdfast_service.daemon.serving import Serving
 from holdfast_service.daemon.shared_reads.loader import Loader
 from holdfast_service.daemon.writing.disk_limit import PROBE_BYTES
@@ -118,11 +118,11 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     copies = stack.enter_context(copying(config, tier, decisions, saver.holds.lend))
     checker.repairs = copies.repairer
     about = Serving(config.node, str(root), mark, __version__, url)
-    parts = (arena, saver, decisions, adoption, loader)
+    parts = DataPlane(arena, saver, decisions, adoption, loader)
     daemon = Daemon(config.socket.absolute(), about, parts, Callers.of_group(config.socket_group))
     stack.callback(daemon.close)
-    stack.callback(Sweeper(decisions.empty_runs, (saver, arena)).close)
-    remote = RemoteRanks((arena, saver, decisions), config.silence_max, mark.id)
+    stack.callback(Sweeper(decisions.empty_runs, saver, arena).close)
+    remote = RemoteRanks(arena, saver, decisions, config.silence_max, mark.id)
     stack.callback(remote.close)
     checks = CheckJobs(checker, scrub, tier)
     runner = start_jobs(config.node, Workers(tier, catalog, decisions, checks, copies.transfers))

@@ -121,15 +121,15 @@ def copying(config: Config, tier: Tier, decisions: Decisions, lend: Lend) -> Ite
     replicators: dict[str, Replicator] = {}
     book = decisions.replica_book()
     records = decisions.repair_book()
-    repairer = Repairer(tier, (decisions, records), lambda: reached(replicators), lend)
+    repairer = Repairer(tier, decisions, records, lambda: reached(replicators), lend)
     mending = MendedAtStart(replicators, records, repairer)
     with ExitStack() as locks:
         for name, path in config.replica:
             pace = Pace(config.replica_bytes_per_second) if config.replica_bytes_per_second else None
             place = Reached(path)
             locks.callback(place.close)
-            parts = (tier, place, book)
-            replicators[name] = Replicator(name, parts, decisions.events.wait, pace, repairer.replica)
+            news = decisions.events.wait
+            replicators[name] = Replicator(name, tier, place, book, news=news, pace=pace, mend=repairer.replica)
             log.info("replica %s: %s", name, path)
         for one in replicators.values():
             one.start()

@@ -13,7 +13,7 @@ from torch import nn
 from holdfast import Fragment
 from holdfast.launch import Launch
 from holdfast.layout.declared import DeclaredLayout, declare
-from holdfast.state.train_state import Restoration, TrainState
+from holdfast.state.train_state import MatchedLeaves, TrainState
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layout import language
 from tests.client import llama
@@ -57,7 +57,7 @@ def save(states: Iterable[dict[str, Any]], layout: str) -> Checkpoint:
 
 def restore(
     checkpoint: Checkpoint, state: dict[str, Any], layout: str = PLAIN, rank: int = 0, **options: Any
-) -> Restoration:
+) -> MatchedLeaves:
     restoration = state_of(state, layout, rank).prepare(checkpoint.stored(rank), **options)
     checkpoint.fill(restoration)
     restoration.apply()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from holdfast.state.train_state import Stored, TrainState
+from holdfast.state.train_state import OfferedLeaves, TrainState
 from holdfast.tensors.fragments import Fragment
 from holdfast.tensors.torch_dtypes import _TO_SAFETENSORS
 from holdfast_formats.errors import InvalidRequest, LimitExceeded, StateMismatch
@@ -448,7 +448,7 @@ def test_a_document_that_refers_to_nothing_is_missing():
     stored = checkpoint.stored()
     specs = {"extra": {n: s for n, s in stored.specs["extra"].items() if not n.endswith("loader/t")}}
     with pytest.raises(StateMismatch, match=r"extra/ranks/00000/loader/t"):
-        TrainState({"loader": Loader(None)}, 0, 1).prepare(Stored(specs, stored.aliases, stored.values))
+        TrainState({"loader": Loader(None)}, 0, 1).prepare(OfferedLeaves(specs, stored.aliases, stored.values))
 
 
 def test_declared_shards_are_gathered_and_cut_anew():

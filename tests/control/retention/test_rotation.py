@@ -43,7 +43,7 @@ class World:
         self.tier, self.catalog = tier, catalog
         self.late_s = 0.0  # how much later it is for readers
         self.files, self.readers = RunFiles(tier), Readers(lambda: time.monotonic() + self.late_s)
-        self.rotation = Rotation(tier, catalog, (self.files, self.readers))
+        self.rotation = Rotation(tier, catalog, self.files, self.readers)
 
     def put(self, *steps: int, verified: bool = True, healthy: bool | None = None) -> None:
         for step in steps:

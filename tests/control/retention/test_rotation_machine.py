@@ -39,7 +39,7 @@ class Rotating(RuleBasedStateMachine):
         self.tier = MemoryTier()
         self.catalog = Catalog.open(f"sqlite:///{self.directory.name}/catalog.sqlite")
         self.readers = Readers()
-        self.rotation = Rotation(self.tier, self.catalog, (RunFiles(self.tier), self.readers))
+        self.rotation = Rotation(self.tier, self.catalog, RunFiles(self.tier), self.readers)
         self.catalog.declare_attempt(RUN, "launch", 1, "now")
         self.next = 0
         self.verified: set[int] = set()

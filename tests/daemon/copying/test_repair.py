@@ -193,8 +193,7 @@ def test_from_slots_that_are_still_held(tmp_path: Path) -> None:
             rank.save(1)
         assert {rank.wait(1).state for rank in ranks} == {"committed"}
         world.checked()  # who reads it back would find the damage too
-        parts = (world.decisions, world.decisions.repair_book())
-        repairer = Repairer(world.tier, parts, dict, world.saver.holds.lend)
+        repairer = Repairer(world.tier, world.decisions, world.decisions.repair_book(), dict, world.saver.holds.lend)
         directory = root / naming.checkpoint_path(SAVED, 1)
         before = contents(directory)
         descriptors = open_files()

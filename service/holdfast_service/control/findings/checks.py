@@ -31,8 +31,10 @@ _MEANT = (CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
 class Findings:
     """Records what checks, scrubs and readers find. Thread-safe. `settled` hears the run of what was found sound."""
 
-    def __init__(self, parts: tuple[Catalog, Events, Book], now: Callable[[], str], settled: Callable[[str], None]) -> None:
-        catalog, self._events, self._book = parts
+    def __init__(
+        self, catalog: Catalog, events: Events, book: Book, now: Callable[[], str], settled: Callable[[str], None]
+    ) -> None:
+        self._events, self._book = events, book
         self._database, self._now, self._settled = catalog.database, now, settled
         self._seen: dict[CheckpointId, dict[str, Any]] = {}  # damage that was found here, as the catalog may not know it yet
 

@@ -37,18 +37,29 @@ class RestoreQuestion(NamedTuple):
     healthy: bool = False
 
 
+class Known(NamedTuple):
+    """What is known of checkpoints; `left` says which steps of a run training has left behind."""
+
+    health: HealthRecords
+    findings: Findings
+    readers: Readers
+    left: Callable[[str], set[int]]
+
+
 class Choices:
     """Answers the questions of all launches. Thread-safe."""
 
     def __init__(
         self,
-        root: tuple[Tier, Catalog, Attempts],
+        tier: Tier,
+        catalog: Catalog,
+        attempts: Attempts,
         book: Book,
-        known: tuple[HealthRecords, Findings, Readers, Callable[[str], set[int]]],
+        known: Known,
         tell: Callable[..., None],
     ) -> None:
-        """`tell` records an event, by and by; the last of `known` says which steps of a run training has left behind."""
-        self._tier, self._catalog, self._attempts = root
+        """`tell` records an event, by and by."""
+        self._tier, self._catalog, self._attempts = tier, catalog, attempts
         self._book, self._tell = book, tell
         self._health, self._findings, self._readers, self._left = known
         self._choosing = threading.Lock()

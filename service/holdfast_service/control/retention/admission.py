@@ -56,10 +56,16 @@ class Admission:
     """Says of every plan whether it fits: into the run's quota, and onto the disk."""
 
     def __init__(
-        self, tier: Tier, catalog: Catalog, parts: tuple[RunFiles, Rotation, Ask], clock: Callable[[], float] = time.time
+        self,
+        tier: Tier,
+        catalog: Catalog,
+        files: RunFiles,
+        rotation: Rotation,
+        ask: Ask,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._tier, self._catalog, self._clock = tier, catalog, clock
-        self._files, self._rotation, self._ask = parts
+        self._files, self._rotation, self._ask = files, rotation, ask
 
     def admit(self, plan: WritePlan) -> None:
         """Return when the save fits. Raises `QuotaExceeded` or `NoSpace`, with the numbers, when it cannot be made to.

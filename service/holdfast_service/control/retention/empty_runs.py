@@ -45,13 +45,18 @@ _OF_A_RUN = (AnswerRow, AttemptRow, RoundRow, StatisticsRow)
 class EmptyRuns:
     """The runs of one root that hold no checkpoint. Thread-safe; `sweep` is called while nobody can join the run."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is one thing
         self,
-        parts: tuple[Tier, Catalog, Attempts, RunFiles, Events],
+        tier: Tier,
+        catalog: Catalog,
+        attempts: Attempts,
+        files: RunFiles,
+        events: Events,
+        *,
         kept_s: float = KEPT_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._tier, self._catalog, self._attempts, self._files, self._events = parts
+        self._tier, self._catalog, self._attempts, self._files, self._events = tier, catalog, attempts, files, events
         self._kept_s, self._clock = kept_s, clock
         self._lock = threading.Lock()
         self._made: dict[str, set[str]] = {}  # by tenant, since this daemon began

@@ -48,10 +48,10 @@ class Rotation:
     """The only one that removes checkpoints of a root. Thread-safe; its thread begins with the first run that is due."""
 
     def __init__(
-        self, tier: Tier, catalog: Catalog, parts: tuple[RunFiles, Readers], clock: Callable[[], float] = time.time
+        self, tier: Tier, catalog: Catalog, files: RunFiles, readers: Readers, clock: Callable[[], float] = time.time
     ) -> None:
         self._tier, self._catalog, self._clock = tier, catalog, clock
-        self._files, self.readers = parts
+        self._files, self.readers = files, readers
         self._deciding = threading.Lock()
         self._turn = threading.Lock()  # of freeing bytes
         self._changed = threading.Condition()

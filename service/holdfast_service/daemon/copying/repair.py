@@ -63,12 +63,13 @@ class Repairer:
     def __init__(
         self,
         tier: Tier,
-        parts: tuple[Decisions, RepairRecords],
+        decisions: Decisions,
+        records: RepairRecords,
         replicas: Callable[[], Mapping[str, Tier]],
         lend: Lend = lambda run, step: ((), ()),
     ) -> None:
         self._tier, self._replicas, self._lend = tier, replicas, lend
-        self._decisions, self._records = parts
+        self._decisions, self._records = decisions, records
         self._lock = threading.Lock()
 
     def repair(self, run: str, step: int, error: CheckpointError) -> str | None:

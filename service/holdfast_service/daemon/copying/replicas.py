@@ -37,17 +37,20 @@ Mend = Callable[[str, str, int, CheckpointError], object]
 class Replicator:
     """The worker of one tier. `open_tier` reaches it, or raises a named error as long as it cannot be reached."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is one thing
         self,
         name: str,
-        parts: tuple[Tier, Callable[[], Tier], ReplicaBook],
+        source: Tier,
+        open_tier: Callable[[], Tier],
+        book: ReplicaBook,
+        *,
         news: Callable[[float], bool],
         pace: Pace | None = None,
         mend: Mend | None = None,
     ) -> None:
         """`news(seconds)` waits for something new to copy; `mend` is told of a damaged copy, and may repair it."""
         self.name = name
-        self._source, self._open, self._book = parts
+        self._source, self._open, self._book = source, open_tier, book
         self._news, self._mend = news, mend
         self._pace = pace
         self._tier: Tier | None = None

@@ -59,7 +59,11 @@ _Made = TypeVar("_Made")
 
 
 def let_in(
-    parts: tuple[Saver, Decisions], hello: wire.Hello | bodies.RankHello, join: Callable[[int], _Made], tenant: str = ""
+    saver: Saver,
+    decisions: Decisions,
+    hello: wire.Hello | bodies.RankHello,
+    join: Callable[[int], _Made],
+    tenant: str = "",
 ) -> _Made:
     """Declare a rank's attempt and have it `join`; `RunBusy` for the first rank of a new launch while another job's live.
 
@@ -71,7 +75,7 @@ def let_in(
     ranks have not yet. `retry_after_s` says when ranks that were last heard of over HTTP count as gone; it is 0 where a
     living process holds a connection.
     """
-    (saver, decisions), limit = parts, time.monotonic() + DYING_S
+    limit = time.monotonic() + DYING_S
     while True:
         with saver.entering(hello.run):
             living = [] if hello.take_over else _others(saver, decisions, hello)

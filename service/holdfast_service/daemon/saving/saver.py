@@ -65,7 +65,9 @@ class Saver:
         self.checks = Checks(checker, self.history.verified, (self._give_way, decisions.recorded))
         self.restores = RestoreAgreement(checker.suspect, decisions.findings)
         self.holds = HeldCheckpoints(decisions.committed)
-        self._backlog = WriteQueue((tier, decisions, node, self.holds), self._lock, self._saved, self.history)
+        self._backlog = WriteQueue(
+            tier, decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history
+        )
 
     @property
     def busy(self) -> bool:

@@ -31,9 +31,9 @@ class EmptyRuns(Protocol[_Declared]):
 class Sweeper:
     """A thread that looks from time to time; `look` may be called besides."""
 
-    def __init__(self, empty: EmptyRuns[_Declared], parts: tuple[Saver, Arena], look_s: float = LOOK_S) -> None:
+    def __init__(self, empty: EmptyRuns[_Declared], saver: Saver, arena: Arena, look_s: float = LOOK_S) -> None:
         self._empty = empty
-        self._saver, self._arena = parts
+        self._saver, self._arena = saver, arena
         self._look_s = look_s
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdfast-sweeper", daemon=True)

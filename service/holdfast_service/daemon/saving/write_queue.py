@@ -28,15 +28,19 @@ _END = None
 class WriteQueue:
     """The thread that saves rounds in the order in which they were completed, and tells `ended` of each."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is one thing
         self,
-        parts: tuple[Tier, Decisions, str, HeldCheckpoints],
+        tier: Tier,
+        decisions: Decisions,
+        node: str,
+        holds: HeldCheckpoints,
+        *,
         lock: threading.Condition,
         ended: Callable[[SaveRound, Manifest | CheckpointError], None],
         history: SaveHistory,
     ) -> None:
         """`lock` is the saver's: what it guards and what waits here change together. `ended` is called without it."""
-        self._tier, self._decisions, self._node, self._holds = parts
+        self._tier, self._decisions, self._node, self._holds = tier, decisions, node, holds
         self._lock, self._ended, self._history = lock, ended, history
         self._waiting: deque[SaveRound | None] = deque()
         self._thread = threading.Thread(target=self._loop, name="holdfast-saver", daemon=True)
