@@ -103,7 +103,7 @@ class Checkpointer:
             raise InvalidRequest(f"policy must be one of {', '.join(get_args(wire.Policy))}, not {policy!r}")
         self._launch = launches.current(run, launch)
         found = asset_files.collect(assets) if self._launch.rank == 0 or layout is not None else {}
-        declared = None if layout is None else declare(layout, self._launch, (config, found), rules)
+        declared = None if layout is None else declare(layout, self._launch, config, found, rules)
         self._state = TrainState(state, self._launch.rank, self._launch.world, declared)
         self._assets = found if self._launch.rank == 0 else {}
         self._fenced, self._file_bytes_max, self._policy = fenced, file_bytes_max, policy

@@ -210,7 +210,7 @@ def test_every_call_of_a_copy_fails() -> None:
 
 def copy(pair: Pair, target: PosixTier, read) -> None:
     """What a replica's worker does with one checkpoint."""
-    carry((pair.here, DIRECTORY), (target, STAGING), read.made, Going())
+    carry(pair.here, DIRECTORY, target, STAGING, read.made, Going())
     publish_copy(target, STAGING, read.encoded, read.commit)
 
 

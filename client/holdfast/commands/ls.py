@@ -48,7 +48,7 @@ def ls(  # noqa: PLR0913 — one an option
             if run is None:
                 _list_runs(library, as_json)
             else:
-                _list_checkpoints(library, run, (wanted, healthy), as_json)
+                _list_checkpoints(library, run, wanted, healthy, as_json)
 
 
 def _list_runs(library: Library, as_json: bool) -> None:
@@ -64,14 +64,14 @@ def _list_runs(library: Library, as_json: bool) -> None:
     console.out().print(table if runs else f"No runs in {library.label}.", markup=False)
 
 
-def _list_checkpoints(library: Library, run: str, wanted: tuple[Filter, bool], as_json: bool) -> None:
-    listing = library.checkpoints(run, wanted[0])
-    if wanted[1]:
+def _list_checkpoints(library: Library, run: str, wanted: Filter, healthy: bool, as_json: bool) -> None:
+    listing = library.checkpoints(run, wanted)
+    if healthy:
         listing = RunListing([c for c in listing.checkpoints if c.healthy], listing.unreadable)
     if as_json:
         console.print_json([{**made.model_dump(), "state": made.state} for made in listing.checkpoints])
     else:
-        such = "" if wanted == (NO_FILTER, False) else " such"
+        such = "" if wanted == NO_FILTER and not healthy else " such"
         nothing = f"No{such} checkpoints of {run} in {library.label}."
         shown = _table(listing.checkpoints, isinstance(library, ServiceLibrary)) if listing.checkpoints else nothing
         console.out().print(shown, markup=False)

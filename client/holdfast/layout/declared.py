@@ -256,7 +256,11 @@ class DeclaredLayout:
 
 
 def declare(
-    layout: LayoutSource, launch: Launch, config: tuple[Mapping[str, Any] | None, Mapping[str, bytes]], rules: RulesSource
+    layout: LayoutSource,
+    launch: Launch,
+    config: Mapping[str, Any] | None,
+    assets: Mapping[str, bytes],
+    rules: RulesSource,
 ) -> DeclaredLayout:
     """The layout of a launch's rank; the config is the one given, else that among the assets, else not known.
 
@@ -268,10 +272,9 @@ def declare(
             f"the layout {language.text(wanted)!r} is of {wanted.mesh.world} ranks, and there are {launch.world}",
             hint="the product of tp, cp, sharding, dp and pp is the number of ranks",
         )
-    given, assets = config
-    if given is None and rules_choice.CONFIG in assets:
-        given = rules_choice.parse_config(assets[rules_choice.CONFIG], "the assets")
-    return DeclaredLayout(wanted, launch.rank, given, rules)
+    if config is None and rules_choice.CONFIG in assets:
+        config = rules_choice.parse_config(assets[rules_choice.CONFIG], "the assets")
+    return DeclaredLayout(wanted, launch.rank, config, rules)
 
 
 _LAST = (2**63, 0)

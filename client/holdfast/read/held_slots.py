@@ -208,7 +208,7 @@ class HeldSlotsSource:
             if at >= stop:
                 break
             if at < end:
-                self._gather(group, tensor, entry, (at - start, octets[at - offset : end - offset]))
+                self._gather(group, tensor, entry, at - start, octets[at - offset : end - offset])
                 at = end
         return at - offset
 
@@ -238,8 +238,7 @@ class HeldSlotsSource:
     def close(self) -> None:
         """Nothing: slots and files are their owners'."""
 
-    def _gather(self, group: str, name: str, entry: TensorEntry, wanted: tuple[int, Bytes]) -> None:
-        offset, target = wanted
+    def _gather(self, group: str, name: str, entry: TensorEntry, offset: int, target: Bytes) -> None:
         held = self._holdings(group, name, entry)
         spec = TensorSpec(group, name, entry.dtype, entry.shape)
         if holdings.gather(spec, held, offset, target) != target.nbytes:

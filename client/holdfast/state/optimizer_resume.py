@@ -114,7 +114,7 @@ class _Resumption:
         assert spec is not None
         made = Made(live, key in self.shards) if isinstance(live, torch.Tensor) else None
         if made is None:
-            made = _fresh(parameter, key, (torch_dtype(spec[0], target[1]), spec[1]), kind)
+            made = _fresh(parameter, key, torch_dtype(spec[0], target[1]), spec[1], kind)
             self.created.append((parameter, key, made.tensor))
         self.plan.want(*target, *placed(parameter, *made))
 
@@ -187,9 +187,9 @@ class Made(NamedTuple):
     shard: bool
 
 
-def _fresh(parameter: Parameter, key: str, spec: tuple[torch.dtype, Shape], kind: str) -> Made:
+def _fresh(parameter: Parameter, key: str, dtype: torch.dtype, whole: Shape, kind: str) -> Made:
     """A state tensor as the optimizer would have made it itself, to be filled whole."""
-    dtype, shape = spec[0], local_shape(*spec)
+    shape = local_shape(dtype, whole)
     value, held = parameter.value, parameter.tensor.detach()
     if key == "step" and not shape:
         on_device = parameter.group.get("capturable") or parameter.group.get("fused")

@@ -249,7 +249,7 @@ class LayoutHoldings:
             return fuse(name, dtype, self._slice(fusion, name, held, at), fusion.dimension, 1)
         groups = 1 if form else fusion.groups
         if groups != 1 or form in ("heads", "groups"):
-            groups = _local_groups(fusion, held[-1], name)
+            groups = _local_groups(fusion, *held[-1], name)
         return fuse(name, dtype, [(element.name, cut.box) for element, cut in held], fusion.dimension, groups)
 
     def _slice(
@@ -336,11 +336,10 @@ def _kept_scalars(dealt: _Dealt, index: int) -> NDArray[np.int64]:
     return np.flatnonzero((dealt.beside < 0) | np.isin(dealt.beside, kept))
 
 
-def _local_groups(fusion: Fusion, last: tuple[Element, Cut], name: str) -> int:
+def _local_groups(fusion: Fusion, element: Element, cut: Cut, name: str) -> int:
     """How many groups the local heads fall into: one a key/value head that this rank holds."""
     if fusion.units is None:
         raise heads_unknown(name)
-    element, cut = last
     return max(cut.box.shape[fusion.dimension] * fusion.units[1] // element.shape[fusion.dimension], 1)
 
 

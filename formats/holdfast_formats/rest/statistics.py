@@ -154,9 +154,8 @@ def tensors_of(manifest: Manifest) -> list[tuple[str, str, TensorEntry]]:
     return [(group, name, entry) for group, held in manifest.tensors.items() for name, entry in held.items()]
 
 
-def describe(statistics: Statistics, position: int, tensor: tuple[str, str, TensorEntry]) -> TensorStatistics:
+def describe(statistics: Statistics, position: int, group: str, name: str, entry: TensorEntry) -> TensorStatistics:
     """One tensor's statistics, for people and programs."""
-    group, name, entry = tensor
     elements = math.prod(entry.shape)
     before = int(statistics["changed_from"][position])
 

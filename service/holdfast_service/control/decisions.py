@@ -32,7 +32,7 @@ from holdfast_formats.rest.statistics import Statistics
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.control.catalog import salvage
-from holdfast_service.control.catalog.attempts import UNNAMED, Attempts, Member
+from holdfast_service.control.catalog.attempts import Attempts, Member
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
@@ -135,7 +135,7 @@ class Decisions:
             self.events.record("checkpoint-committed", text, found.run, found.step)
         self._started = True
 
-    def hello(self, run: str, launch: str, world: int, keep_last: int | None, member: tuple[int, str] = UNNAMED) -> int:
+    def hello(self, run: str, launch: str, world: int, keep_last: int | None, rank: int = 0, session: str = "") -> int:
         """The attempt number of this launch; the first rank of a launch declares it.
 
         `keep_last` is the run's policy while nobody has set one. One that is new to the run lets nothing go that was
@@ -143,7 +143,7 @@ class Decisions:
         """
         naming.check_run(run)
         self._learn_attempts()
-        attempt, new = self.attempts.declare(run, launch, lambda: self._rounds.complete(run), Member(*member))
+        attempt, new = self.attempts.declare(run, launch, lambda: self._rounds.complete(run), Member(rank, session))
         if new:
             at = utc_now()
             self.book.tell(
@@ -217,9 +217,9 @@ class Decisions:
             level: Level = "info" if life == "ended" else "error"
             self._tell(f"run-{life}", f"attempt {attempt} {how}", run, level=level, attempt=attempt)
 
-    def declared(self, run: str, launch: str, member: tuple[int, str] = UNNAMED) -> bool:
+    def declared(self, run: str, launch: str, rank: int = 0, session: str = "") -> bool:
         """Whether this launch has an attempt already, of which this rank, spoken for by this checkpointer, can be."""
-        return self.attempts.of(run, launch, Member(*member)) is not None
+        return self.attempts.of(run, launch, Member(rank, session)) is not None
 
     def begin(self, run: str, step: int, attempt: int, world: int, intent: Intent = NO_INTENT) -> int:
         """Open the round of this step, or find it open; `StaleAttempt` (I6) or `AlreadyCommitted` if it may not be."""

@@ -376,8 +376,8 @@ class _Conversation:
 
     def _ended(self, request: wire.Ended) -> wire.Reply:
         problem = None if request.problem is None else from_problem(request.problem)
-        about = (request.turn, request.step, problem)
-        found = self._daemon.saver.restores.judge(self._known(), about, request.alone, request.wait_s)
+        agreement = self._daemon.saver.restores
+        found = agreement.judge(self._known(), request.turn, request.step, problem, request.alone, request.wait_s)
         return wire.Judged(
             reply_to=request.id, again=found.again, problem=found.problem, late=found.late, newest=found.newest
         )

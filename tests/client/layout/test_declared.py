@@ -48,7 +48,7 @@ def state_of(state: dict[str, Any], layout: str, rank: int) -> TrainState:
     world = language.parse(layout).mesh.world
     if layout == PLAIN:
         return TrainState(state, 0, 1)
-    return TrainState(state, rank, world, declare(layout, Launch(rank, world, "l", world), (llama.CONFIG, {}), None))
+    return TrainState(state, rank, world, declare(layout, Launch(rank, world, "l", world), llama.CONFIG, {}, None))
 
 
 def save(states: Iterable[dict[str, Any]], layout: str) -> Checkpoint:
@@ -300,7 +300,7 @@ def test_what_says_itself_where_it_lies_is_left_alone(whole: llama.Arrays) -> No
 def test_what_does_not_fit_is_refused_by_name(whole: llama.Arrays) -> None:
     """Wrong worlds, shapes, memory and optimizer state are refused, naming the tensor, and change nothing."""
     with pytest.raises(InvalidRequest, match="2 ranks, and there are 3"):
-        declare("tp=2", Launch(0, 3, "l", 3), (None, {}), None)
+        declare("tp=2", Launch(0, 3, "l", 3), None, {}, None)
     local = llama.fused(llama.cut(whole, 2, 0))
     name = "model.layers.0.self_attn.qkv_proj.weight"
     with pytest.raises(StateMismatch, match="qkv_proj"):
@@ -332,7 +332,7 @@ def test_buffers_that_no_rule_knows_are_stored_as_they_are(whole: llama.Arrays) 
 
 def test_the_config_may_come_with_the_assets() -> None:
     """Without config=, the assets' config.json is the model's."""
-    made = declare({"tp": 2}, Launch(1, 2, "l", 2), (None, {"config.json": llama.CONFIG_BYTES}), None)
+    made = declare({"tp": 2}, Launch(1, 2, "l", 2), None, {"config.json": llama.CONFIG_BYTES}, None)
     assert isinstance(made, DeclaredLayout) and made.config == llama.CONFIG
-    given = declare("tp=2", Launch(1, 2, "l", 2), ({"model_type": "x"}, {"config.json": llama.CONFIG_BYTES}), None)
+    given = declare("tp=2", Launch(1, 2, "l", 2), {"model_type": "x"}, {"config.json": llama.CONFIG_BYTES}, None)
     assert given.config == {"model_type": "x"}

@@ -186,7 +186,7 @@ def test_what_waits_to_be_checked_takes_no_memory(root: Checked) -> None:
     """Where saves outpace the checks the line grows, and no manifest stands in it."""
     made = root.built[RUN, 2].manifest
     goes_on = threading.Event()
-    checks = Checks(root.checker, waits=(lambda size: _waited(goes_on), lambda wait_s: True))
+    checks = Checks(root.checker, heed=lambda size: _waited(goes_on))
     before = sys.getrefcount(made)
     for _ in range(20):
         checks.add(made)

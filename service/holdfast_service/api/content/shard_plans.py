@@ -137,13 +137,13 @@ class PlannedShards:
         with self._planning:
             if key not in self._shards:
                 shard = PlannedShard(contents, asked, self._holding(contents, asked).of(asked.rank))
-                self._keep(key, shard)
+                self._keep(key[0], key[1], shard)
                 return shard
             self._shards.move_to_end(key)
             return self._shards[key]
 
-    def _keep(self, key: tuple[str, ShardKey], shard: PlannedShard) -> None:
-        self._shards[key] = shard
+    def _keep(self, checkpoint: str, asked: ShardKey, shard: PlannedShard) -> None:
+        self._shards[checkpoint, asked] = shard
         parts = sum(one.parts for one in self._shards.values())
         while len(self._shards) > 1 and (len(self._shards) > PLANNED_MAX or parts > PARTS_MAX):
             parts -= self._shards.popitem(last=False)[1].parts

@@ -27,10 +27,9 @@ class Lasting:
         self._watch: asyncio.Task[None] | None = None
         self._thread = anyio.CapacityLimiter(1)  # its own: it does not wait behind what it is there to end
 
-    async def serve(self, app: ASGIApp, asked: tuple[Scope, Receive, Send], token: int) -> None:
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, token: int) -> None:
         """Have the request answered while the token is in force. Raises `Unauthenticated` if it ends before an answer has
         begun, and `TransferAborted`, which cuts the connection, behind that."""
-        scope, receive, send = asked
         begun = False
 
         async def noted(message: Message) -> None:

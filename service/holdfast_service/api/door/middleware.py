@@ -72,7 +72,7 @@ class Doors:
                 if principal.token is None:
                     await answer(scope, receive, send)
                 else:
-                    await self._lasting.serve(answer, (scope, receive, send), principal.token)
+                    await self._lasting.serve(answer, scope, receive, send, principal.token)
             except CheckpointError as error:
                 await (await self._refusal(scope, error))(scope, receive, send)
             except bodies.Gone:

@@ -57,7 +57,7 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     order = _ordered(_by_name(held.columns, group, q), sort, found, held.columns)
     first = 0 if cursor is None else _behind(cursor, sort, order)
     shown = order[first : first + limit].tolist()
-    items = [statistics.describe(found, position, listed[position]) for position in shown]
+    items = [statistics.describe(found, position, *listed[position]) for position in shown]
     more = first + limit < len(order)
     return bodies.Page(items=items, next=open_checkpoints.encode_cursor(sort, str(shown[-1])) if more else None)
 

@@ -225,11 +225,12 @@ async def put_choice_end(
     services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], end: bodies.RestoreEnd
 ) -> bodies.RestoreVerdict:
     """504 while other ranks are still at it: ask again. A problem of damage is looked into, and ends it for all ranks."""
-    about = (turn, end.step, None if end.problem is None else from_problem(end.problem))
+    error = None if end.problem is None else from_problem(end.problem)
     limit = time.monotonic() + end.wait_s
     while True:
         try:  # many ranks may wait: none of them keeps a thread meanwhile
-            found = await asyncio.to_thread(_ranks(services).restores.judge, rank.who, about, end.alone, 0.0)
+            judge = _ranks(services).restores.judge
+            found = await asyncio.to_thread(judge, rank.who, turn, end.step, error, end.alone, 0.0)
             return bodies.RestoreVerdict(again=found.again, problem=found.problem, late=found.late, newest=found.newest)
         except DeadlineExceeded:
             if time.monotonic() >= limit:

@@ -140,11 +140,11 @@ class Catalog:
                 session.flush()
             return made.id, made.opened
 
-    def is_round(self, round_id: int, key: tuple[str, int, int], opened: str) -> bool:
+    def is_round(self, round_id: int, run: str, step: int, attempt: int, opened: str) -> bool:
         """Whether the round of this id is one of this run, step and attempt, opened then."""
         with self._read() as session:
             row = session.get(RoundRow, round_id)
-            return row is not None and (row.run, row.step, row.attempt, row.opened) == (*key, opened)
+            return row is not None and (row.run, row.step, row.attempt, row.opened) == (run, step, attempt, opened)
 
     def is_sealed(self, run: str, step: int, attempt: int) -> bool:
         """Whether a round goes on of which all ranks had sealed."""
@@ -322,7 +322,7 @@ class Catalog:
     ) -> bodies.Page[bodies.Round]:
         """A page of rounds, the newest first; of one run, in one state, within these bounds, if they are given."""
         with self._read() as session:
-            return listing.rounds(session, run, state, within, (cursor, limit))
+            return listing.rounds(session, run, state, within, cursor, limit)
 
     def round_counts(self) -> dict[str, int]:
         """How many rounds there are in each state."""

@@ -117,10 +117,9 @@ def checkpoints(
 
 
 def rounds(
-    session: Session, run: str | None, state: str | None, within: Within, position: tuple[str | None, int]
+    session: Session, run: str | None, state: str | None, within: Within, cursor: str | None, limit: int
 ) -> bodies.Page[bodies.Round]:
-    """A page of rounds, the newest first, of one run or in one state if these are given. `position`: cursor, limit."""
-    cursor, limit = position
+    """A page of rounds, the newest first, of one run or in one state if these are given."""
     before = decode_cursor("round", cursor)
     wanted = _bounded_to(select(RoundRow), RoundRow, within).order_by(RoundRow.id.desc()).limit(bounded(limit) + 1)
     if before is not None:

@@ -24,6 +24,14 @@ NOTHING: Mapping[str, float] = {}
 End = Literal["committed", "aborted", "dropped"]
 
 
+class RoundName(NamedTuple):
+    """The save of a step by an attempt of a run."""
+
+    run: str
+    step: int
+    attempt: int
+
+
 class EndedRound(NamedTuple):
     state: End
     at: str
@@ -35,7 +43,7 @@ class EndedRound(NamedTuple):
 class _Round:
     """`id` is the catalog's, once it was told."""
 
-    def __init__(self, key: tuple[str, int, int], world: int, opened: str) -> None:
+    def __init__(self, key: RoundName, world: int, opened: str) -> None:
         self.key, self.world, self.opened = key, world, opened
         self.sealed = 0
         self.id: int | None = None
@@ -50,16 +58,16 @@ class Rounds:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._rounds: OrderedDict[int, _Round] = OrderedDict()
-        self._open: dict[tuple[str, int, int], int] = {}
+        self._open: dict[RoundName, int] = {}
 
     def going(self, run: str, step: int, attempt: int) -> int | None:
         """The number of the round of this step and attempt that goes on, if one does."""
         with self._lock:
-            return self._open.get((run, step, attempt))
+            return self._open.get(RoundName(run, step, attempt))
 
     def open(self, run: str, step: int, attempt: int, world: int) -> int:
         """The number of the round of this step and attempt: the one going on, else a new one."""
-        key = (run, step, attempt)
+        key = RoundName(run, step, attempt)
         with self._lock:
             number = self._open.get(key)
             if number is not None:
@@ -122,7 +130,7 @@ class Rounds:
         with self._lock:
             rounds = list(self._rounds.values())
         for made in rounds:
-            if made.id is not None and not self._catalog.is_round(made.id, made.key, made.opened):
+            if made.id is not None and not self._catalog.is_round(made.id, *made.key, made.opened):
                 made.id = None
 
     def _of(self, number: int) -> _Round:

@@ -117,7 +117,7 @@ def _decide(
     for c in sorted(candidates, key=_step, reverse=True):
         named = ("the policy names its step",) if c.step in policy.steps else ()
         if c.abandoned:
-            decisions.append(_decide_abandoned(c, named, verified, (policy.limits, age)))
+            decisions.append(_decide_abandoned(c, named, verified, policy.limits, age))
         else:
             decisions.append(_decide_one(c, named, marks[c.groups], rules))
     return decisions
@@ -142,10 +142,9 @@ def _decide_one(c: Candidate, named: Sequence[str], mark: Newest, rules: Sequenc
 
 
 def _decide_abandoned(
-    c: Candidate, named: Sequence[str], verified: Sequence[Candidate], limits: tuple[bool, Rule | None]
+    c: Candidate, named: Sequence[str], verified: Sequence[Candidate], limited: bool, age: Rule | None
 ) -> Decision:
     """Of the rules the one about age alone speaks for it: the others are for what training goes on from."""
-    limited, age = limits
     kept = [*c.holds, *named]
     follows = [v.step for v in verified if v.line > c.line and c.groups <= v.groups]
     healthy = [v.step for v in verified if v.line > c.line and c.groups <= v.groups and v.healthy is not False]

@@ -216,13 +216,14 @@ class Checks:
         self,
         checker: Checker,
         took: Callable[[Committed, float], None] = lambda made, seconds: None,
-        waits: tuple[Heed | None, Callable[[float], bool]] = (None, lambda wait_s: True),
+        heed: Heed | None = None,
+        recorded: Callable[[float], bool] = lambda wait_s: True,
     ) -> None:
-        """`took` is told of every commit that was found sound, and how many seconds that took. `waits`: what may wait in a
-        check, and what waits, so many seconds, for the catalog: nothing is checked that it does not know yet.
+        """`took` is told of every commit that was found sound, and how many seconds that took. `heed` may wait
+        in a check; `recorded` waits, so many seconds, for the catalog: nothing is checked that it does not know yet.
         """
         self._checker, self._took = checker, took
-        self._heed, self._recorded = waits
+        self._heed, self._recorded = heed, recorded
         self._changed = threading.Condition()
         self._waiting: deque[tuple[str, int, Committed | Damaged]] = deque()
         self._pending: set[tuple[str, int]] = set()  # committed, and not checked yet
@@ -240,7 +241,7 @@ class Checks:
         """Check this checkpoint, which was committed just now."""
         with self._changed:
             self._pending.add((made.run, made.step))
-        self._put((made.run, made.step, Committed(made.run, made.step, made.attempt, made.bytes)))
+        self._put(made.run, made.step, Committed(made.run, made.step, made.attempt, made.bytes))
 
     def awaits(self, run: str, step: int) -> bool:
         """Whether this checkpoint's first check is still to come."""
@@ -254,7 +255,7 @@ class Checks:
             known = (run, step, str(error)) in complaints
             if known or len(self._waiting) >= SUSPICIONS_MAX:
                 return
-        self._put((run, step, error))
+        self._put(run, step, error)
 
     def close(self) -> None:
         """Do what is left, stop."""
@@ -263,12 +264,12 @@ class Checks:
             self._changed.notify_all()
         self._thread.join()
 
-    def _put(self, task: tuple[str, int, Committed | Damaged]) -> None:
+    def _put(self, run: str, step: int, what: Committed | Damaged) -> None:
         with self._changed:
             if self._closed:
                 return
             self._left += 1
-            self._waiting.append(task)
+            self._waiting.append((run, step, what))
             self._changed.notify_all()
 
     def _loop(self) -> None:

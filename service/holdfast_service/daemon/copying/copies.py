@@ -50,21 +50,20 @@ def read_pair(tier: Readable, directory: str) -> ManifestPair:
     return ManifestPair(commit, encoded, manifest.decode(encoded, commit))
 
 
-def carry(source: tuple[Readable, str], target: tuple[Tier, str], made: Manifest, going: Going) -> None:
-    """Copy every file that the manifest lists into a staging directory, durably, and read it back there (I7).
+def carry(source: Readable, here: str, target: Tier, there: str, made: Manifest, going: Going) -> None:
+    """Copy every file that the manifest lists from `here` into a staging directory, durably, and read it back `there` (I7).
 
     Raises `Damaged`, naming file, tensor and range, for what is not what was written, on either side; `CopyStopped`; and
     what the two tiers raise. What was written by then is garbage for the caller to remove.
     """
-    tier, directory = target
     for entry in made.files:
-        verification.check_size(made, entry.name, source[0].size(_path(source[1], entry.name)))
+        verification.check_size(made, entry.name, source.size(_path(here, entry.name)))
     opened: dict[str, FileWriter] = {}
     left = {entry.name: entry.bytes for entry in made.files}
     try:
-        for part in proven(*source, made, going):
+        for part in proven(source, here, made, going):
             if part.file not in opened:
-                opened[part.file] = tier.create(f"{directory}/{part.file}", left[part.file])
+                opened[part.file] = target.create(f"{there}/{part.file}", left[part.file])
             opened[part.file].write(part.start, [part.data])
             left[part.file] -= len(part.data)
             if not left[part.file]:
@@ -72,7 +71,7 @@ def carry(source: tuple[Readable, str], target: tuple[Tier, str], made: Manifest
     finally:
         for writer in opened.values():
             writer.discard()
-    read_back(tier, directory, made, going)
+    read_back(target, there, made, going)
 
 
 def read_back(tier: Tier, directory: str, made: Manifest, going: Going) -> None:

@@ -42,7 +42,7 @@ def stage(source: Tier, target: Tier, wanted: Export, going: Going) -> tuple[str
     made = only_model(pair.made) if wanted.model_only else pair.made
     target.remove_tree(staging)
     try:
-        carry((source, directory), (target, staging), made, going)
+        carry(source, directory, target, staging, made, going)
         if not wanted.model_only:
             _vouch(target, staging, pair)
         target.sync_directory(staging)

@@ -131,7 +131,7 @@ def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> Manifes
     """
     pair = read_pair(source, "")
     made, state = _renamed(pair.made, source.read(naming.STATE), goal)
-    carry((source, ""), (target, goal.staging), pair.made, going)
+    carry(source, "", target, goal.staging, pair.made, going)
     if made == pair.made:
         return pair
     target.remove_file(f"{goal.staging}/{naming.STATE}")

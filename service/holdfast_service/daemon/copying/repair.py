@@ -105,7 +105,7 @@ class Repairer:
         return outcome
 
     def _held(self, made: Manifest) -> AbstractContextManager[HeldSlotSource | None]:
-        return held_slots(self._lend(made.run, made.step), made, self._decisions)
+        return held_slots(*self._lend(made.run, made.step), made, self._decisions)
 
 
 def mend(tier: Tier, which: CheckpointId, error: CheckpointError | None, elsewhere: Elsewhere) -> RepairOutcome:

@@ -138,14 +138,13 @@ class HeldSlotSource:
 
 @contextmanager
 def held_slots(
-    lent: tuple[tuple[HeldPart, ...], tuple[int, ...]], made: Manifest, decisions: Decisions
+    parts: tuple[HeldPart, ...], fds: tuple[int, ...], made: Manifest, decisions: Decisions
 ) -> Iterator[HeldSlotSource | None]:
     """The held slots of this very checkpoint, mapped for the length of the block; None when they are not whole any more.
 
     The descriptors are closed. Nobody locks the slots: a rank that takes one back meanwhile spoils what is read, and what is
     read is proven before it is used.
     """
-    parts, fds = lent
     with ExitStack() as stack:
         for fd in fds:
             stack.callback(os.close, fd)

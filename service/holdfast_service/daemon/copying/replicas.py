@@ -163,7 +163,7 @@ class Replicator:
         staging = naming.staging_path(made.run, made.step, naming.NO_ATTEMPT)
         tier.remove_tree(staging)
         try:
-            carry((self._source, naming.checkpoint_path(made.run, made.step)), (tier, staging), made, self._going())
+            carry(self._source, naming.checkpoint_path(made.run, made.step), tier, staging, made, self._going())
             self._book.publish(tier, staging, pair.encoded, pair.commit)
         except BaseException:
             with suppress(CheckpointError):  # the next start sweeps what stays

@@ -83,7 +83,7 @@ class Adoption:
                 segment.release(slot)
                 continue
             log.info("%s@%s of rank %d, %s, is adopted", who.run, header.step, who.rank, header.state.name.lower())
-            self._saver.adopt(who, header.step, round_id, (segment, slot, sealed))
+            self._saver.adopt(who, header.step, round_id, segment, slot, sealed)
             found.rounds.add(round_id)
         return found
 

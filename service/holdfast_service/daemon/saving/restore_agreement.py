@@ -112,10 +112,9 @@ class RestoreAgreement:
             self._changed.notify_all()
 
     def judge(
-        self, who: Participant, about: tuple[int, int, CheckpointError | None], alone: bool, wait_s: float
+        self, who: Participant, turn: int, step: int, error: CheckpointError | None, alone: bool, wait_s: float
     ) -> TurnVerdict:
         """How the restore of (turn, step) ended: what the rank is to do; `DeadlineExceeded` while others are at it still."""
-        turn, step, error = about
         if isinstance(error, Damaged):
             return self.damaged(who, turn, step, error, alone)
         if alone or error is not None:

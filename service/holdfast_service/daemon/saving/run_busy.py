@@ -80,9 +80,10 @@ def let_in(
         with saver.entering(hello.run):
             living = [] if hello.take_over else _others(saver, decisions, hello)
             if not living:
-                member = hello.rank, hello.session
                 decisions.admit_run(hello.run, tenant)
-                return join(decisions.hello(hello.run, hello.launch, hello.world, hello.keep_last, member))
+                return join(
+                    decisions.hello(hello.run, hello.launch, hello.world, hello.keep_last, hello.rank, hello.session)
+                )
         if all(other.remote for other in living) or time.monotonic() > limit:
             break
         time.sleep(POLL_S)
@@ -99,7 +100,7 @@ def let_in(
 def _others(saver: Saver, decisions: Decisions, hello: wire.Hello | bodies.RankHello) -> list[Participant]:
     """The living ranks of another job."""
     living = [other for other in saver.present(hello.run) if other.silent_s() < SILENCE_MAX_S]
-    if not living or decisions.declared(hello.run, hello.launch, (hello.rank, hello.session)):
+    if not living or decisions.declared(hello.run, hello.launch, hello.rank, hello.session):
         return []
     return [] if saver.belongs(hello.run, hello.process) else living
 

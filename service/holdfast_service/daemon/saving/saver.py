@@ -62,7 +62,7 @@ class Saver:
         self._pending: dict[RoundKey, SaveRound] = {}  # complete, being saved
         self.history = SaveHistory(decisions)
         checker = checker or Checker(tier, decisions)
-        self.checks = Checks(checker, self.history.verified, (self._give_way, decisions.recorded))
+        self.checks = Checks(checker, self.history.verified, self._give_way, decisions.recorded)
         self.restores = RestoreAgreement(checker.suspect, decisions.findings)
         self.holds = HeldCheckpoints(decisions.committed)
         self._backlog = WriteQueue(
@@ -219,10 +219,11 @@ class Saver:
             count = self._take(current, who.rank, sealed)
         self._decisions.sealed(current.id, count)
 
-    def adopt(self, who: Participant, step: int, round_id: int, held: tuple[ArenaSegment, int, SealedSlot | None]) -> None:
+    def adopt(
+        self, who: Participant, step: int, round_id: int, segment: ArenaSegment, slot: int, sealed: SealedSlot | None
+    ) -> None:
         """A slot that an earlier daemon had leased to `who`, and that may be sealed, is this saver's from now on."""
         key = RoundKey(who.run, step, who.attempt)
-        segment, slot, sealed = held
         with self._lock:
             current = self._open.setdefault(key, SaveRound(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S))
             current.began = None
