@@ -56,7 +56,7 @@ def test_damage_that_one_meets_ends_it_for_all() -> None:
     """Whether a rank was done before or comes later, it gets the same damage."""
     restores, _ = made()
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(restores.judge, rank(0, 3), (0, 500, None), False, 60.0)
+        waiting = threads.submit(restores.judge, rank(0, 3), 0, 500, None, False, 60.0)
         assert restores.judge(rank(1, 3), 0, 500, BAD, False, 0.0) == TurnVerdict(error=BAD)
         assert waiting.result(30) == TurnVerdict(error=BAD)
     assert restores.judge(rank(2, 3), 0, 500, None, False, 60.0) == TurnVerdict(error=BAD)
