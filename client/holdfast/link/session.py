@@ -104,10 +104,16 @@ class Session:
     def _greet(self, link: Transport, meant: RootMark | None) -> wire.Welcome:
         if meant is None and self._welcome is not None:  # wherever it answers now, it serves the root that it did before
             meant = RootMark(id=self._welcome.mark.id)
-        about = {"pid": os.getpid(), "process": launch.this_process(), "session": self._id, "take_over": take_over()}
-        return BackgroundRequests(link).request(
-            wire.Hello(id=link.next_id(), root=meant, **about, **self._who._asdict()), wire.Welcome
+        hello = wire.Hello(
+            id=link.next_id(),
+            root=meant,
+            pid=os.getpid(),
+            process=launch.this_process(),
+            session=self._id,
+            take_over=take_over(),
+            **self._who._asdict(),
         )
+        return BackgroundRequests(link).request(hello, wire.Welcome)
 
     def _readable(self, welcome: wire.Welcome) -> Path | None:
         """The daemon's root where it can be read from here: the very directory, not just one at the same path."""
@@ -137,8 +143,9 @@ class Session:
                 log.info("no daemon to agree on a step with: %s", gone.detail)
             return Choice(_newest(directory, self._who.run, step, groups, below), directory, None)
         assert self._link is not None
-        about = {"turn": self._turn, "step": step, "groups": groups, "healthy": healthy}
-        question = wire.Choose(id=self._link.next_id(), **about, wait_s=SETTLE_WAIT_S)
+        question = wire.Choose(
+            id=self._link.next_id(), turn=self._turn, step=step, groups=groups, healthy=healthy, wait_s=SETTLE_WAIT_S
+        )
         chosen = self._link.request(question, wire.Chosen, SETTLE_WAIT_S)
         turn, self._turn = self._turn, self._turn + 1
         return Choice(chosen.step, self._readable(welcome), welcome.url, turn, chosen.notes)

@@ -36,8 +36,8 @@ class Slot:
         header = SlotHeader(SlotState.LEASED, self._step, self._attempt, data_bytes, len(table), 0)
         arena.seal(memory, geometry, self.index, header, proof)
         link = self.slots.link
-        about = {"slot": self.index, "step": self._step, "turn": self._turn}
-        link.request(wire.Seal(id=link.next_id(), table_digest=proof, **about), wire.Sealed)
+        seal = wire.Seal(id=link.next_id(), slot=self.index, step=self._step, turn=self._turn, table_digest=proof)
+        link.request(seal, wire.Sealed)
 
     def measured(self, stall_s: float) -> None:
         """Tell the daemon, in passing, how long training stood still for this save."""

@@ -74,8 +74,8 @@ def link(path: str, **params: Any) -> str:
 def page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
     """A whole page. `said` in the address picks one of the sentences above."""
     said = SAID.get(request.query_params.get("said", ""))
-    here = {"path": request.url.path, "said": said, "signed_in": COOKIE in request.cookies}
-    text = environment().get_template(template).render(**here, **values)
+    signed_in = COOKIE in request.cookies
+    text = environment().get_template(template).render(path=request.url.path, said=said, signed_in=signed_in, **values)
     return HTMLResponse(text, status, HEADERS)
 
 

@@ -134,8 +134,7 @@ class Catalog:
             going = select(RoundRow).where(*same, RoundRow.state.in_(GOING_ON)).order_by(RoundRow.id).limit(1)
             made = session.scalar(going)
             if made is None:
-                values = {"world": world, "state": "open", "sealed": 0, "opened": opened}
-                made = RoundRow(run=run, step=step, attempt=attempt, **values)
+                made = RoundRow(run=run, step=step, attempt=attempt, world=world, state="open", sealed=0, opened=opened)
                 session.add(made)
                 session.flush()
             return made.id, made.opened

@@ -70,8 +70,16 @@ class Events:
         assert kind in EVENTS, kind
         with self._database.write() as session:
             _in_turn(session)
-            about = {"level": level, "node": self._node, "run": run, "step": step, "text": text, "detail": detail}
-            made = EventRow(at=at or self._now(), kind=kind, **about)
+            made = EventRow(
+                at=at or self._now(),
+                kind=kind,
+                level=level,
+                node=self._node,
+                run=run,
+                step=step,
+                text=text,
+                detail=detail,
+            )
             session.add(made)
             session.flush()
             self._trim(session, made.id)

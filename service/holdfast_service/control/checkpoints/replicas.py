@@ -151,8 +151,8 @@ class ReplicaBook:
             row = session.get(ReplicaRow, (run, step, name), with_for_update=True)
             if row is None:
                 if session.get(RunRow, run) is not None:  # of runs that this root never had the copies are not listed
-                    made = {"bytes": 0, "since": self._now(), **values}
-                    session.add(ReplicaRow(run=run, step=step, tier=name, **made))
+                    defaults = {"bytes": 0, "since": self._now()}
+                    session.add(ReplicaRow(run=run, step=step, tier=name, **(defaults | values)))
                 return None
             before = row.state
             if before != "gone":
@@ -200,10 +200,10 @@ class RepairBook:
         known = self.known(run, step)
         if known is None or roots.was_unreadable(known):  # what little was listed of it is not what its manifest says
             self._catalog.record_checkpoint(bodies.describe(roots.load_manifest(self._tier, run, step)))
-        values = {"verified": True, "damage": None, "checked": self._events.now()}
         with self._catalog.database.write() as session:
             where = (CheckpointRow.run == run, CheckpointRow.step == step)
-            session.execute(update(CheckpointRow).where(*where).values(**values))
+            sound = update(CheckpointRow).where(*where)
+            session.execute(sound.values(verified=True, damage=None, checked=self._events.now()))
 
 
 def listed(database: Database, run: str, step: int) -> list[Replica]:

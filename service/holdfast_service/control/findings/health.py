@@ -73,8 +73,16 @@ class HealthRecords:
             text += " and others" if len(suspects) > 1 else ""
             log.error("%s: %s", made.run, text)
             named = [suspect._asdict() for suspect in suspects[:TENSORS_NAMED_MAX]]
-            detail = {"tensors": named, "count": len(suspects), "compared_with": compared}
-            self._events.add("checkpoint-unhealthy", text, made.run, made.step, "error", **detail)
+            self._events.add(
+                "checkpoint-unhealthy",
+                text,
+                made.run,
+                made.step,
+                "error",
+                tensors=named,
+                count=len(suspects),
+                compared_with=compared,
+            )
 
     def _known(self, made: Manifest, step: int | None) -> Callable[[str, str], bool]:
         """Which tensors a checkpoint has in the same form; it is read only if that matters."""

@@ -244,9 +244,19 @@ class JobRunner:
         about = f" of {job.run}" + ("" if job.step is None else f"@{job.step}") if job.run else ""
         why = f": {job.problem['detail']}" if job.problem else ""
         text = f"job {job.id}, {job.kind}{about}, {_SAID[job.state]}{why}"
-        detail = {"job": job.id, "job_kind": job.kind, "state": job.state, "result": job.result, "problem": job.problem}
         run = job.run if second_run(job) is None else None  # what is about two runs is for who may see all
-        self._events.add("job-ended", text, run, job.step, level, **detail)
+        self._events.add(
+            "job-ended",
+            text,
+            run,
+            job.step,
+            level,
+            job=job.id,
+            job_kind=job.kind,
+            state=job.state,
+            result=job.result,
+            problem=job.problem,
+        )
 
     def _keep_alive(self) -> None:
         self._begin()

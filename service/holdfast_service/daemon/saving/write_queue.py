@@ -103,8 +103,10 @@ class WriteQueue:
             write(cast(Tier, timed), plan, staging, slots, self._node)
         written = time.monotonic()
         self._history.disk.wrote(plan.bytes, written - writing)
-        known = {"write_s": written - writing, "fsync_s": timed.seconds, "queue_s": writing - current.completed}
-        made = self._decisions.commit(current.id, plan, self._history.ending(current, **known))
+        measured = self._history.ending(
+            current, write_s=written - writing, fsync_s=timed.seconds, queue_s=writing - current.completed
+        )
+        made = self._decisions.commit(current.id, plan, measured)
         self._history.ended(current)
         self._holds.keep(*current.key, current.sealed)
         phases = (planned - began, written - planned, time.monotonic() - written)

@@ -132,8 +132,8 @@ async def _measured(
     async def measured(one: Difference) -> Difference:
         if one.state not in ("changed", "unknown"):
             return one
-        said = {"a": asked["a"], "b": asked["b"], "group": one.group, "q": one.name, "exact": "true"}
-        found = await api.page(Difference, at(run) + "/compare", **said)
+        path = at(run) + "/compare"
+        found = await api.page(Difference, path, a=asked["a"], b=asked["b"], group=one.group, q=one.name, exact="true")
         return next((other for other in found.items if other.name == one.name), one)
 
     try:

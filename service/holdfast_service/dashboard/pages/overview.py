@@ -81,14 +81,14 @@ async def show_overview(
 
 
 async def _lines(api: ViewerApi, prefix: str, order: str, cursor: str | None) -> bodies.Page[RunLine]:
-    said = {"prefix": prefix, "sort": order, "cursor": cursor, "limit": RUNS_SHOWN}
-    summed = await shown(api.page(RunSummary, "/v1/summaries", **said))
+    asking = api.page(RunSummary, "/v1/summaries", prefix=prefix, sort=order, cursor=cursor, limit=RUNS_SHOWN)
+    summed = await shown(asking)
     if summed.value is not None:
         made = [RunLine(s.run, s.newest, s.checkpoints, s.bytes, s.attempt, s) for s in summed.value.items]
         return bodies.Page(items=made, next=summed.value.next)
     if not summed.absent and summed.error is not None:
         raise summed.error
-    runs = await api.page(bodies.Run, "/v1/runs", **said)
+    runs = await api.page(bodies.Run, "/v1/runs", prefix=prefix, sort=order, cursor=cursor, limit=RUNS_SHOWN)
     plain = [RunLine(run.name, run.newest, run.checkpoints, run.bytes, run.attempt, None) for run in runs.items]
     return bodies.Page(items=plain, next=runs.next)
 

@@ -120,8 +120,8 @@ def _text(fields: dict[str, str]) -> str:
 
 async def _shares(api: ViewerApi, made: bodies.CheckpointInfo, layout: str, group: str, ranks: range) -> list[ShareView]:
     async def share(rank: int) -> ShareView:
-        asked = {"layout": layout, "rank": rank, "group": group, "limit": 1}
-        found = await shown(api.get(bodies.ShardPlan, at(made.run, made.step, "shard"), **asked))
+        path = at(made.run, made.step, "shard")
+        found = await shown(api.get(bodies.ShardPlan, path, layout=layout, rank=rank, group=group, limit=1))
         return ShareView(rank, found.value, found.error)
 
     return list(await asyncio.gather(*map(share, ranks)))

@@ -99,8 +99,8 @@ def _sorted_here(held: ManifestView, known: Known | None, wanted: Search) -> Fou
 
 
 async def _sorted_there(api: ViewerApi, held: ManifestView, wanted: Search) -> FoundTensors:
-    said = {**wanted.said, "cursor": wanted.cursor, "limit": TENSORS_SHOWN}
-    listed = await api.page(TensorStatistics, at(held.manifest.run, held.manifest.step, "statistics"), **said)
+    path = at(held.manifest.run, held.manifest.step, "statistics")
+    listed = await api.page(TensorStatistics, path, **wanted.said, cursor=wanted.cursor, limit=TENSORS_SHOWN)
     tensors = held.manifest.tensors
     lines = [TensorLine(item.group, item.name, tensors[item.group][item.name], None) for item in listed.items]
     known = {(item.group, item.name): contents.measured(item) for item in listed.items}

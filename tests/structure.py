@@ -1,0 +1,145 @@
+"""The shape of the product, which `make check` prints and holds to its limits.
+
+Rooms of a size that one can look at, one meaning a class name, and no parameter or call that hides what it is made of.
+"""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+TOP = Path(__file__).parents[1]
+PACKAGES = ("client/holdfast", "formats/holdfast_formats", "service/holdfast_service")
+MODULES_MAX = 25  # of a folder
+FUNCTION_LINES_MAX = 60
+FUNCTION_LINES_P95_MAX = 25
+
+# Parameters that are tuples of unlike things, by file and function, and why they stay so.
+TUPLES = {("service/holdfast_service/__main__.py", "_bind"): "an address as the socket module has it"}
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Source(NamedTuple):
+    """A module: its path below the project, and what it says."""
+
+    path: str
+    tree: ast.Module
+    lines: int
+
+    def functions(self) -> Iterator[FunctionNode]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, FunctionNode))
+
+
+def sources() -> list[Source]:
+    """Every module of the product."""
+    found = []
+    for package in PACKAGES:
+        for path in sorted((TOP / package).rglob("*.py")):
+            text = path.read_text()
+            found.append(Source(str(path.relative_to(TOP)), ast.parse(text), len(text.splitlines())))
+    return found
+
+
+def full_folders(modules: list[Source]) -> list[str]:
+    """Folders with more modules than one looks through."""
+    counts = Counter(str(Path(one.path).parent) for one in modules if not one.path.endswith("__init__.py"))
+    return [f"{folder} has {count} modules" for folder, count in sorted(counts.items()) if count > MODULES_MAX]
+
+
+def homonyms(modules: list[Source]) -> list[str]:
+    """Public class names that stand for two things; a protocol and what implements it are one."""
+    found: dict[str, list[tuple[str, bool]]] = defaultdict(list)
+    for one in modules:
+        for node in ast.walk(one.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append((one.path, _is_protocol(node)))
+    return [
+        f"class {name} stands in {', '.join(path for path, _ in places)}"
+        for name, places in sorted(found.items())
+        if len(places) > 1 and sum(not protocol for _, protocol in places) > 1
+    ]
+
+
+def _is_protocol(node: ast.ClassDef) -> bool:
+    return any("Protocol" in ast.unparse(base) for base in node.bases)
+
+
+def tuple_parameters(modules: list[Source]) -> list[str]:
+    """Parameters that are tuples of unlike things, and not among those that have a reason."""
+    found = []
+    for one in modules:
+        for function in one.functions():
+            given = function.args
+            for parameter in (*given.posonlyargs, *given.args, *given.kwonlyargs):
+                if _is_mixed_tuple(parameter.annotation) and (one.path, function.name) not in TUPLES:
+                    found.append(f"{one.path}:{function.lineno}: {function.name}({ast.unparse(parameter)})")
+    return found
+
+
+def _is_mixed_tuple(annotation: ast.expr | None) -> bool:
+    if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "tuple":
+        return False
+    parts = [ast.unparse(part) for part in annotation.slice.elts] if isinstance(annotation.slice, ast.Tuple) else []
+    return "..." not in parts and len(set(parts)) > 1
+
+
+def hidden_keywords(modules: list[Source]) -> list[str]:
+    """Calls with `**values` of a dictionary that the same function writes down: it hides what is given, from mypy too."""
+    found = []
+    for one in modules:
+        for function in one.functions():
+            written = {
+                target.id
+                for node in ast.walk(function)
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+                for target in node.targets
+                if isinstance(target, ast.Name)
+            }
+            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+                for keyword in call.keywords:
+                    if keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id in written:
+                        found.append(f"{one.path}:{call.lineno}: **{keyword.value.id}")
+    return found
+
+
+def long_functions(modules: list[Source]) -> list[str]:
+    """Functions that nobody sees at one glance."""
+    return [
+        f"{one.path}:{function.lineno}: {function.name} has {_lines(function)} lines"
+        for one in modules
+        for function in one.functions()
+        if _lines(function) > FUNCTION_LINES_MAX
+    ]
+
+
+def _lines(function: FunctionNode) -> int:
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def _p95(values: list[int]) -> int:
+    return sorted(values)[int(0.95 * len(values))]
+
+
+def main() -> int:
+    """Print the shape; 1 where it is over its limits."""
+    modules = sources()
+    lengths = [_lines(function) for one in modules for function in one.functions()]
+    files = [one.lines for one in modules]
+    print(f"{len(lengths)} functions: median {statistics.median(lengths):.0f} lines, p95 {_p95(lengths)}, {max(lengths)}")
+    print(f"{len(files)} files: median {statistics.median(files):.0f} lines, p95 {_p95(files)}, {max(files)}")
+    checks = (full_folders, homonyms, tuple_parameters, hidden_keywords, long_functions)
+    problems = [problem for check in checks for problem in check(modules)]
+    if _p95(lengths) > FUNCTION_LINES_P95_MAX:
+        problems.append(f"a function in twenty has more than {FUNCTION_LINES_P95_MAX} lines")
+    for problem in problems:
+        print(problem)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
