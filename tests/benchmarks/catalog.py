@@ -31,7 +31,7 @@ from holdfast_service.storage import PosixTier
 from holdfast_service.wiring import gc_tuning
 from tests.benchmarks import catalog_service
 from tests.benchmarks.catalog_rows import Size, at, fill, name
-from tests.control.published import a_manifest
+from tests.control.published import a_manifest, mark_verified
 from tests.databases import KINDS, running_postgres, why_not
 
 BAR_MS = 50.0
@@ -62,7 +62,7 @@ def saves(catalog: Catalog, events: Events, size: Size) -> Iterator[list[float]]
         catalog.record_checkpoint(bodies.describe(a_manifest(run, step)))
         catalog.end_round(round_id, "committed", at(number))
         events.add("checkpoint-committed", "committed", run, step)
-        catalog.mark_verified(run, step)
+        mark_verified(catalog, run, step)
 
     def work() -> None:
         number = 0

@@ -25,6 +25,7 @@ from holdfast.terminal import console
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 from tests.checkpoints import build, build_root, flip, varied_arrays
+from tests.control.published import mark_verified
 from tests.serving import Served, served
 
 
@@ -85,7 +86,7 @@ def test_ls_runs(place: list[str]) -> None:
 
 def test_ls_chooses_among_checkpoints(service: Served) -> None:
     """By label, state and time, from a service."""
-    service.services.catalog.mark_verified("tiny", 5)
+    mark_verified(service.services.catalog, "tiny", 5)
     with Api(service.url) as api:
         api.request("PUT", "/v1/runs/tiny/checkpoints/10/labels/good")
         api.request("PUT", "/v1/runs/tiny/checkpoints/10/pin")
@@ -195,6 +196,14 @@ def test_verify_without_commit_or_manifest(place: list[str], root: Path, name: s
     result = call("verify", "tiny@5", *place)
     assert result.exit_code == 5
     assert name in result.stdout
+
+
+def test_what_is_no_checkpoint_is_not_damaged(tmp_path: Path) -> None:
+    """A directory with neither COMMIT nor manifest never was one of ours."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(16))
+    result = call("verify", tmp_path)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "is not a checkpoint" in result.stderr
 
 
 def test_restore(place: list[str], root: Path, tmp_path: Path) -> None:

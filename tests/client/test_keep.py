@@ -19,6 +19,7 @@ from holdfast_formats.errors import InvalidRequest, PreconditionFailed, StorageF
 from holdfast_formats.rest.retention import Best, Preview, RetentionPolicy
 from holdfast_service.control.database.schema import CheckpointRow
 from tests.checkpoints import build_root
+from tests.control.published import mark_verified
 from tests.serving import Served, served
 
 
@@ -28,7 +29,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]
     build_root(tmp_path, {"tiny": (5, 10, 15)})
     with served(tmp_path) as running:
         for step in (5, 10, 15):
-            running.services.catalog.mark_verified("tiny", step)
+            mark_verified(running.services.catalog, "tiny", step)
         monkeypatch.setenv("HOLDFAST_URL", running.url)
         monkeypatch.setenv("COLUMNS", "250")
         yield running

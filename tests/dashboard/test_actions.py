@@ -8,6 +8,7 @@ from sqlalchemy import update
 
 from holdfast_formats import naming
 from holdfast_service.control.database.schema import CheckpointRow
+from tests.control.published import mark_verified
 from tests.serving import Served
 
 from .reading import Page
@@ -64,7 +65,7 @@ def test_remove_is_explained_when_it_may_not_be(service: Served, browser: httpx.
     page = Page(browser.get(f"{STEP}/remove").text)
     assert "It may not be removed" in page.text
     assert "confirm" not in [e.attributes.get("name") for e in page.all("input")]
-    service.services.catalog.mark_verified("tiny", 15)
+    mark_verified(service.services.catalog, "tiny", 15)
     page = Page(browser.get("/runs/tiny/checkpoints/15/remove").text)
     assert "force" in [e.attributes.get("name") for e in page.all("input")]
     assert browser.post("/runs/tiny/checkpoints/15/remove", data={"confirm": "15"}).status_code == 409
@@ -77,7 +78,7 @@ def test_remove_is_explained_when_it_may_not_be(service: Served, browser: httpx.
 def test_the_newest_healthy_one_wants_a_second_yes(service: Served, browser: httpx.Client) -> None:
     """Where a newer one is unhealthy, the form asks for that very yes; another one removes nothing."""
     for step in (5, 15):
-        service.services.catalog.mark_verified("tiny", step)
+        mark_verified(service.services.catalog, "tiny", step)
     with service.services.catalog.database.write() as session:
         session.execute(update(CheckpointRow).where(CheckpointRow.step == 15).values(healthy=False))
     form = Page(browser.get(f"{STEP}/remove").text)
@@ -106,7 +107,7 @@ def test_a_check_that_has_not_run_is_said(service: Served, browser: httpx.Client
 
 def test_policy_is_previewed_then_set(service: Served, browser: httpx.Client) -> None:
     """The preview changes nothing and says what would go and why; what it carries on is the policy that was typed."""
-    service.services.catalog.mark_verified("tiny", 15)
+    mark_verified(service.services.catalog, "tiny", 15)
     tag = field(Page(browser.get("/runs/tiny/policy").text), "tag")
     said = {
         "tag": tag,

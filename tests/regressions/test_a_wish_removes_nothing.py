@@ -16,6 +16,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build_root
+from tests.control.published import mark_verified
 from tests.daemons import running
 
 
@@ -26,7 +27,7 @@ def decisions(tmp_path: Path) -> Iterator[Decisions]:
     made = Decisions(PosixTier(tmp_path), catalog, None)
     made.recover()
     for step in (5, 10, 15):
-        catalog.mark_verified("tiny", step)
+        mark_verified(catalog, "tiny", step)
     yield made
     made.close()
     catalog.close()

@@ -7,15 +7,16 @@ from rich.text import Text
 
 from holdfast.read.library import open_source, parse_target
 from holdfast.read.reader import CheckpointReader, Damage
-from holdfast.read.sources import Source
+from holdfast.read.sources import DirectorySource, Source
 from holdfast.terminal import console
-from holdfast_formats.errors import EXIT_STATUS, CorruptManifest, Damaged, NotCommitted
+from holdfast_formats import naming
+from holdfast_formats.errors import EXIT_STATUS, CorruptManifest, Damaged, NoSuchCheckpoint, NotCommitted
 
 from .options import AsJson, Checkpoint, Root, Url
 
 
 def verify(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Read a checkpoint back and check every byte of every file. Exit status 5 when anything is damaged."""
+    """Read a checkpoint back and check every byte of every file. Exit status 5: damaged; 3: not a checkpoint."""
     with console.reporting(as_json), open_source(parse_target(checkpoint), root, url) as source:
         checked, damages = _verify(source, shown=not as_json)
     if as_json:
@@ -31,6 +32,11 @@ def _verify(source: Source, shown: bool) -> tuple[int, list[Damage]]:
     try:
         reader = CheckpointReader.open(source, complete=False)
     except (NotCommitted, CorruptManifest) as error:
+        if isinstance(error, NotCommitted) and isinstance(source, DirectorySource) and source.size(naming.MANIFEST) is None:
+            raise NoSuchCheckpoint(
+                f"{source.label} is not a checkpoint: it has neither {naming.COMMIT} nor {naming.MANIFEST}",
+                hint="`holdfast ls` lists checkpoints; `holdfast import` makes one of a Hugging Face directory",
+            ) from error
         return 0, [Damage(str(error.members.get("file", source.label)), None, 0, 0, error.detail)]
     total = reader.manifest.bytes
     with console.progress("verifying", total, shown) as bar:

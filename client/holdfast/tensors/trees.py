@@ -17,8 +17,6 @@ from holdfast_formats.region import Shape
 
 COPY_BYTES_MAX = 16 * 2**20  # tensors up to here are copied when the tree is taken: a loader's next batch changes them
 
-Allocate = Callable[[str, str, Shape], Storable]  # name, dtype, shape -> the tensor that is to be filled
-
 
 class Tree(NamedTuple):
     """A nested value as text, and the tensors it refers to by name; arrays among them are copies."""

@@ -18,7 +18,6 @@ from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatc
 
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000  # the library's own limit
-LIBRARY_ALIGNMENT_BYTES = 8
 DATA_ALIGNMENT_BYTES = 4096  # ours: O_DIRECT and mmap stay aligned; legal, since the padding is spaces in the header
 _SIZE_MAX = 2**63 - 1
 _METADATA = "__metadata__"

@@ -20,8 +20,6 @@ KINDS: dict[str, str] = {
     "job-nobody-runs": "a job is running on a node that is gone",
     "statistics-of-nothing": "statistics of a checkpoint that is not listed",
 }
-# What no rebuild can mend: the bytes themselves are not what they were.
-UNMENDABLE = ("unreadable",)
 
 Kind = Literal[
     "not-listed",

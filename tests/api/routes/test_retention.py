@@ -17,6 +17,7 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.checkpoints.readers import LINGER_S
 from holdfast_service.control.database.schema import CheckpointRow
 from tests.checkpoints import build, build_root
+from tests.control.published import mark_verified
 from tests.serving import Served, served
 
 TINY = "/v1/runs/tiny"
@@ -30,7 +31,7 @@ def service(tmp_path: Path) -> Iterator[Served]:
     build_root(tmp_path, {"tiny": (5, 10, 15, 20)})
     with served(tmp_path) as running:
         for step in (5, 10, 15):
-            running.services.catalog.mark_verified("tiny", step)
+            mark_verified(running.services.catalog, "tiny", step)
         yield running
 
 

@@ -20,6 +20,7 @@ from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.checking.health import Examination
 from holdfast_service.daemon.checking.verifier import verify
 from tests.checkpoints import build
+from tests.control.published import mark_verified
 from tests.serving import Served, served
 
 RUN = "tiny"
@@ -48,7 +49,7 @@ def add(services: Services, decisions: Decisions, step: int) -> None:
     found = examined.result(made)
     assert found is not None
     decisions.examined(made, found)
-    services.catalog.mark_verified(RUN, step)
+    mark_verified(services.catalog, RUN, step)
 
 
 @pytest.fixture(scope="module")

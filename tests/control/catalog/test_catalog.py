@@ -270,15 +270,6 @@ class TestCheckpoints:
         with pytest.raises(NoSuchCheckpoint):
             catalog.checkpoint("run", 5)
 
-    def test_mark_verified(self, catalog: Catalog) -> None:
-        """One checkpoint is marked; a mark for one that is gone does not bring it back."""
-        for step in (5, 6):
-            catalog.record_checkpoint(a_row("run", step))
-        catalog.mark_verified("run", 5)
-        catalog.mark_verified("run", 7)
-        page = catalog.checkpoints("run", None, 10)
-        assert {one.step: one.verified for one in page.items} == {5: True, 6: False}
-
     def test_what_is_not_there_is_named(self, catalog: Catalog) -> None:
         """An unknown run is told apart from an unknown step, and from a step that cannot be."""
         catalog.set_keep_last("run", None)

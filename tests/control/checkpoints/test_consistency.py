@@ -15,7 +15,7 @@ from holdfast_service.control.checkpoints import consistency, removal, roots
 from holdfast_service.control.checkpoints.run_files import RunFile, write_run_file
 from holdfast_service.control.database.schema import CheckpointRow, JobRow, ReplicaRow, RunRow, StatisticsRow
 from holdfast_service.storage import MemoryTier, PosixTier, Tier
-from tests.control.published import a_manifest, put_checkpoint
+from tests.control.published import a_manifest, mark_verified, put_checkpoint
 
 NOW = "2030-01-01T00:00:00.000Z"
 
@@ -154,7 +154,7 @@ def test_a_round_that_was_published_ends_as_committed(tier: MemoryTier, catalog:
 
 def test_what_was_found_out_stays_through_a_rebuild(tier: MemoryTier, catalog: Catalog) -> None:
     """A rebuild of a catalog that can be read keeps what no directory states."""
-    catalog.mark_verified("a", 2)
+    mark_verified(catalog, "a", 2)
     change(catalog, update(CheckpointRow).where(CheckpointRow.step == 3).values(nonfinite=4, healthy=False))
     removal.discard(tier, "a", 1)
     consistency.rebuild(tier, catalog, (), NOW)

@@ -23,6 +23,7 @@ from holdfast_service.control.findings import selection
 from holdfast_service.control.findings.health import judge
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build
+from tests.control.published import mark_verified
 
 RUN = "tiny"
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -57,7 +58,7 @@ class House:
                 )
         self.decisions.examined(made, collect(parts))
         if verified:
-            self.catalog.mark_verified(RUN, step)
+            mark_verified(self.catalog, RUN, step)
             self.decisions.rotation.due(RUN)
         return self.catalog.checkpoint(RUN, step)
 

@@ -30,7 +30,7 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.control.retention.rotation import Rotation, seconds_of
 from holdfast_service.storage import MemoryTier, Tier
-from tests.control.published import a_manifest, a_row, put_checkpoint
+from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
 from tests.daemons import wait_until
 
 RUN = "run"
@@ -89,7 +89,7 @@ def test_removal_follows_verification_and_not_commit(world: World) -> None:
     world.put(30, verified=False)
     assert world.rotation.apply(RUN) == []
     assert world.steps == [20, 30]
-    world.catalog.mark_verified(RUN, 30)
+    mark_verified(world.catalog, RUN, 30)
     world.rotation.due(RUN)
     assert world.rotation.settle()
     assert world.steps == [30]

@@ -18,7 +18,7 @@ from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.storage import MemoryTier
-from tests.control.published import a_manifest, a_row, put_checkpoint
+from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
 
 RUN = "run"
 STEPS = st.integers(0, 12)
@@ -65,7 +65,7 @@ class Rotating(RuleBasedStateMachine):
 
     @rule(step=STEPS)
     def verify(self, step: int) -> None:
-        self.catalog.mark_verified(RUN, step)
+        mark_verified(self.catalog, RUN, step)
         if step in self.there:
             self.verified.add(step)
 

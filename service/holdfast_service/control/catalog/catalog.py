@@ -252,13 +252,6 @@ class Catalog:
                 session.execute(update(CheckpointRow).where(*_at(run, step)).values(stamp=stamp))
             lines.settle(session, run)
 
-    def mark_verified(self, run: str, step: int) -> None:
-        """Note that a checkpoint was read back and found sound; one that has been removed meanwhile stays removed."""
-        with self._write(hasty=True) as session:
-            row = session.get(CheckpointRow, (run, naming.check_step(step)), with_for_update=True)
-            if row is not None:
-                row.verified = True
-
     def forget_checkpoint(self, run: str, step: int) -> None:
         """List a checkpoint no more; does nothing for one that is not listed. What is known of its replicas stays."""
         with self._write(hasty=True) as session:
