@@ -54,11 +54,12 @@ engine: $(READY) ## build the image and run the Compose file with a real engine 
 bench: $(READY) ## Holdfast and its peers, side by side; BENCH="--quick" to try it (docs/benchmarks.md)
 	$(BIN)/python -m tests.benchmarks $(BENCH)
 
-check: $(READY) ## format, lint, types, and who may import whom
+check: $(READY) ## format, lint, types, who may import whom, and the sizes of everything
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.structure
 
 format: $(READY) ## rewrite what `check` would complain about, where a tool can
 	$(BIN)/ruff format .

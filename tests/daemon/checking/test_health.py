@@ -35,7 +35,7 @@ class Pair(NamedTuple):
         found = self.found(before)
         assert found is not None
         listed = statistics.tensors_of(self.made)
-        return {(t[0], t[1]): statistics.describe(found, i, t) for i, t in enumerate(listed)}
+        return {(t[0], t[1]): statistics.describe(found, i, *t) for i, t in enumerate(listed)}
 
     def found(self, before: Manifest | None) -> Statistics | None:
         examined = Examination(self.tier, before)

@@ -98,7 +98,7 @@ def test_what_there_is_not_is_none() -> None:
     )
     made = manifest({"model": {"a": (4,), "b": (2,), "c": (2,)}, "extra": {}})
     listed = statistics.tensors_of(made)
-    first, second, third = (statistics.describe(found, i, tensor) for i, tensor in enumerate(listed))
+    first, second, third = (statistics.describe(found, i, *tensor) for i, tensor in enumerate(listed))
     assert (first.nan, first.inf, first.minimum, first.maximum, first.mean, first.rms) == (3, 1, None, None, None, None)
     assert (first.change, first.changed_from) == (None, None)
     assert (second.zeros, second.rms, second.elements) == (0.5, pytest.approx(math.sqrt(8)), 2)
@@ -110,7 +110,7 @@ def test_what_there_is_not_is_none() -> None:
 def test_an_empty_tensor() -> None:
     """Nothing of nothing."""
     found = collect([(merge([]), 4)])
-    described = statistics.describe(found, 0, ("model", "a", manifest({"model": {"a": (0, 5)}}).tensors["model"]["a"]))
+    described = statistics.describe(found, 0, "model", "a", manifest({"model": {"a": (0, 5)}}).tensors["model"]["a"])
     assert (described.elements, described.zeros, described.minimum, described.change) == (0, 0.0, None, 0.0)
 
 
