@@ -45,7 +45,7 @@ def started(root: Path, url: str) -> subprocess.CompletedProcess[str]:
 
 
 def tool(work: str, root: Path, url: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "holdfast_service.offline.catalog", work, "--root", str(root), "--catalog", url]
+    command = [sys.executable, "-m", "holdfast_service.offline", "catalog", work, "--root", str(root), "--catalog", url]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

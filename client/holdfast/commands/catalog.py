@@ -117,7 +117,7 @@ def _one_place(url: str | None) -> None:
 def _offline(kind: type[Report], work: str, root: Path, catalog: str | None) -> Report:
     """What the service's own program reports of a root that no daemon serves; the errors are its errors."""
     check_installed()
-    command = [sys.executable, "-m", "holdfast_service.offline.catalog", work, "--root", str(root)]
+    command = [sys.executable, "-m", "holdfast_service.offline", "catalog", work, "--root", str(root)]
     done = subprocess.run([*command, *(["--catalog", catalog] if catalog else [])], stdout=subprocess.PIPE, check=False)
     if done.returncode == 0:
         return kind.model_validate_json(done.stdout)

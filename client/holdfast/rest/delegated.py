@@ -16,7 +16,7 @@ from holdfast_formats.rest.operations import Job, JobRequest
 
 ENDED = ("done", "failed", "cancelled")
 WAIT_S = 20.0
-_PROGRAM = "holdfast_service.offline.repair_import"
+_PROGRAM = "holdfast_service.offline"
 
 
 def as_job(api: Api, wanted: JobRequest, on_bytes: Callable[[int, int], None]) -> dict[str, Any]:

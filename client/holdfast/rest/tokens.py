@@ -71,7 +71,8 @@ class RootTokens(NamedTuple):
                 "a root's tokens are the daemon's to change", hint="pip install 'holdfast-checkpoint[service]'"
             )
         catalog = [] if self.catalog is None else ["--catalog", self.catalog]
-        command = [sys.executable, "-m", "holdfast_service.offline.tokens", "--root", str(self.root), *catalog, *arguments]
+        program = [sys.executable, "-m", "holdfast_service.offline", "tokens"]
+        command = [*program, "--root", str(self.root), *catalog, *arguments]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
         try:
             answer = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""`python -m holdfast_service.offline.catalog check|rebuild|adopt --root DIR`: a catalog whose root no daemon serves.
+"""`python -m holdfast_service.offline catalog check|rebuild|adopt --root DIR`: a catalog whose root no daemon serves.
 
 `holdfast catalog` runs it and prints what it says: one JSON document, a problem where it ends with an error.
 """
@@ -71,7 +71,3 @@ def _checked(tier: PosixTier, url: str, thorough: bool) -> str:
         return consistency.check(tier, catalog, writers=(), thorough=thorough).model_dump_json()
     finally:
         catalog.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,9 @@
-"""`python -m holdfast_service.offline.repair_import`, which `holdfast` calls: repairs and imports where no daemon serves."""
+"""`python -m holdfast_service.offline repair|import`: repairs and imports in a root that no daemon serves."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,7 +94,3 @@ def _parser() -> argparse.ArgumentParser:
     for act in (repair, bring):
         act.add_argument("--root", required=True, metavar="DIR")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

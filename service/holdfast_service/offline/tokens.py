@@ -1,4 +1,4 @@
-"""`python -m holdfast_service.offline.tokens`: tokens of a root, made, listed and revoked in its catalog, whether or not it
+"""`python -m holdfast_service.offline tokens`: tokens of a root, made, listed and revoked in its catalog, whether or not it
 is served.
 
 `holdfast token … --root DIR` becomes this process: the first admin's token has to come from somebody who can write to the
@@ -91,7 +91,3 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("revoke").add_argument("name")
     commands.add_parser("ls")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

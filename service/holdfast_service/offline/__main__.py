@@ -1,0 +1,39 @@
+"""`python -m holdfast_service.offline repair|import|catalog|tokens …`: works on a root whether or not a daemon serves it.
+
+`holdfast` calls it, and prints what it says: one JSON document, a problem where it ends with an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+NAMES = ("repair", "import", "catalog", "tokens")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the program that the first argument names; 2 where it names none."""
+    name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
+    if name not in NAMES:
+        print(f"usage: python -m holdfast_service.offline {'|'.join(NAMES)} …", file=sys.stderr)
+        return 2
+    return _program(name)([name, *rest] if name in ("repair", "import") else rest)
+
+
+def _program(name: str) -> Callable[[list[str]], int]:
+    """Each imports what it needs alone: a token is made without what a repair needs."""
+    if name == "catalog":
+        from holdfast_service.offline.catalog import main as looked_after
+
+        return looked_after
+    if name == "tokens":
+        from holdfast_service.offline.tokens import main as tokens
+
+        return tokens
+    from holdfast_service.offline.repair_import import main as transfers
+
+    return transfers
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
