@@ -118,9 +118,8 @@ def test_daemon_logs_json_alone(tmp_path: Path) -> None:
 )
 def test_what_nobody_catches_is_logged(how: str) -> None:
     """An exception that ends the process or a thread is a line like any other."""
-    begin = (
-        "import threading\nfrom holdfast_service.logs import *\nstart_logging('info', 'json')\nlog_what_nobody_catches()\n"
-    )
+    begin = "import threading\nfrom holdfast_service.observe.logs import *\n"
+    begin += "start_logging('info', 'json')\nlog_what_nobody_catches()\n"
     ended = subprocess.run([sys.executable, "-c", begin + how], capture_output=True, text=True, check=False)
     (line,) = [json.loads(line) for line in ended.stderr.splitlines()]
     assert "unexpected" in line["message"] and "Traceback" in line["exception"]

@@ -30,14 +30,14 @@ SIZE = 100_000_003
 RANK = """
 import sys, time
 from pathlib import Path
-from holdfast.link.unix_socket import Link
+from holdfast.link.unix_socket import SocketLink
 from holdfast.read.root_directory import open_checkpoint
 from holdfast.read.shared_load import Neighbours
 from holdfast_formats.disk import verification
 from holdfast_formats.staging import wire
 
 root, socket, peers = sys.argv[1:]
-link = Link(socket, lambda outcome: None, lambda error: None)
+link = SocketLink(socket, lambda outcome: None, lambda error: None)
 link.request(wire.Hello(id=link.next_id(), run="r", rank=9, world=10, launch="restored"), wire.Welcome)
 reader = open_checkpoint(Path(root), None, "r", 1)
 pieces = [piece for listed in verification.pieces(reader.manifest).values() for piece in listed]

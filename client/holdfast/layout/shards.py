@@ -72,7 +72,7 @@ def array(local: LocalTensor, octets: Octets, framework: Framework) -> Any:
     """
     if framework == "numpy":
         return octets.view(dtypes.to_numpy(local.dtype)).reshape(local.shape)
-    torch, torch_dtypes = import_module("torch"), import_module(".torch_dtypes", __package__)
+    torch, torch_dtypes = import_module("torch"), import_module("holdfast.tensors.torch_dtypes")
     dtype = torch_dtypes.torch_dtype(local.dtype, local.name)
     shape = torch_dtypes.local_shape(dtype, local.shape)
     return torch.from_numpy(octets).view(dtype).view(shape) if octets.size else torch.empty(shape, dtype=dtype, device="cpu")

@@ -57,7 +57,8 @@ class Elsewhere(NamedTuple):
 class Repairer:
     """Repairs checkpoints of one root and their replicas, one at a time. Safe for threads.
 
-    `replicas` says which tiers there are besides, now; `lend` gives the held slots of a step, as `Holds.lend` does.
+    `replicas` says which tiers there are besides, now; `lend` gives the held slots of a step, as
+    `HeldCheckpoints.lend` does.
     """
 
     def __init__(
