@@ -23,7 +23,7 @@ TOOLS := $(VENV)/.tools
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(READY) ## kill a training run, resume it, prove that nothing was lost (under three minutes)
+demo: $(READY) ## kill a training run, resume it, prove that nothing was lost (one to six minutes)
 	$(BIN)/python -m holdfast.demo --steps $(STEPS)
 
 serve: $(READY) ## run the daemon on ./holdfast-data
