@@ -47,7 +47,7 @@ def sources() -> list[Source]:
 
 def full_folders(modules: list[Source]) -> list[str]:
     """Folders with more modules than one looks through."""
-    counts = Counter(str(Path(one.path).parent) for one in modules if not one.path.endswith("__init__.py"))
+    counts = Counter(str(Path(one.path).parent) for one in modules)
     return [f"{folder} has {count} modules" for folder, count in sorted(counts.items()) if count > MODULES_MAX]
 
 

@@ -16,7 +16,7 @@ from holdfast_formats.errors import EXIT_STATUS
 TOP = Path(__file__).parent.parent
 READMES = [TOP / "README.md", TOP / "README.zh-CN.md"]
 DOCUMENTS = [*READMES, TOP / "ARCHITECTURE.md", TOP / "CONTRIBUTING.md", TOP / "CHANGELOG.md"]
-ARCHITECTURE_LINES_MAX = 500
+ARCHITECTURE_LINES_MAX = 420
 COLUMNS_MAX = 120
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
 

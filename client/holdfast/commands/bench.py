@@ -11,9 +11,8 @@ from rich.text import Text
 from holdfast.config import DEFAULT_ROOT
 from holdfast.terminal import console
 from holdfast.terminal.machine_limits import Expectation, Limits, expect, measure
+from holdfast.terminal.options import AsJson, Root
 from holdfast_formats.errors import InvalidRequest
-
-from .options import AsJson, Root
 
 SIZES = (2**30, 16 * 2**30, 128 * 2**30)
 

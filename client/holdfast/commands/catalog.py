@@ -15,11 +15,11 @@ from rich.text import Text
 from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest, StorageFailed, from_problem
 from holdfast_formats.rest.consistency import CatalogAdoption, CatalogCheck, CatalogRebuild, Contradiction
 from holdfast_formats.rest.operations import Job, JobRequest
 
-from .options import AsJson, Url
 from .serve import check_installed
 
 CHECK_TIMEOUT_S = 600.0

@@ -11,11 +11,10 @@ from holdfast.export import differences
 from holdfast.read.library import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.terminal import completion, console
+from holdfast.terminal.options import SELECTED, AsJson, Root, Url
 from holdfast_formats.rest import comparing
 from holdfast_formats.rest.comparing import Pair
 from holdfast_formats.rest.observed import Difference
-
-from .options import SELECTED, AsJson, Root, Url
 
 SHOWN_MAX = 30
 FIRST = ("missing-in-a", "missing-in-b", "reshaped", "retyped")

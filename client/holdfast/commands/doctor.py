@@ -7,8 +7,7 @@ from rich.text import Text
 
 from holdfast.terminal import console
 from holdfast.terminal.doctor import examine
-
-from .options import AsJson, Root, Url
+from holdfast.terminal.options import AsJson, Root, Url
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

@@ -12,8 +12,7 @@ from holdfast.export.publish import export as export_to
 from holdfast.read.library import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.terminal import console
-
-from .options import AsJson, Checkpoint, Root, Url
+from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 
 Target = Annotated[Path, typer.Argument(metavar="DEST", help="Where to: a directory that is empty or not there yet.")]
 ModelOnly = Annotated[

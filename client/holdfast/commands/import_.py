@@ -11,11 +11,11 @@ from holdfast.config import default_url
 from holdfast.rest import delegated
 from holdfast.rest.api import Api
 from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Root, Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import JobRequest
 
 from .marks import named
-from .options import AsJson, Root, Url
 
 Source = Annotated[
     str,

@@ -12,10 +12,9 @@ from holdfast.config import default_url
 from holdfast.read.library import parse_target, step_of
 from holdfast.rest.api import Api
 from holdfast.terminal import console
+from holdfast.terminal.options import SELECTED, AsJson, Url
 from holdfast_formats.errors import InvalidRequest, exit_status, from_problem
 from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
-
-from .options import SELECTED, AsJson, Url
 
 SHOWN_MAX = 50
 WAIT_S = 0.5  # between two looks at a job whose progress is shown

@@ -13,10 +13,9 @@ from holdfast.config import default_url
 from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.retention import Best, Preview, RetentionPolicy
-
-from .options import AsJson, Url
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}

@@ -11,10 +11,9 @@ from holdfast.read.library import Library, RunListing, ServiceLibrary, open_libr
 from holdfast.rest import filters
 from holdfast.rest.filters import NO_FILTER, Filter
 from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Root, Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest import bodies
-
-from .options import AsJson, Root, Url
 
 Label = Annotated[str | None, typer.Option("--label", metavar="LABEL", help="Only checkpoints with this label.")]
 State = Annotated[

@@ -11,9 +11,8 @@ from holdfast.read.library import parse_target
 from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
-
-from .options import AsJson, Url
 
 Checkpoint = Annotated[str, typer.Argument(metavar="RUN@STEP", help="The checkpoint; its step has to be named.")]
 Label = Annotated[str, typer.Argument(metavar="LABEL", help="Letters, digits and . _ -; several checkpoints may have it.")]

@@ -13,9 +13,8 @@ import typer
 from holdfast import config
 from holdfast.rest.api import Api
 from holdfast.terminal import console
+from holdfast.terminal.options import Url
 from holdfast_formats.rest.operations import Link
-
-from .options import Url
 
 Shown = Annotated[bool, typer.Option("--print", help="Print the link instead of opening it: it is good once, for a minute.")]
 _PAGE = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url={address}"><title>Holdfast</title>'

@@ -12,10 +12,10 @@ from holdfast.export.copy import Copied, copy_checkpoint
 from holdfast.read.library import open_source, parse_target
 from holdfast.read.reader import CheckpointReader
 from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast_formats.errors import InvalidRequest
 
 from . import shard
-from .options import AsJson, Checkpoint, Root, Url
 
 Out = Annotated[
     Path | None,

@@ -10,11 +10,11 @@ from holdfast.config import default_url
 from holdfast.rest import retention
 from holdfast.rest.api import Api
 from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.retention import Force
 
 from .marks import Checkpoint, named
-from .options import AsJson, Url
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing; say whether it could be removed.")]

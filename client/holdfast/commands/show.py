@@ -9,10 +9,9 @@ from holdfast.read.reader import CheckpointReader
 from holdfast.read.sources import HttpSource
 from holdfast.rest import replicas
 from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.rest import bodies
-
-from .options import AsJson, Checkpoint, Root, Url
 
 
 def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:

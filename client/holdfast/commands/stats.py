@@ -12,10 +12,9 @@ from holdfast.config import default_url
 from holdfast.read.library import parse_target, step_of
 from holdfast.rest.api import Api
 from holdfast.terminal import console
+from holdfast.terminal.options import SELECTED, AsJson, Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.observed import TensorStatistics
-
-from .options import SELECTED, AsJson, Url
 
 Sort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
 

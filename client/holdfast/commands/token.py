@@ -15,10 +15,9 @@ from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.rest.tokens import RootTokens, ServiceTokens, TokenStore
 from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import Token, TokenRequest
-
-from .options import AsJson, Url
 
 app = typer.Typer(help="Make, list and revoke the tokens that a service's door asks for.", no_args_is_help=True)
 Root = Annotated[

@@ -15,10 +15,9 @@ from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.rest.summaries import summaries
 from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import Unavailable
 from holdfast_formats.rest.observed import RunSummary
-
-from .options import AsJson, Url
 
 RUNS_SHOWN = 40
 ADVICE_SHOWN = 8

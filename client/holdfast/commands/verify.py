@@ -9,10 +9,9 @@ from holdfast.read.library import open_source, parse_target
 from holdfast.read.reader import CheckpointReader, Damage
 from holdfast.read.sources import DirectorySource, Source
 from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 from holdfast_formats import naming
 from holdfast_formats.errors import EXIT_STATUS, CorruptManifest, Damaged, NoSuchCheckpoint, NotCommitted
-
-from .options import AsJson, Checkpoint, Root, Url
 
 
 def verify(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:

@@ -10,9 +10,8 @@ import typer
 from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.terminal import console
+from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest
-
-from .options import AsJson, Url
 
 LOOK_S = 0.25
 TIMEOUT_S = 300.0

@@ -12,10 +12,9 @@ from rich.text import Text
 from holdfast.config import default_url
 from holdfast.rest.api import Api
 from holdfast.terminal import console
+from holdfast.terminal.options import Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import EVENTS, Event, Gap
-
-from .options import Url
 
 _COLOURS = {"info": "green", "warning": "yellow", "error": "bold red"}
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
