@@ -34,7 +34,8 @@ def _verify(source: Source, shown: bool) -> tuple[int, list[Damage]]:
         if isinstance(error, NotCommitted) and isinstance(source, DirectorySource) and source.size(naming.MANIFEST) is None:
             raise NoSuchCheckpoint(
                 f"{source.label} is not a checkpoint: it has neither {naming.COMMIT} nor {naming.MANIFEST}",
-                hint="`holdfast ls` lists checkpoints; `holdfast import` makes one of a Hugging Face directory",
+                hint="`holdfast ls` lists checkpoints, `holdfast import` makes one of a Hugging Face directory; "
+                "if this is a copy or an export that was interrupted, delete it and start it again",
             ) from error
         return 0, [Damage(str(error.members.get("file", source.label)), None, 0, 0, error.detail)]
     total = reader.manifest.bytes
