@@ -16,9 +16,10 @@ ATTACK_S ?= 3600
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
+DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test crash fuzz attack e2e browser engine bench check format clean tools
+.PHONY: help demo serve test crash fuzz attack e2e browser engine bench docs check format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -54,6 +55,10 @@ engine: $(READY) ## build the image and run the Compose file with a real engine 
 bench: $(READY) ## Holdfast and its peers, side by side; BENCH="--quick" to try it (docs/benchmarks.md)
 	$(BIN)/python -m tests.benchmarks $(BENCH)
 
+docs: $(DOCS) ## build the documentation site into build/site, every link checked
+	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m tests.site build/site
+
 check: $(READY) ## format, lint, types, who may import whom, and the sizes of everything
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -87,4 +92,8 @@ $(READY): pyproject.toml hatch_build.py client/holdfast/memory/native_copy.c
 # Programs that tests start. Without them the tests that need them are skipped and say so, so this never fails.
 $(TOOLS): tests/tools.sh
 	sh tests/tools.sh
+	touch $@
+
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install -e '.[docs]'
 	touch $@
