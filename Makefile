@@ -56,7 +56,7 @@ bench: $(READY) ## Holdfast and its peers, side by side; BENCH="--quick" to try 
 	$(BIN)/python -m tests.benchmarks $(BENCH)
 
 docs: $(DOCS) ## build the documentation site into build/site, every link checked
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m tests.site build/site
 
 check: $(READY) ## format, lint, types, who may import whom, and the sizes of everything

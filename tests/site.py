@@ -1,4 +1,4 @@
-"""Looks through the built documentation: it fetches nothing from elsewhere. `make docs` runs it after MkDocs' own strict check."""
+"""Checks that the built documentation fetches nothing from elsewhere; `make docs` runs it behind MkDocs' strict check."""
 
 from __future__ import annotations
 

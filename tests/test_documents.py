@@ -1,4 +1,4 @@
-"""The documents: what they name exists, and the two READMEs say the same."""
+"""The documents: what they name exists, and each Chinese page says what its English one says."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from holdfast.cli import app
 from holdfast_formats.errors import EXIT_STATUS
 
 TOP = Path(__file__).parent.parent
+CHINESE = ".zh-CN.md"
 READMES = [TOP / "README.md", TOP / "README.zh-CN.md"]
-DOCUMENTS = [*READMES, TOP / "ARCHITECTURE.md", TOP / "CONTRIBUTING.md", TOP / "CHANGELOG.md"]
+PAGES = sorted((TOP / "docs").glob("*.md"))
+TRANSLATED = [TOP / "README.zh-CN.md", *(page for page in PAGES if page.name.endswith(CHINESE))]
+REFERENCES = {"api.md", "benchmarks.md", "durability.md", "format.md"}  # in English only
+DOCUMENTS = [*READMES, *PAGES, TOP / "ARCHITECTURE.md", TOP / "CONTRIBUTING.md", TOP / "CHANGELOG.md"]
+README_LINES_MAX = 150
 ARCHITECTURE_LINES_MAX = 420
 COLUMNS_MAX = 120
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
@@ -39,25 +44,50 @@ def targets() -> set[str]:
     return set(re.findall(r"^([a-z0-9]+):.*## ", (TOP / "Makefile").read_text(), re.MULTILINE))
 
 
-def test_the_two_readmes_have_one_outline() -> None:
+def english(translated: Path) -> Path:
+    return translated.with_name(translated.name.replace(CHINESE, ".md"))
+
+
+def in_both(name: str) -> list[Path]:
+    return [TOP / "docs" / f"{name}.md", TOP / "docs" / f"{name}{CHINESE}"]
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=lambda path: path.name)
+def test_a_translation_has_the_same_outline(page: Path) -> None:
     """Headings, table rows, list items and code blocks follow one another in the same order in both languages."""
-    english, chinese = (outline(path.read_text()) for path in READMES)
-    assert english == chinese
+    assert outline(page.read_text()) == outline(english(page).read_text())
 
 
-def test_the_two_readmes_have_the_same_code() -> None:
+@pytest.mark.parametrize("page", TRANSLATED, ids=lambda path: path.name)
+def test_a_translation_has_the_same_code(page: Path) -> None:
     """Code is not translated, so that it cannot differ."""
-    english, chinese = (code_blocks(path.read_text()) for path in READMES)
-    assert english == chinese
-    assert len(english) > 3
+    assert code_blocks(page.read_text()) == code_blocks(english(page).read_text())
 
 
-def test_the_two_readmes_name_the_same_things() -> None:
+@pytest.mark.parametrize("page", TRANSLATED, ids=lambda path: path.name)
+def test_a_translation_names_the_same_things(page: Path) -> None:
     """What stands in backquotes, and what is linked, is the same in both."""
-    english, chinese = (prose(path.read_text()) for path in READMES)
+    texts = [prose(path.read_text()) for path in (english(page), page)]
     for pattern in (r"`([^`\n]+)`", r"\]\(([^)#]+)\)"):
-        named = [set(re.findall(pattern, text)) - {"README.md", "README.zh-CN.md"} for text in (english, chinese)]
+        named = [set(re.findall(pattern, text)) - {"README.md", "README.zh-CN.md"} for text in texts]
         assert named[0] == named[1]
+
+
+def test_every_guide_is_translated_and_in_the_site() -> None:
+    """All pages but the references are in both languages, and the site's navigation has each of them once."""
+    names = {page.name for page in PAGES}
+    guides = {name for name in names if not name.endswith(CHINESE)} - REFERENCES
+    assert {name.replace(".md", CHINESE) for name in guides} == {name for name in names if name.endswith(CHINESE)}
+    listed = re.findall(r": (\w+\.md)$", (TOP / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(guides | REFERENCES)
+
+
+@pytest.mark.parametrize("page", [*READMES, *PAGES], ids=lambda path: path.name)
+def test_lines_are_of_a_width_that_people_read(page: Path) -> None:
+    """Only tables and code have longer lines; the README is one that people read to its end."""
+    lines = prose(page.read_text()).splitlines()
+    assert [line for line in lines if len(line) > COLUMNS_MAX and not re.match(r"\s*(\||!?\[)", line)] == []
+    assert page not in READMES or len(page.read_text().splitlines()) <= README_LINES_MAX
 
 
 def test_the_architecture_stays_readable() -> None:
@@ -84,13 +114,13 @@ def test_the_journeys_of_the_architecture_exist() -> None:
 def test_every_linked_file_exists(document: Path) -> None:
     """Links into the repository lead somewhere."""
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()) if "://" not in link]
-    assert [link for link in links if not (TOP / link).exists()] == []
+    assert [link for link in links if not (document.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
-def test_every_command_is_in_the_table_and_exists(readme: Path) -> None:
+@pytest.mark.parametrize("page", in_both("cli"), ids=lambda path: path.name)
+def test_every_command_is_in_the_table_and_exists(page: Path) -> None:
     """The table of commands is exactly what `holdfast` offers."""
-    listed = re.findall(r"^\| `holdfast (\w+)", readme.read_text(), re.MULTILINE)
+    listed = re.findall(r"^\| `holdfast (\w+)", page.read_text(), re.MULTILINE)
     assert sorted(listed) == COMMANDS
 
 
@@ -106,19 +136,19 @@ def code_lines(text: str) -> list[str]:
     return [*code_blocks(text), *re.findall(r"`([^`\n]+)`", prose(text))]
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
-def test_every_exit_status_is_documented(readme: Path) -> None:
+@pytest.mark.parametrize("page", in_both("cli"), ids=lambda path: path.name)
+def test_every_exit_status_is_documented(page: Path) -> None:
     """The table has done, failed, and one row for each branch of the error tree."""
-    listed = [int(number) for number in re.findall(r"^\| (\d+) \|", readme.read_text(), re.MULTILINE)]
+    listed = [int(number) for number in re.findall(r"^\| (\d+) \|", page.read_text(), re.MULTILINE)]
     assert listed == [0, 1, *sorted(EXIT_STATUS.values())]
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.name)
-def test_every_option_of_the_checkpointer_is_documented(readme: Path) -> None:
+@pytest.mark.parametrize("page", in_both("saving"), ids=lambda path: path.name)
+def test_every_option_of_the_checkpointer_is_documented(page: Path) -> None:
     """Each keyword of `Checkpointer` stands in its table."""
     options = set(Checkpointer.__init__.__kwdefaults__ or {})
     assert options
-    assert [name for name in sorted(options) if not re.search(rf"^\| .*`{name}`", readme.read_text(), re.MULTILINE)] == []
+    assert [name for name in sorted(options) if not re.search(rf"^\| .*`{name}`", page.read_text(), re.MULTILINE)] == []
 
 
 def test_nothing_that_is_made_is_left_out_of_help() -> None:

@@ -1,4 +1,4 @@
-"""Lineage: which checkpoints the training that goes on has come by, and which it has left behind. Pure; FORMAT.md § 3.
+"""Lineage: which checkpoints the training that goes on has come by, and which it has left behind. Pure; docs/format.md § 3.
 
 A launch that has restored a step, and saves, goes on from there. Where something newer stands then that it has not saved
 itself, its saves begin a line of their own: a *rewind*, known by attempt and turn, from that step. Every checkpoint lists

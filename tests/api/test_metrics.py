@@ -1,4 +1,4 @@
-"""Metrics: the declared table, API.md and what a real daemon exposes after real saves are the same."""
+"""Metrics: the declared table, docs/api.md and what a real daemon exposes after real saves are the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-import holdfast_service
 from holdfast import Checkpointer
 from holdfast_formats.rest.operations import EVENTS
 from holdfast_service.api.observing import ROUTES_MAX, Requests
@@ -20,7 +19,7 @@ from tests.checkpoints import build_root
 from tests.daemons import running, wait_until
 from tests.serving import Served, served
 
-API_MD = (Path(holdfast_service.__file__).parent / "API.md").read_text()
+API_MD = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 Families = dict[str, list[tuple[dict[str, str], float, str]]]
 
 
@@ -76,7 +75,7 @@ def test_units_are_in_the_names() -> None:
 
 
 def test_api_md_lists_the_table() -> None:
-    """API.md has one row for each metric, with its labels, and none for another."""
+    """docs/api.md has one row for each metric, with its labels, and none for another."""
     section = API_MD[API_MD.index("## Metrics") : API_MD.index("## Logs")]
     rows = dict(re.findall(r"^\| `(holdfast_[a-z_]+)` \| (.*) \|$", section, re.MULTILINE))
     exposed = {name + ("_total" if declared.kind == "counter" else ""): declared for name, declared in METRICS.items()}

@@ -1,7 +1,7 @@
 """What a power cut may leave: every file operation of storage is recorded, and directories are made of what may survive.
 
-The model, after ALICE (Pillai et al., OSDI 2014), is as harsh as DURABILITY.md allows. What was not synced may be on the
-disk or not, each piece for itself and in any order: file bytes by blocks of 512, a file's length, every name in every
+The model, after ALICE (Pillai et al., OSDI 2014), is as harsh as docs/durability.md allows. What was not synced may be on
+the disk or not, each piece for itself and in any order: file bytes by blocks of 512, a file's length, every name in every
 directory. A rename moves its name at one stroke; it is durable when both directories were synced. An fsync of a file is
 about its bytes alone and never about its name.
 """

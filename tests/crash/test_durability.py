@@ -1,4 +1,4 @@
-"""DURABILITY.md says what holds, by whom, and which test breaks without it: all of them exist, and cite the number."""
+"""docs/durability.md says what holds, by whom, and which test breaks without it: all of them exist, and cite the number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 TREE = Path(__file__).resolve().parents[2]
 SERVICE = TREE / "service" / "holdfast_service"
-DOCUMENT = SERVICE / "DURABILITY.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "durability.md"
 ROOMS = (SERVICE, TREE / "client")
 NUMBERS = [f"I{number}" for number in range(1, 11)]
 FUTURE = "no such tier exists yet"

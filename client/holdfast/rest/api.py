@@ -180,7 +180,7 @@ class Api(JobsApi):
         return self._pages("/v1/rounds", bodies.Round, {**wanted.query(), "run": run, **({"state": state} if state else {})})
 
     def compare(self, run: str, a: Step, b: Step, **how: str | int | bool) -> Iterator[Difference]:
-        """Two checkpoints, tensor by tensor; `how` is `run_b`, `group`, `state`, `q`, `exact` and `limit`, as in API.md."""
+        """Two checkpoints, tensor by tensor; `how` is `run_b`, `group`, `state`, `q`, `exact`, `limit` (docs/api.md)."""
         query = {"a": a, "b": b, **how}
         return self._pages(f"{_run_path(run)}/compare", Difference, {name: str(value) for name, value in query.items()})
 

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, how it lies in its files, and the digest of every byte. FORMAT.md states it."""
+"""The manifest: what a checkpoint holds, how it lies in its files, and the digest of every byte (docs/format.md)."""
 
 from __future__ import annotations
 

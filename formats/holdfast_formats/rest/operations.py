@@ -46,7 +46,7 @@ class Event(BaseModel):
 
     id: int
     at: str = Field(description="RFC 3339, UTC")
-    kind: str = Field(description="one of the kinds that API.md lists")
+    kind: str = Field(description="one of the kinds that docs/api.md lists")
     level: Level
     node: str
     run: str | None = None

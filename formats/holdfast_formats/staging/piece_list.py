@@ -1,4 +1,4 @@
-"""A listing of pieces: how a rank says which it wants, and its daemon where they stand in memory. FORMAT.md § 12.
+"""A listing of pieces: how a rank says which it wants, and its daemon where they stand in memory. docs/format.md § 12.
 
 Many thousands of pieces make megabytes, so a listing stands in a memfd of its own, or at the head of the memory that holds
 the pieces. It is rows of numbers, so that comparing those of all ranks is arithmetic on arrays.

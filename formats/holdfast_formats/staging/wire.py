@@ -207,7 +207,7 @@ class HeldPart(Message):
 class HeldSlots(Reply):
     """One part for each rank of the world that saved, and with it its memfd, in this order; none when nothing is held.
 
-    A slot may be leased again at any time, unless the reader locks it first: FORMAT.md § 11.
+    A slot may be leased again at any time, unless the reader locks it first: docs/format.md § 11.
     """
 
     type: Literal["held-slots"] = "held-slots"

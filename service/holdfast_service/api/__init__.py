@@ -1,1 +1,1 @@
-"""The HTTP edge: routes, problems, files with ranges. It decides nothing and keeps nothing; `API.md` states it."""
+"""The HTTP edge: routes, problems, files with ranges. It decides nothing and keeps nothing; `docs/api.md` states it."""

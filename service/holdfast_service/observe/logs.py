@@ -29,7 +29,7 @@ FIELDS: dict[str, str] = {
     "run": "the run it is about",
     "step": "the step it is about",
     "attempt": "the attempt it is about",
-    "code": "the code of the error, as API.md lists them",
+    "code": "the code of the error, as docs/api.md lists them",
     "thread": "the thread that logs, for warnings and errors",
     "exception": "the traceback of what was not expected",
 }

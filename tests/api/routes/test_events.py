@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-import holdfast_service
 from holdfast.rest.api import Api
 from holdfast.rest.jobs import RETRY_S
 from holdfast_formats.errors import DaemonGone, DeadlineExceeded, InvalidRequest
@@ -290,7 +289,7 @@ def test_the_client_loses_patience(service: Served) -> None:
 
 
 def test_the_document_lists_every_kind_of_event() -> None:
-    """API.md's table is exactly what the service may tell, and says of each what it means."""
-    document = (Path(holdfast_service.__file__).parent / "API.md").read_text()
+    """docs/api.md's table is exactly what the service may tell, and says of each what it means."""
+    document = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
     section = document.partition("## Events")[2].partition("\n## ")[0]
     assert dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \|$", section, re.MULTILINE)) == EVENTS

@@ -1,4 +1,4 @@
-"""FORMAT.md: its reader reads the golden checkpoint, and what it states is what the code does."""
+"""docs/format.md: its reader reads the golden checkpoint, and what it states is what the code does."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import safetensors as library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast_formats
 from holdfast_formats import dtypes, naming, tensors
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import manifest, packing, safetensors
 from holdfast_formats.staging import arena, wire
 
-DOCUMENT = Path(holdfast_formats.__file__).with_name("FORMAT.md").read_text()
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "format.md").read_text()
 GOLDEN = Path(__file__).parents[2] / "golden/v1/golden/checkpoints/step-00000500"
 Reader = Callable[[Path], dict[tuple[str, str], Any]]
 
@@ -29,7 +28,7 @@ def documented_reader() -> Reader:
     """The example of the document, as a reader in another program would have copied it."""
     (source,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     namespace: dict[str, Any] = {}
-    exec(compile(source, "FORMAT.md", "exec"), namespace)  # the point of the test: this text is a program
+    exec(compile(source, "docs/format.md", "exec"), namespace)  # the point of the test: this text is a program
     return namespace["read"]
 
 

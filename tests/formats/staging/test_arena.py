@@ -56,7 +56,7 @@ def test_an_arena_has_a_largest_size() -> None:
 
 
 def test_a_segment_describes_itself() -> None:
-    """Superblock and headers read back; the bytes are where FORMAT.md says."""
+    """Superblock and headers read back; the bytes are where docs/format.md says."""
     memory = segment()
     view = memoryview(memory)
     assert arena.read_superblock(view) == SMALL

@@ -1,4 +1,4 @@
-"""Which attempts of a root's runs were declared (I6), and what their ranks were told to restore. FORMAT.md § 9 states it.
+"""Which attempts of a root's runs were declared (I6), and what their ranks were told to restore (docs/format.md § 9).
 
 They stand in one small file of the root, which its one daemon owns: so a launch is numbered, older ones are refused, and
 all ranks get the same answer, whether or not the catalog's database is there.

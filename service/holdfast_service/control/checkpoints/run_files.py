@@ -1,4 +1,4 @@
-"""run.json, the only mutable file of a run: its retention policy, pins and labels. FORMAT.md § 9 states it."""
+"""run.json, the only mutable file of a run: its retention policy, pins and labels. docs/format.md § 9 states it."""
 
 from __future__ import annotations
 

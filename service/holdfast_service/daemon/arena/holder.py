@@ -104,7 +104,7 @@ def is_ours(connection: socket.socket) -> bool:
 
 
 def holds_sealed(fd: int) -> bool:
-    """Whether any slot of a segment is sealed, by FORMAT.md § 11, told here once more so that nothing need be imported."""
+    """Whether any slot of a segment is sealed, by docs/format.md § 11, repeated here so that nothing need be imported."""
     head = os.pread(fd, 32, 0)
     if len(head) < 32:
         return False
