@@ -10,13 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from holdfast_formats.moments import seconds_of
 from holdfast_service.config import otel_environment
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import JobRow
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.insight.spans import JobSpans
-from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.observe import tracing
 from holdfast_service.storage import PosixTier
 from holdfast_service.wiring import watching

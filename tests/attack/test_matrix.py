@@ -13,12 +13,12 @@ from typing import NamedTuple
 import pytest
 from fastapi.routing import iter_route_contexts
 
+from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.operations import Scope, TokenRequest
 from holdfast_service.config import catalog_url
 from holdfast_service.control.access.tokens import Tokens
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.decisions import utc_now
 from tests.attack import sockets
 from tests.attack.matrix import CONTENT_TYPES, FOREIGN, OWN, RANKS, ROUTES, SCOPES, TWICE, Route, hello
 from tests.attack.sockets import Answer, Header, as_json

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from holdfast_formats import moments
 from holdfast_formats.errors import CheckpointError, exit_status
 
 _STEPS = ((60, 1, "s"), (3600, 60, "min"), (86_400, 3600, "h"), (float("inf"), 86_400, "d"))
@@ -79,11 +80,9 @@ def human_bytes(count: float) -> str:
 def human_age(created: str, now: datetime | None = None) -> str:
     """How long ago an RFC 3339 time was; the text itself when it is not one."""
     try:
-        then = datetime.fromisoformat(created.replace("Z", "+00:00"))
+        then = moments.read(created)
     except ValueError:
         return created
-    if then.tzinfo is None:
-        then = then.replace(tzinfo=timezone.utc)
     seconds = max(((now or datetime.now(timezone.utc)) - then).total_seconds(), 0)
     _, unit_s, unit = next(step for step in _STEPS if seconds < step[0])
     return f"{seconds / unit_s:.0f} {unit} ago"

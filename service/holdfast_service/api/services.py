@@ -11,6 +11,7 @@ from typing import Annotated, Protocol
 from fastapi import Depends, Query, Request
 
 from holdfast_formats.errors import Damaged
+from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import STEP_MAX
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import ReplicaLag
@@ -21,7 +22,6 @@ from holdfast_service.control.access.tokens import Principal, Tokens, make_text
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
-from holdfast_service.control.decisions import utc_now
 from holdfast_service.control.insight.facts import Lived
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.jobs.runner import JobRunner

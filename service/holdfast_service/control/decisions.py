@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import datetime, timezone
 from typing import Any, Literal
 
 from holdfast_formats import naming
@@ -25,6 +24,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.lineage import Key as Launch
+from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.rest.operations import Level
@@ -57,11 +57,6 @@ log = logging.getLogger(__name__)
 
 ASK_S = 10.0
 LOOK_S = 2.0  # how long the catalog is asked which rounds were sealed
-
-
-def utc_now() -> str:
-    """The time now, RFC 3339, UTC, in milliseconds."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class Decisions:

@@ -14,11 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timedelta, timezone
 from typing import Any, NamedTuple, Protocol
 
-from holdfast_formats import naming
+from holdfast_formats import moments, naming
 from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, InvalidRequest
+from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.operations import Job
 from holdfast_service.daemon.checking.checker import CheckEnd, Checker, told
 from holdfast_service.daemon.checking.verifier import read_manifest
@@ -105,7 +105,7 @@ class Scrub:
 
         What `progress` raises ends it, and comes out again.
         """
-        places = [place for place in self._decisions.findings.due(_utc(timedelta())) if run in (None, place[0])]
+        places = [place for place in self._decisions.findings.due(utc_now()) if run in (None, place[0])]
         with _stopping():
             return self._pass(places, self.heed(progress, paced=True))
 
@@ -148,7 +148,7 @@ class Scrub:
             self._found.popleft()
         if self._rate is None or self._plan.every_s is None:
             return
-        due = self._decisions.findings.due(_utc(timedelta(seconds=self._plan.every_s)))
+        due = self._decisions.findings.due(moments.later(utc_now(), -self._plan.every_s))
         now = time.monotonic()
         due = [place for place in due if self._not_before.get(place, now) <= now and not self._saver.checks.awaits(*place)]
         if due:
@@ -230,8 +230,3 @@ def _stopping() -> Iterator[None]:
         yield
     except CheckStopped as stopped:
         raise stopped.__cause__ or DaemonGone("the daemon is ending") from None
-
-
-def _utc(ago: timedelta) -> str:
-    """The time so long ago, spelled as the catalog spells times, so that text compares as time does."""
-    return (datetime.now(timezone.utc) - ago).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -6,6 +6,8 @@ from datetime import datetime, timezone
 
 from markupsafe import Markup, escape
 
+from holdfast_formats import moments
+
 NONE = Markup('<span class="quiet" title="not known">–</span>')
 _DECIMALS_FROM = 100
 _AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (60 * 2, 60, "min"))
@@ -67,10 +69,10 @@ def when(text: str | None) -> Markup:
     if not text:
         return NONE
     try:
-        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        moment = moments.read(text)
     except ValueError:
         return Markup(escape(text))
-    passed = (datetime.now(timezone.utc) - moment.astimezone(timezone.utc)).total_seconds()
+    passed = (datetime.now(timezone.utc) - moment).total_seconds()
     return Markup('<time datetime="{0}" title="{0}">{1}</time>').format(text, age_text(passed))
 
 
@@ -91,7 +93,7 @@ def prose(text: str) -> Markup:
 
 def stamp(text: str) -> float:
     """A moment of the API as seconds since 1970, for plots."""
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    return moments.read(text).timestamp()
 
 
 def _titled(text: str, title: str) -> Markup:

@@ -14,6 +14,7 @@ import threading
 from datetime import datetime, timezone
 from typing import Any, Literal
 
+from holdfast_formats import moments
 from holdfast_formats.errors import CheckpointError
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -74,9 +75,8 @@ class JsonLines(logging.Formatter):
         self._node = node
 
     def format(self, record: logging.LogRecord) -> str:
-        at = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line: dict[str, Any] = {
-            "time": at,
+            "time": moments.write(datetime.fromtimestamp(record.created, timezone.utc)),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),

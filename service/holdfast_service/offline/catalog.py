@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, StorageFailed, exit_status
+from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.consistency import CatalogAdoption
 from holdfast_service import config
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.checkpoints import consistency, ownership
-from holdfast_service.control.decisions import utc_now
 from holdfast_service.storage import PosixTier, lock_root
 from holdfast_service.storage.identity import known, settle
 

@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, exit_status
+from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.operations import Token, TokenRequest
 from holdfast_service.config import ROOT, catalog_url, default_node
 from holdfast_service.control.access.tokens import Tokens
@@ -25,7 +26,6 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.pages import PAGE_ITEMS_MAX
 from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.decisions import utc_now
 from holdfast_service.storage.identity import known
 
 

@@ -10,13 +10,13 @@ import logging
 import os
 import time
 from contextlib import ExitStack
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, NoSpace
+from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
 from holdfast_service import __version__
 from holdfast_service.config import Config, fd_store
@@ -24,7 +24,7 @@ from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.database.database import Database, Trouble
-from holdfast_service.control.decisions import Decisions, utc_now
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.daemon import scrub as scrubbing
 from holdfast_service.daemon.arena.arena import Arena
@@ -138,7 +138,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
     saver, daemon = node.saver, node.daemon
     at = os.stat(daemon.path)
     socket_id = naming.socket_id(at.st_ino, at.st_ctime_ns)
-    started = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+    started = utc_now("seconds")
 
     def about() -> bodies.Node:
         return bodies.Node(

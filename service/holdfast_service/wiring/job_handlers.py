@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import comparing
 from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, roots
-from holdfast_service.control.decisions import Decisions, utc_now
+from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import JobRunner, Progress
 from holdfast_service.daemon.checking import comparing as bytewise

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert
 
+from holdfast_formats.moments import seconds_of
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import CheckpointRow, JobRow, ReplicaRow
 from holdfast_service.control.insight.gauges import Gauges
 from holdfast_service.control.insight.summary_queries import Summaries
-from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.storage import PosixTier
 from tests.control.published import a_row
 

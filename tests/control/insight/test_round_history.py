@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast_formats.moments import seconds_of
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import RoundRow
 from holdfast_service.control.insight.round_history import PENDING_MAX, SETTLED_S, RoundHistory, Seen
-from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.observe.metrics import SAVE_BOUNDS_S, Histogram
 from tests.control.published import a_row
 

@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import event, insert
 
 from holdfast_formats.errors import InvalidRequest, NoSuchRun
+from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
@@ -16,7 +17,6 @@ from holdfast_service.control.checkpoints.run_files import RunFile, write_run_fi
 from holdfast_service.control.database.schema import CheckpointRow, ReplicaRow, RoundRow
 from holdfast_service.control.insight.summary import SAVES
 from holdfast_service.control.insight.summary_queries import Summaries
-from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.storage import PosixTier
 from tests.control.published import a_row
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from holdfast_formats.errors import CorruptExtent, InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.operations import Job, JobRequest
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.decisions import utc_now
 from holdfast_service.control.jobs import runner as job_runner
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import Handler, JobRunner, Progress

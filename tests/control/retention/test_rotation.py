@@ -28,7 +28,7 @@ from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.retention.policy import Candidate
-from holdfast_service.control.retention.rotation import Rotation, seconds_of
+from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.storage import MemoryTier, Tier
 from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
 from tests.daemons import wait_until
@@ -341,12 +341,6 @@ def test_closing_does_what_is_due(world: World) -> None:
     world.put(30)
     world.rotation.due(RUN)
     assert world.steps == [19, 30]
-
-
-def test_times_are_read_as_they_are_written() -> None:
-    """RFC 3339 with Z or an offset; what is no time is newer than any."""
-    assert seconds_of("1970-01-01T00:01:00.500Z") == seconds_of("1970-01-01T01:01:00.500+01:00") == 60.5
-    assert seconds_of("yesterday") == float("inf")
 
 
 def test_who_begins_to_read_while_others_are_removed_holds(tmp_path: Path) -> None:

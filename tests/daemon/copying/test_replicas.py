@@ -15,10 +15,10 @@ from sqlalchemy import delete
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest
 from holdfast_formats.errors import AlreadyCommitted, CorruptExtent, NoSpace, StorageFailed
+from holdfast_formats.moments import utc_now
 from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.checkpoints.roots import load_manifest
 from holdfast_service.control.database.schema import ReplicaRow
-from holdfast_service.control.decisions import utc_now
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.copying.copies import CopyStopped
 from holdfast_service.storage import MemoryTier, PosixTier

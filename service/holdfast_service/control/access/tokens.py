@@ -14,11 +14,11 @@ import secrets
 import time
 import zlib
 from collections.abc import Callable, Collection
-from datetime import datetime, timedelta, timezone
 from typing import NamedTuple, get_args
 
 from sqlalchemy import or_, select
 
+from holdfast_formats import moments
 from holdfast_formats.errors import CatalogUnavailable, Forbidden, InvalidRequest, NoSuchResource, Unauthenticated
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import NewToken, Scope, Token, TokenRequest
@@ -113,7 +113,7 @@ class Tokens:
                 scope=wanted.scope,
                 runs=wanted.runs,
                 created=now,
-                expires=None if wanted.expires_s is None else _later(now, wanted.expires_s),
+                expires=None if wanted.expires_s is None else moments.later(now, wanted.expires_s),
             )
             session.add(made)
             session.flush()
@@ -179,7 +179,7 @@ class Tokens:
                 raise Unauthenticated(f"the token {row.name!r} has expired", hint=_HINT)
             found, token_id, used = Principal(row.name, _scope(row.scope), row.runs, row.id), row.id, row.used
             expires = row.expires
-        if used is None or _later(used, USED_EVERY_S) <= now:
+        if used is None or moments.later(used, USED_EVERY_S) <= now:
             self._note_use(token_id, now)
         return found, expires
 
@@ -223,11 +223,6 @@ def well_formed(text: str) -> bool:
 
 def _in_force(now: str):  # type: ignore[no-untyped-def]
     return TokenRow.revoked.is_(None), or_(TokenRow.expires.is_(None), TokenRow.expires > now)
-
-
-def _later(moment: str, seconds: float) -> str:
-    then = datetime.fromisoformat(moment.replace("Z", "+00:00")).astimezone(timezone.utc) + timedelta(seconds=seconds)
-    return then.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _scope(text: str) -> Scope:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest.observed import Attention, RunSummary
 from holdfast_service.control.insight.facts import Facts, Save
-from holdfast_service.control.retention.rotation import seconds_of
 
 LATE_INTERVALS = 3.0  # no commit for so many intervals is too long
 LATE_MIN_S = 60.0

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, case, func, select
 
+from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest.operations import JobState
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.schema import CheckpointRow, JobRow, ReplicaRow, RoundRow
@@ -16,7 +17,6 @@ from holdfast_service.control.insight.cached_value import Remembered
 from holdfast_service.control.insight.facts import Facts
 from holdfast_service.control.insight.summary import exposure, failing, interval
 from holdfast_service.control.insight.summary_queries import Summaries
-from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.observe.metrics import RUNS_MAX
 
 Samples = Sequence[tuple[tuple[str, ...], float]]

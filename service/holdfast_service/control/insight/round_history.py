@@ -14,10 +14,10 @@ from typing import NamedTuple
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from holdfast_formats.moments import seconds_of
 from holdfast_service.control.catalog.catalog import GOING_ON
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CheckpointRow, RoundRow
-from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.observe.metrics import PHASES, SAVE_BOUNDS_S, Histogram
 
 SETTLED_S = 600.0  # a phase that has not been noted so long after the round's end will not be

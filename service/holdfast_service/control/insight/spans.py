@@ -8,10 +8,10 @@ from typing import Any
 
 from sqlalchemy import func, select
 
+from holdfast_formats.moments import seconds_of
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import JobRow
 from holdfast_service.control.insight.round_history import Seen
-from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.observe.tracing import SpanPart, record
 
 VERIFIED_S = 120.0  # a save's span is sent when it has been read back, or so long after its end

@@ -7,11 +7,11 @@ from itertools import pairwise
 from math import isfinite
 from statistics import median
 
+from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest.observed import RunSummary
 from holdfast_service.control.insight import intervals
 from holdfast_service.control.insight.attention import attention, failing
 from holdfast_service.control.insight.facts import Facts, Save
-from holdfast_service.control.retention.rotation import seconds_of
 
 __all__ = ["SAVES", "exposure", "failing", "interval", "quantile", "summarise", "training"]
 

@@ -14,6 +14,7 @@ from sqlalchemy import Text, case, func, select, type_coerce
 from sqlalchemy.orm import Session, aliased
 
 from holdfast_formats.errors import Damaged, NoSuchRun
+from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import RunSummary
 from holdfast_service.control.catalog.catalog import Catalog
@@ -25,7 +26,6 @@ from holdfast_service.control.insight.attention import weight
 from holdfast_service.control.insight.cached_value import Remembered
 from holdfast_service.control.insight.facts import NOTHING, UNKNOWN, CheckpointFacts, Facts, Lived, ReplicaCounts, Save
 from holdfast_service.control.insight.summary import SAVES, summarise
-from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.storage import Tier
 
 ATTEMPTS = 64  # the newest attempts, which the time between failures is taken from

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection
-from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from holdfast_formats import moments
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded, NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.operations import Job, JobKind, JobRequest, JobState
@@ -214,8 +214,7 @@ class Jobs:
             raise _Faster from error
 
     def _lost_before(self) -> str:
-        now = datetime.fromisoformat(self._now().replace("Z", "+00:00"))
-        return (now - timedelta(seconds=LOST_S)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return moments.later(self._now(), -LOST_S)
 
 
 class _Faster(Exception):

@@ -16,6 +16,7 @@ from sqlalchemy import delete, select
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, LimitExceeded
+from holdfast_formats.moments import seconds_of
 from holdfast_service.control.catalog.attempts import Attempts, RunAttempts
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
@@ -32,7 +33,6 @@ from holdfast_service.control.database.schema import (
     RunRow,
     StatisticsRow,
 )
-from holdfast_service.control.retention.rotation import seconds_of
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from typing import Any
 
 from holdfast_formats.errors import (
@@ -26,6 +25,7 @@ from holdfast_formats.errors import (
     Pinned,
 )
 from holdfast_formats.lineage import line
+from holdfast_formats.moments import seconds_of
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.retention import Preview, RetentionPolicy, Verdict
 from holdfast_service.control.catalog.catalog import Catalog
@@ -358,14 +358,6 @@ def _candidate(c: bodies.CheckpointInfo, file: RunFile, busy: str | None) -> Can
     holds = (*pin, *labels, *kept, *([busy] if busy else []))
     judged = (c.step, seconds_of(c.created), c.verified, c.metrics, holds, c.healthy)
     return Candidate(*judged, frozenset(c.groups), line(c.rewinds), c.abandoned)
-
-
-def seconds_of(created: str) -> float:
-    """RFC 3339 -> seconds since the epoch; what is no time counts as newer than any, so no rule about time removes it."""
-    try:
-        return datetime.fromisoformat(created.replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return float("inf")
 
 
 def _verdict(decision: Decision, listed: bodies.CheckpointInfo, file: RunFile) -> Verdict:

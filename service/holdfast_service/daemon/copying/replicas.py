@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import datetime, timedelta, timezone
 
-from holdfast_formats import naming
+from holdfast_formats import moments, naming
 from holdfast_formats.errors import AlreadyCommitted, CheckpointError, Damaged, NoSuchCheckpoint, Unavailable
+from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
 from holdfast_service.daemon.copying.copies import CopyStopped, Going, ManifestPair, carry, read_back, read_pair
@@ -29,7 +29,7 @@ SKIP_S = 600.0  # a checkpoint that cannot be copied is tried again after so lon
 LOOK_S = 60.0  # without a sign of news
 WAIT_S = 0.5
 CLOSE_S = 10.0  # a worker that hangs in a disk is left behind
-CHECK_AGAIN = timedelta(days=7)
+CHECK_AGAIN_S = 7 * 86_400.0
 
 Mend = Callable[[str, str, int, CheckpointError], object]
 
@@ -185,8 +185,7 @@ class Replicator:
 
     def _check_oldest(self) -> bool:
         """Read back the copy that nobody has read for longest, if that is long ago."""
-        before = (datetime.now(timezone.utc) - CHECK_AGAIN).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        stale = self._book.stale(self.name, before)
+        stale = self._book.stale(self.name, moments.later(utc_now(), -CHECK_AGAIN_S))
         if stale is None:
             return False
         self.check(*stale)
