@@ -24,6 +24,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 EXTENT_BYTES = 1000  # small, so that small tensors have several
 
 
+def dtype_name(dtype: np.dtype) -> str:
+    """The format's name of a numpy dtype."""
+    return next(name for name, bits in dtypes.BITS.items() if bits % 8 == 0 and dtypes.to_numpy(name) == dtype)
+
+
 class Built(NamedTuple):
     """A checkpoint on disk, and what was put into it."""
 
@@ -67,9 +72,7 @@ def build(
     directory.mkdir(parents=True)
     held = varied_arrays() if arrays is None else arrays
     specs = [
-        TensorSpec(group, name, dtypes.from_numpy(a.dtype), a.shape)
-        for group, named in held.items()
-        for name, a in named.items()
+        TensorSpec(group, name, dtype_name(a.dtype), a.shape) for group, named in held.items() for name, a in named.items()
     ]
     files: list[FileEntry] = []
     tensors: dict[str, dict[str, TensorEntry]] = {group: {} for group in held}

@@ -20,7 +20,6 @@ class LaunchInfo(NamedTuple):
 
     rank: int
     world: int
-    local_rank: int
     run_id: str | None
     restart_count: int
     local_world: int | None  # how many of them are on this machine, where the launcher says
@@ -93,7 +92,7 @@ def check_token(text: str, where: str) -> str:
 
 
 def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:
-    """Read RANK, WORLD_SIZE, the same of this machine, and torchrun's run id and restart count.
+    """Read RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, and torchrun's run id and restart count.
 
     `InvalidRequest` for what is no number.
     """
@@ -105,7 +104,6 @@ def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:
     return LaunchInfo(
         rank=rank,
         world=world,
-        local_rank=_number(given, "LOCAL_RANK", 0),
         run_id=None if run_id in (None, "", "none") else run_id,  # "none" is torchrun's default for every job
         restart_count=_number(given, "TORCHELASTIC_RESTART_COUNT", 0),
         local_world=_number(given, "LOCAL_WORLD_SIZE", 0) or None,

@@ -89,12 +89,3 @@ def to_numpy(dtype: str) -> np.dtype:
         width = bits(dtype)
         raise InvalidRequest(f"{dtype} ({width} bits) has no numpy dtype", hint="read it as bytes (U8)")
     return _NUMPY[dtype]
-
-
-@cache
-def from_numpy(dtype: np.dtype) -> str:
-    """The safetensors name of a numpy dtype; `InvalidRequest` when the format has none for it."""
-    for name, candidate in _NUMPY.items():
-        if candidate == dtype:
-            return name
-    raise InvalidRequest(f"numpy dtype {dtype} cannot be stored in safetensors", hint=f"one of {', '.join(_NUMPY)}")

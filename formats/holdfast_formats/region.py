@@ -171,14 +171,6 @@ def _under(index: int, boxes: Iterable[Box]) -> list[Box]:
     return [Box((index, *box.offset), (1, *box.shape)) for box in boxes]
 
 
-def tiles(boxes: Sequence[Box], shape: Shape) -> bool:
-    """Whether the boxes cover a tensor of `shape` exactly: inside it, no hole, no overlap. Empty boxes do not count."""
-    solid = [box for box in boxes if box.volume]
-    for box in solid:
-        check_box(box, shape)
-    return sum(box.volume for box in solid) == prod(shape) and first_overlap(solid) is None
-
-
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Two boxes that share an element, or None. A sweep along dimension 0 keeps the pairs it compares few."""
     active: list[Box] = []

@@ -56,7 +56,7 @@ def saves(catalog: Catalog, events: Events, size: Size) -> Iterator[list[float]]
 
     def save(number: int) -> None:
         run, step = name(random.randrange(size.runs)), NEW + number
-        round_id = catalog.open_round(run, step, 1, 2, at(number))
+        round_id = catalog.note_round(run, step, 1, 2, at(number))[0]
         for sealed in (1, 2):
             catalog.update_round(round_id, sealed=sealed)
         catalog.record_checkpoint(bodies.describe(a_manifest(run, step)))

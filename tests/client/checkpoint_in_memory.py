@@ -10,7 +10,8 @@ import torch
 from holdfast.state.train_state import Leaf, MatchedLeaves, OfferedLeaves, Snapshot, TrainState
 from holdfast.tensors.torch_dtypes import local_shape, packing, torch_dtype
 from holdfast_formats.disk import state_json
-from holdfast_formats.region import Box, tiles
+from holdfast_formats.region import Box
+from tests.tiling import tiles
 
 
 class Checkpoint:

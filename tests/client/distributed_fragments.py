@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from holdfast.state.train_state import Snapshot, TrainState
 from holdfast.tensors.fragments import LivePiece, pieces
 from holdfast_formats.errors import InvalidRequest, StateMismatch
-from holdfast_formats.region import tiles
+from tests.tiling import tiles
 
 sys.path.insert(0, os.path.dirname(__file__))
 from checkpoint_in_memory import Checkpoint

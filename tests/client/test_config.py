@@ -29,16 +29,15 @@ def test_url(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_launch() -> None:
     """torchrun's variables; without them rank 0 of 1; its default run id is none."""
-    assert config.launch_info({}) == (0, 1, 0, None, 0, None)
+    assert config.launch_info({}) == (0, 1, None, 0, None)
     given = {
         "RANK": "3",
         "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "4",
         "TORCHELASTIC_RUN_ID": "job-7",
         "TORCHELASTIC_RESTART_COUNT": "2",
     }
-    assert config.launch_info(given) == (3, 8, 1, "job-7", 2, 4)
+    assert config.launch_info(given) == (3, 8, "job-7", 2, 4)
     assert config.launch_info({"TORCHELASTIC_RUN_ID": "none"}).run_id is None
 
 

@@ -52,9 +52,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     build_root(root, {"tiny": (5, 10, 15), "other": (1,)})
     with served(root) as running, httpx.Client(base_url=running.url, trust_env=False) as client:
         catalog: Catalog = running.services.catalog
-        failed = catalog.open_round("tiny", 17, 1, 2, "2026-01-02T00:00:00Z")
+        failed = catalog.note_round("tiny", 17, 1, 2, "2026-01-02T00:00:00Z")[0]
         catalog.end_round(failed, "aborted", "2026-01-02T00:00:01Z", "no-space", "the <disk> is full")
-        catalog.open_round("tiny", 20, 1, 2, "2026-01-02T00:00:02Z")
+        catalog.note_round("tiny", 20, 1, 2, "2026-01-02T00:00:02Z")
         yield client
 
 

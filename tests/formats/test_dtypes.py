@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from holdfast_formats import dtypes
@@ -14,9 +13,9 @@ SUB_BYTE = [name for name in dtypes.BITS if name not in WHOLE]
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_numpy_counterpart_has_the_same_width_and_name(name: str) -> None:
-    """Every whole-byte type has a numpy dtype of its width, which leads back to its name."""
+    """Every whole-byte type has a numpy dtype of its width, and no other type has it."""
     assert dtypes.to_numpy(name).itemsize * 8 == dtypes.bits(name)
-    assert dtypes.from_numpy(dtypes.to_numpy(name)) == name
+    assert [other for other in WHOLE if dtypes.to_numpy(other) == dtypes.to_numpy(name)] == [name]
 
 
 @pytest.mark.parametrize("name", SUB_BYTE)
@@ -39,13 +38,6 @@ def test_unknown_names_are_refused() -> None:
         dtypes.bits("F31")
     with pytest.raises(InvalidRequest, match="F31"):
         dtypes.to_numpy("F31")
-
-
-@pytest.mark.parametrize("dtype", [">f4", "S4", "O", "c16", "M8[s]"])
-def test_what_the_format_cannot_hold_is_refused(dtype: str) -> None:
-    """Big-endian numbers, objects and other types without a name in the format are refused, never converted silently."""
-    with pytest.raises(InvalidRequest, match="cannot be stored"):
-        dtypes.from_numpy(np.dtype(dtype))
 
 
 def test_nbytes_counts_whole_bytes() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from holdfast_formats import dtypes, region
 from holdfast_formats.errors import StateMismatch
 from holdfast_formats.region import Box, Shape
+from tests.tiling import tiles
 
 from .strategies import boxes_in, shape_and_box, shape_and_grid, shapes
 
@@ -104,11 +105,11 @@ def test_flat_boxes_refuse_a_range_outside(start: int, stop: int) -> None:
 def test_tiles_agree_with_sets(case: tuple[Shape, list[Box]], data: st.DataObject) -> None:
     """A grid tiles; dropping, doubling or exchanging boxes is seen exactly when the sets of elements show it."""
     shape, grid = case
-    assert region.tiles(grid, shape)
+    assert tiles(grid, shape)
     assert region.first_overlap(grid) is None
     boxes = data.draw(st.lists(st.sampled_from([*grid, data.draw(boxes_in(shape))]), max_size=len(grid) + 1))
     held = [e for box in boxes for e in elements(box)]
-    assert region.tiles(boxes, shape) == (len(held) == len(set(held)) == prod(shape))
+    assert tiles(boxes, shape) == (len(held) == len(set(held)) == prod(shape))
     pair = region.first_overlap(boxes)
     assert (pair is not None) == (len(held) != len(set(held)))
     assert pair is None or elements(pair[0]) & elements(pair[1])
@@ -117,7 +118,7 @@ def test_tiles_agree_with_sets(case: tuple[Shape, list[Box]], data: st.DataObjec
 def test_tiles_refuse_a_box_outside() -> None:
     """A box that reaches out of the tensor is an error and not just "no tiling"."""
     with pytest.raises(StateMismatch, match="outside shape"):
-        region.tiles([Box((1,), (2,))], (2,))
+        tiles([Box((1,), (2,))], (2,))
 
 
 @given(shapes(), st.data())
@@ -182,5 +183,5 @@ def test_grid_strategy_is_not_trivial() -> None:
     """The grids used here are cut in several dimensions: a fixed one covers rows, columns and single elements."""
     boxes = [Box((0, 0), (1, 3)), Box((1, 0), (2, 1)), Box((1, 1), (2, 2))]
     assert [len(list(region.byte_runs(b, (3, 3), 1))) for b in boxes] == [1, 2, 2]
-    assert region.tiles(boxes, (3, 3))
+    assert tiles(boxes, (3, 3))
     assert all(region.intersect(a, b) is None for a, b in pairwise(boxes))

@@ -36,6 +36,7 @@ RANKS: dict[int, state_json.Values] = {
     }
     for rank in range(2)
 }
+NAMES = {dtypes.to_numpy(name): name for name, bits in dtypes.BITS.items() if bits % 8 == 0}
 CONFIG = b'{\n  "architectures": ["GoldenModel"],\n  "hidden_size": 4\n}\n'
 
 
@@ -101,7 +102,7 @@ def compose(plans: list[FilePlan], small: Mapping[str, bytes]) -> Manifest:
 def files() -> dict[str, bytes]:
     """Every file below the root, by path."""
     specs = [
-        TensorSpec(group, name, dtypes.from_numpy(array.dtype), array.shape)
+        TensorSpec(group, name, NAMES[array.dtype], array.shape)
         for group, tensors in STATE.items()
         for name, array in tensors.items()
     ]

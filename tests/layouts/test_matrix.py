@@ -23,6 +23,7 @@ from holdfast_formats.tensors import StagedFragment
 from holdfast_service.control.checkpoints.planner import plan
 from holdfast_service.daemon.writing.writer import write
 from holdfast_service.storage import MemoryTier
+from tests.local_tensors import fill
 
 from . import oracle
 from .matrix import LAYOUTS, MODELS, PAIRS, Pair
@@ -156,4 +157,4 @@ def test_saved_in_one_layout_loaded_in_another(pair: Pair) -> None:
             mine = {path.partition("/")[2]: t for path, t in wanted.items() if path.startswith(group + "/")}
             assert mine.keys() == held.keys(), f"rank {rank}, {group}"
             for name, array in held.items():
-                assert np.array_equal(parts.fill(mine[name], stored[group]), array), f"rank {rank}, {group}/{name}"
+                assert np.array_equal(fill(mine[name], stored[group]), array), f"rank {rank}, {group}/{name}"

@@ -64,7 +64,7 @@ def test_the_second_root_is_refused_and_the_first_one_keeps_all(tmp_path: Path, 
         with Checkpointer("run", {"model": model}, socket=daemon.socket) as checkpointer:
             checkpointer.save(1, wait="durable").result()
             with closing(Catalog.open(postgres_url)) as catalog:
-                catalog.open_round("run", 2, 1, 1, NOW)
+                catalog.note_round("run", 2, 1, 1, NOW)
             done = started(other, postgres_url)
             assert done.returncode == 4 and "wrong-root" in done.stderr and str(root) in done.stderr, done.stderr
             assert "catalog adopt" in done.stderr

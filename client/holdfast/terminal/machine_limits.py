@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import InvalidRequest, NoSpace, StorageFailed
@@ -30,8 +29,6 @@ READERS = 8
 STAGED_OF_COPY = 1 / 1.03
 DURABLE_OF_WRITE = 0.92
 RESTORE_OF_READ = 0.75
-
-Octets = NDArray[np.uint8]
 
 
 class Limits(NamedTuple):

@@ -309,19 +309,6 @@ def _options(sharding: Sharding) -> list[str]:
     return method + [f"{name}={getattr(sharding, name)}" for name in said]
 
 
-def as_json(layout: Layout) -> dict[str, Any]:
-    """The layout as an object that `parse` takes: the text's keys, with numbers, and with objects where there are parts."""
-    parts: dict[str, Any] = dict(_parts(layout))
-    mesh, sharding = layout.mesh, layout.sharding
-    parts |= {axis: getattr(mesh, axis) for axis in AXES if axis in parts}
-    parts |= {"pp": {"size": mesh.pp, "layers": list(layout.split)}} if layout.split else {}
-    if "sharding" in parts:
-        said = {name: getattr(sharding, name) for name in METHODS.get(sharding.method, ())}
-        method = {"method": sharding.method} if sharding.method else {}
-        parts["sharding"] = {"size": mesh.sharding, "stage": sharding.stage, **method, **said}
-    return parts | ({"vocab": layout.vocabulary} if layout.vocabulary else {})
-
-
 def _unknown(what: str, name: str, known: tuple[str, ...]) -> NoReturn:
     near = get_close_matches(name[:SHOWN_MAX].lower(), known, 1, CLOSE)
     meant = f"did you mean {near[0]}? " if near else ""

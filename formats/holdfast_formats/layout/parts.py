@@ -73,11 +73,6 @@ def of_box(name: str, dtype: str, tensor: str, box: Box) -> LocalTensor:
     return LocalTensor(name, dtype, box.shape, parts)
 
 
-def padded(local: LocalTensor, rows: int) -> LocalTensor:
-    """The same tensor with padding behind it, so that dimension 0 has `rows`."""
-    return local._replace(shape=(rows, *local.shape[1:]))
-
-
 def narrow(part: Part, box: Box) -> Part | None:
     """What the part has of `box`, which is counted in the part's own tensor; None when that is nothing."""
     common = intersect(part.box, box)
@@ -242,16 +237,6 @@ def view(memory: NDArray[Any], part: Part) -> NDArray[Any]:
     """The part's place in the memory of its local tensor, as an array of its box's shape; `memory` is 1-d and contiguous."""
     steps = tuple(stride * memory.itemsize for stride in part.strides)
     return np.lib.stride_tricks.as_strided(memory[part.start :], part.box.shape, steps)
-
-
-def fill(local: LocalTensor, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-    """The local tensor, out of whole tensors in memory: what `parts` mean, in five lines. Padding is zero."""
-    memory = np.zeros(
-        local.volume, next(iter(tensors.values())).dtype if not local.parts else tensors[local.parts[0].tensor].dtype
-    )
-    for part in local.parts:
-        view(memory, part)[...] = tensors[part.tensor][part.box.slices]
-    return memory.reshape(local.shape)
 
 
 def full(name: str, dtype: str, shape: Shape) -> LocalTensor:

@@ -82,14 +82,6 @@ class Cuts(NamedTuple):
         return [Shard(*shard) for shard in zip(*(column.tolist() for column in self.ranges(index)), strict=True)]
 
 
-def share(tensors: Sequence[LocalTensor], layout: Layout, index: int, count: int) -> list[LocalTensor]:
-    """What rank `index` of `count` sharding ranks keeps of what its tensor-parallel rank holds; stage 0 keeps everything.
-
-    For many ranks make the `cuts` once and `take` from them.
-    """
-    return take(tensors, cuts(tensors, layout, count), index)
-
-
 def take(tensors: Sequence[LocalTensor], cut: Cuts, index: int) -> list[LocalTensor]:
     """One rank's shards as local tensors: flat ones have one dimension, others their tensor's rows."""
     return [_shard(tensors[position], cut.flat, start, stop) for position, start, stop in cut.of(index)]

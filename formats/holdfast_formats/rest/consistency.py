@@ -8,29 +8,16 @@ from pydantic import BaseModel, Field
 
 CONTRADICTIONS_MAX = 1000
 
-# Every kind of contradiction, and what it says.
-KINDS: dict[str, str] = {
-    "not-listed": "a sound checkpoint or a run's file is on storage, and the catalog does not list it",
-    "listed-but-gone": "the catalog lists a checkpoint that is not on storage",
-    "listed-but-unreadable": "the catalog lists a checkpoint whose COMMIT or manifest cannot be read",
-    "unreadable": "a directory stands among the checkpoints and cannot be listed",
-    "differs": "the catalog says something else of it than its manifest, or than the run's file",
-    "fence-too-low": "an attempt is on record that is newer than the newest declared one (I6)",
-    "round-nobody-writes": "a round is going on, and no daemon writes it",
-    "job-nobody-runs": "a job is running on a node that is gone",
-    "statistics-of-nothing": "statistics of a checkpoint that is not listed",
-}
-
 Kind = Literal[
-    "not-listed",
-    "listed-but-gone",
-    "listed-but-unreadable",
-    "unreadable",
-    "differs",
-    "fence-too-low",
-    "round-nobody-writes",
-    "job-nobody-runs",
-    "statistics-of-nothing",
+    "not-listed",  # a sound checkpoint or a run's file is on storage, and the catalog does not list it
+    "listed-but-gone",  # the catalog lists a checkpoint that is not on storage
+    "listed-but-unreadable",  # the catalog lists a checkpoint whose COMMIT or manifest cannot be read
+    "unreadable",  # a directory stands among the checkpoints and cannot be listed
+    "differs",  # the catalog says something else of it than its manifest, or than the run's file
+    "fence-too-low",  # an attempt is on record that is newer than the newest declared one (I6)
+    "round-nobody-writes",  # a round is going on, and no daemon writes it
+    "job-nobody-runs",  # a job is running on a node that is gone
+    "statistics-of-nothing",  # statistics of a checkpoint that is not listed
 ]
 
 

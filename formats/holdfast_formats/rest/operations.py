@@ -102,16 +102,6 @@ class Replica(BaseModel):
     problem: dict[str, Any] | None = None
 
 
-class ReplicaLag(BaseModel):
-    """How far a tier is behind the root: committed checkpoints that have no copy there, and what is wrong with the tier."""
-
-    tier: str
-    checkpoints: int
-    bytes: int
-    oldest: str | None = Field(description="commit of the oldest checkpoint without a copy")
-    problem: dict[str, Any] | None = None
-
-
 class TokenRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 

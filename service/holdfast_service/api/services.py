@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from fastapi import Depends, Query, Request
 
@@ -14,7 +14,6 @@ from holdfast_formats.errors import Damaged
 from holdfast_formats.moments import utc_now
 from holdfast_formats.naming import STEP_MAX
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.operations import ReplicaLag
 from holdfast_service.api.door.middleware import Policy
 from holdfast_service.api.door.refusals import Refusals
 from holdfast_service.control.access.owner import Owner
@@ -30,12 +29,6 @@ from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.storage import Tier
 
 LIMIT_MAX = 1000
-
-
-class Replicas(Protocol):
-    """The tiers that checkpoints are copied to."""
-
-    def lags(self) -> list[ReplicaLag]: ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,6 @@ class Services:
     suspect: Callable[[str, int, Damaged], None] = lambda run, step, error: None
     restore_bytes: Callable[[], Mapping[str, int]] = dict
     runner: JobRunner | None = None
-    replicas: Replicas | None = None
     lives: Callable[[], Mapping[str, Lived]] = dict  # what is known of the ranks of runs
     door: Policy = field(default_factory=Policy)
     owner: Owner = field(default_factory=lambda: Owner(make_text()))

@@ -169,7 +169,6 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         suspect=saver.checks.suspect,
         restore_bytes=node.loader.counts.all,
         runner=node.runner,
-        replicas=node.copies,
         lives=lambda: control.decisions.lives(saver.lives()),
         door=door,
         history=watch(config, control.catalog.database, stack),

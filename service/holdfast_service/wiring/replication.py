@@ -12,7 +12,6 @@ from pathlib import Path
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, StorageFailed
-from holdfast_formats.rest.operations import ReplicaLag
 from holdfast_service.config import Config, check_apart
 from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
 from holdfast_service.control.decisions import Decisions
@@ -34,14 +33,6 @@ class Copies:
     def __init__(self, replicators: dict[str, Replicator], book: ReplicaBook, transfers: Transfers) -> None:
         self.replicators, self._book, self.transfers = replicators, book, transfers
         self.repairer = transfers.repairer
-
-    def lags(self) -> list[ReplicaLag]:
-        """How far each replica is behind, and what is wrong with it."""
-        found = []
-        for name, one in self.replicators.items():
-            problem = one.problem.problem() if one.problem is not None else None
-            found.append(self._book.lag(name).model_copy(update={"problem": problem}))
-        return found
 
 
 class MendedAtStart:

@@ -198,8 +198,8 @@ def test_pages_by_attention_are_full_and_tell_of_nobody_else(tmp_path: Path) -> 
 
 def test_metrics_of_some_runs(closed: Guarded) -> None:
     """A token for some runs is told of each of these, and nothing that is counted of all together."""
-    closed.running.services.catalog.open_round("other", 2, 1, 1, "2026-01-02T00:00:00Z")
-    closed.running.services.catalog.open_round("team-a", 6, 1, 1, "2026-01-02T00:00:00Z")
+    closed.running.services.catalog.note_round("other", 2, 1, 1, "2026-01-02T00:00:00Z")
+    closed.running.services.catalog.note_round("team-a", 6, 1, 1, "2026-01-02T00:00:00Z")
     every, some = (closed.ask("GET", "/metrics", closed.token("admin", runs)).text for runs in ("*", "team-*"))
     lines = [line for line in some.splitlines() if line and not line.startswith("#")]
     assert lines and all('run="team-' in line for line in lines)

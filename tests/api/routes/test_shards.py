@@ -21,7 +21,6 @@ from holdfast_formats import dtypes, naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.layout import language as layouts
-from holdfast_formats.layout import parts
 from holdfast_formats.layout.parts import LocalTensor, Part
 from holdfast_formats.layout.rank_tensors import of_manifest
 from holdfast_formats.region import Box
@@ -30,6 +29,7 @@ from tests.api.shard_roots import PLAIN, Root, path_of, save
 from tests.checkpoints import Built, build
 from tests.layouts import models, oracle
 from tests.layouts.matrix import LAYOUTS, MODELS
+from tests.local_tensors import fill
 from tests.serving import Served, served
 
 
@@ -62,9 +62,7 @@ def expected(built: Built, text: str, rank: int, group: str = "model") -> dict[s
     """The shard, out of the whole tensors in memory and what the layout says of them."""
     config = json.loads((built.path / shard_plans.CONFIG).read_bytes())
     held = of_manifest(built.manifest, group, layouts.parse(text), config).of(rank)
-    return {
-        local.name: parts.fill(local, built.arrays[group]).astype(dtypes.to_numpy(local.dtype)) for local in held.tensors
-    }
+    return {local.name: fill(local, built.arrays[group]).astype(dtypes.to_numpy(local.dtype)) for local in held.tensors}
 
 
 def assert_equal(data: bytes, wanted: dict[str, NDArray[Any]]) -> None:
@@ -205,7 +203,7 @@ def test_the_plan_is_enough_to_read_the_shard_from_storage(root: Root, http: htt
             ]
             local = LocalTensor(item["name"], item["dtype"], tuple(item["shape"]), tuple(pieces))
             assert local.padding == item["padding"]
-            made[local.name] = parts.fill(local, octets)
+            made[local.name] = fill(local, octets)
     wanted = expected(built, layout, 1)
     assert {name: array.tobytes() for name, array in made.items()} == {n: array.tobytes() for n, array in wanted.items()}
     assert page["tensors"] == len(made)

@@ -21,6 +21,7 @@ from holdfast_formats.layout import language, parts
 from holdfast_formats.layout.parts import LocalTensor
 from tests.checkpoints import Built, build, flip
 from tests.client import llama
+from tests.local_tensors import padded
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_stale_bytes_of_the_buffer_do_not_become_padding(tmp_path: Path, monkeyp
     built = build(tmp_path / "c", {"model": {"a": ones, "b": ones}})
     path = tmp_path / "out"
     with holdfast.open(built.path) as checkpoint:
-        local = parts.padded(parts.full("b", "F32", (8, 8)), 20)
+        local = padded(parts.full("b", "F32", (8, 8)), 20)
         write(checkpoint, [parts.full("a", "F32", (8, 8)), local], path)
     assert torch.equal(load_file(path)["b"], torch.cat([torch.ones(8, 8), torch.zeros(12, 8)]))
 

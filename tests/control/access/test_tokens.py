@@ -162,7 +162,7 @@ def test_a_limited_session_sees_its_runs_alone(world: World) -> None:
     catalog = world.catalog
     for run in ("Team-c", "a_b", "axb", "team-a", "team-b", "zoo"):
         catalog.declare_attempt(run, "launch", 1, NOW)
-        catalog.open_round(run, 1, 1, 1, NOW)
+        catalog.note_round(run, 1, 1, 1, NOW)
         world.events.add("attempt-declared", "one", run)
     world.events.add("daemon-started", "of no run")
     with limited_to("team-*"):

@@ -184,22 +184,22 @@ class TestRounds:
 
     def test_a_round_goes_on_until_it_ends(self, catalog: Catalog) -> None:
         """Opening again finds the round while it is open or sealed, and makes a new one afterwards."""
-        first = catalog.open_round("run", 5, 1, 2, NOW)
-        assert catalog.open_round("run", 5, 1, 2, LATER) == first
+        first = catalog.note_round("run", 5, 1, 2, NOW)[0]
+        assert catalog.note_round("run", 5, 1, 2, LATER)[0] == first
         catalog.update_round(first, sealed=1)
         assert catalog.rounds().items[0].state == "open"
         catalog.update_round(first, sealed=2)
         sealed = catalog.rounds().items[0]
         assert (sealed.state, sealed.sealed, sealed.opened, sealed.ended) == ("sealed", 2, NOW, None)
-        assert catalog.open_round("run", 5, 1, 2, LATER) == first
+        assert catalog.note_round("run", 5, 1, 2, LATER)[0] == first
         catalog.end_round(first, "aborted", LATER, "no-space", "the disk is full")
         ended = catalog.rounds().items[0]
         assert (ended.state, ended.ended, ended.code, ended.detail) == ("aborted", LATER, "no-space", "the disk is full")
-        assert catalog.open_round("run", 5, 1, 2, LATER) > first
+        assert catalog.note_round("run", 5, 1, 2, LATER)[0] > first
 
     def test_the_first_end_stands(self, catalog: Catalog) -> None:
         """A committed round is never aborted, and nobody seals in it any more."""
-        made = catalog.open_round("run", 5, 1, 2, NOW)
+        made = catalog.note_round("run", 5, 1, 2, NOW)[0]
         catalog.end_round(made, "committed", NOW)
         catalog.end_round(made, "aborted", LATER, "round-aborted", "too late")
         catalog.update_round(made, sealed=1)
@@ -215,17 +215,17 @@ class TestRounds:
 
     def test_attempt_of_a_lost_catalog_is_taken_over(self, catalog: Catalog) -> None:
         """A sealed slot of an attempt that the catalog has lost is saved, and its number is not given out again."""
-        catalog.open_round("run", 5, 3, 2, NOW)
+        catalog.note_round("run", 5, 3, 2, NOW)
         assert catalog.declare_attempt("run", "next", 2, NOW) == 4
 
     def test_abort_open_rounds(self, catalog: Catalog) -> None:
         """Only rounds going on are aborted, but for those to keep."""
-        done = catalog.open_round("run", 1, 1, 2, NOW)
+        done = catalog.note_round("run", 1, 1, 2, NOW)[0]
         catalog.end_round(done, "committed", NOW)
-        old = catalog.open_round("run", 2, 1, 2, NOW)
-        sealed = catalog.open_round("run", 3, 2, 1, NOW)
+        old = catalog.note_round("run", 2, 1, 2, NOW)[0]
+        sealed = catalog.note_round("run", 3, 2, 1, NOW)[0]
         catalog.update_round(sealed, sealed=1)
-        other = catalog.open_round("other", 2, 1, 2, NOW)
+        other = catalog.note_round("other", 2, 1, 2, NOW)[0]
         assert catalog.abort_open_rounds(LATER, "stale-attempt", "superseded", keep=[sealed, other]) == [old]
         assert catalog.abort_open_rounds(LATER, "round-aborted", "the daemon ended") == [sealed, other]
         assert catalog.abort_open_rounds(LATER, "round-aborted", "the daemon ended") == []
@@ -235,7 +235,7 @@ class TestRounds:
 
     def test_rounds_are_listed_by_run_and_state(self, catalog: Catalog) -> None:
         """The newest first, filtered, page by page."""
-        ids = [catalog.open_round(run, step, 1, 2, NOW) for step in range(3) for run in ("a", "b")]
+        ids = [catalog.note_round(run, step, 1, 2, NOW)[0] for step in range(3) for run in ("a", "b")]
         catalog.end_round(ids[0], "committed", NOW)
         assert [made.id for made in catalog.rounds("a").items] == [ids[4], ids[2], ids[0]]
         assert [made.id for made in catalog.rounds("a", "open").items] == [ids[4], ids[2]]
@@ -251,7 +251,7 @@ class TestRounds:
     def test_many_threads_open_one_round(self, catalog: Catalog) -> None:
         """Ranks that begin the same save at once share its round."""
         with ThreadPoolExecutor(8) as pool:
-            ids = set(pool.map(lambda _: catalog.open_round("run", 5, 1, 8, NOW), range(24)))
+            ids = set(pool.map(lambda _: catalog.note_round("run", 5, 1, 8, NOW)[0], range(24)))
         assert len(ids) == 1
 
 

@@ -103,7 +103,7 @@ def test_filtered_rounds(
         catalog.set_keep_last(f"{run}-{number}", None)
     made = []
     for attempt, (run, step, ended) in enumerate(opened, 1):
-        round_id = catalog.open_round(f"{run}-{number}", step, attempt, 1, at(attempt))
+        round_id = catalog.note_round(f"{run}-{number}", step, attempt, 1, at(attempt))[0]
         if ended == "sealed":
             catalog.update_round(round_id, sealed=1)
         elif ended != "open":

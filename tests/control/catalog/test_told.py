@@ -76,8 +76,8 @@ def test_a_round_whose_checkpoint_stands_is_committed(decisions: Decisions) -> N
     catalog = decisions._catalog
     attempt = catalog.checkpoint("tiny", 15).attempt
     catalog.forget_checkpoint("tiny", 15)
-    published = catalog.open_round("tiny", 15, attempt, 1, "2026-01-01T00:00:00.000Z")
-    lost = catalog.open_round("tiny", 20, attempt, 1, "2026-01-01T00:00:00.000Z")
+    published = catalog.note_round("tiny", 15, attempt, 1, "2026-01-01T00:00:00.000Z")[0]
+    lost = catalog.note_round("tiny", 20, attempt, 1, "2026-01-01T00:00:00.000Z")[0]
     decisions.recover()
     ended = {made.id: made for made in catalog.rounds("tiny").items}
     assert (ended[published].state, ended[published].node, ended[published].code) == ("committed", "node", None)

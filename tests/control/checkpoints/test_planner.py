@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast_formats.errors import StateMismatch
-from holdfast_formats.region import Box, tiles, whole
+from holdfast_formats.region import Box, whole
 from holdfast_formats.staging.slot_table import Blob, SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.checkpoints import planner
+from tests.tiling import tiles
 
 
 def table(rank: int, world: int, fragments: tuple[StagedFragment, ...], **more: object) -> SlotTable:

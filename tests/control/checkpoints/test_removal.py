@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast_formats.errors import NoSuchCheckpoint, StorageFailed
-from holdfast_service.control.checkpoints.removal import remove_checkpoint, strangers, sweep
+from holdfast_service.control.checkpoints.removal import remove_checkpoint, sweep
 from holdfast_service.storage import MemoryTier, PosixTier, Tier
 from tests.control.published import a_manifest, put_checkpoint
 
@@ -130,7 +130,7 @@ STRANGERS = [
 
 
 def test_sweep_never_touches_strangers(tier: Tier) -> None:
-    """What has no name of ours, or is a file where a tree belongs, stays byte for byte, and is reported."""
+    """What has no name of ours, or is a file where a tree belongs, stays byte for byte."""
     put_checkpoint(tier, a_manifest("run", 1))
     for path in STRANGERS:
         tier.put(path, b"precious")
@@ -139,21 +139,6 @@ def test_sweep_never_touches_strangers(tier: Tier) -> None:
     before = tree(tier)
     assert sweep(tier) == []
     assert tree(tier) == before
-    assert strangers(tier) == [
-        "_hidden",
-        "notes.txt",
-        "photos",
-        "run/checkpoints/file",
-        "run/checkpoints/old-step-00000005",
-        "run/checkpoints/step-00000009.a1",
-        "run/checkpoints/step-1",
-        "run/readme",
-        "run/staging/experiment",
-        "run/staging/step-00000001",
-        "run/staging/step-00000003.a1",
-        "run/trash/letters",
-        "run/trash/step-00000004",
-    ]
 
 
 def test_sweep_does_not_follow_links(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def declare_and_open(url: str) -> list[tuple[str, int, int]]:
     def one(number: int) -> tuple[str, int, int]:
         launch = f"launch-{number % LAUNCHES}"
         attempt = catalog.declare_attempt("run", launch, 1, NOW)
-        return launch, attempt, catalog.open_round("shared", 5, 1, 1, NOW)
+        return launch, attempt, catalog.note_round("shared", 5, 1, 1, NOW)[0]
 
     with ThreadPoolExecutor(THREADS) as pool:
         given = list(pool.map(one, range(4 * LAUNCHES)))
@@ -70,7 +70,7 @@ class TestWhatNoDatabaseKeeps:
 
     def test_texts_of_any_origin_are_written_out(self, catalog: Catalog) -> None:
         """The message of an error may have the bytes of a file's name in it."""
-        made = catalog.open_round("run", 5, 1, 1, NOW)
+        made = catalog.note_round("run", 5, 1, 1, NOW)[0]
         catalog.end_round(made, "aborted", NOW, "storage-failed", "a\0b \udcff größe")
         assert catalog.rounds().items[0].detail == "a\\x00b \\udcff größe"
         events = Events(catalog.database, "node", lambda: NOW)
@@ -147,7 +147,7 @@ class TestDurability:
 
         catalog.declare_attempt("run", "a", 1, NOW)
         levels.append(level())
-        catalog.open_round("run", 5, 1, 1, NOW)
+        catalog.note_round("run", 5, 1, 1, NOW)
         levels.append(level())
         catalog.declare_attempt("run", "b", 1, NOW)
         levels.append(level())

@@ -53,7 +53,7 @@ def note(catalog: Catalog, round_id: int, measured: dict[str, float], node: str 
 
 
 def save(catalog: Catalog, step: int, state: str = "committed") -> int:
-    made = catalog.open_round("run", step, 1, 2, BEGAN)
+    made = catalog.note_round("run", step, 1, 2, BEGAN)[0]
     if state == "committed":
         catalog.record_checkpoint(a_row("run", step))
     catalog.end_round(made, state, ENDED, None if state == "committed" else "no-space")  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_phases_are_counted_as_they_become_known(catalog: Catalog, history: Roun
 def test_what_goes_on_at_the_start_is_counted_when_it_ends(catalog: Catalog) -> None:
     """What had ended before is not, what had begun is."""
     save(catalog, 1)
-    going = catalog.open_round("run", 2, 1, 2, BEGAN)
+    going = catalog.note_round("run", 2, 1, 2, BEGAN)[0]
     history = RoundHistory(catalog.database, "here", Clock())
     assert counts(history) == {}
     catalog.end_round(going, "committed", ENDED)
@@ -91,7 +91,7 @@ def test_what_goes_on_at_the_start_is_counted_when_it_ends(catalog: Catalog) -> 
 
 def test_rounds_that_end_out_of_order(catalog: Catalog, history: RoundHistory) -> None:
     """An older round that ends after a newer one is counted as well."""
-    older = catalog.open_round("run", 1, 1, 2, BEGAN)
+    older = catalog.note_round("run", 1, 1, 2, BEGAN)[0]
     save(catalog, 2)
     assert counts(history) == {"durable": 1}
     catalog.end_round(older, "committed", ENDED)
@@ -120,7 +120,7 @@ def test_what_is_not_noted_in_time_is_not_awaited(catalog: Catalog, history: Rou
     note(catalog, made, {"verify_s": 1.0})
     assert counts(history) == {"durable": 1}
     for step in range(2, PENDING_MAX // 100):
-        catalog.open_round("run", step, 1, 2, BEGAN)
+        catalog.note_round("run", step, 1, 2, BEGAN)
     history.look()
     assert len(history._pending) <= PENDING_MAX
 

@@ -17,7 +17,8 @@ from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import SlotHeader, SlotState
 from holdfast_service.config import fd_store
 from holdfast_service.daemon.arena import holder
-from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess, MemoryKeeper
+from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess
+from tests.daemon.memory_keeper import MemoryKeeper
 from tests.daemons import wait_until
 
 

@@ -41,8 +41,7 @@ def far(tmp_path: Path, step: int = 5) -> Path:
 
 def test_every_verified_checkpoint_is_copied(world: CopiesWorld, tmp_path: Path) -> None:
     """Byte for byte, newest first; it is recorded and told, and nothing is behind any more."""
-    lag = world.book.lag("far")
-    assert (lag.checkpoints, lag.bytes) == (3, sum(built.manifest.bytes for built in world.built.values()))
+    assert len(world.book.due("far")) == 3
     world.replicators["far"].look()
     assert [world.states(step) for step in STEPS] == [{}, {}, {"far": "present"}]
     world.copy()
@@ -50,18 +49,17 @@ def test_every_verified_checkpoint_is_copied(world: CopiesWorld, tmp_path: Path)
         assert contents(far(tmp_path, step)) == contents(world.path(step))
         assert world.states(step) == {"far": "present"}
     assert [detail["tier"] for detail in world.events("checkpoint-replicated")] == ["far"] * 3
-    assert world.book.lag("far").checkpoints == 0
+    assert world.book.due("far") == []
     assert not os.listdir(tmp_path / "far" / RUN / naming.STAGING)
 
 
 def test_what_is_not_verified_waits(tmp_path: Path) -> None:
-    """A checkpoint that nobody has read back yet is not copied; it counts as behind."""
+    """A checkpoint that nobody has read back yet is not copied."""
     with copies_world(tmp_path, STEPS) as world:
         fresh = world.catalog.checkpoint(RUN, 15).model_copy(update={"verified": False})
         world.catalog.record_checkpoint(fresh)
         world.copy()
         assert [world.states(step) for step in STEPS] == [{"far": "present"}, {"far": "present"}, {}]
-        assert world.book.lag("far").checkpoints == 1
 
 
 def test_a_copy_goes_after_its_checkpoint_was_removed(world: CopiesWorld, tmp_path: Path) -> None:
@@ -138,7 +136,7 @@ def test_another_training_does_not_overwrite_them(world: CopiesWorld, tmp_path: 
     assert contents(far(tmp_path, 15)) == before
     (told,) = world.events("replica-failed")
     assert told["problem"]["code"] == AlreadyCommitted.code
-    assert world.book.lag("far").checkpoints == 1
+    assert len(world.book.due("far")) == 1
 
 
 def test_a_clock_that_was_set_back(world: CopiesWorld) -> None:
@@ -150,7 +148,7 @@ def test_a_clock_that_was_set_back(world: CopiesWorld) -> None:
     world.decisions.recover()
     world.decisions.findings.sound(RUN, 15)
     world.copy()
-    assert world.book.lag("far").checkpoints == 0
+    assert world.book.due("far") == []
 
 
 def test_a_restart_goes_on(world: CopiesWorld, tmp_path: Path) -> None:

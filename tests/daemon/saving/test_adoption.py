@@ -21,13 +21,13 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
-from holdfast_service.daemon.arena.fd_keeper import MemoryKeeper
 from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.storage import MemoryTier
+from tests.daemon.memory_keeper import MemoryKeeper
 from tests.daemon.saver_world import RUN, SIZE, content
 from tests.daemons import wait_until
 

@@ -14,10 +14,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors import torch as library_torch
 
-from holdfast_formats import dtypes
 from holdfast_formats.disk import packing, safetensors
 from holdfast_formats.disk.safetensors import FileTensor
 from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatch
+from tests.checkpoints import dtype_name
 from tests.formats.strategies import NAMES, content, file_bytes, shapes, specs, stored
 
 TORCH_DTYPES = {**library_torch._TYPES, "F8_E8M0": torch.float8_e8m0fnu, "F4": torch.float4_e2m1fn_x2}
@@ -87,8 +87,8 @@ def test_torch_and_safe_open_read_our_file(tmp_path: Path) -> None:
     """torch.load's counterpart and the memory-mapped reader see the values that numpy wrote, and {"format": "pt"}."""
     values = {"w": np.arange(6, dtype="<f4").reshape(2, 3), "n": np.array(7, "<i8"), "none": np.zeros((0, 3), "<f4")}
     names = sorted(values)
-    order = safetensors.storage_order([(n, dtypes.from_numpy(values[n].dtype)) for n in names])
-    table = stored(*((names[i], dtypes.from_numpy(values[names[i]].dtype), values[names[i]].shape) for i in order))
+    order = safetensors.storage_order([(n, dtype_name(values[n].dtype)) for n in names])
+    table = stored(*((names[i], dtype_name(values[names[i]].dtype), values[names[i]].shape) for i in order))
     file = safetensors.encode(table, {"format": "pt"}) + b"".join(values[t.name].tobytes() for t in table)
     loaded = library_torch.load(file)
     assert {name: tensor.tolist() for name, tensor in loaded.items()} == {n: v.tolist() for n, v in values.items()}

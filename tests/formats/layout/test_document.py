@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.layout.language import FORMS, KEYS, METHODS, as_json, parse
+from holdfast_formats.layout.language import FORMS, KEYS, METHODS, parse
 from holdfast_formats.layout.sharding import cuts
 from holdfast_formats.tensors import TensorSpec
 
@@ -38,7 +37,6 @@ def test_every_layout_of_the_page_is_one(page: str) -> None:
         parse(example)
     (written,) = blocks(page, "json")
     assert parse(written) == parse("tp=4,ep=2,pp=4:8/8/8/6,sharding=8:stage1:flat:align=128")
-    assert as_json(parse(written)).items() >= {"tp": 4, "ep": 2, "pp": json.loads(written)["pp"]}.items()
 
 
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)

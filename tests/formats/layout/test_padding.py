@@ -12,6 +12,7 @@ from holdfast_formats.layout import parts
 from holdfast_formats.layout.padding import gaps
 from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.region import Box
+from tests.local_tensors import padded
 
 
 @st.composite
@@ -26,7 +27,7 @@ def locals_(draw: st.DrawFn) -> LocalTensor:
     dropped = draw(st.sampled_from([None, 0, 1]))
     if dropped is not None:  # a hole in the middle, and not behind
         local = local._replace(parts=tuple(part for part in local.parts if part.tensor != "ab"[dropped]))
-    local = parts.padded(local, local.shape[0] + draw(st.integers(0, 3)))
+    local = padded(local, local.shape[0] + draw(st.integers(0, 3)))
     if draw(st.booleans()):
         start = draw(st.integers(0, local.volume))
         local = parts.flat(local, start, draw(st.integers(start, local.volume)))

@@ -15,6 +15,7 @@ from holdfast_formats.errors import StateMismatch
 from holdfast_formats.layout import parts
 from holdfast_formats.layout.parts import Fused, LocalTensor, Part
 from holdfast_formats.region import Box, Shape, whole
+from tests.local_tensors import fill, padded
 
 Arrays = dict[str, NDArray[Any]]
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
@@ -53,13 +54,13 @@ def test_a_box_and_any_flat_range_of_it_hold_what_slicing_gives(data: st.DataObj
     box = data.draw(boxes(shape))
     local = parts.of_box("x", "I64", "t", box)
     expected = tensor[box.slices]
-    assert np.array_equal(parts.fill(local, {"t": tensor}), expected)
+    assert np.array_equal(fill(local, {"t": tensor}), expected)
     assert local.padding == 0
     start = data.draw(st.integers(0, local.volume))
     stop = data.draw(st.integers(start, local.volume))
     cut = parts.flat(local, start, stop)
     assert cut.shape == (stop - start,) and cut.padding == 0
-    assert np.array_equal(parts.fill(cut, {"t": tensor}), expected.reshape(-1)[start:stop])
+    assert np.array_equal(fill(cut, {"t": tensor}), expected.reshape(-1)[start:stop])
 
 
 @given(st.data(), fused())
@@ -69,10 +70,10 @@ def test_fused_tensors_interleave_their_parts_group_by_group(
     """A fused tensor, and any flat range of it, is the concatenation of its parts' groups."""
     local, tensors, expected = made
     assert local.shape == expected.shape
-    assert np.array_equal(parts.fill(local, tensors), expected)
+    assert np.array_equal(fill(local, tensors), expected)
     start = data.draw(st.integers(0, local.volume))
     stop = data.draw(st.integers(start, local.volume))
-    assert np.array_equal(parts.fill(parts.flat(local, start, stop), tensors), expected.reshape(-1)[start:stop])
+    assert np.array_equal(fill(parts.flat(local, start, stop), tensors), expected.reshape(-1)[start:stop])
 
 
 @given(st.data(), fused())
@@ -93,19 +94,19 @@ def test_parts_of_a_fused_tensor_are_found_in_it(
     sources = {each: [Fused("stack", stacked.shape, stacked.parts)] for each in held}
     found = parts.resolve(wanted, sources)
     assert {part.tensor for part in found.parts} == {"stack"}
-    assert np.array_equal(parts.fill(found, {"stack": parts.fill(stacked, everything)}), held[name][box.slices])
+    assert np.array_equal(fill(found, {"stack": fill(stacked, everything)}), held[name][box.slices])
 
 
 def test_padding_is_zero_and_counted() -> None:
     """Rows behind the last part are zeros, also in a cut of them."""
-    local = parts.padded(parts.full("t", "I64", (3, 2)), 5)
+    local = padded(parts.full("t", "I64", (3, 2)), 5)
     assert local.padding == 4
-    assert parts.fill(local, {"t": numbered((3, 2))}).tolist() == [[1, 2], [3, 4], [5, 6], [0, 0], [0, 0]]
+    assert fill(local, {"t": numbered((3, 2))}).tolist() == [[1, 2], [3, 4], [5, 6], [0, 0], [0, 0]]
     tail = parts.rows(local, 2, 5)
     assert tail.shape == (3, 2) and tail.padding == 4
-    assert parts.fill(tail, {"t": numbered((3, 2))}).tolist() == [[5, 6], [0, 0], [0, 0]]
+    assert fill(tail, {"t": numbered((3, 2))}).tolist() == [[5, 6], [0, 0], [0, 0]]
     assert parts.flat(local, 6, 10).parts == ()
-    assert parts.fill(parts.flat(local, 6, 10), {"t": numbered((3, 2))}).tolist() == [0, 0, 0, 0]
+    assert fill(parts.flat(local, 6, 10), {"t": numbered((3, 2))}).tolist() == [0, 0, 0, 0]
 
 
 def test_an_empty_box_has_no_part() -> None:

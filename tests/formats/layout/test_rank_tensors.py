@@ -20,6 +20,7 @@ from holdfast_formats.tensors import TensorSpec
 from tests.formats import strategies
 from tests.layouts import models
 from tests.layouts.models import Model
+from tests.local_tensors import fill
 
 Q, K, V = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
@@ -150,7 +151,7 @@ def test_a_tied_head_is_stored_once_and_given_to_both_ends() -> None:
     arrays = {"model.embed_tokens.weight": np.arange(1, 481, dtype=np.float32).reshape(30, 16)}
     last = next(t for t in holding.of(3).tensors if t.name == "lm_head.weight")
     padded = np.concatenate([arrays["model.embed_tokens.weight"], np.zeros((2, 16), np.float32)])
-    assert np.array_equal(parts.fill(last, arrays), padded[16:])
+    assert np.array_equal(fill(last, arrays), padded[16:])
     assert "lm_head.weight" not in {t.name for t in holding.of(0).tensors}
     assert "lm_head.weight" not in {t.name for t in hold(parse("tp=2"), 0, "model", specs, chosen).tensors}
 
@@ -201,7 +202,7 @@ def test_a_contiguous_form_gives_each_rank_its_slice_of_the_whole() -> None:
     for rank, expected in enumerate((gate, up)):
         found = held(models.llama(), "tp=2,gate_up=contiguous", rank)
         fused = next(t for t in found.tensors if t.name == "model.layers.0.mlp.gate_up_proj.weight")
-        assert np.array_equal(parts.fill(fused, arrays), expected)
+        assert np.array_equal(fill(fused, arrays), expected)
     with pytest.raises(StateMismatch, match="18 rows do not divide by 4 ranks"):
         table = {
             "name": "odd",

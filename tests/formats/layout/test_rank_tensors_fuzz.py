@@ -22,6 +22,7 @@ from holdfast_formats.layout.language import FORMS, Layout, parse
 from holdfast_formats.layout.parts import LocalTensor
 from holdfast_formats.layout.rank_tensors import LayoutHoldings
 from holdfast_formats.region import Shape, check_box
+from tests.local_tensors import fill
 
 RANKS_MAX = 16
 OTHERWISE = ("refuse", "uneven", "replicate", "largest")
@@ -189,7 +190,7 @@ def filled(ranks: Sequence[Sequence[LocalTensor]], arrays: Arrays) -> list[list[
         for part in local.parts:  # memory behind a local tensor is not to be written to
             check_box(part.box, arrays[part.tensor].shape, part.tensor)
             assert 0 <= part.start < part.stop <= local.volume, f"{local.name}: {part} lies outside {local.shape}"
-    return [[(local, parts.fill(local, arrays)) for local in rank] for rank in ranks]
+    return [[(local, fill(local, arrays)) for local in rank] for rank in ranks]
 
 
 def hold(checkpoint: Checkpoint, layout: Layout) -> list[tuple[LocalTensor, ...]] | None:

@@ -18,6 +18,7 @@ from holdfast_formats.layout import parts, shard_file
 from holdfast_formats.layout.parts import LocalTensor, Part
 from holdfast_formats.layout.shard_file import ShardFile
 from holdfast_formats.region import Box, byte_view, whole
+from tests.local_tensors import fill, padded
 
 Arrays = dict[str, NDArray[Any]]
 METADATA = {"rank": "3"}
@@ -45,7 +46,7 @@ def locals_(draw: st.DrawFn) -> tuple[list[LocalTensor], Arrays]:
             case "box":
                 local = parts.of_box(str(i), dtype, f"{i}a", box)
             case "padded":
-                local = parts.padded(parts.of_box(str(i), dtype, f"{i}a", box), box.shape[0] + 3)
+                local = padded(parts.of_box(str(i), dtype, f"{i}a", box), box.shape[0] + 3)
             case "flat":
                 whole_one = parts.full(f"{i}a", dtype, shape)
                 start = draw(st.integers(0, whole_one.volume))
@@ -97,7 +98,7 @@ def test_the_file_is_what_the_library_writes(made: tuple[list[LocalTensor], Arra
     read = safetensors.numpy.load(data)
     assert set(read) == {local.name for local in tensors}
     for local in tensors:
-        expected = parts.fill(local, stored) if local.parts else np.zeros(local.shape, dtypes.to_numpy(local.dtype))
+        expected = fill(local, stored) if local.parts else np.zeros(local.shape, dtypes.to_numpy(local.dtype))
         assert read[local.name].shape == local.shape
         assert read[local.name].tobytes() == expected.tobytes()
 

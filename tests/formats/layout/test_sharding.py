@@ -14,10 +14,11 @@ from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.layout import parts
 from holdfast_formats.layout.language import Layout, parse
 from holdfast_formats.layout.parts import LocalTensor
-from holdfast_formats.layout.sharding import ELEMENTS_MAX, Shard, cuts, share, take, unit
+from holdfast_formats.layout.sharding import ELEMENTS_MAX, Shard, cuts, take, unit
 from holdfast_formats.region import Box, Shape
 from holdfast_formats.tensors import TensorSpec
 from tests.formats.strategies import shapes
+from tests.local_tensors import fill, padded
 
 METHODS = [
     "stage1",
@@ -50,13 +51,18 @@ def locals_and_sources(draw: st.DrawFn) -> tuple[list[LocalTensor], dict[str, np
         box = Box(offset, tuple(n - o for o, n in zip(offset, shape, strict=True)))
         tensor = parts.fuse(name, dtype, [(atom, box) for atom in atoms], 0, 1) if shape else parts.full(atoms[0], dtype, ())
         if shape and draw(st.booleans()):
-            tensor = parts.padded(tensor, tensor.shape[0] + draw(st.integers(0, 3)))
+            tensor = padded(tensor, tensor.shape[0] + draw(st.integers(0, 3)))
         held.append(tensor)
     return held, sources
 
 
+def kept(tensors: Sequence[LocalTensor], layout: Layout, index: int, count: int) -> list[LocalTensor]:
+    """What one of so many sharding ranks keeps."""
+    return take(tensors, cuts(tensors, layout, count), index)
+
+
 def content(tensor: LocalTensor, sources: dict[str, np.ndarray]) -> np.ndarray:
-    return parts.fill(tensor, sources or {"": np.zeros((), np.float32)}).ravel()
+    return fill(tensor, sources or {"": np.zeros((), np.float32)}).ravel()
 
 
 def layout_of(method: str, count: int) -> Layout:
@@ -80,7 +86,6 @@ def test_all_shards_together_are_every_element_once(
     for index in range(count):
         shards = cut.of(index)
         taken = take(held, cut, index)
-        assert taken == share(held, layout, index, count)
         for shard, tensor in zip(shards, taken, strict=True):
             source = held[shard.position]
             assert (tensor.name, tensor.dtype, tensor.volume) == (source.name, source.dtype, shard.stop - shard.start)
@@ -149,7 +154,7 @@ def test_rows_are_cut_as_torch_chunk_cuts_them(shape: tuple[int, ...], count: in
     tensor = parts.full("w", "F32", shape)
     rows = -(-shape[0] // count) if shape else 0
     for index in range(count):
-        found = share([tensor], layout_of("stage3", count), index, count)
+        found = kept([tensor], layout_of("stage3", count), index, count)
         if not tensor.volume or not shape:
             assert found == [tensor]
             continue
@@ -160,9 +165,9 @@ def test_rows_are_cut_as_torch_chunk_cuts_them(shape: tuple[int, ...], count: in
 def test_a_tensor_that_is_not_cut_keeps_its_parts() -> None:
     """One rank, or a row each: the very tensor, and rows as boxes."""
     tensor = parts.full("w", "F32", (4, 2))
-    assert share([tensor], layout_of("stage3", 1), 0, 1) == [tensor]
-    assert share([tensor], parse(""), 0, 1) == [tensor]
-    (row,) = share([tensor], layout_of("stage3", 4), 2, 4)
+    assert kept([tensor], layout_of("stage3", 1), 0, 1) == [tensor]
+    assert kept([tensor], parse(""), 0, 1) == [tensor]
+    (row,) = kept([tensor], layout_of("stage3", 4), 2, 4)
     assert row == parts.of_box("w", "F32", "w", Box((2, 0), (1, 2)))
 
 
@@ -197,7 +202,7 @@ def test_stage_zero_shares_out_nothing() -> None:
     """Every rank keeps everything, empty tensors too."""
     tensors = [parts.full("a", "F32", (3,)), parts.full("b", "F32", (0, 3)), parts.full("c", "F32", ())]
     for index in range(2):
-        assert share(tensors, parse("sharding=2:stage0"), index, 2) == tensors
+        assert kept(tensors, parse("sharding=2:stage0"), index, 2) == tensors
 
 
 def test_nothing_is_shared_out_among_nobody() -> None:

@@ -250,7 +250,3 @@ class Attempts:
         except (ValidationError, Damaged) as error:
             log.error("%s cannot be read, and is made anew from the catalog: %s", naming.ATTEMPTS, str(error)[:200])
             return None
-
-
-def _attempt(speaker: str) -> int:
-    return int(speaker.partition(".")[0])

@@ -120,12 +120,8 @@ class Catalog:
             session.add(AnswerRow(run=run, attempt=attempt, turn=turn, step=step))
             return step
 
-    def open_round(self, run: str, step: int, attempt: int, world: int, now: str) -> int:
-        """The id of the round of this step and attempt: the one going on, else a new one."""
-        return self.note_round(run, step, attempt, world, now)[0]
-
     def note_round(self, run: str, step: int, attempt: int, world: int, opened: str) -> tuple[int, str]:
-        """As `open_round`, with the time at which the round was opened."""
+        """The id of the round of this step and attempt, and when it was opened: the one going on, else a new one."""
         naming.check_step(step)
         with self._write(hasty=True) as session:
             row = _lock_run(session, run)

@@ -6,7 +6,6 @@ A round has a number of this daemon's own. The catalog's id is found when the ca
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -16,8 +15,6 @@ from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest import bodies
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
-
-log = logging.getLogger(__name__)
 
 ENDED_MAX = 512  # rounds that something may still be said of
 NOTHING: Mapping[str, float] = {}
@@ -59,11 +56,6 @@ class Rounds:
         self._numbers = itertools.count(1)
         self._rounds: OrderedDict[int, _Round] = OrderedDict()
         self._open: dict[RoundName, int] = {}
-
-    def going(self, run: str, step: int, attempt: int) -> int | None:
-        """The number of the round of this step and attempt that goes on, if one does."""
-        with self._lock:
-            return self._open.get(RoundName(run, step, attempt))
 
     def open(self, run: str, step: int, attempt: int, world: int) -> int:
         """The number of the round of this step and attempt: the one going on, else a new one."""

@@ -11,8 +11,6 @@ from holdfast_formats.errors import AlreadyCommitted, CheckpointError, CorruptMa
 from holdfast_service.control.checkpoints.run_files import read_run_file
 from holdfast_service.storage import Tier
 
-# Also what begins like them is known: SQLite keeps files beside its own.
-_OF_THE_ROOT = (naming.LOCK, naming.DAEMON_FILE, naming.ROOT_FILE, naming.CATALOG)
 _OF_A_RUN = frozenset({naming.RUN_FILE, naming.CHECKPOINTS, naming.STAGING, naming.TRASH})
 
 
@@ -88,7 +86,7 @@ def remove_bare_run(tier: Tier, run: str) -> bool:
 def sweep(tier: Tier) -> list[str]:
     """At start: remove every tree in staging/ and trash/ whose name is one of ours; return their paths, in order.
 
-    No commit ever published them, so they are garbage by definition. Everything else stays: see `strangers`.
+    No commit ever published them, so they are garbage by definition. Everything else stays.
     """
     removed = []
     for run, room in _rooms(tier):
@@ -100,28 +98,11 @@ def sweep(tier: Tier) -> list[str]:
     return removed
 
 
-def strangers(tier: Tier) -> list[str]:
-    """Paths that no Holdfast made: unknown names in the root, in runs and in their rooms, and files where trees belong."""
-    found = [name for name in tier.list("") if not name.startswith(_OF_THE_ROOT) and not _is_run_directory(tier, name)]
-    for run in filter(naming.is_run_name, tier.list("")):
-        if not _is_run_directory(tier, run):
-            continue
-        found += [f"{run}/{name}" for name in tier.list(run) if name not in _OF_A_RUN]
-        for room in (naming.CHECKPOINTS, naming.STAGING, naming.TRASH):
-            paths = [(f"{run}/{room}/{name}", name) for name in tier.list(f"{run}/{room}")]
-            found += [path for path, name in paths if not _is_ours(room, name) or tier.size(path) is not None]
-    return sorted(found)
-
-
 def _rooms(tier: Tier) -> Iterator[tuple[str, str]]:
     # A run whose first save was cut short has only staging/, so `roots.runs` does not know it yet.
     for run in filter(naming.is_run_name, tier.list("")):
         for room in (naming.STAGING, naming.TRASH):
             yield run, room
-
-
-def _is_run_directory(tier: Tier, name: str) -> bool:
-    return naming.is_run_name(name) and bool(_OF_A_RUN & set(tier.list(name)))
 
 
 def _is_ours(room: str, name: str) -> bool:

@@ -15,7 +15,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, Damaged, NoSuchCheckpoint, NotFound
 from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest import bodies
-from holdfast_formats.rest.operations import Replica, ReplicaLag
+from holdfast_formats.rest.operations import Replica
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import commit, removal, roots
@@ -127,13 +127,6 @@ class ReplicaBook:
             self._events.add(
                 "replica-failed", text, *which, "error" if damaged else "warning", tier=name, problem=error.problem()
             )
-
-    def lag(self, name: str) -> ReplicaLag:
-        """How far a tier is behind: committed checkpoints without a copy there."""
-        wanted = select(func.count(), func.sum(CheckpointRow.bytes), func.min(CheckpointRow.created))
-        with self._database.read() as session:
-            count, size, oldest = session.execute(wanted.where(_not_settled(name))).one()
-        return ReplicaLag(tier=name, checkpoints=count, bytes=int(size or 0), oldest=oldest)
 
     def _found(self, name: str, tier: Tier, run: str, step: int) -> None:
         """A copy that is all there is of its checkpoint; when it was read back last nobody knows."""

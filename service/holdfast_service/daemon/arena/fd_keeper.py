@@ -31,25 +31,6 @@ class DescriptorKeeper(Protocol):
     def close(self) -> None: ...
 
 
-class MemoryKeeper:
-    """Keeps descriptors in this process, as long as the object lives: for tests, and where nothing else is to be had."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, int] = {}
-
-    def keep(self, name: str, fd: int) -> None:
-        self.kept[name] = os.dup(fd)
-
-    def drop(self, name: str) -> None:
-        os.close(self.kept.pop(name))
-
-    def take(self) -> list[tuple[str, int]]:
-        return [(name, os.dup(fd)) for name, fd in self.kept.items()]
-
-    def close(self) -> None:
-        """Nothing: what is kept stays kept."""
-
-
 class OfRoot:
     """A keeper that knows which root what it keeps belongs to: at its place another root may have been served before."""
 

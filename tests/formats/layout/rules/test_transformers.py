@@ -12,9 +12,10 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from holdfast_formats.layout.parts import fill, fuse, stack
+from holdfast_formats.layout.parts import fuse, stack
 from holdfast_formats.layout.rules import Fusion, Rules, choose
 from holdfast_formats.region import Shape, whole
+from tests.local_tensors import fill
 
 SMALL = {
     "vocab_size": 96,
