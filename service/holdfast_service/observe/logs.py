@@ -1,7 +1,7 @@
-"""How the service logs: one line a record, for people or as JSON for programs, with the same declared fields.
+"""How the service logs: one line a record, for people or as JSON for programs, with the same fields.
 
-Whoever logs of a save names it RUN@STEP or gives its place by `about`. Fields are declared in `FIELDS`; nothing else of what
-a record carries is written, so that no secret gets out by way of a field.
+Whoever logs of a save names it RUN@STEP or gives its place by `about`. docs/api.md lists the fields; nothing else of what a
+record carries is written, so that no secret gets out by way of a field.
 """
 
 from __future__ import annotations
@@ -20,20 +20,6 @@ from holdfast_formats.errors import CheckpointError
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LogFormat = Literal["text", "json"]
 
-# Every field of a JSON line, and what it says. A record has the first five always, the others where they are known.
-FIELDS: dict[str, str] = {
-    "time": "RFC 3339, UTC, milliseconds",
-    "level": "debug, info, warning, error or critical",
-    "logger": "the module that logs",
-    "message": "one sentence for people",
-    "node": "the node that logs",
-    "run": "the run it is about",
-    "step": "the step it is about",
-    "attempt": "the attempt it is about",
-    "code": "the code of the error, as docs/api.md lists them",
-    "thread": "the thread that logs, for warnings and errors",
-    "exception": "the traceback of what was not expected",
-}
 _GIVEN = ("run", "step", "attempt", "code")
 # How messages name a save, wherever they do: then its parts are fields as well.
 _PLACE = re.compile(r"%s@%s(?P<attempt> attempt %s)?")
@@ -68,7 +54,7 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line of JSON with the declared fields."""
+    """A record as one line of JSON with the fields that docs/api.md lists."""
 
     def __init__(self, node: str) -> None:
         super().__init__()
