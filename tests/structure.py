@@ -1,17 +1,24 @@
 """The shape of the product, which `make check` prints and holds to its limits.
 
-Rooms of a size that one can look at, one meaning a class name, and no parameter or call that hides what it is made of.
+Rooms of a size that one can look at, one meaning a class name, no parameter or call that hides what it is made of, and for
+every module a test file that is known to be its own.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
+
+from holdfast import _HOME
 
 TOP = Path(__file__).parents[1]
 PACKAGES = ("client/holdfast", "formats/holdfast_formats", "service/holdfast_service")
@@ -19,8 +26,20 @@ MODULES_MAX = 25  # of a folder
 FUNCTION_LINES_MAX = 60
 FUNCTION_LINES_P95_MAX = 25
 
+# Where the tests of a folder's modules stand, below it in the same folders; the first that fits counts.
+MIRRORS = {
+    "client/holdfast/demo": "tests/demo",
+    "client/holdfast": "tests/client",
+    "formats/holdfast_formats": "tests/formats",
+    "service/holdfast_service": "tests",
+}
+# Modules without a test file of their name, and the test file of each; a folder stands for all such modules in it.
+ELSEWHERE = TOP / "tests" / "elsewhere.toml"
+
 # Parameters that are tuples of unlike things, by file and function, and why they stay so.
 TUPLES = {("service/holdfast_service/__main__.py", "_bind"): "an address as the socket module has it"}
+_IMPORT = re.compile(r"^ *(?:from (\.*)([\w.]*) )?import (\([^)]*\)|.+)", re.MULTILINE)
+_STARTED = re.compile(r'"(holdfast_service|holdfast[.]demo)"')  # by `python -m`
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -117,6 +136,86 @@ def long_functions(modules: list[Source]) -> list[str]:
     ]
 
 
+def homeless(modules: list[Source], elsewhere: dict[str, list[str]]) -> list[str]:
+    """Modules that do something, and of which no test file has the name or says that it tests them."""
+    listed = {place for places in elsewhere.values() for place in places}
+    return [
+        f"{one.path} has neither {own_test(one.path)} nor a line in {ELSEWHERE.name}"
+        for one in modules
+        if _does_something(one)
+        and not (TOP / own_test(one.path)).exists()
+        and not any(place in listed for place in (one.path, *(f"{parent}/" for parent in Path(one.path).parents)))
+    ]
+
+
+def own_test(path: str) -> str:
+    """The test file of a module's name."""
+    place = next(place for place in MIRRORS if path.startswith(f"{place}/"))
+    module = Path(path).relative_to(place)
+    return f"{MIRRORS[place]}/{module.parent.as_posix()}/test_{module.stem.strip('_')}.py".replace("/./", "/")
+
+
+def _does_something(one: Source) -> bool:
+    """Whether there is a function with a body: not in a package's own file, a protocol or a page of constants."""
+    functions = (function for function in one.functions() if not isinstance(function.body[-1], ast.Expr | ast.Pass))
+    return Path(one.path).name != "__init__.py" and next(functions, None) is not None
+
+
+def wrong_homes(modules: list[Source], elsewhere: dict[str, list[str]]) -> list[str]:
+    """Lines of the list that are not true: files that are not there, or do not import what they are said to test."""
+    found = []
+    paths = {one.path for one in modules}
+    for test, places in elsewhere.items():
+        if not (TOP / test).is_file():
+            found.append(f"{ELSEWHERE.name}: {test} is not there")
+            continue
+        imported = reached(test, paths)
+        for place in places:
+            inside = [path for path in paths if path == place or (place.endswith("/") and path.startswith(place))]
+            tested = [path for path in inside if not (TOP / own_test(path)).exists()]
+            if not tested:
+                found.append(f"{ELSEWHERE.name}: {place} is not there, or has tests of its own")
+            if not place.endswith("/") and place not in imported:
+                found.append(f"{ELSEWHERE.name}: {test} does not import {place}")
+            if place.endswith("/") and not imported & set(inside):
+                found.append(f"{ELSEWHERE.name}: {test} imports nothing of {place}")
+    return found
+
+
+def reached(test: str, paths: set[str]) -> set[str]:
+    """The modules that a test file imports, or what it imports, and so on."""
+    seen: set[str] = set()
+    due = [test]
+    while due:
+        path = due.pop()
+        if path not in seen:
+            seen.add(path)
+            due += [other for other in _imports(path) if other in paths or other.startswith("tests/")]
+    return seen
+
+
+@cache
+def _imports(path: str) -> list[str]:
+    """The files of a file's imports, wherever in it they stand, and of the programs that it starts."""
+    folders = list(Path(path).parent.parts)
+    here = folders if path.startswith("tests/") else folders[1:]
+    text = (TOP / path).read_text()
+    found = []
+    for dots, module, names in _IMPORT.findall(text):
+        whence = ".".join((*(here[: len(here) + 1 - len(dots)] if dots else ()), *([module] if module else ())))
+        words = re.findall(r"\w+", names)
+        found += [whence, *(f"{whence}.{_HOME.get(word, word) if whence == 'holdfast' else word}" for word in words)]
+    found += [f"{package}.__main__" for package in _STARTED.findall(text)]
+    return [file for name in found for file in _files(name)]
+
+
+@cache
+def _files(name: str) -> list[str]:
+    """The file of a module by its dotted name, if it is one of ours."""
+    tops = ("", *(f"{Path(package).parent}/" for package in PACKAGES))
+    return [path for top in tops if (TOP / (path := f"{top}{name.replace('.', '/')}.py")).is_file()]
+
+
 def _lines(function: FunctionNode) -> int:
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
@@ -133,7 +232,9 @@ def main() -> int:
     print(f"{len(lengths)} functions: median {statistics.median(lengths):.0f} lines, p95 {_p95(lengths)}, {max(lengths)}")
     print(f"{len(files)} files: median {statistics.median(files):.0f} lines, p95 {_p95(files)}, {max(files)}")
     checks = (full_folders, homonyms, tuple_parameters, hidden_keywords, long_functions)
+    elsewhere = msgspec.toml.decode(ELSEWHERE.read_bytes(), type=dict[str, list[str]])
     problems = [problem for check in checks for problem in check(modules)]
+    problems += homeless(modules, elsewhere) + wrong_homes(modules, elsewhere)
     if _p95(lengths) > FUNCTION_LINES_P95_MAX:
         problems.append(f"a function in twenty has more than {FUNCTION_LINES_P95_MAX} lines")
     for problem in problems:

@@ -14,6 +14,12 @@ def source(path: str, text: str) -> Source:
     return Source(path, ast.parse(text), len(text.splitlines()))
 
 
+@pytest.fixture(scope="module")
+def modules() -> list[Source]:
+    """Those of the product."""
+    return structure.sources()
+
+
 def test_a_full_folder_is_named() -> None:
     """A package's own file counts, as it is read as well."""
     names = ["__init__", *(f"m{i}" for i in range(structure.MODULES_MAX))]
@@ -65,6 +71,60 @@ def test_a_long_function_is_named() -> None:
     """Its lines are counted from the first to the last."""
     body = "\n".join("    pass" for _ in range(structure.FUNCTION_LINES_MAX))
     assert structure.long_functions([source("a.py", f"def f():\n{body}")]) == ["a.py:1: f has 61 lines"]
+
+
+@pytest.mark.parametrize(
+    ("path", "own"),
+    [
+        ("client/holdfast/tickets.py", "tests/client/test_tickets.py"),
+        ("client/holdfast/demo/chart.py", "tests/demo/test_chart.py"),
+        ("formats/holdfast_formats/layout/rules/table.py", "tests/formats/layout/rules/test_table.py"),
+        ("service/holdfast_service/offline/__main__.py", "tests/offline/test_main.py"),
+        ("client/holdfast/commands/import_.py", "tests/client/commands/test_import.py"),
+    ],
+)
+def test_tests_mirror_modules(path: str, own: str) -> None:
+    """A module's test file has its name, in the same folders."""
+    assert structure.own_test(path) == own
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "elsewhere", "found"),
+    [
+        ("client/holdfast/new.py", "def f(): return 1", {}, 1),
+        ("client/holdfast/tickets.py", "def f(): return 1", {}, 1),
+        ("client/holdfast/room/new.py", "def f(): return 1", {"tests/x.py": ["client/holdfast/room/"]}, 0),
+        ("client/holdfast/room/new.py", "def f(): return 1", {"tests/x.py": ["client/holdfast/room/new.py"]}, 0),
+        ("client/holdfast/room/new.py", "def f(): return 1", {"tests/x.py": ["client/holdfast/roo/"]}, 1),
+        ("client/holdfast/room/__init__.py", "def f(): return 1", {}, 0),
+        ("client/holdfast/new.py", "class P(Protocol):\n    def f(self) -> int: ...\nLIMIT = 5", {}, 0),
+        ("client/holdfast/cli.py", "def f(): return 1", {}, 0),
+    ],
+)
+def test_a_module_without_tests_is_named(path: str, text: str, elsewhere: dict[str, list[str]], found: int) -> None:
+    """Unless it has a test file, stands in the list, by itself or with its folder, or does nothing."""
+    assert len(structure.homeless([source(path, text)], elsewhere)) == found
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "found"),
+    [
+        ({"tests/formats/test_naming.py": ["formats/holdfast_formats/whereabouts.py"]}, "does not import"),
+        ({"tests/formats/test_naming.py": ["client/holdfast/threads/"]}, "imports nothing of"),
+        ({"tests/formats/test_naming.py": ["formats/holdfast_formats/naming.py"]}, "has tests of its own"),
+        ({"tests/formats/test_naming.py": ["formats/holdfast_formats/gone.py"]}, "is not there"),
+        ({"tests/test_gone.py": []}, "tests/test_gone.py is not there"),
+        ({"tests/client/test_policies.py": ["client/holdfast/tickets.py"]}, ""),
+        ({"tests/client/test_policies.py": ["client/holdfast/stage/save_task.py"]}, ""),
+        ({"tests/client/test_policies.py": ["service/holdfast_service/daemon/saving/write_queue.py"]}, ""),
+    ],
+)
+def test_a_line_of_the_list_that_is_not_true_is_named(
+    modules: list[Source], elsewhere: dict[str, list[str]], found: str
+) -> None:
+    """What is imported counts however far away: behind `holdfast`'s lazy names, and in the daemon that a test starts."""
+    problems = structure.wrong_homes(modules, elsewhere)
+    assert found in " ".join(problems) if found else not problems
 
 
 def test_the_product_keeps_to_it() -> None:

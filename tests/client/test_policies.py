@@ -14,7 +14,7 @@ import torch
 from holdfast import Api, Checkpointer, Fragment, SaveWarning
 from holdfast.tickets import SaveTicket
 from holdfast_formats.errors import GenerationDropped, InvalidRequest, StateMismatch
-from tests.client.test_remote import check_saved, ranks
+from tests.client.remote.test_http_link import check_saved, ranks
 from tests.daemons import RunningDaemon, hide, running, wait_until
 from tests.proxies import proxied
 

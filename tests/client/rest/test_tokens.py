@@ -25,7 +25,7 @@ from holdfast_formats.errors import (
 from holdfast_formats.rest.operations import TokenRequest
 from holdfast_service.config import parse
 from tests.checkpoints import build_root
-from tests.client.test_remote import far_daemon
+from tests.client.remote.test_http_link import far_daemon
 from tests.daemons import running
 
 HERE = "127.0.0.1:0"

@@ -247,7 +247,7 @@ def test_the_daemon_dies_and_another_takes_its_place(
 def test_a_trainer_that_dies_in_mid_upload(tmp_path: Path) -> None:
     """After the silence that is allowed the round is aborted; the checkpoint before it is untouched."""
     with far_daemon(tmp_path / "root", "--silence-max", "1") as daemon, proxied(daemon.url) as proxy, Api(daemon.url) as api:
-        command = [Path(__file__).parent / "remote_rank.py", proxy.url, "r"]
+        command = [Path(__file__).parents[1] / "remote_rank.py", proxy.url, "r"]
         with Forked([*command, 1, 1_000_000]) as trainer:
             wait_until(lambda: [made.step for made in api.checkpoints("r")] == [1] if trained(api) else False)
             trainer.kill()

@@ -9,9 +9,8 @@ from sqlalchemy import update
 from holdfast_formats import naming
 from holdfast_service.control.database.schema import CheckpointRow
 from tests.control.published import mark_verified
+from tests.dashboard.reading import Page
 from tests.serving import Served
-
-from .reading import Page
 
 STEP = "/runs/tiny/checkpoints/5"
 

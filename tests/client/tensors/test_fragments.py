@@ -165,7 +165,7 @@ def torchrun(script: str, ranks: int) -> None:
         "torch.distributed.run",
         "--standalone",
         f"--nproc-per-node={ranks}",
-        str(Path(__file__).with_name(script)),
+        str(Path(__file__).parents[1] / script),
     ]
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=180, check=False
