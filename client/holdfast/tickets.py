@@ -186,8 +186,8 @@ class Tickets:
             if next(self._drops) == 0:
                 self._untold["dropped"] = ticket
             # Aside: the thread that a signal interrupted may be writing to the log, and its handler wait for this one.
-            text = ("the save of %s@%s was dropped: %s", ticket.run, ticket.step, error.detail)
-            background_requests.start(lambda: log.info(*text))
+            why = error.detail
+            background_requests.start(lambda: log.info("the save of %s@%s was dropped: %s", ticket.run, ticket.step, why))
         elif error is not None:
             self._untold.setdefault("failed", ticket)
 

@@ -11,7 +11,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -244,13 +244,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_doors(parser: argparse.ArgumentParser) -> None:
     """Flags that say who may come in; those without a value are `true` or `false` in the environment."""
-    yes: Any = {"action": "store_const", "const": "true"}
-    parser.add_argument(
-        "--loopback-open", **yes, help="ask nobody for a token on a loopback address: every user of this machine is an admin"
-    )
-    parser.add_argument("--behind-tls", **yes, help="a proxy in front of --listen speaks TLS; tokens are asked for")
-    parser.add_argument("--insecure-no-tokens", **yes, help="whoever reaches --listen may do everything, from any machine")
-    parser.add_argument("--metrics-open", **yes, help="show /metrics without a token")
+    for flag, meaning in (
+        ("--loopback-open", "ask nobody for a token on a loopback address: every user of this machine is an admin"),
+        ("--behind-tls", "a proxy in front of --listen speaks TLS; tokens are asked for"),
+        ("--insecure-no-tokens", "whoever reaches --listen may do everything, from any machine"),
+        ("--metrics-open", "show /metrics without a token"),
+    ):
+        parser.add_argument(flag, action="store_const", const="true", help=meaning)
     parser.add_argument(
         "--allowed-hosts",
         metavar="NAME,…",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from holdfast.state import rng
 from holdfast.state.optimizers import GROUP as OPTIM
 from holdfast.tensors import optimizer_documents
-from holdfast_formats.disk import state_json as values
+from holdfast_formats.disk import state_json
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.layout import successors
 from holdfast_formats.layout.mesh import Mesh
@@ -25,7 +25,7 @@ class RankState(NamedTuple):
     and of all others.
     """
 
-    values: values.Values
+    values: state_json.Values
     stream: Heir | None
     notes: tuple[str, ...]
     position: int = 0
@@ -44,7 +44,7 @@ def state_of_rank(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | Non
     """
     saved = successors.read(manifest.mesh) if now is not None else None
     if now is None or saved is None or saved.world != manifest.world:
-        held = values.for_rank(encoded, rank)
+        held = state_json.for_rank(encoded, rank)
         notes = [f"{name}: taken from another rank of the saved world" for name in _told(held.remapped)]
         writer = rank % manifest.world
         return RankState(_merged(encoded, held), None, tuple(notes), writer, writer)
@@ -53,7 +53,7 @@ def state_of_rank(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | Non
     def heir(group: str, key: str) -> int:
         return position.rank if group == rng.GROUP and key != rng.KEY else stream.rank
 
-    held = values.for_rank(encoded, rank, heir)
+    held = state_json.for_rank(encoded, rank, heir)
     differing = list(_told(held.ranked))
     positions = [name for name in differing if name.startswith(f"{rng.GROUP}/")]
     notes = _of_positions(positions, position, (saved, now), rank)
@@ -82,10 +82,10 @@ def _told(names: Iterable[str]) -> Iterable[str]:
     return (name for name in names if not name.startswith(f"{OPTIM}/") and name != _OWN_ACCOUNT)
 
 
-def _merged(encoded: bytes, held: values.RankValues) -> values.Values:
+def _merged(encoded: bytes, held: state_json.RankValues) -> state_json.Values:
     if not any(name.startswith(f"{OPTIM}/") for name in held.ranked):
         return held.values
-    written = values.by_rank(encoded, OPTIM)
+    written = state_json.by_rank(encoded, OPTIM)
     merged = {
         key: optimizer_documents.merged(list(dict.fromkeys([own, *written.get(key, {}).values()])))
         for key, own in held.values[OPTIM].items()

@@ -82,8 +82,12 @@ class CopyPlans:
             ways = self._lay(steady, data)
             self._laid[index] = steady, ways
         more = self._lay(rest, data)
-        more_moves = (ways.at_once + more.at_once, ways.tracks + more.tracks)
-        return CopyPlan(ways.parcels + more.parcels, *more_moves, ways.lanes + more.lanes)
+        return CopyPlan(
+            ways.parcels + more.parcels,
+            ways.at_once + more.at_once,
+            ways.tracks + more.tracks,
+            ways.lanes + more.lanes,
+        )
 
     def _lay(self, copies: Sequence[Copy], data: memoryview) -> CopyPlan:
         loads: dict[torch.device | None, DeviceLoad] = defaultdict(lambda: DeviceLoad([], [], []))

@@ -14,7 +14,7 @@ from holdfast.stage.staging import SlotLayout
 from holdfast.threads import at_exit, background_requests
 from holdfast.tickets import SaveTicket, Tickets
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.staging import slot_table as table
+from holdfast_formats.staging import slot_table
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Sealable(NamedTuple):
     def seal(self) -> None:
         """All is in the slot: complete its table, and hand both over."""
         digests = self.says.digests(self.slot.data) if self.says is not None else b""
-        self.slot.seal(table.with_digests(self.table, digests), self.layout.data_bytes)
+        self.slot.seal(slot_table.with_digests(self.table, digests), self.layout.data_bytes)
 
 
 class SaveTask:
@@ -130,7 +130,6 @@ class SaveTask:
         try:
             self._part.slot.abandon(error)
         except CheckpointError as gone:
-            text = ("the daemon was not told that step %d is given up: %s", self._ticket.step, gone.detail)
-            background_requests.start(
-                lambda: log.warning(*text)
-            )  # the thread that waits for us may be writing to the log itself
+            step, why = self._ticket.step, gone.detail
+            # Aside: the thread that waits for us may be writing to the log itself.
+            background_requests.start(lambda: log.warning("the daemon was not told that step %d is given up: %s", step, why))

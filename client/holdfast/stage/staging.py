@@ -103,8 +103,9 @@ def lay_out(
         blobs.append((Blob(name, end, len(content)), content))
         end += len(content)
     steady = marks[snapshot.steady - 1].copies if snapshot.steady else 0
-    parts = (tuple(marks), tuple(fragments), tuple(encoded), tuple(copies), tuple(blobs))
-    return SlotLayout(snapshot.leaves, *parts, end, steady)
+    return SlotLayout(
+        snapshot.leaves, tuple(marks), tuple(fragments), tuple(encoded), tuple(copies), tuple(blobs), end, steady
+    )
 
 
 def _places_in_page(leaves: Sequence[Leaf], file_bytes_max: int) -> dict[tuple[str, str], int]:

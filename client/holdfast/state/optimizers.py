@@ -140,9 +140,9 @@ class OptimizerState(NamedTuple):
         for parameter in self.parameters():
             for key, value in self.state_of(parameter).items():
                 if isinstance(value, torch.Tensor):
-                    at = target(parameter, key, value)
-                    if at not in done and selection.takes(*at):
-                        plan.want(*at, *placed(parameter, value, key in shards))
+                    group, name = target(parameter, key, value)
+                    if (group, name) not in done and selection.takes(group, name):
+                        plan.want(group, name, *placed(parameter, value, key in shards))
 
     def shard_keys(self) -> frozenset[str]:
         """Keys under which plain tensors are this rank's shards, as optimizers that work on local tensors keep them.

@@ -116,8 +116,8 @@ def _kind(element: Element) -> _Kind:
     rule, keyed = element.rule, bool(element.key)
     if rule is None:
         return _Kind(element.shape, None, "", None, "", False, False, keyed)
-    cut = (rule.dimension, rule.axis, rule.units, rule.otherwise, rule.vocabulary)
-    return _Kind(element.shape, *cut, not _odd(element), keyed)
+    usual = not _odd(element)
+    return _Kind(element.shape, rule.dimension, rule.axis, rule.units, rule.otherwise, rule.vocabulary, usual, keyed)
 
 
 def _odd(element: Element) -> bool:

@@ -93,18 +93,17 @@ def cut(part: Part, start: int, stop: int) -> list[Part]:
     outer = next(d for d, n in enumerate(part.box.shape) if n > 1)  # a part of one element is in or out
     stride, n = part.strides[outer], part.box.shape[outer]
     span = high - low - (n - 1) * stride  # how far one step of the outermost dimension reaches
-    inside = (
-        max(-(-(start - low) // stride), 0),
-        min((stop - low - span) // stride + 1, n),
-    )  # steps that lie inside as they are
+    # Steps from `whole_from` to `whole_to` lie inside as they are.
+    whole_from = max(-(-(start - low) // stride), 0)
+    whole_to = min((stop - low - span) // stride + 1, n)
     first = max((start - low - span) // stride + 1, 0)
     last = min(-(-(stop - low) // stride), n)
     found: list[Part] = []
-    for step in range(first, min(inside[0], last)):
+    for step in range(first, min(whole_from, last)):
         found += cut(_steps(part, outer, step, step + 1), start, stop)
-    if inside[0] < inside[1]:
-        found += cut(_steps(part, outer, *inside), start, stop)
-    for step in range(max(inside[1], inside[0], first), last):
+    if whole_from < whole_to:
+        found += cut(_steps(part, outer, whole_from, whole_to), start, stop)
+    for step in range(max(whole_to, whole_from, first), last):
         found += cut(_steps(part, outer, step, step + 1), start, stop)
     return found
 

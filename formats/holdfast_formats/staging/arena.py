@@ -101,8 +101,8 @@ def geometry(slots: int, data_bytes: int, table_bytes: int) -> Geometry:
 def write_superblock(memory: memoryview, made: Geometry, owner: SegmentOwner | None = None) -> None:
     """State the segment's measures and whose it is; a segment of nobody cannot be adopted by another daemon."""
     rank, world, attempt, run = (owner.rank, owner.world, owner.attempt, owner.run.encode()) if owner else (0, 0, 0, b"")
-    measures = (made.slots, made.data_bytes, made.table_bytes_max)
-    _SUPERBLOCK.pack_into(memory, 0, MAGIC, VERSION, *measures, rank, world, attempt, run)
+    slots, data, table = made.slots, made.data_bytes, made.table_bytes_max
+    _SUPERBLOCK.pack_into(memory, 0, MAGIC, VERSION, slots, data, table, rank, world, attempt, run)
 
 
 def read_superblock(memory: memoryview) -> Geometry:

@@ -18,8 +18,8 @@ from holdfast_formats.errors import (
     LimitExceeded,
     from_problem,
 )
-from holdfast_formats.staging import arena as formats
 from holdfast_formats.staging import wire
+from holdfast_formats.staging.arena import geometry
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.callers import Caller, Callers, listen
 from holdfast_service.daemon.arena.peer import PeerProcess, hung_up
@@ -299,7 +299,7 @@ class _Conversation:
 
     def _reserve(self, request: wire.Reserve) -> None:
         who = self._known()
-        asked = formats.geometry(request.slots, request.data_bytes, request.table_bytes)
+        asked = geometry(request.slots, request.data_bytes, request.table_bytes)
         self._part_with_segments()  # first, so that there is room where memory has none for both
         arena, holds = self._daemon.arena, self._daemon.saver.holds
         label, holder = f"{who.run}-rank{who.rank}", ShareHolder(who.run, self._asker.tenant)
@@ -349,8 +349,8 @@ class _Conversation:
         who = self._known()
         if not self._segments:
             raise InvalidRequest("reserve a segment before leasing a slot")
-        how = (request.wait_s, request.policy, request.intent)
-        slot = self._daemon.saver.lease(who, self._segments[-1], request.step, *how)
+        segment = self._segments[-1]
+        slot = self._daemon.saver.lease(who, segment, request.step, request.wait_s, request.policy, request.intent)
         return wire.Granted(reply_to=request.id, slot=slot, deadline_s=LEASE_DEADLINE_S)
 
     def _seal(self, request: wire.Seal) -> wire.Reply:
@@ -369,8 +369,9 @@ class _Conversation:
     def _choose(self, request: wire.Choose) -> wire.Reply:
         who = self._known()
         self._daemon.saver.settle(who.run, request.wait_s)
-        wanted = request.step, request.groups, request.healthy
-        step = self._daemon.decisions.choose(who.run, who.attempt, request.turn, *wanted)
+        step = self._daemon.decisions.choose(
+            who.run, who.attempt, request.turn, request.step, request.groups, request.healthy
+        )
         notes = self._daemon.saver.restores.told(who, request.turn, step, named=request.step is not None)
         return wire.Chosen(reply_to=request.id, step=step, notes=notes)
 

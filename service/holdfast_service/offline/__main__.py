@@ -23,16 +23,16 @@ def main(arguments: Sequence[str]) -> int:
 def _program(name: str) -> Callable[[list[str]], int]:
     """Each imports what it needs alone: a token is made without what a repair needs."""
     if name == "catalog":
-        from holdfast_service.offline.catalog import main as looked_after
+        from holdfast_service.offline import catalog
 
-        return looked_after
+        return catalog.main
     if name == "tokens":
-        from holdfast_service.offline.tokens import main as tokens
+        from holdfast_service.offline import tokens
 
-        return tokens
-    from holdfast_service.offline.repair_import import main as transfers
+        return tokens.main
+    from holdfast_service.offline import repair_import
 
-    return transfers
+    return repair_import.main
 
 
 if __name__ == "__main__":

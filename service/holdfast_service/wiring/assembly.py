@@ -26,7 +26,6 @@ from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.database.database import Database, Trouble
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.runner import JobRunner
-from holdfast_service.daemon import scrub as scrubbing
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.budget import Budget
 from holdfast_service.daemon.arena.callers import Callers
@@ -37,7 +36,7 @@ from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.saving.sweeping import Sweeper
-from holdfast_service.daemon.scrub import CheckJobs, Scrub
+from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.daemon.server import Daemon, DataPlane
 from holdfast_service.daemon.serving import Serving
 from holdfast_service.daemon.shared_reads.loader import Loader
@@ -181,7 +180,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
 def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver) -> Scrub:
     """The scrub, which begins with what is committed and was never checked: found now, or left by a daemon that died."""
     rate = config.scrub_bytes_per_second
-    plan = scrubbing.ScrubPlan(rate, config.scrub_every) if rate else scrubbing.ScrubPlan(None, None)
+    plan = ScrubPlan(rate, config.scrub_every) if rate else ScrubPlan(None, None)
     scrub = Scrub(checker, decisions, saver, plan)
     try:
         scrub.check_soon(place for place in decisions.findings.unchecked() if not saver.checks.awaits(*place))

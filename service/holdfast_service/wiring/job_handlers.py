@@ -14,8 +14,7 @@ from holdfast_service.control.checkpoints import consistency, roots
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import JobRunner, Progress
-from holdfast_service.daemon.checking import comparing as bytewise
-from holdfast_service.daemon.checking.comparing import ComparedCheckpoint
+from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, bytes_to_read, compare
 from holdfast_service.daemon.scrub import CheckJobs
 from holdfast_service.daemon.writing.priority import give_way
 from holdfast_service.storage import Tier
@@ -78,14 +77,14 @@ class Comparison:
         with self._decisions.reading(*left), self._decisions.reading(*right):
             made = [roots.load_manifest(self._tier, *side) for side in sides]
             pairs = comparing.pairs(made[0], made[1])
-            total, done = bytewise.bytes_to_read(pairs), 0
+            total, done = bytes_to_read(pairs), 0
 
             def read(size: int) -> None:
                 nonlocal done
                 done += size
                 progress.report(done, total)
 
-            found = list(bytewise.compare(self._tier, sides, pairs, read))
+            found = list(compare(self._tier, sides, pairs, read))
         most = sorted((one for one in found if one.state != "equal"), key=lambda one: -(one.relative or 0.0))
         summary = comparing.summarise(found)._asdict()
         return {**summary, "bytes": total, "most": [one.model_dump() for one in most[:MOST_CHANGED]]}

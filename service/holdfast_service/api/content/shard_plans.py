@@ -49,7 +49,7 @@ class PlannedShard:
         manifest = contents.manifest
         entries = manifest.tensors[asked.group]
         shapes = {name: entry.shape for name, entry in entries.items()}
-        metadata = shard_file.describe(manifest.run, manifest.step, *asked)
+        metadata = shard_file.describe(manifest.run, manifest.step, asked.layout, asked.rank, asked.group)
         file = shard_file.lay_out(held.tensors, shapes, metadata)
         # The parts count too: the same header could hold other bytes where the rules for a model have changed.
         made_of = msgspec.msgpack.encode([contents.sha256, file.header, [local.parts for local in held.tensors]])

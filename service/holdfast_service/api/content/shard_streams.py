@@ -155,8 +155,9 @@ def _place(recipe: Recipe, strip: Strip, window: Octets, wanted: dict[Piece, lis
         view = byte_view(entry.dtype, entry.shape)
         start, stop = byte_span(part.box, view.shape, strip.itemsize)
         together = stop - start == (part.stop - part.start) * strip.itemsize == part.box.volume * strip.itemsize
-        span = (start, stop, strip.at + part.start * strip.itemsize) if together else (0, 0, 0)
-        place = StripPlace(parts.view(memory, part), part.box, view.shape, *span)
+        place = StripPlace(parts.view(memory, part), part.box, view.shape, 0, 0, 0)
+        if together:
+            place = place._replace(start=start, stop=stop, at=strip.at + part.start * strip.itemsize)
         for first, last in read_planner.extents_of(entry.extents, part.box, view):
             for extent in entry.extents[first:last]:
                 wanted.setdefault(verification.tensor_piece(recipe.group, part.tensor, entry, extent), []).append(place)

@@ -17,8 +17,7 @@ from holdfast_service.api.content import open_checkpoints
 from holdfast_service.api.content.open_checkpoints import OpenedCheckpoints, decode_cursor, encode_cursor
 from holdfast_service.api.door.needs import READS_RUN
 from holdfast_service.api.services import Cursor, Limit, Wired
-from holdfast_service.daemon.checking import comparing as reading
-from holdfast_service.daemon.checking.comparing import ComparedCheckpoint
+from holdfast_service.daemon.checking.comparing import ComparedCheckpoint, bytes_to_read, compare
 
 EXACT_BYTES_MAX = 2**30  # one request reads no more; a job has no such limit
 
@@ -57,7 +56,8 @@ def _asked(
     state: Annotated[DifferenceState | None, Query(description="in this state only, as the manifests tell it")] = None,
     q: Annotated[str, Query(max_length=256, description="whose names contain this")] = "",
 ) -> ComparisonRequest:
-    return ComparisonRequest(*two, group, state, q)
+    left, right = two
+    return ComparisonRequest(left, right, group, state, q)
 
 
 @router.get("/runs/{run}/compare", dependencies=READS_RUN, summary="Two checkpoints, tensor by tensor")
@@ -76,7 +76,7 @@ def compare_checkpoints(
     shown, behind = _page(asked.pairs(request.app.state.opened), cursor, limit)
     if not exact:
         return bodies.Page(items=[comparing.difference(pair) for pair in shown], next=behind)
-    size = reading.bytes_to_read(shown)
+    size = bytes_to_read(shown)
     if size > EXACT_BYTES_MAX:
         raise LimitExceeded(
             f"this page would read {size} bytes, one request at most {EXACT_BYTES_MAX}",
@@ -84,7 +84,7 @@ def compare_checkpoints(
             bytes=size,
         )
     sides = ComparedCheckpoint(asked.left.run, asked.left.step), ComparedCheckpoint(asked.right.run, asked.right.step)
-    return bodies.Page(items=list(reading.compare(services.tier, sides, shown)), next=behind)
+    return bodies.Page(items=list(compare(services.tier, sides, shown)), next=behind)
 
 
 def _page(found: list[Pair], cursor: str | None, limit: int) -> tuple[list[Pair], str | None]:

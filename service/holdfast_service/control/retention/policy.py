@@ -92,10 +92,10 @@ def foresee(candidates: Sequence[Candidate], incoming: Candidate, policy: Retent
     decisions = _decide([*others, incoming], policy, now, others)
     by_step = {c.step: c for c in candidates}
     gone = [by_step[d.step] for d in decisions if not d.keep and d.step in by_step]
-    return sorted(c.step for c in gone if c.abandoned or c.step < newest(candidates, c.groups).verified)
+    return sorted(c.step for c in gone if c.abandoned or c.step < newest_of(candidates, c.groups).verified)
 
 
-def newest(among: Iterable[JudgedCheckpoint], groups: Collection[str]) -> Newest:
+def newest_of(among: Iterable[JudgedCheckpoint], groups: Collection[str]) -> Newest:
     """Which checkpoints nothing takes the place of, of those with at least these groups that are not abandoned."""
     wanted = frozenset(groups)
     sound = [c for c in among if c.verified and not c.abandoned and wanted <= frozenset(c.groups)]
@@ -108,7 +108,7 @@ def _decide(
 ) -> list[Decision]:
     """The newest healthy checkpoint is looked for among `healthy`."""
     held = {c.groups for c in candidates}
-    marks = {groups: Newest(newest(candidates, groups).verified, newest(healthy, groups).healthy) for groups in held}
+    marks = {groups: Newest(newest_of(candidates, groups).verified, newest_of(healthy, groups).healthy) for groups in held}
     verified = sorted((c for c in candidates if c.verified and not c.abandoned), key=_step)
     kept = {c.step for c in verified if c.step in marks[c.groups]}
     rules = [_Judge(make, verified, kept, held) for make in _rules(policy, now)]

@@ -33,8 +33,7 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import removal, replicas, roots, run_files
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
-from holdfast_service.control.retention import policy as retention
-from holdfast_service.control.retention.policy import Candidate, Decision
+from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, newest_of
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -102,7 +101,7 @@ class Rotation:
         with self._turn:
             with self._deciding:
                 file, candidates = self._looked_at(run)
-                decisions = retention.decide(candidates, file.in_force, self._clock())
+                decisions = decide(candidates, file.in_force, self._clock())
                 gone = [d for d in reversed(decisions) if not d.keep]
                 trashed = self._discard(run, {d.step: d.reasons for d in gone}, "retention")
                 self._wait_for_readers(run, candidates, file)
@@ -117,7 +116,7 @@ class Rotation:
         with self._turn:
             with self._deciding:
                 file, candidates = self._looked_at(run)
-                steps = retention.foresee(candidates, incoming, file.in_force, self._clock())
+                steps = foresee(candidates, incoming, file.in_force, self._clock())
                 trashed: dict[int, str] = {}
                 for step in steps:
                     if trashed := self._discard(run, {step: [f"step {incoming.step} has no room otherwise"]}, "space"):
@@ -133,7 +132,7 @@ class Rotation:
         listed = {c.step: c for c in self._listed(run)}
         file, candidates = self._looked_at(run)
         chosen = policy or file.in_force
-        decisions = retention.decide([c for c in candidates if c.step in listed], chosen, self._clock())
+        decisions = decide([c for c in candidates if c.step in listed], chosen, self._clock())
         verdicts = [_verdict(decision, listed[decision.step], file) for decision in decisions]
         kept = sum(verdict.bytes for verdict in verdicts if verdict.keep)
         removed = sum(verdict.bytes for verdict in verdicts if not verdict.keep)
@@ -249,7 +248,7 @@ class Rotation:
         which = (
             f"{found.run}@{found.step} is the newest checkpoint of its run with the groups {', '.join(found.groups)} that is"
         )
-        newest_verified, newest_healthy = retention.newest(self._listed(found.run), found.groups)
+        newest_verified, newest_healthy = newest_of(self._listed(found.run), found.groups)
         if found.abandoned:
             return
         if found.step == newest_verified:
@@ -314,7 +313,7 @@ class Rotation:
         if not any(_READ in c.holds for c in candidates):
             return
         free = [c._replace(holds=tuple(h for h in c.holds if h != _READ)) for c in candidates]
-        gone = {d.step for d in retention.decide(free, file.in_force, self._clock()) if not d.keep}
+        gone = {d.step for d in decide(free, file.in_force, self._clock()) if not d.keep}
         waits = [left for step, left in self.readers.held(run).items() if step in gone]
         if waits:
             self.due(run, max(min(waits), 0.1))
@@ -356,8 +355,8 @@ def _candidate(c: bodies.CheckpointInfo, file: RunFile, busy: str | None) -> Can
     before = file.policy is None and file.keep_last is not None and c.attempt < file.keep_last_since
     kept = [f"it is of an attempt before the one that asked for keep_last={file.keep_last}"] if before else []
     holds = (*pin, *labels, *kept, *([busy] if busy else []))
-    judged = (c.step, seconds_of(c.created), c.verified, c.metrics, holds, c.healthy)
-    return Candidate(*judged, frozenset(c.groups), line(c.rewinds), c.abandoned)
+    created, groups = seconds_of(c.created), frozenset(c.groups)
+    return Candidate(c.step, created, c.verified, c.metrics, holds, c.healthy, groups, line(c.rewinds), c.abandoned)
 
 
 def _verdict(decision: Decision, listed: bodies.CheckpointInfo, file: RunFile) -> Verdict:

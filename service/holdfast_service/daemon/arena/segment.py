@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import ArenaFull, CheckpointError, InvalidRequest, NoSpace, StateMismatch
-from holdfast_formats.staging import arena
-from holdfast_formats.staging import slot_table as table
+from holdfast_formats.staging import arena, slot_table
 from holdfast_formats.staging.arena import Geometry, SegmentOwner, SlotHeader, SlotState
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.daemon.arena.peer import PeerProcess
@@ -241,7 +240,7 @@ class ArenaSegment:
             raise InvalidRequest(f"slot {slot}: the table does not have the digest it was sealed with")
         data_start = self.geometry.data_offset(slot)
         data = self.memory[data_start : data_start + header.data_bytes]
-        return SealedSlot(self, slot, table.decode(encoded, header.data_bytes), data)
+        return SealedSlot(self, slot, slot_table.decode(encoded, header.data_bytes), data)
 
     def give_back(self) -> None:
         """Empty all slots, so that memory is free though others map it. Superblock and headers stay as they are."""

@@ -20,8 +20,7 @@ from holdfast_formats.disk import read_planner, verification
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.disk.read_planner import WantedBox
 from holdfast_formats.errors import CorruptManifest, NotFound, Refused
-from holdfast_formats.layout import language as layouts
-from holdfast_formats.layout import parts, rank_tensors, shard_file
+from holdfast_formats.layout import language, parts, rank_tensors, shard_file
 from holdfast_formats.layout.parts import Part
 from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
 from holdfast_formats.layout.shard_file import ShardFile, Strip
@@ -69,7 +68,7 @@ def try_layouts(tier: Tier, directory: str, made: Manifest, heed: Heed | None = 
     trial = _Trial(tier, directory, made.tensors[group], heed or (lambda size: None))
     tried: list[str] = []
     for text in chance.sample(LAYOUTS, len(LAYOUTS)):
-        layout = layouts.parse(text)
+        layout = language.parse(text)
         rank = chance.randrange(layout.mesh.world)
         where = f"layout {text}, rank {rank}"
         try:

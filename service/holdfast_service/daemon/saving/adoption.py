@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from holdfast_formats.errors import CheckpointError
-from holdfast_formats.staging import arena as formats
+from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import SegmentOwner, SlotState
 from holdfast_formats.staging.wire import Outcome
 from holdfast_service.daemon.arena.arena import Arena
@@ -68,7 +68,7 @@ class Adoption:
     def take_up(self, segment: ArenaSegment, taken: Sequence[int], who: Participant) -> TakenUp:
         """The saver goes on with what stands in these slots of a segment."""
         found = TakenUp(set(), {})
-        headers = [(formats.read_header(segment.memory, segment.geometry, slot), slot) for slot in taken]
+        headers = [(arena.read_header(segment.memory, segment.geometry, slot), slot) for slot in taken]
         for header, slot in sorted(headers, key=lambda found: found[0].step):  # older steps are saved before newer ones
             sealed = find_sealed(segment, slot)
             try:

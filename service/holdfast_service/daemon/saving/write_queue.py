@@ -109,8 +109,8 @@ class WriteQueue:
         made = self._decisions.commit(current.id, plan, measured)
         self._history.ended(current)
         self._holds.keep(*current.key, current.sealed)
-        phases = (planned - began, written - planned, time.monotonic() - written)
+        published = time.monotonic()
         size = f"{made.bytes} bytes"
         told = "%s@%s attempt %s committed: %s, planned in %.3f s, written in %.3f, published in %.3f"
-        log.info(told, *current.key, size, *phases)
+        log.info(told, *current.key, size, planned - began, written - planned, published - written)
         return made

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.staging import arena
-from holdfast_formats.staging import piece_list as listing
+from holdfast_formats.staging import arena, piece_list
 from holdfast_formats.staging.piece_list import PieceList, Rows
 
 # What only one rank wants it reads itself, straight into its tensors. What is in the page cache so few ranks read faster
@@ -44,7 +43,7 @@ def decide(asked: Sequence[PieceList], room_bytes: int, wanted_by_min: int = WAN
     wanted = _wanted_by_several(asked, wanted_by_min)
     if not len(wanted.rows):
         return SharedPieces(wanted, 0, 0)
-    head = arena.page_aligned(len(listing.encode(wanted)))
+    head = arena.page_aligned(len(piece_list.encode(wanted)))
     _place(wanted.rows, head)
     ends = wanted.rows["at"] + wanted.rows["length"]
     fitting = int(np.searchsorted(ends, room_bytes, "right"))
@@ -70,7 +69,7 @@ def _wanted_by_several(asked: Sequence[PieceList], wanted_by_min: int) -> PieceL
     files = tuple(sorted({name for each in asked for name in each.files}))
     index = {name: number for number, name in enumerate(files)}
     together = [_renumbered(each, index) for each in asked]
-    rows = np.concatenate(together) if together else np.empty(0, listing.ROW)
+    rows = np.concatenate(together) if together else np.empty(0, piece_list.ROW)
     if not len(rows):
         return PieceList(files, rows)
     rows = rows[np.lexsort((rows["digest"], rows["length"], rows["start"], rows["file"]))]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from functools import lru_cache
-from typing import Annotated, Any, NamedTuple, get_args
+from functools import lru_cache, partial
+from typing import Annotated, NamedTuple, get_args
 
 from fastapi import Depends, Query, Request
 from starlette.responses import Response
@@ -44,9 +44,9 @@ Wanted = Annotated[dict[str, str], Depends(_asked)]
 async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, first: int = 0) -> Response:
     """`a` is the older step, `b` the newer one; without both, a form to choose them. `exact` reads what is shown."""
     listed = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=STEPS_OFFERED)
-    same: dict[str, Any] = {"run": run, "steps": listed.items, "asked": asked, "states": STATES}
+    show = partial(page, request, "compare.html", run=run, steps=listed.items, asked=asked, states=STATES)
     if not (asked["a"] and asked["b"]):
-        return page(request, "compare.html", compared=None, **same)
+        return show(compared=None)
     checkpoints = [await api.get(bodies.CheckpointInfo, at(run, asked[side])) for side in ("a", "b")]
     one, other = [await contents.held(api, run, found.step) for found in checkpoints]
     known = [(await contents.statistics(api, held)).value or {} for held in (one, other)]
@@ -58,9 +58,7 @@ async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, fi
     too_much: CheckpointError | None = None
     if asked["exact"]:
         part, too_much = await _measured(api, run, asked, part)
-    return page(
-        request,
-        "compare.html",
+    return show(
         compared=checkpoints,
         counts=compared.counts,
         bytes_changed=compared.bytes_changed,
@@ -70,7 +68,6 @@ async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, fi
         shown=part,
         first=begin,
         shown_at_once=SHOWN,
-        **same,
     )
 
 
