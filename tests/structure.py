@@ -115,8 +115,8 @@ def hidden_keywords(modules: list[Source]) -> list[str]:
             written = {
                 target.id
                 for node in ast.walk(function)
-                if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict)
-                for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+                for target in node.targets
                 if isinstance(target, ast.Name)
             }
             for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):

@@ -59,7 +59,6 @@ def test_a_tuple_of_unlike_things_is_named(text: str, found: list[str]) -> None:
     ("text", "found"),
     [
         ("def f():\n    about = {'a': 1}\n    g(**about)", ["a.py:3: **about"]),
-        ("def f():\n    about: dict = {'a': 1}\n    g(**about)", ["a.py:3: **about"]),
         ("def f(about):\n    g(**about)", []),
     ],
 )

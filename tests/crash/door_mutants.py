@@ -111,8 +111,8 @@ DOORS = (
     ),
     Mutation(
         "who is at the socket",
-        "service/holdfast_service/daemon/server.py",
-        "            self._daemon.callers.check(caller)\n",
+        "service/holdfast_service/daemon/conversation.py",
+        "            self._callers.check(caller)\n",
         "            pass\n",
         (_CALLERS,),
     ),

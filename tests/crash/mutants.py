@@ -327,7 +327,7 @@ MUTATIONS = (
     ),
     Mutation(
         "digest of a chunk that comes in",
-        "service/holdfast_service/daemon/remote.py",
+        "service/holdfast_service/daemon/remote_rank.py",
         "        if found != chunk.digest:\n",
         "        if False:\n",
         ("tests/daemon/test_remote.py",),
@@ -355,14 +355,14 @@ MUTATIONS = (
     ),
     Mutation(
         "digest of a chunk that comes again",
-        "service/holdfast_service/daemon/remote.py",
+        "service/holdfast_service/daemon/remote_rank.py",
         "                if digest(upload.span(part)[chunk.offset : stop]) != chunk.digest:\n",
         "                if False:\n",
         ("tests/daemon/test_remote.py",),
     ),
     Mutation(
         "digest of a table that came in chunks",
-        "service/holdfast_service/daemon/remote.py",
+        "service/holdfast_service/daemon/remote_rank.py",
         '            if digest(upload.span("table")[: whole.table_bytes]) != whole.table_digest:\n',
         "            if False:\n",
         ("tests/daemon/test_remote.py",),

@@ -29,7 +29,8 @@ from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.daemon import remote
 from holdfast_service.daemon.arena.upload import Chunk
-from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
+from holdfast_service.daemon.remote import RemoteRanks
+from holdfast_service.daemon.remote_rank import RemoteRank
 from tests.daemon.saver_world import RUN, SIZE, SaverWorld, content, refused, saver_world
 from tests.daemons import wait_until
 

@@ -21,7 +21,8 @@ from holdfast_service.control.checkpoints import roots
 from holdfast_service.control.retention import empty_runs
 from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.daemon.arena.shares import Asker
-from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
+from holdfast_service.daemon.remote import RemoteRanks
+from holdfast_service.daemon.remote_rank import RemoteRank
 from holdfast_service.daemon.saving.lives import RunLives
 from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.storage import PosixTier, Tier

@@ -17,27 +17,23 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from holdfast.link import unattended
-from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, WrongRoot, from_problem
+from holdfast.link.exchange import HINT, Expected, connect, expected, hang_up
+from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, WrongRoot
 from holdfast_formats.staging import wire
 from holdfast_formats.whereabouts import RootMark
 
 log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 65_536
-CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 60.0
 MEND_WAIT_S = 10.0  # how long after the loss of a daemon a request waits for the next one
 MEND_S = 60.0  # how long the next daemon is looked for in the background
 MEND_PAUSE_S = 0.05
-_HINT = "start one with `holdfast serve`, or pass root= to use an embedded one"
 _FORKED = "make a Checkpointer of its own there, if it is to save"
 _SAME_VERSION = "use the same version of holdfast on both sides"
-
-_Reply = TypeVar("_Reply", bound=wire.Reply)
-
 
 _links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
 
@@ -77,7 +73,7 @@ class SocketLink:
         self._attaching = False  # the next daemon is being told what the segment holds
         self._awaited: dict[int, int] = {}  # step -> the turn of its save
         self._unsaid: list[wire.Seal | wire.Abandon] = []  # that no daemon has answered
-        self._begin(_connect(path))
+        self._begin(connect(path))
         _links.add(self)
 
     @property
@@ -98,7 +94,7 @@ class SocketLink:
     def next_id(self) -> int:
         return next(self._ids)
 
-    def request(self, message: wire.Request, kind: type[_Reply], timeout_s: float = REPLY_TIMEOUT_S) -> _Reply:
+    def request(self, message: wire.Request, kind: type[Expected], timeout_s: float = REPLY_TIMEOUT_S) -> Expected:
         """Send a request and wait for its reply; a `Failed` reply is raised as the error it carries.
 
         Where the daemon is lost meanwhile, the next one is asked; `DaemonGone` when there is none within `MEND_WAIT_S` of
@@ -112,13 +108,13 @@ class SocketLink:
             except DaemonGone:
                 if self._dial is None or self._lost is not None or self._closing.is_set():
                     raise
-        return _expected(message, reply, kind)
+        return expected(message, reply, kind)
 
     def ask(
-        self, message: wire.Request, kind: type[_Reply], fds: tuple[int, ...] = (), timeout_s: float = REPLY_TIMEOUT_S
-    ) -> _Reply:
+        self, message: wire.Request, kind: type[Expected], fds: tuple[int, ...] = (), timeout_s: float = REPLY_TIMEOUT_S
+    ) -> Expected:
         """Like `request`, with descriptors, but of the present daemon alone: `DaemonGone` as soon as that is lost."""
-        return _expected(message, self._ask(message, time.monotonic() + timeout_s, fds), kind)
+        return expected(message, self._ask(message, time.monotonic() + timeout_s, fds), kind)
 
     def tell(self, message: wire.Request) -> None:
         """Send what has no reply. It is lost, without a word, where there is no daemon just now."""
@@ -193,7 +189,7 @@ class SocketLink:
                 self._hurry.set()
                 now = time.monotonic()
                 if now >= limit or (now >= self._broken_at + MEND_WAIT_S and self._dialled >= goal):
-                    raise DaemonGone(f"the daemon at {self.path} is gone, and none has come for it yet", hint=_HINT)
+                    raise DaemonGone(f"the daemon at {self.path} is gone, and none has come for it yet", hint=HINT)
                 self._condition.wait(MEND_PAUSE_S)
             if self._lost is not None:
                 raise self._lost
@@ -230,10 +226,10 @@ class SocketLink:
                 sent = socket.send_fds(connection, [frame], list(fds)) if fds else 0
                 connection.sendall(frame[sent:])
             except OSError as error:
-                raise DaemonGone(f"the daemon at {self.path} went away: {error}", hint=_HINT) from error
+                raise DaemonGone(f"the daemon at {self.path} went away: {error}", hint=HINT) from error
             while message.id not in self._replies:
                 if self._socket is not connection or self._broken is not None:
-                    raise self._broken or DaemonGone(f"the daemon at {self.path} went away", hint=_HINT)
+                    raise self._broken or DaemonGone(f"the daemon at {self.path} went away", hint=HINT)
                 if not self._condition.wait(max(limit - time.monotonic(), 0)) and time.monotonic() >= limit:
                     if isinstance(message, wire.Lease):
                         self._late[message.id] = message.step
@@ -269,7 +265,7 @@ class SocketLink:
 
     def _receive_loop(self, connection: socket.socket) -> None:
         decoder = wire.FrameDecoder(wire.TO_RANK)
-        error = DaemonGone(f"the daemon at {self.path} closed the connection", hint=_HINT)
+        error = DaemonGone(f"the daemon at {self.path} closed the connection", hint=HINT)
         understood = True
         try:
             while True:
@@ -283,7 +279,7 @@ class SocketLink:
                 for message in decoder.feed(data):
                     self._take(message)
         except OSError as failure:
-            error = DaemonGone(f"the connection to the daemon at {self.path} broke: {failure}", hint=_HINT)
+            error = DaemonGone(f"the connection to the daemon at {self.path} broke: {failure}", hint=HINT)
         except CheckpointError as failure:
             understood = False
             error = DaemonGone(f"the daemon at {self.path} cannot be understood: {failure.detail}", hint=_SAME_VERSION)
@@ -309,11 +305,11 @@ class SocketLink:
     def _mend(self, dial: Callable[[], Path]) -> None:
         error: CheckpointError | None = self._broken
         while time.monotonic() < self._broken_at + MEND_S and not self._closing.is_set():
-            _hang_up(self._socket)
+            hang_up(self._socket)
             self._attaching = False
             try:
                 self.path = dial()
-                self._begin(_connect(self.path))
+                self._begin(connect(self.path))
                 self._rejoin()
                 return
             except (DaemonGone, DeadlineExceeded, WrongRoot) as failure:  # another root's daemon may have taken the socket
@@ -338,7 +334,7 @@ class SocketLink:
         limit = time.monotonic() + REPLY_TIMEOUT_S
         assert self._hello is not None
         hello = self._hello.model_copy(update={"id": self.next_id()})
-        welcome = _expected(hello, self._ask(hello, limit), wire.Welcome)
+        welcome = expected(hello, self._ask(hello, limit), wire.Welcome)
         if welcome.attempt != self._attempt:
             raise CheckpointError(f"the daemon at {self.path} takes this launch for attempt {welcome.attempt}")
         if self._segment >= 0:
@@ -346,7 +342,7 @@ class SocketLink:
                 self._attaching = True
                 awaited = dict(sorted(self._awaited.items()))
             attach = wire.Attach(id=self.next_id(), open=tuple(awaited), turns=tuple(awaited.values()))
-            _expected(attach, self._ask(attach, limit, (self._segment,)), wire.Done)
+            expected(attach, self._ask(attach, limit, (self._segment,)), wire.Done)
         while True:
             with self._condition:
                 if self._broken is not None:
@@ -385,32 +381,6 @@ class SocketLink:
             self._late[message.id] = step
             with suppress(OSError):
                 self._socket.sendall(wire.encode_frame(message))
-
-
-def _expected(message: wire.Request, reply: wire.Reply, kind: type[_Reply]) -> _Reply:
-    if isinstance(reply, wire.Failed):
-        raise from_problem(reply.problem)
-    if not isinstance(reply, kind):
-        raise DaemonGone(f"the daemon answered {type(message).__name__} with {type(reply).__name__}")
-    return reply
-
-
-def _hang_up(connection: socket.socket) -> None:
-    with suppress(OSError):  # the other side may be gone
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
-
-
-def _connect(path: Path) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(CONNECT_TIMEOUT_S)
-        connection.connect(str(path))
-        connection.settimeout(None)
-    except OSError as error:
-        connection.close()
-        raise DaemonGone(f"no daemon answers at {path}: {error}", hint=_HINT) from error
-    return connection
 
 
 def _leave_links_to_parent() -> None:

@@ -9,13 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
-from holdfast_formats.digest import check_digest, digest
 from holdfast_formats.errors import (
     CheckpointError,
     DeadlineExceeded,
@@ -26,241 +21,23 @@ from holdfast_formats.errors import (
     WrongRoot,
     from_problem,
 )
-from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.rest import bodies
-from holdfast_formats.staging import arena, wire
-from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState
+from holdfast_formats.staging import wire
 from holdfast_service.daemon.arena.arena import Arena
-from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.arena.shares import ADMIN, Asker, ShareHolder, left
-from holdfast_service.daemon.arena.upload import Chunk, Part, SlotUpload
 from holdfast_service.daemon.saving.rounds import Participant
-from holdfast_service.daemon.saving.run_busy import DistantParticipant, let_in
+from holdfast_service.daemon.saving.run_busy import let_in
 from holdfast_service.daemon.saving.saver import Saver
 
 from .ports import Decisions
+from .remote_rank import RemoteRank
 
 log = logging.getLogger(__name__)
 
 SILENCE_MAX_S = 60.0
 RANKS_MAX = 1072  # all but a few of them may be one run's, see `shares`
-ENDED_UPLOADS_MAX = 256  # of a rank: their ends can still be asked for
 DEPARTED_MAX = 1024  # ranks that were taken for dead and would be told so
 REAP_INTERVAL_S = 1.0
-
-
-class RemoteRank:
-    """One rank that speaks over HTTP: its segment and its uploads. What ends them comes from the saver, by any thread."""
-
-    def __init__(self, arena: Arena, saver: Saver, hello: bodies.RankHello, attempt: int, tenant: str = "") -> None:
-        self._arena, self._saver = arena, saver
-        self.hello, self.holder = hello, ShareHolder(hello.run, tenant)
-        self.who = DistantParticipant(hello, attempt, self._notify, lambda: self.heard)
-        self.heard = time.monotonic()
-        self._turn = threading.Lock()  # one request of this rank at a time; never taken by the saver
-        self._lock = threading.Lock()  # guards what `_notify` touches; held for moments only
-        self._segment: ArenaSegment | None = None
-        self._asked: Geometry | None = None  # it may have fewer slots than that
-        self._uploads: dict[int, SlotUpload] = {}
-        self._ended: list[int] = []  # numbers of ended uploads, in order
-        self._forgotten = 0  # how many of them are not kept any more
-        self._listeners: set[Callable[[], None]] = set()
-
-    def reserve(self, room: bodies.Room) -> None:
-        """Keep so much memory for this rank; `LimitExceeded`, with the numbers, when the arena has not that much."""
-        made = arena.geometry(room.slots, room.data_bytes, room.table_bytes)
-        with self._turn:
-            if self._segment is not None and self._asked == made:
-                return
-            # The superblock names no owner: the rank keeps its bytes until they are committed and brings them again.
-            label = f"{self.who.run}-rank{self.who.rank}-remote"
-            segment = self._arena.reserve(made, label, holder=self.holder)
-            outgrown, self._segment, self._asked = self._segment, segment, made
-        if outgrown is not None:
-            self._arena.drop(outgrown)
-
-    def open(self, number: int, step: int, policy: wire.Policy = "wait", intent: Intent = NO_INTENT) -> bodies.Upload:
-        """Begin the rank's `number`-th upload, or find it begun. Refuses by name a step that this rank may not save.
-
-        Where no slot is free the policy decides; `ArenaFull`, at once, under `wait`.
-        """
-        with self._turn:
-            known = self._uploads.get(number)
-            if known is not None:
-                if known.step != step:
-                    raise InvalidRequest(f"upload {number} is of step {known.step}, not of {step}")
-                return self._describe(known)
-            if self._segment is None:
-                raise InvalidRequest("reserve a segment before the first upload", reason="not-reserved")
-            upload = SlotUpload(number, step, self._segment, intent.turn)
-            with self._lock:
-                self._uploads[number] = upload
-            try:
-                upload.slot = self._saver.lease(self.who, self._segment, step, 0.0, policy, intent)
-            except CheckpointError:
-                with self._lock:
-                    del self._uploads[number]
-                raise
-            return self._describe(upload)
-
-    def state(self, number: int) -> bodies.Upload:
-        """How far an upload is, and how it ended."""
-        return self._describe(self._find(number))
-
-    def check_room(self, number: int, part: Part, stop: int) -> None:
-        """`LimitExceeded` for a chunk that would not fit, before a byte of it is read."""
-        upload = self._find(number)
-        if upload.outcome is None and stop > len(upload.span(part)):
-            raise LimitExceeded(
-                f"byte {stop} of the {part} lies outside the {len(upload.span(part))} bytes reserved",
-                hint="reserve a larger segment first",
-            )
-
-    def write(self, number: int, part: Part, chunk: Chunk) -> bodies.Upload:
-        """Take a chunk whose digest is right and that begins where the one before ended; a repeated one changes nothing."""
-        check_digest(chunk.digest)
-        found = digest(chunk.data)
-        if found != chunk.digest:
-            raise InvalidRequest(
-                f"the chunk at {chunk.offset} has the digest {found}, not {chunk.digest}",
-                hint="it was damaged on its way: send it again",
-                reason="digest",
-            )
-        with self._turn:
-            upload = self._going_on(number)
-            stop = chunk.offset + len(chunk.data)
-            received = upload.received[part]
-            if stop <= received:
-                if digest(upload.span(part)[chunk.offset : stop]) != chunk.digest:
-                    raise InvalidRequest(f"bytes {chunk.offset} to {stop} of the {part} were received with other contents")
-            elif upload.sealed or chunk.offset != received or stop > len(upload.span(part)):
-                raise InvalidRequest(
-                    f"a chunk of bytes {chunk.offset} to {stop} where the {part} goes on at {received}",
-                    hint="send what follows `received`",
-                    received=received,
-                )
-            else:
-                target = np.frombuffer(upload.span(part)[chunk.offset : stop], np.uint8)
-                np.copyto(target, np.frombuffer(chunk.data, np.uint8))  # without the GIL, unlike a memoryview's assignment
-                upload.received[part] = stop
-            self._saver.renew(self.who, upload.step)
-            return self._describe(upload)
-
-    def seal(self, number: int, whole: bodies.SealRequest) -> bodies.Upload:
-        """Hand a slot that arrived completely over to the saver; doing so twice is harmless."""
-        check_digest(whole.table_digest)
-        with self._turn:
-            upload = self._find(number)
-            if upload.sealed or upload.outcome is not None:
-                return self._describe(upload)
-            stated = {"data": whole.data_bytes, "table": whole.table_bytes}
-            if upload.received != stated:
-                raise InvalidRequest(
-                    f"{upload.received} bytes were received, not {stated}", received=upload.received["data"]
-                )
-            header = SlotHeader(SlotState.LEASED, upload.step, self.who.attempt, whole.data_bytes, whole.table_bytes, 0)
-            if digest(upload.span("table")[: whole.table_bytes]) != whole.table_digest:
-                raise InvalidRequest("the table has not the digest it is sealed with")
-            geometry = upload.segment.geometry
-            arena.seal(upload.segment.memory, geometry, upload.slot, header, whole.table_digest)
-            upload.sealed = True
-            if whole.stall_s is not None:
-                self._saver.history.stalled(self.who, upload.step, whole.stall_s)
-            try:
-                self._saver.seal(self.who, upload.slot, upload.step, whole.table_digest, upload.turn)
-            except CheckpointError as error:
-                self._end(upload, "aborted", error)
-                raise
-            return self._describe(upload)
-
-    def abandon(self, number: int, error: CheckpointError) -> bodies.Upload:
-        """Give an upload up, and with it the round; one that is sealed is not the rank's any more and goes on."""
-        with self._turn:
-            upload = self._find(number)
-            if not upload.sealed and upload.outcome is None:
-                self._saver.give_up(self.who, upload.step, error)
-                self._end(upload, "aborted", error)
-            return self._describe(upload)
-
-    def outcomes(self, after: int) -> bodies.Outcomes:
-        """The ends of uploads from the `after`-th one on; the oldest are not kept."""
-        with self._lock:
-            numbers = self._ended[max(after - self._forgotten, 0) :]
-            ended = [self._uploads[number] for number in numbers]
-            following = self._forgotten + len(self._ended)
-        return bodies.Outcomes(items=[self._describe(upload) for upload in ended], next=following)
-
-    @contextmanager
-    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Call `listener`, on any thread, whenever an upload ends; and when the rank departs."""
-        with self._lock:
-            self._listeners.add(listener)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._listeners.discard(listener)
-
-    def depart(self) -> None:
-        """The rank is gone: what it had not sealed ends, and its memory goes once the rest is saved."""
-        self._saver.gone(self.who)
-        with self._turn:
-            segment, self._segment = self._segment, None
-        if segment is not None:
-            self._arena.drop(segment)
-        self.wake()
-
-    def wake(self) -> None:
-        with self._lock:
-            listeners = list(self._listeners)
-        for listener in listeners:
-            listener()
-
-    def _notify(self, outcome: wire.Outcome) -> None:
-        with self._lock:  # the oldest of this step: a newer one can only be waiting for it to end
-            found = next((u for u in self._uploads.values() if u.step == outcome.step and u.outcome is None), None)
-        if found is not None:
-            error = from_problem(outcome.problem or {}) if outcome.state == "aborted" else None
-            self._end(found, outcome.state, error)
-
-    def _end(self, upload: SlotUpload, state: Literal["committed", "aborted"], error: CheckpointError | None) -> None:
-        problem = error.problem() if error is not None else None
-        with self._lock:
-            if upload.outcome is not None:
-                return
-            upload.outcome = wire.Outcome(step=upload.step, attempt=self.who.attempt, state=state, problem=problem)
-            self._ended.append(upload.number)
-            while len(self._ended) > ENDED_UPLOADS_MAX:
-                del self._uploads[self._ended.pop(0)]
-                self._forgotten += 1
-        self.wake()
-
-    def _find(self, number: int) -> SlotUpload:
-        with self._lock:
-            upload = self._uploads.get(number)
-        if upload is None or (upload.slot < 0 and upload.outcome is None):
-            raise InvalidRequest(f"there is no upload {number}", hint="open it first", reason="not-open")
-        return upload
-
-    def _going_on(self, number: int) -> SlotUpload:
-        upload = self._find(number)
-        if upload.outcome is not None and upload.outcome.problem is not None:
-            raise from_problem(upload.outcome.problem)
-        if upload.outcome is not None:
-            raise InvalidRequest(f"upload {number} is committed already")
-        return upload
-
-    def _describe(self, upload: SlotUpload) -> bodies.Upload:
-        outcome = upload.outcome
-        return bodies.Upload(
-            number=upload.number,
-            step=upload.step,
-            attempt=self.who.attempt,
-            state=outcome.state if outcome is not None else "sealed" if upload.sealed else "open",
-            data_bytes=upload.received["data"],
-            table_bytes=upload.received["table"],
-            problem=outcome.problem if outcome is not None else None,
-        )
 
 
 class RemoteRanks:
@@ -312,7 +89,7 @@ class RemoteRanks:
         known = self._known(rank_id, hello)
         if known is not None:
             return known
-        self._saver.expect()
+        self._saver.giving_way.expect()
         meant = hello if asker.owner else hello.model_copy(update={"keep_last": None})
 
         def join(attempt: int) -> RemoteRank:

@@ -32,12 +32,13 @@ from holdfast_service.daemon.arena.callers import Callers
 from holdfast_service.daemon.arena.fd_keeper import DescriptorKeeper, FdStore, HolderProcess, OfRoot
 from holdfast_service.daemon.arena.spill import Spill
 from holdfast_service.daemon.checking.checker import Checker
+from holdfast_service.daemon.conversation import DataPlane
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
-from holdfast_service.daemon.server import Daemon, DataPlane
+from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
 from holdfast_service.daemon.shared_reads.loader import Loader
 from holdfast_service.daemon.writing.disk_limit import PROBE_BYTES

@@ -27,7 +27,8 @@ from holdfast_service.api.door.needs import READS_STATED, WRITES_CHUNKS, WRITES_
 from holdfast_service.api.services import Viewer, Wired
 from holdfast_service.daemon.arena.shares import Asker
 from holdfast_service.daemon.arena.upload import Chunk
-from holdfast_service.daemon.remote import RemoteRank, RemoteRanks
+from holdfast_service.daemon.remote import RemoteRanks
+from holdfast_service.daemon.remote_rank import RemoteRank
 
 CHUNK_BYTES_MAX = 4 * 2**20  # before compression
 UPLOAD_BYTES_MAX = 24 * 2**20  # what all chunks together may take of memory at a time, packed and unpacked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from holdfast_formats.errors import CheckpointError, RoundAborted, StateMismatch, from_problem
 from holdfast_formats.staging.arena import SegmentOwner
@@ -77,6 +77,11 @@ class SaveRound:
         held = [*(lease.segment for lease in self.leases.values()), *(sealed.segment for sealed in self.sealed.values())]
         return segment in held
 
+    def has_taken(self, rank: int, slot: int) -> bool:
+        """Whether this slot is the part that a rank has sealed."""
+        sealed = self.sealed.get(rank)
+        return sealed is not None and sealed.slot == slot
+
     def refuse(self, who: Participant) -> None:
         """`StateMismatch` for a rank that does not belong here, or takes part already."""
         if self.world != who.world:
@@ -91,6 +96,12 @@ class SaveRound:
             lease.segment.release(lease.slot)
         self.sealed.clear()
         self.leases.clear()
+
+
+def outcome_of(key: RoundKey, error: CheckpointError | None) -> Outcome:
+    """What ranks are told of a round that has ended."""
+    state: Literal["committed", "aborted"] = "committed" if error is None else "aborted"
+    return Outcome(step=key.step, attempt=key.attempt, state=state, problem=error.problem() if error else None)
 
 
 class GivenUp:

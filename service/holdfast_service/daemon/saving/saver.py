@@ -11,31 +11,25 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Literal
 
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import (
-    ArenaFull,
-    CheckpointError,
-    GenerationDropped,
-    RoundAborted,
-    StaleAttempt,
-)
+from holdfast_formats.errors import ArenaFull, CheckpointError, GenerationDropped, RoundAborted, StaleAttempt
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.rest.observed import Life
-from holdfast_formats.staging.wire import Outcome, Policy
+from holdfast_formats.staging.wire import Policy
 from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity, find_sealed
 from holdfast_service.daemon.checking.checker import Checker, Checks
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
+from holdfast_service.daemon.saving.giving_way import GivingWay
 from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
-from holdfast_service.daemon.saving.rounds import GivenUp, Participant, RoundKey, SaveRound, SlotLease
-from holdfast_service.daemon.saving.save_costs import Measured, SaveHistory
+from holdfast_service.daemon.saving.rounds import GivenUp, Participant, RoundKey, SaveRound, SlotLease, outcome_of
+from holdfast_service.daemon.saving.save_costs import SaveHistory
 from holdfast_service.daemon.saving.slot_policy import gives_way
+from holdfast_service.daemon.saving.unsaved_ends import UnsavedEnds
 from holdfast_service.daemon.saving.write_queue import WriteQueue
-from holdfast_service.observe.logs import about
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -43,9 +37,7 @@ log = logging.getLogger(__name__)
 _EVERY_RANK = "every rank saves the same steps, and closes its Checkpointer after the last of them"
 _NONE: Mapping[int, CheckpointError] = MappingProxyType({})
 
-ARRIVAL_S = 0.5  # from a rank's first word to its question what to restore
 CLOSE_S = 5.0  # how long the catalog is waited for, so that what was saved last is checked as well
-GIVE_WAY_MAX_S, GIVE_WAY_POLL_S = 0.5, 0.005  # for each piece that is read: a rank that hangs holds a check up, no more
 
 
 class Saver:
@@ -56,13 +48,14 @@ class Saver:
         self._lock = threading.Condition()
         self._attendance = ConnectedRanks()
         self._entering: dict[str, threading.Lock] = {}
-        self._came = -ARRIVAL_S  # when the last rank said its first word
         self._open: dict[RoundKey, SaveRound] = {}
         self._given_up = GivenUp()
         self._pending: dict[RoundKey, SaveRound] = {}  # complete, being saved
         self.history = SaveHistory(decisions)
+        self._ends = UnsavedEnds(decisions, self.history)
         checker = checker or Checker(tier, decisions)
-        self.checks = Checks(checker, self.history.verified, self._give_way, decisions.recorded)
+        self.giving_way = GivingWay(lambda: self._staging or self.restores.under_way)
+        self.checks = Checks(checker, self.history.verified, self.giving_way, decisions.recorded)
         self.restores = RestoreAgreement(checker.suspect, decisions.findings)
         self.holds = HeldCheckpoints(decisions.committed)
         self._backlog = WriteQueue(
@@ -86,26 +79,10 @@ class Saver:
         with self._lock:
             return bool(self._open or self._pending or self.checks.left)
 
-    def _give_way(self, size: int) -> None:
-        """Reading back pauses while a rank stages, restores or has just come: these need memory's bandwidth, or the disk for
-        the catalog, and training waits for them.
-        """
-        limit = time.monotonic() + GIVE_WAY_MAX_S
-        while (self._staging or self._arriving or self.restores.under_way) and time.monotonic() < limit:
-            time.sleep(GIVE_WAY_POLL_S)
-
     def entering(self, run: str) -> threading.Lock:
         """Held while it is looked whether a rank may join a run, and until it has."""
         with self._lock:
             return self._entering.setdefault(run, threading.Lock())
-
-    def expect(self) -> None:
-        """A rank is about to join."""
-        self._came = time.monotonic()
-
-    @property
-    def _arriving(self) -> bool:
-        return time.monotonic() < self._came + ARRIVAL_S
 
     @property
     def _staging(self) -> bool:
@@ -192,7 +169,7 @@ class Saver:
                 segment.release(slot)
             with self._lock:
                 if key not in self._open and key not in self._pending:
-                    self._record_end(key, round_id, error, staging=None)
+                    self._ends.record(key, round_id, error, staging=None)
             raise
         return slot
 
@@ -201,7 +178,8 @@ class Saver:
         key = RoundKey(who.run, step, who.attempt)
         with self._lock:
             current = self._open.get(key)
-            if _has_taken(current or self._pending.get(key), who, slot):
+            known = current or self._pending.get(key)
+            if known is not None and known.has_taken(who.rank, slot):
                 return  # the answer to its first seal was lost with a connection
             lease = current.leases.get(who.rank) if current else None
             if current is None or lease is None or lease.slot != slot:
@@ -264,7 +242,7 @@ class Saver:
             lost = self._given_up.why(
                 key, f"step {step} was not sealed by rank {who.rank} when the daemon ended, or was given up"
             )
-            who.notify(_outcome(key, None if committed else refused.get(step, lost)))
+            who.notify(outcome_of(key, None if committed else refused.get(step, lost)))
 
     def give_up(self, who: Participant, step: int, error: CheckpointError) -> None:
         """A rank cannot complete its part: the round ends, for every rank; also for those that come with theirs later."""
@@ -396,22 +374,8 @@ class Saver:
             self._backlog.withdraw(current)
         current.release()
         self._given_up.add(current.key, {*current.participants, *knowing}, error)
-        self._end_unsaved(current, error, staging=None)
-
-    def _end_unsaved(self, current: SaveRound, error: CheckpointError, staging: str | None) -> None:
-        how = "dropped" if isinstance(error, GenerationDropped) else "aborted"
-        log.warning("%s@%s attempt %s %s: %s", *current.key, how, error.detail, extra=about(error=error))
-        self._record_end(current.key, current.id, error, staging, self.history.ending(current))
-        self.history.ended(current, checked=True)
+        self._ends.tell(current, error, staging=None)
         self._announce(current, error)
-
-    def _record_end(
-        self, key: RoundKey, round_id: int, error: CheckpointError, staging: str | None, measured: Measured | None = None
-    ) -> None:
-        try:
-            self._decisions.abort(round_id, error, staging, measured)
-        except CheckpointError as failure:  # the ranks must hear of it though the catalog cannot
-            log.error("the end of %s@%s attempt %s is not recorded: %s", *key, failure.detail)
 
     def _announce(self, current: SaveRound, error: CheckpointError | None) -> None:
         with self._lock:  # who comes back after this asks for what is committed
@@ -420,21 +384,12 @@ class Saver:
                 self._lock.notify_all()
             participants = list(current.participants.values())
         for participant in participants:
-            participant.notify(_outcome(current.key, error))
+            participant.notify(outcome_of(current.key, error))
 
     def _saved(self, current: SaveRound, result: Manifest | CheckpointError) -> None:
         if isinstance(result, CheckpointError):
-            self._end_unsaved(current, result, naming.staging_path(*current.key))
+            self._ends.tell(current, result, naming.staging_path(*current.key))
+            self._announce(current, result)
             return
         self.checks.add(result)
         self._announce(current, None)
-
-
-def _has_taken(current: SaveRound | None, who: Participant, slot: int) -> bool:
-    sealed = current.sealed.get(who.rank) if current else None
-    return sealed is not None and sealed.slot == slot
-
-
-def _outcome(key: RoundKey, error: CheckpointError | None) -> Outcome:
-    state: Literal["committed", "aborted"] = "committed" if error is None else "aborted"
-    return Outcome(step=key.step, attempt=key.attempt, state=state, problem=error.problem() if error else None)

@@ -1,0 +1,36 @@
+"""The ends of rounds that became no checkpoint: logged, and recorded where the catalog can be reached."""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast_formats.errors import CheckpointError, GenerationDropped
+from holdfast_service.daemon.ports import Decisions
+from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
+from holdfast_service.daemon.saving.save_costs import Measured, SaveHistory
+from holdfast_service.observe.logs import about
+
+log = logging.getLogger(__name__)
+
+
+class UnsavedEnds:
+    """Tells the log, the catalog and the history of what saves cost."""
+
+    def __init__(self, decisions: Decisions, history: SaveHistory) -> None:
+        self._decisions, self._history = decisions, history
+
+    def tell(self, current: SaveRound, error: CheckpointError, staging: str | None) -> None:
+        """A round has ended; what it staged is removed."""
+        how = "dropped" if isinstance(error, GenerationDropped) else "aborted"
+        log.warning("%s@%s attempt %s %s: %s", *current.key, how, error.detail, extra=about(error=error))
+        self.record(current.key, current.id, error, staging, self._history.ending(current))
+        self._history.ended(current, checked=True)
+
+    def record(
+        self, key: RoundKey, round_id: int, error: CheckpointError, staging: str | None, measured: Measured | None = None
+    ) -> None:
+        """Record an end, also of a round that never had a slot."""
+        try:
+            self._decisions.abort(round_id, error, staging, measured)
+        except CheckpointError as failure:  # the ranks must hear of it though the catalog cannot
+            log.error("the end of %s@%s attempt %s is not recorded: %s", *key, failure.detail)
