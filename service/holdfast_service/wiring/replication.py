@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, StorageFailed
 from holdfast_service.config import Config, check_apart
-from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
+from holdfast_service.control.checkpoints.replicas import RepairBook
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.copying.repair import Lend, Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
@@ -30,8 +30,8 @@ CLOSE_S = 10.0
 class Copies:
     """The replicas of one root, their repairer, and what brings checkpoints in and out, for whoever needs them."""
 
-    def __init__(self, replicators: dict[str, Replicator], book: ReplicaBook, transfers: Transfers) -> None:
-        self.replicators, self._book, self.transfers = replicators, book, transfers
+    def __init__(self, replicators: dict[str, Replicator], transfers: Transfers) -> None:
+        self.replicators, self.transfers = replicators, transfers
         self.repairer = transfers.repairer
 
 
