@@ -126,7 +126,7 @@ def copying(config: Config, tier: Tier, decisions: Decisions, lend: Lend) -> Ite
             one.start()
         mending.start()
         try:
-            yield Copies(replicators, book, Transfers(tier, decisions, repairer, config.export_root))
+            yield Copies(replicators, Transfers(tier, decisions, repairer, config.export_root))
         finally:
             for one in replicators.values():
                 one.end()
