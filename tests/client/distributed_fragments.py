@@ -18,10 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from holdfast.state.train_state import Snapshot, TrainState
 from holdfast.tensors.fragments import LivePiece, pieces
 from holdfast_formats.errors import InvalidRequest, StateMismatch
+from tests.client.checkpoint_in_memory import Checkpoint
 from tests.tiling import tiles
-
-sys.path.insert(0, os.path.dirname(__file__))
-from checkpoint_in_memory import Checkpoint
 
 WIDTH, HIDDEN = 5, 7  # neither divides by two: every dimension is uneven
 KINDS = ("fsdp × tp", "hsdp", "fsdp", "plain")

@@ -27,7 +27,7 @@ from holdfast_formats.staging import slot_table as table
 from holdfast_formats.staging import wire
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
-from holdfast_service.daemon import remote
+from holdfast_service.daemon import remote, remote_rank
 from holdfast_service.daemon.arena.upload import Chunk
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.remote_rank import RemoteRank
@@ -265,7 +265,7 @@ def test_an_upload_that_is_given_up_ends_the_round(world: SaverWorld, ranks: Rem
 
 def test_ends_of_long_ago_are_forgotten_but_counted(ranks: RemoteRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of ended uploads is bounded, and the cursor of whoever listens stays right."""
-    monkeypatch.setattr(remote, "ENDED_UPLOADS_MAX", 3)
+    monkeypatch.setattr(remote_rank, "ENDED_UPLOADS_MAX", 3)
     rank = join(ranks)
     for number in range(5):
         rank.open(number, number)

@@ -47,7 +47,7 @@ from holdfast_service.storage.identity import Identity, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
-from holdfast_service.wiring.replication import Copies, copying
+from holdfast_service.wiring.replication import copying
 from holdfast_service.wiring.watching import watch
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ class NodeParts(NamedTuple):
     arena: Arena
     loader: Loader
     remote: RemoteRanks
-    copies: Copies
     runner: JobRunner
     arena_bytes_max: int
 
@@ -115,8 +114,8 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     scrub = _scrub(config, checker, decisions, saver)
     stack.callback(scrub.close)
     loader = Loader(tier, arena)
-    copies = stack.enter_context(copying(config, tier, decisions, saver.holds.lend))
-    checker.repairs = copies.repairer
+    transfers = stack.enter_context(copying(config, tier, decisions, saver.holds.lend))
+    checker.repairs = transfers.repairer
     about = Serving(config.node, str(root), mark, __version__, url)
     parts = DataPlane(arena, saver, decisions, adoption, loader)
     daemon = Daemon(config.socket.absolute(), about, parts, Callers.of_group(config.socket_group))
@@ -125,10 +124,10 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     remote = RemoteRanks(arena, saver, decisions, config.silence_max, mark.id)
     stack.callback(remote.close)
     checks = CheckJobs(checker, scrub, tier)
-    runner = start_jobs(config.node, Workers(tier, catalog, decisions, checks, copies.transfers))
+    runner = start_jobs(config.node, Workers(tier, catalog, decisions, checks, transfers))
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
-    return NodeParts(daemon, saver, arena, loader, remote, copies, runner, budget.bytes_max)
+    return NodeParts(daemon, saver, arena, loader, remote, runner, budget.bytes_max)
 
 
 def services(config: Config, control: Control, node: NodeParts, door: Policy, stack: ExitStack) -> Services:

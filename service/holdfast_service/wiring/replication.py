@@ -27,14 +27,6 @@ REACH_MAX_S, REACH_POLL_S = 60.0, 0.1  # so long a start waits for replicas befo
 CLOSE_S = 10.0
 
 
-class Copies:
-    """The replicas of one root, their repairer, and what brings checkpoints in and out, for whoever needs them."""
-
-    def __init__(self, replicators: dict[str, Replicator], transfers: Transfers) -> None:
-        self.replicators, self.transfers = replicators, transfers
-        self.repairer = transfers.repairer
-
-
 class MendedAtStart:
     """Checkpoints that a start could not list, because manifest or COMMIT is damaged: mended once replicas are reached."""
 
@@ -106,8 +98,11 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 @contextmanager
-def copying(config: Config, tier: Tier, decisions: Decisions, lend: Lend) -> Iterator[Copies]:
-    """The replicas that the configuration names, each with its worker going, for the length of the block."""
+def copying(config: Config, tier: Tier, decisions: Decisions, lend: Lend) -> Iterator[Transfers]:
+    """The replicas that the configuration names, each with its worker going, for the length of the block.
+
+    Yields what copies on request.
+    """
     check_apart(config.root, config.replica)
     replicators: dict[str, Replicator] = {}
     book = decisions.replica_book()
@@ -126,7 +121,7 @@ def copying(config: Config, tier: Tier, decisions: Decisions, lend: Lend) -> Ite
             one.start()
         mending.start()
         try:
-            yield Copies(replicators, Transfers(tier, decisions, repairer, config.export_root))
+            yield Transfers(tier, decisions, repairer, config.export_root)
         finally:
             for one in replicators.values():
                 one.end()

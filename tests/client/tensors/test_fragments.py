@@ -6,7 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -158,14 +157,15 @@ def test_where_torch_contradicts_itself_the_local_tensor_decides():
         along(58, 1, Split(0, 4, 3, factor=6), Split(0, 6, 3))
 
 
-def torchrun(script: str, ranks: int) -> None:
+def torchrun(module: str, ranks: int) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     arguments = [
         "-m",
         "torch.distributed.run",
         "--standalone",
         f"--nproc-per-node={ranks}",
-        str(Path(__file__).parents[1] / script),
+        "-m",
+        module,
     ]
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=180, check=False
@@ -175,4 +175,4 @@ def torchrun(script: str, ranks: int) -> None:
 
 def test_boxes_of_dtensors_on_four_ranks():
     """On four real ranks, FSDP2, TP, HSDP, uneven and empty shards: local memory is its box, boxes tile."""
-    torchrun("distributed_fragments.py", 4)
+    torchrun("tests.client.distributed_fragments", 4)
