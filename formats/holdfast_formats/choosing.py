@@ -17,8 +17,9 @@ def lacking(run: str, offers: Mapping[int, Collection[str]], wanted: Collection[
     missing = sorted(set(wanted) - set(offered))
     ignored = ", ".join(repr(f"{group}/*") for group in missing)
     return StateMismatch(
-        f"no checkpoint of {run} has all groups that are wanted: step {step} has the most, but no {', '.join(missing)}",
-        hint=f"restore the rest with ignore=[{ignored}], strict=False or groups={tuple(offered)}; begin anew in another run",
+        f"no checkpoint of {run} has all requested groups: step {step} has the most, but lacks {', '.join(missing)}",
+        hint=f"restore the rest with ignore=[{ignored}], strict=False or groups={tuple(offered)}; start from "
+        "scratch in another run",
         missing=missing,
         offered=offered,
     )

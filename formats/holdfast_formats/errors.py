@@ -293,9 +293,9 @@ class GenerationDropped(Unavailable):
     def of(cls, step: int, kept: int | None, policy: str) -> GenerationDropped:
         """The save of `step` gave way to that of `kept`; None: to those before it, which are still under way."""
         return cls(
-            f"step {step} gave way to {'those before it' if kept is None else f'step {kept}'} ({policy}): storage is slower "
-            "than the saves",
-            hint="save less often, give the checkpointer more slots, or have faster storage",
+            f"the save of step {step} was dropped for {'those before it' if kept is None else f'step {kept}'} "
+            f"(policy {policy}): storage is slower than the saves",
+            hint="save less often, give the checkpointer more slots, or use faster storage",
             policy=policy,
         )
 

@@ -120,6 +120,6 @@ def check(found: Lineage) -> None:
     """Raise `InvalidRequest` for a lineage that cannot be."""
     keys = [ROOT, *(rewind[:2] for rewind in found.rewinds)]
     if keys != sorted(set(keys)) or any(rewind.step < NOTHING for rewind in found.rewinds):
-        raise InvalidRequest(f"no training comes by the rewinds {[list(rewind) for rewind in found.rewinds]}")
+        raise InvalidRequest(f"the rewinds {[list(rewind) for rewind in found.rewinds]} are not a valid history")
     if found.turn < 0 or (found.restored is not None and found.restored < 0):
-        raise InvalidRequest(f"turn {found.turn} has not restored step {found.restored}")
+        raise InvalidRequest(f"turn {found.turn} and restored step {found.restored} must not be negative")

@@ -32,7 +32,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         if not self.name or (len(self.name) if plain else len(self.name.encode(errors="surrogatepass"))) > NAME_BYTES_MAX:
             raise LimitExceeded(f"tensor name {self.name[:80]!r} must have 1 to {NAME_BYTES_MAX} bytes")
         if self.name == "__metadata__":
-            raise InvalidRequest("a tensor cannot be named '__metadata__': safetensors keeps that name for itself")
+            raise InvalidRequest("a tensor cannot be named '__metadata__': safetensors reserves that name")
         if not plain:
             try:
                 self.name.encode()

@@ -20,7 +20,7 @@ FORMAT = 1
 EXTENT_BYTES_MAX = 16 * 2**20
 COMMIT_BYTES_MAX = 2**16
 MANIFEST_BYTES_MAX = 2**29  # a million tensors with five hundred bytes each
-_REPAIR = "this checkpoint cannot be proven any more; restore another step"
+_REPAIR = "this checkpoint can no longer be verified; restore another step"
 _Placed = tuple[int, int, str]  # a tensor in its file: first byte, bytes, name
 
 
@@ -154,7 +154,7 @@ def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
     try:
         manifest = _decode(manifest_bytes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
+        raise CorruptManifest(f"cannot read {naming.MANIFEST}: {error}", hint=_REPAIR) from error
     validate(manifest)
     _check_counts(commit, commit_bytes, manifest.files)
     return manifest
@@ -166,7 +166,7 @@ def placement(manifest_bytes: bytes, commit_bytes: bytes) -> Placement:
     try:
         return _decode_place(manifest_bytes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
+        raise CorruptManifest(f"cannot read {naming.MANIFEST}: {error}", hint=_REPAIR) from error
 
 
 def check_bytes(manifest_bytes: bytes, commit_bytes: bytes) -> None:
@@ -177,7 +177,7 @@ def check_bytes(manifest_bytes: bytes, commit_bytes: bytes) -> None:
     try:
         files = _decode_files(manifest_bytes).files
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptManifest(f"{naming.MANIFEST} cannot be read: {error}", hint=_REPAIR) from error
+        raise CorruptManifest(f"cannot read {naming.MANIFEST}: {error}", hint=_REPAIR) from error
     _check_counts(commit, commit_bytes, files)
 
 
@@ -185,7 +185,7 @@ def _check_digest(manifest_bytes: bytes, commit_bytes: bytes) -> Commit:
     commit = _read_commit(commit_bytes)
     if hashlib.sha256(manifest_bytes).hexdigest() != commit.manifest_sha256:
         raise CorruptManifest(
-            f"{naming.MANIFEST} does not have the digest that {naming.COMMIT} states", hint=_REPAIR, file=naming.MANIFEST
+            f"the digest of {naming.MANIFEST} is not the one in {naming.COMMIT}", hint=_REPAIR, file=naming.MANIFEST
         )
     return commit
 
@@ -194,8 +194,8 @@ def _check_counts(commit: Commit, commit_bytes: bytes, files: Sequence[FileEntry
     size = sum(file.bytes for file in files)
     if commit_bytes != _encode_commit(commit.manifest_sha256, size, len(files)):
         raise CorruptManifest(
-            f"{naming.COMMIT} states {commit.files} files of {commit.bytes} bytes, or is not spelled as it was written; "
-            f"the manifest has {len(files)} files of {size} bytes",
+            f"{naming.COMMIT} states {commit.files} files of {commit.bytes} bytes, or is not formatted as it "
+            f"was written; the manifest has {len(files)} files of {size} bytes",
             hint=_REPAIR,
             file=naming.COMMIT,
         )
@@ -210,7 +210,7 @@ def _read_commit(commit_bytes: bytes) -> Commit:
     try:
         commit = _decode_commit(commit_bytes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise NotCommitted(f"{naming.COMMIT} cannot be read: {error}", hint=_REPAIR, file=naming.COMMIT) from error
+        raise NotCommitted(f"cannot read {naming.COMMIT}: {error}", hint=_REPAIR, file=naming.COMMIT) from error
     if commit.format != FORMAT:
         raise NotCommitted(
             f"{naming.COMMIT} says format {commit.format}, this version reads {FORMAT}",
@@ -237,7 +237,7 @@ def _validate(manifest: Manifest) -> None:
     naming.check_step(manifest.step)
     check_metrics(manifest.metrics)
     if manifest.attempt < 0 or manifest.world < 1:
-        raise _broken(f"attempt {manifest.attempt} of a world of {manifest.world}")
+        raise _broken(f"attempt {manifest.attempt} and world size {manifest.world} are not valid")
     lineage.check(Lineage(manifest.restored, manifest.turn, manifest.rewinds))
     files = _checked_files(manifest.files)
     inside: dict[str, list[_Placed]] = {file.name: [] for file in manifest.files if file.header_bytes}
@@ -245,7 +245,7 @@ def _validate(manifest: Manifest) -> None:
         naming.check_group(group)
         for name, tensor in tensors.items():
             if tensor.file not in inside:
-                raise _broken(f"tensor {name!r} lies in {tensor.file!r}, which is not a listed shard file")
+                raise _broken(f"tensor {name!r} is in {tensor.file!r}, which is not a listed shard file")
             TensorSpec(group, name, tensor.dtype, tensor.shape).check()
             size = tensor.nbytes  # once: of 100 000 tensors it is what this costs
             _check_extents(name, tensor, size)
@@ -275,7 +275,7 @@ def check_metrics(metrics: Mapping[str, float]) -> None:
     """Refuse, by name, a metric that JSON cannot state."""
     for name, value in metrics.items():
         if not isfinite(value):
-            raise InvalidRequest(f"metric {name!r} is {value}, which JSON cannot state", hint="leave it out")
+            raise InvalidRequest(f"metric {name!r} is {value}, which JSON cannot represent", hint="leave it out")
 
 
 def _check_extents(name: str, tensor: TensorEntry, size: int) -> None:
@@ -302,7 +302,7 @@ def _fit(lengths: Sequence[int], itemsize: int) -> bool:
 
 def _check_file(file: FileEntry, placed: Sequence[_Placed]) -> None:
     if len({name for *_, name in placed}) != len(placed):
-        raise _broken(f"file {file.name!r} holds two tensors of the same name")
+        raise _broken(f"file {file.name!r} has two tensors of the same name")
     end = file.header_bytes
     for start, size, name in placed:
         if start != end:

@@ -95,7 +95,7 @@ def decode(head: bytes, file_bytes: int, source: str = "file") -> Header:
             raise StateMismatch("its metadata is not valid Unicode")
         end = validate(tensors)
     except (msgspec.ValidationError, UnicodeEncodeError, StateMismatch) as error:
-        raise _broken(source, f"has a header that does not fit together: {error}") from error
+        raise _broken(source, f"has an inconsistent header: {error}") from error
     if LENGTH_BYTES + length + end != file_bytes:
         raise _broken(source, f"has {file_bytes} bytes where its header says {LENGTH_BYTES + length + end}")
     return Header(tuple(tensors), known, LENGTH_BYTES + length)
@@ -115,7 +115,7 @@ def validate(tensors: Sequence[FileTensor]) -> int:
     """Check that the tensors tile the data from 0 on, in order, each as long as dtype and shape say; return the end."""
     names = {tensor.name for tensor in tensors}
     if len(names) != len(tensors) or _METADATA in names or not _is_unicode("".join(names)):
-        raise StateMismatch(f"tensor names must be different Unicode texts, and none of them {_METADATA!r}")
+        raise StateMismatch(f"tensor names must be distinct Unicode strings, and none may be {_METADATA!r}")
     end = 0
     for tensor in tensors:
         if tensor.dtype not in dtypes.BITS:

@@ -48,7 +48,7 @@ def merge(step: int, metrics: Mapping[str, float], groups: Sequence[str], ranks:
     try:  # ASCII, so that a string which is not valid Unicode comes back as it was
         return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
     except ValueError as error:
-        raise InvalidRequest(f"the state or its metrics hold a number that JSON cannot state: {error}") from error
+        raise InvalidRequest(f"the state or its metrics contain a number that JSON cannot represent: {error}") from error
 
 
 def _no_constant(text: str) -> None:
@@ -105,7 +105,7 @@ def _read(encoded: bytes) -> Iterator[dict[str, Any]]:
             raise ValueError(f"format {document['format']} is not {FORMAT}")
         yield document["groups"]
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise CorruptManifest(f"state.json cannot be read: {error}", file="state.json") from error
+        raise CorruptManifest(f"cannot read state.json: {error}", file="state.json") from error
 
 
 def _pick(entry: Mapping[str, Any], rank: int) -> tuple[Any, bool]:

@@ -63,7 +63,7 @@ def check_found(piece: Piece, held: int, found: str, expected: str | None = None
     if held == piece.length and found == (expected or piece.digest):
         return
     what = f"tensor {piece.tensor!r} of group {piece.group!r}, " if piece.tensor is not None else ""
-    how = "are not what was written" if held == piece.length else f"are cut off after {held}"
+    how = "do not match their digest" if held == piece.length else f"are cut off after {held}"
     raise CorruptExtent(
         f"{piece.file}: {what}bytes [{piece.start}, {piece.stop}) {how}",
         hint=_HINT,
@@ -125,7 +125,7 @@ def check_index(manifest: Manifest, group: str, encoded: bytes) -> None:
     try:
         weight_map = _decode_index(encoded).weight_map
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptManifest(f"{name} cannot be read: {error}", hint=_HINT, file=name) from error
+        raise CorruptManifest(f"cannot read {name}: {error}", hint=_HINT, file=name) from error
     if weight_map != {tensor: entry.file for tensor, entry in manifest.tensors.get(group, {}).items()}:
         raise CorruptManifest(f"{name} and the manifest disagree about which file holds which tensor", hint=_HINT, file=name)
 

@@ -79,7 +79,7 @@ class Cutter:
     def _cut(self, element: Element, index: int) -> Cut:
         rule, shape, mesh = element.rule, element.shape, self._layout.mesh
         if rule is None:
-            return _uncut(shape, "no rule knows these: every rank holds all of them")
+            return _uncut(shape, "no rule matches these: replicated on every rank")
         dimension = rule.dimension
         if dimension is None or dimension >= len(shape) or not rule.axis:
             return _uncut(shape)
@@ -95,12 +95,12 @@ class Cutter:
             return _uncut(shape)
         units = rule.units or shape[dimension]
         if _odd(element) and element.key:
-            return _uncut(shape, "optimizer state of another shape than its parameter: held whole")
+            return _uncut(shape, "optimizer state with another shape than its parameter: replicated")
         if _odd(element) or shape[dimension] % units:
-            stated = f"the config says {list(rule.shape)}" if rule.shape else f"that does not fall into {units} heads"
+            stated = f"the config says {list(rule.shape)}" if rule.shape else f"which cannot be split into {units} heads"
             raise StateMismatch(
                 f"tensor {element.name!r} has shape {list(shape)}, {stated}",
-                hint="the rules or config.json do not fit this checkpoint: name another table with rules=",
+                hint="the rules or config.json do not match this checkpoint: choose another table with rules=",
             )
         return _divided(element, units, size, index)
 
@@ -143,17 +143,19 @@ def _divided(element: Element, units: int, size: int, index: int) -> Cut:
     elif rule.otherwise == "uneven":
         step = -(-units // size)
         low, high = min(step * index, units), min(step * (index + 1), units)
-        note = f"{units} do not divide by {rule.axis}={size}: cut unevenly, at most {step} a rank"
+        note = f"{units} are not divisible by {rule.axis}={size}: split unevenly, at most {step} per rank"
     elif rule.otherwise == "replicate":
-        low, high, note = 0, units, f"{units} do not divide by {rule.axis}={size}: every rank holds all of them"
+        low, high, note = 0, units, f"{units} are not divisible by {rule.axis}={size}: replicated on every rank"
     elif rule.otherwise == "largest":
         share = gcd(units, size)
         low, high = units // share * (index * share // size), units // share * (index * share // size + 1)
-        note = f"{units} do not divide by {rule.axis}={size}: cut in {share}, each held by {size // share} ranks"
+        note = (
+            f"{units} are not divisible by {rule.axis}={size}: split into {share}, each replicated on {size // share} ranks"
+        )
     else:
         what = f"{units} heads" if rule.units else f"{units} rows"
         raise StateMismatch(
-            f"tensor {element.name!r}: {what} in dimension {rule.dimension} do not divide by {rule.axis}={size}",
+            f"tensor {element.name!r}: {what} in dimension {rule.dimension} are not divisible by {rule.axis}={size}",
             hint=f"choose a {rule.axis} that divides {units}",
         )
     box = slab(shape, rule.dimension, low * width, high * width)

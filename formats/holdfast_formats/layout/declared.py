@@ -49,7 +49,7 @@ def declare(
             found[name] = DeclaredTensor(LocalTensor(name, dtype, shape, ()), {})
             continue
         if tensor is None or tensor.shape != shape:
-            where = "holds none of it" if tensor is None else f"holds {list(tensor.shape)} of it"
+            where = "has no part of it" if tensor is None else f"should have {list(tensor.shape)}"
             raise StateMismatch(
                 f"tensor {name!r} of group {group!r} has the local shape {list(shape)}, rank {rank} of this layout {where}",
                 hint="check the layout, its rank order and sharding, and that config.json is this model's",
@@ -121,6 +121,6 @@ def _shape(element: str, rules: Rules, layout: Layout, local: Shape | None) -> S
     if local is None or not whole or layout.stage:
         raise StateMismatch(
             f"the global shape of tensor {element!r} is not known",
-            hint="hand over the model's config.json, or rules that state its shape",
+            hint="pass the model's config.json, or rules that state its shape",
         )
     return local

@@ -61,8 +61,8 @@ def take_apart(specs: Specs, rules: Rules, keyed: bool) -> Elements:
             fused = one_for_all(name, dtype, [part + key for part in fusion.of])
         if fused.shape != shape:
             raise StateMismatch(
-                f"tensor {name!r} has shape {list(shape)}, its parts make {list(fused.shape)}",
-                hint="the rules or config.json do not fit this checkpoint",
+                f"tensor {name!r} has shape {list(shape)}, but its parts add up to {list(fused.shape)}",
+                hint="the rules or config.json do not match this checkpoint",
             )
         source = Fused(name, shape, fused.parts)
         for position, part in enumerate(fusion.of):
@@ -80,7 +80,7 @@ def part_shapes(fusion: Fusion, name: str, shape: Shape, rules: Rules) -> tuple[
     inner, count = shape, len(fusion.of)
     if fusion.stacked:
         if count % shape[0]:
-            raise StateMismatch(f"tensor {name!r} stacks {shape[0]} experts, the rules know {count} tensors of it")
+            raise StateMismatch(f"tensor {name!r} stacks {shape[0]} experts, but the rules list {count}")
         inner, count = shape[1:], count // shape[0]
     if fusion.dimension >= len(inner):
         raise StateMismatch(f"tensor {name!r} of shape {list(shape)} has no dimension {fusion.dimension} to be fused along")
@@ -93,8 +93,8 @@ def part_shapes(fusion: Fusion, name: str, shape: Shape, rules: Rules) -> tuple[
     length = inner[fusion.dimension]
     if length % sum(weights):
         raise StateMismatch(
-            f"tensor {name!r}: {length} rows in dimension {fusion.dimension} do not fall into parts of {weights}",
-            hint="give the checkpoint its config.json, or rules with its sizes",
+            f"tensor {name!r}: {length} rows in dimension {fusion.dimension} cannot be split in the ratio {weights}",
+            hint="add config.json to the checkpoint, or pass rules with the sizes",
         )
     return tuple(_resized(inner, fusion.dimension, length // sum(weights) * weight) for weight in weights)
 
@@ -121,7 +121,7 @@ def compose(fusion: Fusion, name: str, key: str, dtype: str, shapes: tuple[Shape
 
 
 def heads_unknown(name: str) -> StateMismatch:
-    return StateMismatch(f"tensor {name!r}: how many heads it has is not known", hint="give the checkpoint its config.json")
+    return StateMismatch(f"tensor {name!r}: the number of heads is not known", hint="add config.json to the checkpoint")
 
 
 def one_for_all(name: str, dtype: str, elements: Sequence[str]) -> LocalTensor:

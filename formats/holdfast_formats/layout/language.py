@@ -117,8 +117,8 @@ def _ends(split: tuple[int, ...], stages: int, layers: int) -> list[int]:
         return list(accumulate(least + (stage < longer) for stage in range(stages)))
     if sum(split) != layers:
         raise StateMismatch(
-            f"the split {'/'.join(map(str, split))} is of {sum(split)} layers, the model has {layers}",
-            hint="name the layers of every virtual stage, or leave the split out",
+            f"the split {'/'.join(map(str, split))} covers {sum(split)} layers, but the model has {layers}",
+            hint="list the number of layers of every virtual stage, or leave the split out",
         )
     return list(accumulate(split))
 
@@ -197,14 +197,14 @@ def _word(key: str, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and -BUCKET_MAX <= value <= BUCKET_MAX:
         return str(value)
     shown = _shown(repr(value)) if isinstance(value, str | bool | float | None) else f"a {type(value).__name__}"
-    raise InvalidRequest(f"{key}: a number or a word is wanted, not {shown}")
+    raise InvalidRequest(f"{key}: expected a number or a word, not {shown}")
 
 
 def _add(parts: dict[str, str], key: str, value: str) -> None:
     if key not in KEYS:
         _unknown("part of a layout", key, KEYS)
     if key in parts:
-        _refuse(f"the layout says {key} twice: {_shown(parts[key])} and {_shown(value)}")
+        _refuse(f"the layout has {key} twice: {_shown(parts[key])} and {_shown(value)}")
     parts[key] = value
 
 
@@ -245,8 +245,8 @@ def _split(mesh: Mesh, value: str) -> tuple[int, ...]:
     layers = tuple(_number("pp's layers", n.strip(), 0, LAYERS_MAX) for n in value.split("/"))
     if len(layers) != stages:
         _refuse(
-            f"pp={mesh.pp}:{_shown(value)} names the layers of {len(layers)} stages, and there are {stages}",
-            f"one number for each of the {mesh.pp}·{mesh.vpp} virtual stages, in order",
+            f"pp={mesh.pp}:{_shown(value)} lists {len(layers)} stages, but there are {stages}",
+            f"give one number for each of the {mesh.pp}·{mesh.vpp} virtual stages, in order",
         )
     return layers
 
@@ -268,7 +268,7 @@ def _sharding(count: int, options: list[str]) -> Sharding:
     for option in (option for option in options if "=" in option):
         name, _, value = (piece.strip() for piece in option.partition("="))
         if name in named:
-            _refuse(f"sharding says {_shown(name)} twice")
+            _refuse(f"sharding has {_shown(name)} twice")
         if name not in METHODS.get(method, ()):
             _unknown(f"option of {method or 'stage0'}", name, METHODS.get(method, ()))
         named[name] = _choice(name, value, SORTS) if name == "sort" else _number(name, value, *OPTIONS[name])

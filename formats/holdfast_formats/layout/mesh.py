@@ -99,7 +99,7 @@ class Mesh(NamedTuple):
         steps = {name: (size, step) for name, size, step in (*dense_grid(self), *expert_grid(self)) if name in names}
         if len(steps) != len(names):
             known = ", ".join(name for name in Coordinate._fields)
-            raise InvalidRequest(f"no ranks stand along {axis!r}", hint=f"one of {known}")
+            raise InvalidRequest(f"{axis!r} is not an axis of a mesh", hint=f"one of {known}")
         base = rank - sum(rank // step % size * step for size, step in steps.values())
         return tuple(sorted(base + sum(place) for place in product(*(range(0, n * s, s) for n, s in steps.values()))))
 
@@ -152,11 +152,11 @@ def arrange(sizes: Mapping[str, int], order: Iterable[str] = ORDER) -> Mesh:
     full["etp"] = sizes.get("etp", full["tp"])
     mesh = Mesh(**full, order=_complete(tuple(order), full))
     if mesh.world > WORLD_MAX:
-        raise InvalidRequest(f"a mesh of {mesh.world} ranks is too large", hint=f"at most {WORLD_MAX}")
+        raise InvalidRequest(f"{mesh.world} ranks are too many for a mesh", hint=f"at most {WORLD_MAX}")
     if mesh.pp * mesh.vpp > STAGES_MAX:
         raise InvalidRequest(f"pp={mesh.pp} with vpp={mesh.vpp} makes too many stages", hint=f"at most {STAGES_MAX}")
     if mesh.vpp > 1 and mesh.pp == 1:
-        raise InvalidRequest(f"vpp={mesh.vpp} needs pp of at least 2", hint="one stage has nothing to interleave with")
+        raise InvalidRequest(f"vpp={mesh.vpp} needs pp of at least 2", hint="a single pipeline stage cannot be interleaved")
     _check_experts(mesh, "etp" in sizes)
     mesh = mesh._replace(order=_canonical(mesh))
     _check_stages(mesh)
@@ -166,11 +166,11 @@ def arrange(sizes: Mapping[str, int], order: Iterable[str] = ORDER) -> Mesh:
 def _check_experts(mesh: Mesh, said: bool) -> None:
     ranks = mesh.tp * mesh.cp * mesh.sharding * mesh.dp
     if ranks % (mesh.etp * mesh.ep):
-        default = "" if said else " (etp is tp unless it is said)"
+        default = "" if said else " (etp defaults to tp)"
         raise InvalidRequest(
             f"etp={mesh.etp} with ep={mesh.ep} does not divide the {ranks} ranks of a stage{default}: "
             f"tp={mesh.tp}, cp={mesh.cp}, sharding={mesh.sharding}, dp={mesh.dp}",
-            hint=f"ep has to divide {ranks}" if ranks % mesh.ep else "etp=1 keeps experts whole",
+            hint=f"choose an ep that divides {ranks}" if ranks % mesh.ep else "etp=1 does not split experts",
         )
 
 
@@ -180,7 +180,7 @@ def _check_stages(mesh: Mesh) -> None:
         raise InvalidRequest(
             f"in the order {'-'.join(told_order(mesh) or ORDER)} the next stage is {dense} ranks away for dense layers "
             f"and {experts} for experts (etp={mesh.etp}, ep={mesh.ep}, edp={mesh.edp})",
-            hint="let the order end with pp",
+            hint="put pp last in the order",
         )
 
 

@@ -142,13 +142,14 @@ def fuse(name: str, dtype: str, pieces: Sequence[tuple[str, Box]], dimension: in
     for tensor, box in pieces:
         if box.shape[:dimension] != first[:dimension] or box.shape[dimension + 1 :] != first[dimension + 1 :]:
             raise StateMismatch(
-                f"{name!r}: {list(box.shape)} of {tensor!r} and {list(first)} of {pieces[0][0]!r} do not fit together along "
-                f"dimension {dimension}",
-                hint="the parts of a fused tensor must be cut alike",
+                f"{name!r}: {list(box.shape)} of {tensor!r} and {list(first)} of {pieces[0][0]!r} cannot be "
+                f"concatenated along dimension {dimension}",
+                hint="the parts of a fused tensor must be sharded in the same way",
             )
         if box.shape[dimension] % groups:
             raise StateMismatch(
-                f"{name!r}: {box.shape[dimension]} of {tensor!r} in dimension {dimension} are no {groups} equal groups"
+                f"{name!r}: {box.shape[dimension]} of {tensor!r} in dimension {dimension} cannot be split into "
+                f"{groups} equal groups"
             )
         lengths.append(box.shape[dimension] // groups)
     shape = (*first[:dimension], sum(lengths) * groups, *first[dimension + 1 :])

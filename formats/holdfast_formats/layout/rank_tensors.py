@@ -149,7 +149,7 @@ class LayoutHoldings:
             if rule is not None and rule.expert is not None and mesh.ep > 1:
                 if experts % mesh.ep or rule.expert >= experts:
                     raise StateMismatch(
-                        f"tensor {element.name!r}: {experts} experts do not divide by ep={mesh.ep}",
+                        f"tensor {element.name!r}: {experts} experts are not divisible by ep={mesh.ep}",
                         hint="choose an ep that divides the number of experts",
                     )
                 expert = rule.expert // (experts // mesh.ep)
@@ -167,7 +167,7 @@ class LayoutHoldings:
 
     def _coordinate(self, rank: int) -> Coordinate:
         if not 0 <= rank < self.layout.mesh.world:
-            raise InvalidRequest(f"rank {rank} is none of the {self.layout.mesh.world} ranks of this layout")
+            raise InvalidRequest(f"rank {rank} is not one of the {self.layout.mesh.world} ranks of this layout")
         return self.layout.mesh.coordinate(rank)
 
     def _cell(self, at: Coordinate) -> _Cell:
@@ -261,7 +261,7 @@ class LayoutHoldings:
         size, index = {"tp": (mesh.tp, at.tp), "etp": (mesh.etp, at.etp), "": (1, 0)}[axis]
         rows = sum(element.shape[fusion.dimension] for element, _ in held)
         if rows % size:
-            raise StateMismatch(f"tensor {name!r}: {rows} rows do not divide by {size} ranks", hint="use another form")
+            raise StateMismatch(f"tensor {name!r}: {rows} rows are not divisible by {size} ranks", hint="use another form")
         low, high = rows // size * index, rows // size * (index + 1)
         boxes = []
         for element, _ in held:

@@ -159,8 +159,8 @@ def _in_octets(local: LocalTensor, part: Part, shape: Shape, width: int) -> Part
         fits = part.stop - part.start == part.box.volume and part.start * width % 8 == 0
     if not fits:
         raise StateMismatch(
-            f"tensor {local.name!r}: {local.dtype} has {width} bits an element, and {list(part.box.offset)}+"
-            f"{list(part.box.shape)} of {part.tensor!r} would stand inside a byte",
+            f"tensor {local.name!r}: {local.dtype} has {width} bits an element, and "
+            f"{list(part.box.offset)}+{list(part.box.shape)} of {part.tensor!r} begins or ends inside a byte",
             hint="shard another dimension, or shard at a multiple of whole bytes",
         )
     return Part(part.tensor, box, part.start * width // 8, strides)

@@ -23,12 +23,12 @@ class Page(BaseModel, Generic[Item]):
 
 class Run(BaseModel):
     name: str
-    attempt: int = Field(description="newest declared attempt (restart number)")
-    keep_last: int | None = Field(description="retention: how many checkpoints are kept, None for all")
+    attempt: int = Field(description="newest attempt (restart number)")
+    keep_last: int | None = Field(description="retention: number of newest checkpoints to keep, None for all")
     checkpoints: int
     newest: int | None = Field(description="step of the newest checkpoint that is not known to be damaged")
     bytes: int
-    state: Life | None = Field(default=None, description="what became of its ranks; null where nothing is known of them")
+    state: Life | None = Field(default=None, description="running, ended or lost: the state of its ranks; null if unknown")
 
 
 CheckpointState = Literal["committed", "verified", "unhealthy", "abandoned", "damaged"]
@@ -48,30 +48,31 @@ class CheckpointInfo(BaseModel):
     files: int
     bytes: int
     metrics: dict[str, float]
-    verified: bool = Field(description="read back after the commit and found equal to every digest")
-    checked: str | None = Field(default=None, description="when it was last read back, whatever came of it")
-    check: dict[str, Any] | None = Field(default=None, description="what the last check did: seconds, bytes, layouts tried")
-    damage: dict[str, Any] | None = Field(
-        default=None, description="the problem that the last check found, None while sound"
+    verified: bool = Field(description="read back after the commit; every byte matched its digest")
+    checked: str | None = Field(default=None, description="time of the last check, whatever its result")
+    check: dict[str, Any] | None = Field(default=None, description="what the last check did: seconds, bytes, layouts tested")
+    damage: dict[str, Any] | None = Field(default=None, description="the problem found by the last check, None if sound")
+    nonfinite: int | None = Field(default=None, description="number of NaN and infinite elements; None if not counted")
+    healthy: bool | None = Field(default=None, description="no new NaN or infinite values since the previous checkpoint")
+    same_as: int | None = Field(default=None, description="the previous step, if this one is bit-identical to it")
+    restored: int | None = Field(default=None, description="the step that its launch restored last; None if none is known")
+    turn: int = Field(
+        default=0, description="number of restores that its launch continued from so far, plus saves it replaced"
     )
-    nonfinite: int | None = Field(default=None, description="NaN and infinite elements; None when nobody counted")
-    healthy: bool | None = Field(default=None, description="no new non-finite values since the checkpoint before")
-    same_as: int | None = Field(default=None, description="the step before, where this one is bit-identical to it")
-    restored: int | None = Field(
-        default=None, description="the step that its launch had restored last; None for none that is known"
-    )
-    turn: int = Field(default=0, description="how many restores its launch had gone on from by then, and saves it made anew")
     rewinds: list[Rewind] = Field(
         default_factory=list,
-        description="on the way to it: each [attempt, turn, step] in which training went on from an older step",
+        description="rewinds on its line of training: each [attempt, turn, step] at which training continued from an older "
+        "step",
     )
-    abandoned: bool = Field(default=False, description="training went on from an older step, and left it behind")
-    pinned: bool = Field(default=False, description="nothing removes it; by the run's file")
-    labels: list[str] = Field(default_factory=list, description="those of the run's file, by name")
+    abandoned: bool = Field(
+        default=False, description="training continued from an older step and left this checkpoint behind"
+    )
+    pinned: bool = Field(default=False, description="protected from removal; stored in the run's file")
+    labels: list[str] = Field(default_factory=list, description="labels, sorted by name; stored in the run's file")
 
     @property
     def state(self) -> CheckpointState:
-        """The worst that is known of it."""
+        """The worst known finding about it."""
         if self.damage is not None:
             return "damaged"
         if self.abandoned:
@@ -82,18 +83,18 @@ class CheckpointInfo(BaseModel):
 
     @property
     def unchecked(self) -> bool:
-        """Nobody has read it back yet: nothing but its commit speaks for it, and nothing against it."""
+        """Whether it was never read back since its commit."""
         return self.checked is None and not self.verified and self.damage is None
 
 
 def as_committed(checkpoint: CheckpointInfo) -> CheckpointInfo:
-    """The checkpoint as its manifest describes it, without what was found out since."""
+    """The checkpoint as its manifest describes it, without later findings."""
     stated = checkpoint.model_dump(include=set(CheckpointInfo.model_fields) - KNOWN_SINCE)
     return CheckpointInfo(**stated, verified=False)
 
 
 def describe(manifest: Manifest, verified: bool = False) -> CheckpointInfo:
-    """What a manifest says of its checkpoint; whether it was read back since is not in it."""
+    """What a manifest says about its checkpoint. Whether it was verified later is not in it."""
     return CheckpointInfo(
         run=manifest.run,
         step=manifest.step,
@@ -127,8 +128,8 @@ class Tensor(BaseModel):
 
 class File(BaseModel):
     name: str
-    bytes: int = Field(description="length that the manifest states")
-    stored: int | None = Field(description="length on storage; None when the file is missing")
+    bytes: int = Field(description="length according to the manifest")
+    stored: int | None = Field(description="length on storage; None if the file is missing")
     header_bytes: int = Field(description="length of a safetensors header, 0 for other files")
     digest: str | None = Field(
         description="xxh3-64 of the header or of the whole small file; None for COMMIT and the manifest"
@@ -136,7 +137,7 @@ class File(BaseModel):
 
 
 class ShardPart(BaseModel):
-    """Element `offset + i` of a stored tensor stands at element `start + Σ i·strides` of the local one, row-major."""
+    """Element `offset + i` of a stored tensor is element `start + Σ i·strides` of the local one, row-major."""
 
     tensor: str
     offset: list[int]
@@ -151,7 +152,7 @@ class ShardTensor(BaseModel):
     shape: list[int]
     start: int = Field(description="first byte in the shard's file")
     bytes: int
-    padding: int = Field(description="elements that no part covers: zeros")
+    padding: int = Field(description="number of elements that no part covers; they are zero")
     parts: list[ShardPart]
 
 
@@ -159,7 +160,7 @@ class StoredTensor(BaseModel):
     dtype: str
     shape: list[int]
     file: str
-    start: int = Field(description="first byte in the file; its elements follow, row-major")
+    start: int = Field(description="first byte in the file; the elements follow in row-major order")
 
 
 class ShardExtent(BaseModel):
@@ -170,7 +171,9 @@ class ShardExtent(BaseModel):
 
 
 class ShardRead(BaseModel):
-    """Bytes [start, stop) of a file in one read; the extents in it are wanted, what lies between them is not."""
+    """Bytes [start, stop) of a file, to be read at once. The extents in it are needed, the gaps between them are
+    not.
+    """
 
     file: str
     start: int
@@ -179,29 +182,29 @@ class ShardRead(BaseModel):
 
 
 class ShardPlan(BaseModel):
-    """What a rank holds in a layout and which stored bytes it is made of, a page of its tensors at a time.
+    """What a rank holds in a layout and which stored bytes it consists of, a page of its tensors at a time.
 
-    `reads` and `sources` are of this page's tensors; counts and bytes are of the whole shard.
+    `reads` and `sources` belong to this page's tensors; counts and bytes to the whole shard.
     """
 
     run: str
     step: int
     manifest_sha256: str
     group: str
-    layout: str = Field(description="the layout's one canonical text")
+    layout: str = Field(description="canonical text of the layout")
     rank: int
-    etag: str = Field(description="of the shard's file")
+    etag: str = Field(description="ETag of the shard's file")
     tensors: int
-    bytes: int = Field(description="length of the shard's file, of which the first `header_bytes` are its header")
+    bytes: int = Field(description="length of the shard's file, including its header of `header_bytes`")
     header_bytes: int
     needed: int = Field(description="bytes of stored tensors that the shard holds, each counted once")
-    read: int = Field(description="bytes of the extents that must be read for them")
+    read: int = Field(description="bytes of the extents that must be read for the shard")
     ratio: float = Field(description="read ÷ needed")
-    notes: list[str] = Field(description="what the layout decided on the way: replicated, padded, cut unevenly")
+    notes: list[str] = Field(description="decisions of the layout: replicated, padded, split unevenly")
     items: list[ShardTensor]
     sources: dict[str, StoredTensor]
     reads: list[ShardRead]
-    next: str | None = Field(default=None, description="the cursor of the page behind this one")
+    next: str | None = Field(default=None, description="cursor of the next page")
 
 
 class Round(BaseModel):
@@ -211,43 +214,45 @@ class Round(BaseModel):
     attempt: int
     world: int
     state: str = Field(description="open, sealed, committed, aborted or dropped")
-    sealed: int = Field(description="ranks that have sealed their slot")
+    sealed: int = Field(description="number of ranks that have sealed their slot")
     opened: str
     ended: str | None
     code: str | None = Field(description="error code, when aborted or dropped")
     detail: str | None
     node: str | None = Field(default=None, description="the node that wrote it")
     measured: dict[str, float] | None = Field(
-        default=None, description="seconds of each phase and bytes of the save; `SaveTimes` names them"
+        default=None, description="seconds of each phase and bytes of the save; see `SaveTimes`"
     )
 
 
 class Node(BaseModel):
     name: str
-    pid: int | None = Field(default=None, description="for tokens of all runs")
+    pid: int | None = Field(default=None, description="only shown to tokens for all runs")
     version: str
-    root: str | None = Field(default=None, description="for tokens of all runs")
+    root: str | None = Field(default=None, description="only shown to tokens for all runs")
     socket: str | None
     started: str
-    arena_bytes: int = Field(description="held for staging; for tokens of some runs, by these")
-    ranks: int = Field(description="connected; for tokens of some runs, of these")
-    busy: bool = Field(default=False, description="saves are under way, or checkpoints are still to be read back")
+    arena_bytes: int = Field(description="shared memory reserved for staging; for tokens of some runs, by these runs")
+    ranks: int = Field(description="connected ranks; for tokens of some runs, ranks of these runs")
+    busy: bool = Field(default=False, description="saves are in progress, or checkpoints are not verified yet")
     socket_id: str | None = Field(
-        default=None, description="inode and change time of the socket: a socket of that path without them is another's"
+        default=None,
+        description="inode and change time of the socket; a socket at that path with other values belongs to another daemon",
     )
     catalog: str | None = Field(
-        default=None, description="why the catalog is away, since when, and what waits for it; None while it answers"
+        default=None,
+        description="why and since when the catalog does not answer, and how many records wait; None while it answers",
     )
 
 
 class Health(BaseModel):
     status: str
-    version: str | None = Field(default=None, description="for those who may read")
-    root: str | None = Field(default=None, description="for tokens of all runs")
+    version: str | None = Field(default=None, description="only shown to callers with scope `read`")
+    root: str | None = Field(default=None, description="only shown to tokens for all runs")
 
 
 class RankHello(BaseModel):
-    """Who a rank is that shares no memory with the daemon. Ranks with the same `launch` share an attempt."""
+    """Who a rank is that shares no memory with the daemon. Ranks with the same `launch` belong to one attempt."""
 
     protocol: int
     run: str
@@ -255,12 +260,16 @@ class RankHello(BaseModel):
     world: int = Field(ge=1)
     launch: str = Field(min_length=1, max_length=256)
     keep_last: int | None = Field(default=None, ge=1)
-    process: str = Field(default="", max_length=64, description="which process speaks; the same one is the same job")
-    session: str = Field(default="", max_length=64, description="which checkpointer speaks, whatever its id is by now")
-    root_id: str | None = Field(
-        default=None, max_length=64, description="the root that is meant; another one's daemon refuses"
+    process: str = Field(default="", max_length=64, description="ID of this process; the same ID is the same job")
+    session: str = Field(
+        default="", max_length=64, description="ID of this checkpointer; it stays the same when the rank ID changes"
     )
-    take_over: bool = Field(default=False, description="begin although another job of this run lives, which is fenced off")
+    root_id: str | None = Field(
+        default=None, max_length=64, description="ID of the expected root; a daemon of another root refuses"
+    )
+    take_over: bool = Field(
+        default=False, description="start although another job of this run is active, and shut that job out"
+    )
 
 
 class RankWelcome(BaseModel):
@@ -269,13 +278,13 @@ class RankWelcome(BaseModel):
     root: str
     root_id: str
     version: str
-    silence_max_s: float = Field(description="a rank that is not heard of for this long is taken for dead")
-    chunk_bytes_max: int = Field(description="most bytes of one chunk, before compression")
-    notices: tuple[str, ...] = Field(default=(), description="what was asked for and is not so, such as keep_last")
+    silence_max_s: float = Field(description="a rank that is silent for this long counts as dead")
+    chunk_bytes_max: int = Field(description="maximum size of one chunk, before compression")
+    notices: tuple[str, ...] = Field(default=(), description="requested settings that are not in force, such as keep_last")
 
 
 class Room(BaseModel):
-    """What the daemon keeps for a rank: so many slots of so many bytes, within its arena."""
+    """The memory that the daemon reserves for a rank: number and size of slots in its arena."""
 
     slots: int = Field(ge=1, le=64)
     data_bytes: int = Field(ge=0)
@@ -284,12 +293,14 @@ class Room(BaseModel):
 
 class UploadRequest(BaseModel):
     step: int = Field(ge=0)
-    policy: Policy = Field(default="wait", description="what gives way where no slot is free; `wait`: ask again")
-    restored: int | None = Field(default=None, ge=0, description="the step that this launch has restored and goes on from")
-    turn: int = Field(default=0, ge=0, description="how many restores this launch has gone on from, and saves it made anew")
-    again: int = Field(default=0, ge=0, description="how many of them are saves since the last restore")
-    existing: Existing = Field(default="refuse", description="what becomes of a save whose step is a checkpoint already")
-    groups: tuple[str, ...] = Field(default=(), description="what the save is of")
+    policy: Policy = Field(default="wait", description="which save is dropped if no slot is free; `wait`: none, ask again")
+    restored: int | None = Field(default=None, ge=0, description="the step that this launch restored and continues from")
+    turn: int = Field(
+        default=0, ge=0, description="number of restores that this launch continued from, plus saves it replaced"
+    )
+    again: int = Field(default=0, ge=0, description="how many of `turn` are saves since the last restore")
+    existing: Existing = Field(default="refuse", description="what to do if the step is already a checkpoint")
+    groups: tuple[str, ...] = Field(default=(), description="the groups of the save")
 
     @property
     def intent(self) -> Intent:
@@ -297,7 +308,9 @@ class UploadRequest(BaseModel):
 
 
 class Upload(BaseModel):
-    """How far the upload of one slot is. `data_bytes` and `table_bytes` are received, proven and need not be sent again."""
+    """Progress of the upload of one slot. `data_bytes` and `table_bytes` are received and verified, and need not
+    be sent again.
+    """
 
     number: int
     step: int
@@ -305,17 +318,17 @@ class Upload(BaseModel):
     state: Literal["open", "sealed", "committed", "aborted"]
     data_bytes: int
     table_bytes: int
-    problem: dict[str, Any] | None = Field(default=None, description="why, when aborted")
+    problem: dict[str, Any] | None = Field(default=None, description="the problem, if aborted")
 
 
 class SealRequest(BaseModel):
-    """What a complete slot holds; `table_digest` is the xxh3-64 of its table, which states everything else."""
+    """What a complete slot contains; `table_digest` is the xxh3-64 of its table, which states everything else."""
 
     data_bytes: int = Field(ge=0)
     table_bytes: int = Field(ge=0)
     table_digest: str
     stall_s: float | None = Field(
-        default=None, ge=0, le=86_400, description="how long the rank's training stood still for it, where that is known"
+        default=None, ge=0, le=86_400, description="seconds that this save stalled the rank's training, if known"
     )
 
 
@@ -324,39 +337,43 @@ class AbandonRequest(BaseModel):
 
 
 class Outcomes(BaseModel):
-    """Uploads that have ended, in the order in which they did; `next` is the `after` that asks for those behind them."""
+    """Uploads that have ended, in order; pass `next` as `after` to get the later ones."""
 
     items: list[Upload]
     next: int
 
 
 class Question(BaseModel):
-    """Which step does this attempt restore? The newest with all of `groups` unless a step is named."""
+    """Which step does this attempt restore? The newest with all of `groups`, unless a step is given."""
 
     step: int | None = Field(default=None, ge=0)
     groups: tuple[str, ...] = ()
-    healthy: bool = Field(default=False, description="the newest that is verified and not unhealthy")
+    healthy: bool = Field(
+        default=False, description="restore the newest checkpoint that is verified and not known to be unhealthy"
+    )
     wait_s: float = Field(default=0.0, ge=0.0, le=20.0)
 
 
 class Answer(BaseModel):
     step: int | None
-    notes: tuple[str, ...] = Field(default=(), description="newer checkpoints that were passed over, and why")
+    notes: tuple[str, ...] = Field(default=(), description="newer checkpoints that were skipped, and why")
 
 
 class RestoreEnd(BaseModel):
-    """How the restore of a turn's step ended for this rank: well, or with this problem."""
+    """How this rank's restore of the turn's step ended: successfully, or with this problem."""
 
     step: int = Field(ge=0)
     problem: dict[str, Any] | None = None
-    alone: bool = Field(default=False, description="the answer is for this rank only: it named the step itself")
+    alone: bool = Field(default=False, description="the answer concerns only this rank, which asked for a step by number")
     wait_s: float = Field(default=0.0, ge=0.0, le=20.0)
 
 
 class RestoreVerdict(BaseModel):
-    """Whether this rank goes on from what it restored; see the wire's `Judged`."""
+    """Whether this rank continues from what it restored; see the wire's `Judged`."""
 
-    again: bool = Field(default=False, description="read once more: it is well now")
-    problem: dict[str, Any] | None = Field(default=None, description="no rank goes on from this step")
-    late: bool = Field(default=False, description="others had gone on from it already")
+    again: bool = Field(default=False, description="read the step again: it is sound now")
+    problem: dict[str, Any] | None = Field(
+        default=None, description="the problem for which no rank continues from this step"
+    )
+    late: bool = Field(default=False, description="other ranks had already continued from it")
     newest: int | None = Field(default=None, description="the newest step that is not known to be damaged, if asked alone")

@@ -33,10 +33,12 @@ class Contradiction(BaseModel):
 class CatalogCheck(BaseModel):
     """What a look at the catalog and the directories found. `items` are the first ones; `count` counts all."""
 
-    catalog: str = Field(description="its address, without a password")
+    catalog: str = Field(description="its URL, without the password")
     runs: int
     checkpoints: int = Field(description="listed ones")
-    manifests_read: int = Field(description="of the checkpoints that do not stand as they were listed; of all, if thorough")
+    manifests_read: int = Field(
+        description="manifests read: of checkpoints that changed since they were listed; of all, if thorough"
+    )
     thorough: bool
     count: int
     items: list[Contradiction]
@@ -51,8 +53,8 @@ class CatalogRebuild(BaseModel):
 
     mended: list[Contradiction]
     left: list[Contradiction]
-    set_aside: str | None = Field(default=None, description="where the damaged database was moved to, if there was one")
-    salvaged: dict[str, int] = Field(default_factory=dict, description="rows that could be read from it, by table")
+    set_aside: str | None = Field(default=None, description="where the damaged database was moved, if there was one")
+    salvaged: dict[str, int] = Field(default_factory=dict, description="rows recovered from it, by table")
     runs: int
     checkpoints: int
 
@@ -60,6 +62,6 @@ class CatalogRebuild(BaseModel):
 class CatalogAdoption(BaseModel):
     """A catalog was made a root's own."""
 
-    catalog: str = Field(description="its address, without the password")
+    catalog: str = Field(description="its URL, without the password")
     root: str
-    before: str | None = Field(description="where the root was that had it, None where none or this one had")
+    before: str | None = Field(description="path of the root that it belonged to before; None if none or this one")

@@ -10,15 +10,15 @@ from pydantic import BaseModel, Field
 class SaveTimes(BaseModel):
     """Seconds of each phase of one save, and its bytes. Absent phases did not happen, or nobody measured them."""
 
-    stall_s: float | None = Field(default=None, description="longest time that a rank's training stood still for it")
-    stage_s: float | None = Field(default=None, description="from the first lease to the last seal")
+    stall_s: float | None = Field(default=None, description="longest time for which it stalled a rank's training")
+    stage_s: float | None = Field(default=None, description="from the first slot lease to the last seal")
     queue_s: float | None = Field(default=None, description="from the last seal to the first byte written")
-    write_s: float | None = Field(default=None, description="writing and digesting, fsync of files included")
-    fsync_s: float | None = Field(default=None, description="the part of it spent in fsync, summed over files")
-    commit_s: float | None = Field(default=None, description="from the last receipt to the publishing rename made durable")
-    verify_s: float | None = Field(default=None, description="reading it back and proving it")
+    write_s: float | None = Field(default=None, description="writing and digesting, including fsync of the files")
+    fsync_s: float | None = Field(default=None, description="the part spent in fsync, summed over files")
+    commit_s: float | None = Field(default=None, description="from the last receipt until the publishing rename is durable")
+    verify_s: float | None = Field(default=None, description="reading it back and verifying it")
     bytes: float | None = None
-    disk_bytes_per_second: float | None = Field(default=None, description="the disk's own limit when it was last measured")
+    disk_bytes_per_second: float | None = Field(default=None, description="the disk's speed when it was last measured")
 
 
 class TensorStatistics(BaseModel):
@@ -36,8 +36,8 @@ class TensorStatistics(BaseModel):
     mean: float | None
     rms: float | None
     zeros: float = Field(description="fraction of elements that are exactly zero")
-    change: float | None = Field(default=None, description="L2 norm of the difference to the checkpoint before")
-    changed_from: int | None = Field(default=None, description="the step that `change` is measured from")
+    change: float | None = Field(default=None, description="L2 norm of the difference to the previous checkpoint")
+    changed_from: int | None = Field(default=None, description="the step that `change` refers to")
 
 
 class LayerHealth(BaseModel):
@@ -77,8 +77,8 @@ class RunSummary(BaseModel):
 
     run: str
     attempt: int
-    state: Life | None = Field(default=None, description="what became of its ranks; null where nothing is known of them")
-    state_since: str | None = Field(default=None, description="when it ended or was lost")
+    state: Life | None = Field(default=None, description="running, ended or lost: the state of its ranks; null if unknown")
+    state_since: str | None = Field(default=None, description="time at which it ended or was lost")
     checkpoints: int
     bytes: int
     quota_bytes: int | None
@@ -90,19 +90,19 @@ class RunSummary(BaseModel):
     last_commit_age_s: float | None
     exposed_s: float | None = Field(description="training time that a crash now would lose")
     exposed_steps: int | None
-    saves: int = Field(description="saves that the figures below are taken from, the newest ones")
+    saves: int = Field(description="number of newest saves that the figures below are computed from")
     failed: int
     dropped: int
     stall_p50_s: float | None
     stall_p95_s: float | None
     durable_p50_s: float | None
     durable_p95_s: float | None
-    disk_ratio: float | None = Field(description="bytes written per second over the disk's own limit, median")
+    disk_ratio: float | None = Field(description="median of bytes written per second, relative to the disk's speed")
     goodput_lost: float | None = Field(description="fraction of training time spent on checkpointing and on lost work")
     interval_s: float | None = Field(description="median time between saves")
     interval_steps: int | None
     recommended_interval_s: float | None = Field(description="Young/Daly: sqrt(2 × cost of a save × time between failures)")
-    failures_mean_s: float | None = Field(description="mean time between attempts, what the recommendation assumes")
+    failures_mean_s: float | None = Field(description="mean time between attempts, which the recommendation uses")
     attention: list[Attention] = Field(default_factory=list)
 
 
@@ -120,6 +120,6 @@ class Difference(BaseModel):
     bytes: int
     norm_a: float | None = None
     norm_b: float | None = None
-    change: float | None = Field(default=None, description="L2 norm of b − a; None while it was not computed")
-    relative: float | None = Field(default=None, description="change over the norm of a")
+    change: float | None = Field(default=None, description="L2 norm of b − a; None if not computed")
+    relative: float | None = Field(default=None, description="change divided by the norm of a")
     detail: dict[str, Any] = Field(default_factory=dict)

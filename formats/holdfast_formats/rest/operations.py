@@ -14,30 +14,30 @@ ReplicaState = Literal["copying", "present", "damaged", "gone"]
 
 # Every kind of event, and what it tells.
 EVENTS: dict[str, str] = {
-    "daemon-started": "a daemon serves the root",
-    "root-copied": "a daemon found that the root is a copy of another one, and gave it an id of its own",
-    "attempt-declared": "a launch of training said hello for the first time",
-    "run-ended": "all ranks of a run have said goodbye",
-    "run-lost": "ranks of a run are gone without a goodbye",
-    "run-swept": "nothing was ever saved to a run, its ranks are long gone, and it is listed no more",
+    "daemon-started": "a daemon started to serve the root",
+    "root-copied": "a daemon found that the root is a copy of another root, and gave it a new ID",
+    "attempt-declared": "a new launch of a training run connected",
+    "run-ended": "all ranks of a run closed their Checkpointer",
+    "run-lost": "ranks of a run disappeared without closing their Checkpointer",
+    "run-swept": "a run without any save, whose ranks are long gone, was removed from the list",
     "checkpoint-committed": "a checkpoint is complete, durable and visible",
     "save-aborted": "a save ended without a checkpoint; `detail` has the problem",
-    "save-dropped": "the policy let a save go for another one",
-    "checkpoint-verified": "a checkpoint was read back and found equal to every digest",
-    "checkpoint-damaged": "bytes of a checkpoint are not what they were; `detail` says which",
-    "checkpoint-repaired": "damaged bytes were replaced by proven ones; `detail` says from where",
-    "checkpoint-unhealthy": "a checkpoint has new values that are not finite; `detail` names the tensors",
-    "checkpoint-frozen": "a checkpoint is bit-identical to the one before it",
+    "save-dropped": "a save was dropped for another one, because storage is slower than the saves",
+    "checkpoint-verified": "a checkpoint was read back, and every byte matched its digest",
+    "checkpoint-damaged": "bytes of a checkpoint do not match their digests; `detail` says which",
+    "checkpoint-repaired": "damaged bytes were replaced by verified ones; `detail` says from where",
+    "checkpoint-unhealthy": "a checkpoint has new NaN or infinite values; `detail` names the tensors",
+    "checkpoint-frozen": "a checkpoint is bit-identical to the previous one",
     "checkpoint-removed": "a checkpoint was removed; `detail` says why",
-    "checkpoint-replicated": "a checkpoint was copied to another tier and proven there",
-    "replica-failed": "a checkpoint could not be copied to another tier, or its copy there is damaged; it is tried again",
-    "restore-chosen": "a launch was told which step to restore",
+    "checkpoint-replicated": "a checkpoint was copied to another tier and verified there",
+    "replica-failed": "a checkpoint could not be copied to another tier, or its copy there is damaged; copying is retried",
+    "restore-chosen": "a launch was assigned the step to restore",
     "policy-changed": "the retention policy of a run was set",
-    "mark-changed": "a pin or a label was set or taken away",
-    "scrub-finished": "a scrub has read what was due",
-    "job-ended": "a job is done, failed or was cancelled",
-    "token-changed": "a token was made or revoked",
-    "request-refused": "a request was refused at the door: no token, a wrong one, or too little scope",
+    "mark-changed": "a pin or a label was set or removed",
+    "scrub-finished": "a scrub has verified the checkpoints that were due",
+    "job-ended": "a job is done, has failed, or was cancelled",
+    "token-changed": "a token was created or revoked",
+    "request-refused": "a request was refused: no token, an invalid token, or too little scope",
 }
 
 
@@ -58,8 +58,8 @@ class Event(BaseModel):
 class Gap(BaseModel):
     """Said in an event stream where events that were asked for are not kept any more: it goes on at the oldest one."""
 
-    asked: int = Field(description="the id behind which the stream was to begin or go on")
-    oldest: int = Field(description="the oldest id that is kept, 0 where there is none")
+    asked: int = Field(description="the ID after which the stream was to start or continue")
+    oldest: int = Field(description="the oldest stored ID, 0 if there is none")
 
 
 class JobRequest(BaseModel):
@@ -70,7 +70,7 @@ class JobRequest(BaseModel):
     kind: JobKind
     run: str | None = None
     step: int | None = Field(default=None, ge=0)
-    arguments: dict[str, Any] = Field(default_factory=dict, description="what this kind of job needs besides")
+    arguments: dict[str, Any] = Field(default_factory=dict, description="further arguments of this kind of job")
 
 
 class Job(BaseModel):
@@ -81,9 +81,9 @@ class Job(BaseModel):
     step: int | None
     arguments: dict[str, Any]
     done_bytes: int
-    total_bytes: int = Field(description="0 while it is not known")
-    node: str = Field(description="the node that runs it, or to which it was given")
-    tries: int = Field(default=0, description="how often it was started: a service that ends while it runs starts it anew")
+    total_bytes: int = Field(description="0 while unknown")
+    node: str = Field(description="the node that runs it, or that it was given to")
+    tries: int = Field(default=0, description="number of starts; a service that restarts while the job runs starts it again")
     created: str
     started: str | None
     ended: str | None
@@ -98,7 +98,7 @@ class Replica(BaseModel):
     state: ReplicaState
     bytes: int
     since: str
-    checked: str | None = Field(default=None, description="when it was last read back")
+    checked: str | None = Field(default=None, description="time of the last verification")
     problem: dict[str, Any] | None = None
 
 
@@ -108,7 +108,7 @@ class TokenRequest(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     scope: Scope = "read"
     runs: str = Field(default="*", max_length=128, description="a run's name, a prefix ending in *, or * for all")
-    expires_s: int | None = Field(default=None, ge=1, description="seconds from now on; None: never")
+    expires_s: int | None = Field(default=None, ge=1, description="lifetime in seconds; None: never expires")
 
 
 class Token(BaseModel):
@@ -125,10 +125,10 @@ class Token(BaseModel):
 
 
 class NewToken(Token):
-    token: str = Field(description="give it as `Authorization: Bearer …`; it cannot be shown again")
+    token: str = Field(description="send it as `Authorization: Bearer …`; it cannot be shown again")
 
 
 class Link(BaseModel):
     """A way in for a browser, good once and for a minute."""
 
-    path: str = Field(description="to be opened at the address that was asked; `/` where nobody needs a token")
+    path: str = Field(description="path to open on this service; `/` if no token is needed")

@@ -33,10 +33,10 @@ class Best(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    metric: str = Field(min_length=1, max_length=128, description="a name in the `metrics` given at save")
+    metric: str = Field(min_length=1, max_length=128, description="name of a metric in the `metrics` of the save")
     mode: Literal["min", "max"] = "min"
     count: Count
-    keep_unmeasured: bool = Field(default=False, description="also keep every checkpoint that was saved without this metric")
+    keep_unmeasured: bool = Field(default=False, description="also keep checkpoints saved without this metric")
 
 
 class RetentionPolicy(BaseModel):
@@ -44,19 +44,19 @@ class RetentionPolicy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    last: Count | None = Field(default=None, description="the newest so many")
-    every_steps: Count | None = Field(default=None, description="steps that are multiples of this")
+    last: Count | None = Field(default=None, description="keep this many newest checkpoints")
+    every_steps: Count | None = Field(default=None, description="keep steps that are multiples of this")
     steps_apart: Count | None = Field(
-        default=None, description="the oldest, and each one at least so many steps after the last"
+        default=None, description="keep the oldest, and then each one at least this many steps after the last kept one"
     )
     every_seconds: Seconds | None = Field(
-        default=None, description="the oldest, and each one at least so long after the last"
+        default=None, description="keep the oldest, and then each one at least this many seconds after the last kept one"
     )
-    within_seconds: Seconds | None = Field(default=None, description="those committed not longer ago than this")
-    best: tuple[Best, ...] = Field(default=(), max_length=BEST_RULES_MAX, description="the best ones by a metric")
-    steps: tuple[Step, ...] = Field(default=(), max_length=STEPS_MAX, description="these steps, whatever the rules say")
+    within_seconds: Seconds | None = Field(default=None, description="keep those committed within this many seconds")
+    best: tuple[Best, ...] = Field(default=(), max_length=BEST_RULES_MAX, description="keep the best ones by a metric")
+    steps: tuple[Step, ...] = Field(default=(), max_length=STEPS_MAX, description="keep these steps in any case")
     quota_bytes: Annotated[int, Field(strict=True, ge=1, le=BYTES_MAX)] | None = Field(
-        default=None, description="a save that would bring the run above this is refused"
+        default=None, description="refuse saves that would bring the run above this many bytes"
     )
 
     @field_validator("steps")

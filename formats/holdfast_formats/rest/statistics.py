@@ -37,7 +37,7 @@ _COLUMNS: dict[str, str] = {
 }
 _COUNTS = ("nan", "inf", "zeros")
 _NOWHERE = -1  # `changed_from` of what has no predecessor
-_HINT = "the checkpoint itself is not touched by this; its statistics are lost"
+_HINT = "the checkpoint itself is not affected; only its statistics are lost"
 
 
 class PartStatistics(NamedTuple):
@@ -122,12 +122,12 @@ def decode(encoded: bytes, tensors: int) -> Statistics:
     size = _HEAD.size + 8 * len(_COLUMNS) * tensors
     try:
         if zstandard.frame_content_size(encoded) != size:
-            raise CorruptStatistics(f"the statistics are not those of {tensors} tensors", hint=_HINT)
+            raise CorruptStatistics(f"the statistics do not match {tensors} tensors", hint=_HINT)
         plain = zstandard.ZstdDecompressor().decompress(encoded, max_output_size=size)
     except zstandard.ZstdError as error:
-        raise CorruptStatistics(f"the statistics cannot be read: {error}", hint=_HINT) from error
+        raise CorruptStatistics(f"cannot read the statistics: {error}", hint=_HINT) from error
     if _HEAD.unpack_from(plain) != (_MAGIC, _VERSION, len(_COLUMNS), tensors):
-        raise CorruptStatistics("the statistics begin as those of no version that is known", hint=_HINT)
+        raise CorruptStatistics("the statistics have an unknown format", hint=_HINT)
     at, columns = _HEAD.size, {}
     for name, kind in _COLUMNS.items():
         columns[name] = np.frombuffer(plain, kind, tensors, at)
@@ -146,7 +146,7 @@ def _check(found: Statistics) -> None:
         and not ((found["rms"] < 0) | (found["change"] < 0) | (found["changed_from"] < _NOWHERE)).any()
     )
     if not possible:
-        raise CorruptStatistics("the statistics state what no tensor has", hint=_HINT)
+        raise CorruptStatistics("the statistics contain impossible values", hint=_HINT)
 
 
 def tensors_of(manifest: Manifest) -> list[tuple[str, str, TensorEntry]]:

@@ -55,7 +55,7 @@ class Geometry(NamedTuple):
     def header_offset(self, slot: int) -> int:
         """Where a slot begins; `InvalidRequest` for a slot that the segment does not have."""
         if not 0 <= slot < self.slots:
-            raise InvalidRequest(f"slot {slot} of a segment of {self.slots}")
+            raise InvalidRequest(f"slot {slot} does not exist in a segment of {self.slots} slots")
         return PAGE_BYTES + slot * self.slot_bytes
 
     def data_offset(self, slot: int) -> int:
@@ -131,7 +131,7 @@ def read_owner(memory: memoryview) -> SegmentOwner:
     *_, rank, world, attempt, name = _SUPERBLOCK.unpack_from(memory, 0)
     run = name.rstrip(b"\0").decode(errors="replace")
     if not naming.is_run_name(run) or not rank < world:
-        raise InvalidRequest(f"a segment of rank {rank} of {world} of run {run!r}: nobody's")
+        raise InvalidRequest(f"a segment names rank {rank} of {world} of run {run!r}, which is not valid")
     return SegmentOwner(run, rank, world, attempt)
 
 

@@ -120,7 +120,7 @@ def decode(encoded: bytes | memoryview, data_bytes: int) -> SlotTable:
     try:
         table = _decode(encoded)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the slot's table cannot be read: {error}") from error
+        raise InvalidRequest(f"cannot read the slot's table: {error}") from error
     _check(table, data_bytes)
     return table
 
@@ -129,7 +129,7 @@ def _check(table: SlotTable, data_bytes: int) -> None:
     naming.check_run(table.run)
     naming.check_step(table.step)
     if not 0 <= table.rank < table.world:
-        raise InvalidRequest(f"rank {table.rank} of a world of {table.world}")
+        raise InvalidRequest(f"rank {table.rank} is not valid in a world of {table.world}")
     groups = {naming.check_group(group) for group in table.groups}
     for fragment in table.fragments:
         fragment.check()

@@ -48,10 +48,12 @@ class Hello(Request):
     launch: str = Field(min_length=1, max_length=256)
     pid: int = 0
     keep_last: int | None = Field(default=None, ge=1)
-    process: str = Field(default="", max_length=64, description="which process speaks; the same one is the same job")
-    session: str = Field(default="", max_length=64, description="which checkpointer speaks, on whatever connection")
-    root: RootMark | None = Field(default=None, description="the root that is meant; a daemon of another one refuses")
-    take_over: bool = Field(default=False, description="begin although another job of this run lives, which is fenced off")
+    process: str = Field(default="", max_length=64, description="ID of this process; the same ID is the same job")
+    session: str = Field(default="", max_length=64, description="ID of this checkpointer, the same on all its connections")
+    root: RootMark | None = Field(default=None, description="ID of the expected root; a daemon of another root refuses")
+    take_over: bool = Field(
+        default=False, description="start although another job of this run is active, and shut that job out"
+    )
 
 
 class Welcome(Reply):
@@ -297,7 +299,7 @@ def encode_frame(message: Message) -> bytes:
     try:
         body = message.model_dump_json().encode()
     except PydanticSerializationError as error:
-        raise InvalidRequest(f"a message that JSON cannot state: {error}") from error
+        raise InvalidRequest(f"a message that JSON cannot represent: {error}") from error
     if len(body) > FRAME_BYTES_MAX:
         raise LimitExceeded(f"a message of {len(body)} bytes is over the limit of {FRAME_BYTES_MAX}")
     return len(body).to_bytes(LENGTH_BYTES, "little") + body

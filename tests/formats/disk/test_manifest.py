@@ -78,7 +78,7 @@ def test_a_shortened_or_lengthened_file_is_refused(data: st.DataObject) -> None:
         with pytest.raises((CorruptManifest, NotCommitted)):
             manifest.decode(ENCODED, changed)
     for changed in (ENCODED[:cut], ENCODED + b"\n", b""):
-        with pytest.raises(CorruptManifest, match=r"manifest\.json does not have the digest"):
+        with pytest.raises(CorruptManifest, match=r"the digest of manifest\.json is not the one in COMMIT"):
             manifest.decode(changed, COMMIT)
 
 
@@ -118,7 +118,7 @@ BROKEN: dict[str, tuple[Callable[[Document], None], str]] = {
     "impossible run": (put("run", value="../up"), "run name"),
     "impossible step": (put("step", value=-1), "step must be"),
     "impossible attempt": (put("attempt", value=-1), "attempt -1"),
-    "impossible world": (put("world", value=0), "world of 0"),
+    "impossible world": (put("world", value=0), "world size 0"),
     "impossible group": (put("tensors", "../x", value={}), "group name"),
     "extent hole": (put(*A, "extents", 1, 0, value=28), "does not follow 24"),
     "extent overlap": (put(*A, "extents", 1, 0, value=20), "does not follow 24"),
@@ -165,7 +165,7 @@ BROKEN: dict[str, tuple[Callable[[Document], None], str]] = {
     ),
     "tensor named __metadata__": (
         lambda d: d["tensors"]["model"].update(__metadata__=d["tensors"]["model"].pop("b")),
-        "keeps that name",
+        "reserves that name",
     ),
     "alias of nothing": (put("aliases", "model", "tied", value="nothing"), "does not resolve"),
     "alias of an alias": (put("aliases", "model", "again", value="tied"), "does not resolve"),
@@ -203,7 +203,7 @@ def test_a_manifest_of_other_types_is_refused(case: str) -> None:
     document = json.loads(ENCODED)
     ILL_TYPED[case](document)
     encoded = json.dumps(document).encode()
-    with pytest.raises(CorruptManifest, match="cannot be read"):
+    with pytest.raises(CorruptManifest, match="cannot read"):
         manifest.decode(encoded, vouched(encoded))
 
 
@@ -212,7 +212,7 @@ def test_a_manifest_of_other_types_is_refused(case: str) -> None:
 )
 def test_what_is_not_a_manifest_is_refused(encoded: bytes) -> None:
     """Vouched bytes that are no manifest at all: not JSON, not UTF-8, or nested too deep."""
-    with pytest.raises(CorruptManifest, match="cannot be read"):
+    with pytest.raises(CorruptManifest, match="cannot read"):
         manifest.decode(encoded, vouched(encoded))
 
 

@@ -159,17 +159,17 @@ def test_objects_may_be_nested() -> None:
     [
         ("tq=4", "unknown part of a layout: 'tq'", "did you mean tp? there is tp, cp"),
         ("TP=4", "unknown part of a layout: 'TP'", "did you mean tp? there is tp"),
-        ("tp=4,tp=4", "says tp twice: '4' and '4'", ""),
+        ("tp=4,tp=4", "has tp twice: '4' and '4'", ""),
         ("tp", "part 'tp' is not key=value", ""),
         ("tp=2,", "part '' is not key=value", ""),
         ("tp=0", f"tp='0' must be a whole number from 1 to {WORLD_MAX}", ""),
         ("tp=-2", "tp='-2' must be a whole number", ""),
         ("tp=٢", "must be a whole number", ""),
         ("tp=" + "9" * 3000, "must be a whole number", ""),
-        (f"tp={WORLD_MAX},dp=2", "ranks is too large", "at most"),
+        (f"tp={WORLD_MAX},dp=2", "ranks are too many", "at most"),
         ("order=tp-xy", "no axis 'xy'", "tp, cp, ep"),
-        ("pp=4:8/8", "pp=4:'8/8' names the layers of 2 stages, and there are 4", "4·1 virtual stages"),
-        ("pp=2:8/8,vpp=2", "layers of 2 stages, and there are 4", "2·2 virtual stages"),
+        ("pp=4:8/8", "pp=4:'8/8' lists 2 stages, but there are 4", "4·1 virtual stages"),
+        ("pp=2:8/8,vpp=2", "2 stages, but there are 4", "2·2 virtual stages"),
         ("pp=2:", "pp's layers=''", ""),
         ("pp=2:8/-8", "pp's layers='-8'", ""),
         ("sharding=8:stage4", "unknown way to shard: 'stage4'", "did you mean stage"),
@@ -180,7 +180,7 @@ def test_objects_may_be_nested() -> None:
         ("sharding=8:stage0:align=2", "unknown option of stage0: 'align'", "there is none"),
         ("sharding=8:stage1:whole:align=2", "unknown option of whole: 'align'", "there is sort"),
         ("sharding=8:stage1:flat:align=0", "align='0'", ""),
-        ("sharding=8:stage1:flat:align=2:align=2", "says 'align' twice", ""),
+        ("sharding=8:stage1:flat:align=2:align=2", "has 'align' twice", ""),
         ("sharding=8:stage1:sort=name", "unknown value of sort: 'name'", "there is size, none"),
         ("qkv=head", "unknown value of qkv: 'head'", "did you mean heads"),
         ("vocab=0", "vocab='0'", ""),
@@ -189,17 +189,17 @@ def test_objects_may_be_nested() -> None:
         ('{"tp": ', "JSON cannot be read", ""),
         ("{" * TEXT_BYTES_MAX, "JSON cannot be read", ""),
         ('{"pp":' * 600, "JSON cannot be read", ""),
-        ('{"tp": true}', "tp: a number or a word is wanted, not 'True'", ""),
-        ('{"tp": 2.0}', "tp: a number or a word is wanted, not '2.0'", ""),
-        ('{"tp": NaN}', "tp: a number or a word is wanted, not 'nan'", ""),
-        ('{"tp": [2]}', "tp: a number or a word is wanted, not a list", ""),
+        ('{"tp": true}', "tp: expected a number or a word, not 'True'", ""),
+        ('{"tp": 2.0}', "tp: expected a number or a word, not '2.0'", ""),
+        ('{"tp": NaN}', "tp: expected a number or a word, not 'nan'", ""),
+        ('{"tp": [2]}', "tp: expected a number or a word, not a list", ""),
         ('{"tp": {"sise": 2}}', "unknown option of tp: 'sise'", "did you mean size"),
         ('{"pp": {"size": 2, "layers": 8}}', "layers must be a list", ""),
         ('{"pp": {"size": 2, "layer": [8]}}', "unknown option of pp: 'layer'", "did you mean layers"),
         ({"order": ["tp"] * 10**6}, "names an axis twice", ""),
         ({"pp": {"size": 2, "layers": [1] * (STAGES_MAX + 1)}}, "layers must be a list of at most", ""),
-        ({"tp": 10**5000}, "tp: a number or a word is wanted, not a int", ""),
-        ({"tp": "9" * 10**6}, "tp: a number or a word is wanted", ""),
+        ({"tp": 10**5000}, "tp: expected a number or a word, not a int", ""),
+        ({"tp": "9" * 10**6}, "tp: expected a number or a word", ""),
         ({2: 2}, "keys are words, not a int", ""),
         ({str(n): 1 for n in range(100)}, "at most 64 keys", ""),
         ([("tp", 2)], "a layout is text or an object", ""),
@@ -279,7 +279,7 @@ def test_explicit_layers_are_taken_in_the_order_of_virtual_stages() -> None:
     """One number a virtual stage, none for a stage without layers; another number of layers is refused by both numbers."""
     layout = parse("pp=2:1/0/2/3,vpp=2")
     assert [layout.virtual_stage(layer, 6) for layer in range(6)] == [(0, 0), (0, 1), (0, 1), (1, 1), (1, 1), (1, 1)]
-    with pytest.raises(StateMismatch, match="the split 1/0/2/3 is of 6 layers, the model has 8"):
+    with pytest.raises(StateMismatch, match="the split 1/0/2/3 covers 6 layers, but the model has 8"):
         layout.virtual_stage(0, 8)
 
 

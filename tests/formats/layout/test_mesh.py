@@ -151,11 +151,11 @@ def test_expert_replicas_follow_dp() -> None:
 def test_etp_is_tp_unless_it_is_said() -> None:
     """Experts that do not fit are refused with the numbers and the way out."""
     assert arrange({"tp": 4, "ep": 2, "sharding": 8}).etp == 4
-    with pytest.raises(InvalidRequest, match=r"etp=4 with ep=2 does not divide the 4 ranks .*etp is tp unless.*\n.*etp=1"):
+    with pytest.raises(InvalidRequest, match=r"etp=4 with ep=2 does not divide the 4 ranks .*etp defaults to tp.*\n.*etp=1"):
         arrange({"tp": 4, "ep": 2})
     assert arrange({"tp": 4, "ep": 2, "etp": 1}).edp == 2
     with pytest.raises(
-        InvalidRequest, match=r"etp=1 with ep=3 does not divide the 4 ranks of a stage: .*\n.*ep has to divide 4"
+        InvalidRequest, match=r"etp=1 with ep=3 does not divide the 4 ranks of a stage: .*\n.*choose an ep that divides 4"
     ):
         arrange({"tp": 4, "ep": 3, "etp": 1})
 
@@ -174,7 +174,7 @@ def test_a_stage_must_be_the_same_for_experts() -> None:
         ({"np": 2}, ORDER, "no axis of a mesh is np=2"),
         ({"tp": 0}, ORDER, "tp=0"),
         ({"tp": WORLD_MAX + 1}, ORDER, "no axis of a mesh is tp="),
-        ({"tp": WORLD_MAX, "dp": 2}, ORDER, "ranks is too large"),
+        ({"tp": WORLD_MAX, "dp": 2}, ORDER, "ranks are too many"),
         ({"pp": STAGES_MAX, "vpp": 2}, ORDER, "too many stages"),
         ({"vpp": 2}, ORDER, "vpp=2 needs pp of at least 2"),
         ({}, ("tp", "x" * 100), "no axis 'x{40}'"),
@@ -196,6 +196,6 @@ def test_places_outside_the_mesh_are_refused() -> None:
             mesh.coordinate(rank)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="tp=2 is not on an axis of 2"):
         mesh.rank(tp=2)
-    with pytest.raises(InvalidRequest, match=r"no ranks stand along 'vpp' .*\nhint: one of tp, cp"):
+    with pytest.raises(InvalidRequest, match=r"'vpp' is not an axis of a mesh .*\nhint: one of tp, cp"):
         mesh.peers(0, "vpp")
     assert check_rank(1, 2) == 1

@@ -120,7 +120,7 @@ def test_what_cannot_be_fused_stacked_or_found_is_refused_by_name() -> None:
     """Groups that do not divide, parts cut otherwise, unequal stacks and elements that are not stored are named."""
     with pytest.raises(StateMismatch, match="5 of 'q'"):
         parts.fuse("qkv", "I64", [("q", whole((5, 2)))], 0, 2)
-    with pytest.raises(StateMismatch, match=r"\[2, 4\] of 'up' and \[4, 2\] of 'gate' do not fit together along"):
+    with pytest.raises(StateMismatch, match=r"\[2, 4\] of 'up' and \[4, 2\] of 'gate' cannot be concatenated along"):
         parts.fuse("gate_up", "I64", [("gate", whole((4, 2))), ("up", whole((2, 4)))], 0, 1)
     with pytest.raises(StateMismatch, match="'experts' cannot be stacked"):
         parts.stack("experts", [parts.full("a", "I64", (2,)), parts.full("b", "I64", (3,))])

@@ -173,7 +173,7 @@ def test_narrow_elements_are_not_cut_inside_a_byte(part: Part) -> None:
 
 def test_what_no_file_can_hold() -> None:
     """Two tensors of one name, and elements that do not end at a byte, are refused."""
-    with pytest.raises(StateMismatch, match="different"):
+    with pytest.raises(StateMismatch, match="distinct"):
         shard_file.lay_out([parts.full("t", "U8", (2,)), parts.full("t", "U8", (3,))], {"t": (3,)}, {})
     with pytest.raises(StateMismatch, match="'t'"):
         shard_file.lay_out([parts.full("t", "F4", (3,))], {"t": (3,)}, {})

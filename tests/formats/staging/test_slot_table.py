@@ -71,9 +71,9 @@ def test_digests_are_put_behind_what_was_encoded_before() -> None:
     [
         ({"run": "../x"}, "run name"),
         ({"step": -1}, "step must be"),
-        ({"rank": 2}, "rank 2 of a world of 2"),
+        ({"rank": 2}, "rank 2 is not valid in a world of 2"),
         ({"rank": -1}, "rank -1"),
-        ({"world": 0, "rank": 0}, "rank 0 of a world of 0"),
+        ({"world": 0, "rank": 0}, "rank 0 is not valid in a world of 0"),
         ({"groups": ["model", "Extra"]}, "group name"),
         ({"groups": ["extra"]}, "which is not saved"),
         ({"groups": ["model"]}, r"not saved: \['extra'\]"),
@@ -89,9 +89,9 @@ def test_digests_are_put_behind_what_was_encoded_before() -> None:
         ({"fragments": [[["model", "w", "F32", [4, 3]], [[[0], [2, 3]]], 0]]}, "lies outside shape"),
         ({"fragments": [[["model", "w", "F32", [4, 3]], [[[3, 0], [2, 3]]], 0]]}, "lies outside shape"),
         ({"fragments": [[["model", "w", "F4", [4, 4]], [[[0, 1], [1, 2]]], 0]]}, "inside a byte"),
-        ({"metrics": {"loss": None}}, "cannot be read"),
-        ({"step": "5"}, "cannot be read"),
-        ({"values": {"extra": {"lr": 0.5}}}, "cannot be read"),
+        ({"metrics": {"loss": None}}, "cannot read"),
+        ({"step": "5"}, "cannot read"),
+        ({"values": {"extra": {"lr": 0.5}}}, "cannot read"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(change: dict[str, Any], reason: str) -> None:
@@ -106,7 +106,7 @@ def test_a_table_that_does_not_fit_is_refused(change: dict[str, Any], reason: st
 )
 def test_what_is_not_a_table_is_refused(encoded: bytes) -> None:
     """Not JSON, not UTF-8, half a surrogate pair, nested too deep."""
-    with pytest.raises(InvalidRequest, match="cannot be read"):
+    with pytest.raises(InvalidRequest, match="cannot read"):
         slot_table.decode(encoded, 0)
 
 

@@ -120,7 +120,7 @@ def test_no_frame_is_larger_than_the_limit() -> None:
 
 def test_a_message_that_json_cannot_state_is_not_sent() -> None:
     """Text that is not valid Unicode is a named error on the sender's side."""
-    with pytest.raises(InvalidRequest, match="JSON cannot state"):
+    with pytest.raises(InvalidRequest, match="JSON cannot represent"):
         wire.encode_frame(wire.Failed(reply_to=1, problem={"detail": "\ud800"}))
 
 

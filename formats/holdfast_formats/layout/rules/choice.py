@@ -49,13 +49,14 @@ def _lineage(document: Document) -> list[Document]:
         name = waiting.pop()
         if name not in packaged():
             raise InvalidRequest(
-                f"rules table {document.name!r} extends {name!r}, which is no table", hint=f"one of {', '.join(packaged())}"
+                f"rules table {document.name!r} extends {name!r}, which does not exist",
+                hint=f"one of {', '.join(packaged())}",
             )
         base = _document(name)
         if base not in found:
             found.append(base)
         if len(found) > EXTENDS_MAX:
-            raise InvalidRequest(f"rules table {document.name!r} is put together of more than {EXTENDS_MAX} tables")
+            raise InvalidRequest(f"rules table {document.name!r} extends more than {EXTENDS_MAX} tables")
         waiting += _bases(base)
     return found
 
@@ -93,7 +94,7 @@ def _chosen(
     own = None if extra is None else check(extra)
     if own is not None and own.name in (*packaged(), "none", "auto"):
         raise InvalidRequest(
-            f"rules table {own.name!r}: the name is taken", hint=f'name it otherwise, and extends = "{own.name}"'
+            f"rules table {own.name!r}: the name is taken", hint=f'choose another name, and add extends = "{own.name}"'
         )
     if own is not None and table in ("auto", own.name):
         return compile_table(_lineage(own))
@@ -162,7 +163,7 @@ def _whole(said: Sequence[Mapping[str, Any]], key: str) -> int | None:
     value = next((doc[key] for doc in reversed(said) if doc.get(key) is not None), None)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= VALUE_MAX):
         raise InvalidRequest(
-            f"config.json says {key} = {value!r}, which is no size", hint='rules "none" do without the config'
+            f"config.json has {key} = {value!r}, which is not a valid size", hint='rules "none" do not need the config'
         )
     return value
 

@@ -100,11 +100,13 @@ def decode(text: bytes | str) -> dict[str, Any]:
     """A TOML text as plain values; `InvalidRequest` saying where it is none, or that it is beyond `TEXT_BYTES_MAX`."""
     data = text.encode() if isinstance(text, str) else text
     if len(data) > TEXT_BYTES_MAX:
-        raise InvalidRequest(f"a rules file of {len(data)} bytes, {TEXT_BYTES_MAX} are allowed")
+        raise InvalidRequest(f"the rules file has {len(data)} bytes; at most {TEXT_BYTES_MAX} are allowed")
     try:
         return msgspec.toml.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, ValueError, RecursionError) as problem:
-        raise InvalidRequest(f"the rules are no TOML: {problem}", hint="see docs/rules.md for a full example") from None
+        raise InvalidRequest(
+            f"the rules are not valid TOML: {problem}", hint="see docs/rules.md for a full example"
+        ) from None
 
 
 def check(values: Mapping[str, Any]) -> Document:

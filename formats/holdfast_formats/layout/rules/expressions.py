@@ -22,20 +22,22 @@ _BINDING = {"??": 1, "+": 2, "-": 2, "*": 3, "//": 3}
 def parse(text: str) -> Expression:
     """An expression in postfix order; `InvalidRequest` naming what cannot be read in it."""
     if len(text) > CHARACTERS_MAX:
-        raise InvalidRequest(f"expression of {len(text)} characters, {CHARACTERS_MAX} are allowed: {text[:40]!r}…")
+        raise InvalidRequest(
+            f"the expression has {len(text)} characters, at most {CHARACTERS_MAX} are allowed: {text[:40]!r}…"
+        )
     postfix: list[int | str] = []
     waiting: list[str] = []
     operand = False  # whether the last token ended an operand
     for token in _tokens(text):
         if (token == ")" or token in _BINDING) is not operand:
-            raise InvalidRequest(f"expression {text!r}: {token!r} stands in a wrong place")
+            raise InvalidRequest(f"expression {text!r}: unexpected {token!r}")
         operand = token == ")" or token not in (*_BINDING, "(")
         if token == "(":
             waiting.append(token)
         elif token == ")":
             _unwind(waiting, postfix, 0)
             if not waiting:
-                raise InvalidRequest(f"expression {text!r}: a ')' has no '('")
+                raise InvalidRequest(f"expression {text!r}: unmatched ')'")
             waiting.pop()
         elif token in _BINDING:
             # `??` leans right: a ?? b ?? c is the first of the three that is said either way
@@ -45,7 +47,7 @@ def parse(text: str) -> Expression:
             postfix.append(int(token) if token.isdigit() else token)
     _unwind(waiting, postfix, 0)
     if waiting or not operand:
-        raise InvalidRequest(f"expression {text!r} is not finished")
+        raise InvalidRequest(f"expression {text!r} is incomplete")
     return tuple(postfix)
 
 
@@ -55,8 +57,8 @@ def _tokens(text: str) -> list[str]:
         match = _TOKEN.match(text, at)
         if match is None:
             raise InvalidRequest(
-                f"expression {text!r}: {text[at:].strip()[:12]!r} means nothing",
-                hint="names, whole numbers, + - * // ?? and parentheses",
+                f"expression {text!r}: cannot parse {text[at:].strip()[:12]!r}",
+                hint="use names, integers, + - * // ?? and parentheses",
             )
         tokens.append(match[match.lastindex or 0])
         at = match.end()
@@ -90,7 +92,7 @@ def evaluate(expression: Expression, values: Mapping[str, int]) -> int | None:
             stack.append(_bounded(_apply(term, left, right)))
     (result,) = stack
     if result is not None and result < 0:
-        raise InvalidRequest(f"a size comes out as {result}: it may not be negative")
+        raise InvalidRequest(f"a size evaluates to {result}, but must not be negative")
     return result
 
 
@@ -101,12 +103,12 @@ def _apply(operator: str, left: int | None, right: int | None) -> int | None:
         return None
     if operator == "//":
         if right == 0:
-            raise InvalidRequest(f"a size needs {left} // 0")
+            raise InvalidRequest(f"division by zero in a size: {left} // 0")
         return left // right
     return left + right if operator == "+" else left - right if operator == "-" else left * right
 
 
 def _bounded(value: int | None) -> int | None:
     if value is not None and abs(value) > VALUE_MAX:
-        raise InvalidRequest(f"a size goes beyond {VALUE_MAX}")
+        raise InvalidRequest(f"a size exceeds {VALUE_MAX}")
     return value

@@ -91,7 +91,7 @@ def places(text: str) -> frozenset[str]:
 def compile_pattern(text: str) -> Pattern:
     """A pattern in which all words are written out; `InvalidRequest` naming it where it cannot be told apart or read."""
     if not 0 < len(text) <= NAME_CHARACTERS_MAX:
-        raise InvalidRequest(f"a pattern has 1 to {NAME_CHARACTERS_MAX} characters, not {len(text)}: {text[:80]!r}")
+        raise InvalidRequest(f"a pattern must have 1 to {NAME_CHARACTERS_MAX} characters, not {len(text)}: {text[:80]!r}")
     pieces: list[str] = []
     slots: list[str] = []
     at = 0
@@ -101,13 +101,13 @@ def compile_pattern(text: str) -> Pattern:
         at = match.end()
     pieces.append(text[at:])
     if not all(pieces[1:-1]):
-        raise InvalidRequest(f"pattern {text!r}: two numbers touch, so that no name says where one of them ends")
+        raise InvalidRequest(f"pattern {text!r}: put text between two numeric placeholders, or their boundary is ambiguous")
     if any(slots.count(word) > 1 for word in NUMBERED):
-        raise InvalidRequest(f"pattern {text!r} has a place twice")
+        raise InvalidRequest(f"pattern {text!r} has a placeholder twice")
     if any("{" in piece or "}" in piece or _GAP in piece for piece in pieces):
         raise InvalidRequest(
-            f"pattern {text!r} cannot be read",
-            hint="places are {root}, {layer}, {expert} and {part}, each with its braces",
+            f"cannot parse pattern {text!r}",
+            hint="placeholders are {root}, {layer}, {expert} and {part}, with braces",
         )
     return Pattern(tuple(pieces), tuple(slots))
 
@@ -126,7 +126,7 @@ def expand(texts: Sequence[str], words: Mapping[str, Sequence[str]]) -> list[tup
     used = sorted(frozenset().union(*map(places, texts)) - set(NUMBERED))
     for place in used:
         if not words.get(place):
-            raise InvalidRequest(f"{' and '.join(map(repr, texts[:2]))}: nothing is listed for {{{place}}}")
+            raise InvalidRequest(f"{' and '.join(map(repr, texts[:2]))}: no values are listed for {{{place}}}")
     found = []
     for choice in product(*(words[place] for place in used)):
         written = dict(zip(used, choice, strict=True))

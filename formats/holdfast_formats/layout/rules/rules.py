@@ -81,7 +81,9 @@ class Rules:
         if place.expert is None:
             return Rule(*rule[:6], stage, None, None, rule.unit)
         if self.experts is not None and place.expert >= self.experts:
-            raise StateMismatch(f"tensor {name!r} is of expert {place.expert}, but the config has {self.experts} experts")
+            raise StateMismatch(
+                f"tensor {name!r} belongs to expert {place.expert}, but the config has only {self.experts} experts"
+            )
         return Rule(*rule[:6], stage, place.expert, self.experts, rule.unit)
 
     def fusion(self, name: str) -> Fusion | None:

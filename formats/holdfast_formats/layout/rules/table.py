@@ -135,7 +135,7 @@ def _sized(size: str | int, known: Iterable[str]) -> Expression:
     expression = _expression(size)
     unknown = sorted(names_in(expression) - set(known))
     if unknown:
-        raise InvalidRequest(f"{size!r} asks for {unknown[0]!r}, which [sizes] does not have")
+        raise InvalidRequest(f"{size!r} uses {unknown[0]!r}, which is not in [sizes]")
     return expression
 
 
@@ -148,7 +148,7 @@ def _tensors(lineage: Sequence[Document], roots: Sequence[str], known: Iterable[
                 row = _row(entry, text, known)
                 for (pattern,) in expand([text], {"root": roots, "part": entry.part}):
                     if pattern in said:
-                        raise InvalidRequest(f"{pattern.text!r} is told of twice")
+                        raise InvalidRequest(f"{pattern.text!r} is defined twice")
                     said[pattern] = row
         found |= {pattern: row for pattern, row in said.items() if pattern not in found}
     return found
@@ -159,13 +159,15 @@ def _row(entry: document.TensorRule, name: str, known: Iterable[str]) -> TensorR
     shape = None if entry.shape is None else tuple(_sized(size, known) for size in entry.shape)
     stage = entry.stage or ("layer" if "layer" in inside else None)
     if stage is None:
-        raise InvalidRequest(f"{name!r} has no {{layer}}: its stage must be said", hint='stage = "first", "last" or "every"')
+        raise InvalidRequest(
+            f"{name!r} has no {{layer}}, so its stage must be given", hint='stage = "first", "last" or "every"'
+        )
     if stage == "layer" and "layer" not in inside:
-        raise InvalidRequest(f"{name!r} is to go with its layer, but has no {{layer}}")
+        raise InvalidRequest(f'{name!r} has stage = "layer", but no {{layer}}')
     if entry.cut is None:
         spare = next((key for key in ("by", "units", "otherwise") if getattr(entry, key) is not None), "")
         if spare or entry.vocabulary:
-            raise InvalidRequest(f"{name!r} says {spare or 'vocabulary'}, but not which dimension is cut")
+            raise InvalidRequest(f"{name!r} has {spare or 'vocabulary'}, but no `cut` dimension")
         return TensorRow(shape, None, "", None, "", "replicate", False, stage)
     if shape is not None and entry.cut >= len(shape):
         raise InvalidRequest(f"{name!r} has {len(shape)} dimensions, so dimension {entry.cut} cannot be cut")
@@ -194,7 +196,7 @@ def _fusions(
             heads = None if entry.heads is None else (_sized(entry.heads[0], known), _sized(entry.heads[1], known))
             for name, *of in expand([entry.name, *entry.of], {"root": roots, "part": entry.part}):
                 if name in said or name in tensors:
-                    raise InvalidRequest(f"{name.text!r} is told of twice")
+                    raise InvalidRequest(f"{name.text!r} is defined twice")
                 _check_atoms(entry, of, tensors)
                 said[name] = FusionRow(entry.kind, name, tuple(of), entry.dimension, heads, entry.found, entry.stored)
         found |= {pattern: row for pattern, row in said.items() if pattern not in found}
@@ -211,22 +213,26 @@ def _check_fusion(entry: document.FusionRule) -> None:
             there, should = (
                 ", ".join(f"{{{word}}}" for word in sorted(words)) or "none" for words in (places(text), wanted)
             )
-            raise InvalidRequest(f"{entry.name!r} is made of {text!r}, which has the places {there} instead of {should}")
+            raise InvalidRequest(
+                f"{entry.name!r} is made of {text!r}, which has the placeholders {there} instead of {should}"
+            )
     if len(set(entry.of)) < len(entry.of):
-        raise InvalidRequest(f"{entry.name!r} is made of a tensor twice")
+        raise InvalidRequest(f"{entry.name!r} lists a tensor twice")
     if entry.kind == "qkv" and (len(entry.of) != 3 or entry.heads is None):
-        raise InvalidRequest(f"{entry.name!r} must be made of query, key and value, and say its heads and key-value heads")
+        raise InvalidRequest(f"{entry.name!r} must list query, key and value, and give its heads and key-value heads")
     if entry.found != "contiguous" and entry.heads is None:
-        raise InvalidRequest(f"{entry.name!r} is found by {entry.found}, but does not say how many there are")
+        raise InvalidRequest(f'{entry.name!r} has found = "{entry.found}", but no `heads`')
 
 
 def _check_atoms(entry: document.FusionRule, of: Sequence[Pattern], tensors: Mapping[Pattern, TensorRow]) -> None:
     for pattern in of:
         row = tensors.get(pattern)
         if row is None:
-            raise InvalidRequest(f"{entry.name!r} is made of {pattern.text!r}, of which no [[tensors]] tells")
+            raise InvalidRequest(f"{entry.name!r} is made of {pattern.text!r}, which has no [[tensors]] entry")
         if row.shape is not None and entry.dimension >= len(row.shape):
-            raise InvalidRequest(f"{entry.name!r} joins dimension {entry.dimension} of {pattern.text!r}, which has fewer")
+            raise InvalidRequest(
+                f"{entry.name!r} joins dimension {entry.dimension} of {pattern.text!r}, which has fewer dimensions"
+            )
 
 
 def _scaled(tensors: Mapping[Pattern, TensorRow], scales: document.Scales) -> dict[Pattern, TensorRow]:
@@ -256,7 +262,7 @@ def _ties(lineage: Sequence[Document], roots: Sequence[str]) -> Iterator[TieRow]
         for tie in doc.ties:
             if places(tie.alias) or places(tie.target) - {"root"}:
                 raise InvalidRequest(
-                    f"{tie.alias!r} is tied to {tie.target!r}: no place but the target's {{root}} can be open"
+                    f"{tie.alias!r} is tied to {tie.target!r}: only the target may have a placeholder, and only {{root}}"
                 )
             if tie.alias not in said:
                 targets = tuple(target.text for (target,) in expand([tie.target], {"root": roots}))
@@ -271,10 +277,10 @@ def _synonyms(
     for entry in (entry for doc in lineage for entry in doc.synonyms):
         if len({places(text) for text in entry.names}) > 1:
             named = " and ".join(map(repr, entry.names))
-            raise InvalidRequest(f"{named} are no synonyms: their places differ")
+            raise InvalidRequest(f"{named} cannot be synonyms: their placeholders differ")
         for patterns in expand(entry.names, {"root": roots, "part": entry.part}):
             for pattern in patterns:
                 if pattern not in tensors:
-                    raise InvalidRequest(f"{pattern.text!r} is a synonym, but no [[tensors]] tells of it")
+                    raise InvalidRequest(f"{pattern.text!r} is a synonym, but has no [[tensors]] entry")
                 found.setdefault(pattern, tuple(other for other in patterns if other != pattern))
     return found

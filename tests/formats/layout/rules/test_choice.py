@@ -136,10 +136,13 @@ def test_a_table_of_ones_own_extends_a_packaged_one() -> None:
     [
         ({"name": "llama"}, "'llama': the name is taken"),
         ({"name": "none"}, "'none': the name is taken"),
-        ({"name": "mine", "extends": "lama"}, "'mine' extends 'lama', which is no table"),
-        ({"name": "mine", "extends": ["llama", "../llama"]}, "extends '../llama', which is no table"),
+        ({"name": "mine", "extends": "lama"}, "'mine' extends 'lama', which does not exist"),
+        ({"name": "mine", "extends": ["llama", "../llama"]}, "extends '../llama', which does not exist"),
         ({"name": "mine", "extends": ["ernie", "mixtral", "phi3", "gemma", "deepseek", "qwen_moe"]}, "more than 8 tables"),
-        ({"name": "mine", "sizes": {"n": "7 // hidden_size"}}, "'mine', size 'n' for this config: a size needs 7 // 0"),
+        (
+            {"name": "mine", "sizes": {"n": "7 // hidden_size"}},
+            "'mine', size 'n' for this config: division by zero in a size: 7 // 0",
+        ),
     ],
 )
 def test_tables_of_ones_own_that_cannot_be_meant_are_refused(extra: dict[str, Any], why: str) -> None:
@@ -152,7 +155,7 @@ def test_tables_of_ones_own_that_cannot_be_meant_are_refused(extra: dict[str, An
 @pytest.mark.parametrize("value", ["64", 64.0, True, [64, 64], -1, 2**60])
 def test_a_size_that_is_no_number_is_refused(value: Any) -> None:
     """A config's size is a whole number from zero on, or is not said at all."""
-    with pytest.raises(InvalidRequest, match=r"config\.json says hidden_size = "):
+    with pytest.raises(InvalidRequest, match=r"config\.json has hidden_size = "):
         choose({"model_type": "llama", "hidden_size": value}, [])
     assert choose({"model_type": "llama", "hidden_size": None}, []).layers is None
 

@@ -34,7 +34,7 @@ def test_a_text_becomes_plain_values() -> None:
 )
 def test_what_is_no_toml_is_refused(text: bytes) -> None:
     """Broken text, no UTF-8, nesting beyond all depth and numbers beyond all length end in one named error."""
-    with pytest.raises(InvalidRequest, match="the rules are no TOML"):
+    with pytest.raises(InvalidRequest, match="the rules are not valid TOML"):
         decode(text)
 
 

@@ -46,7 +46,7 @@ def _match(text: str, name: str) -> NameNumbers | None:
 def test_a_name_gives_its_numbers(text: str, name: str, place: NameNumbers | None) -> None:
     """A name of a pattern gives layer and expert; other numbers must be as written, and numbers as one writes them."""
     if "\0" in text:
-        with pytest.raises(InvalidRequest, match="cannot be read"):
+        with pytest.raises(InvalidRequest, match="cannot parse pattern"):
             compile_pattern(text)
     else:
         assert _match(text, name) == place
@@ -75,12 +75,12 @@ def test_names_and_numbers_are_each_others_inverse(layer: int, expert: int) -> N
     [
         ("", "1 to 512 characters"),
         ("x" * (NAME_CHARACTERS_MAX + 1), "1 to 512 characters"),
-        ("l.{layer}.{layer}", "place twice"),
-        ("l.{layer}{expert}", "two numbers touch"),
-        ("w1{layer}", "two numbers touch"),
-        ("l.{lay}.x", "cannot be read"),
-        ("l.{layer.x", "cannot be read"),
-        ("l.}", "cannot be read"),
+        ("l.{layer}.{layer}", "placeholder twice"),
+        ("l.{layer}{expert}", "two numeric placeholders"),
+        ("w1{layer}", "two numeric placeholders"),
+        ("l.{lay}.x", "cannot parse pattern"),
+        ("l.{layer.x", "cannot parse pattern"),
+        ("l.}", "cannot parse pattern"),
     ],
 )
 def test_patterns_that_no_name_could_be_told_by_are_refused(text: str, why: str) -> None:
@@ -104,7 +104,7 @@ def test_words_are_written_out_together() -> None:
 @pytest.mark.parametrize("words", [{}, {"part": []}])
 def test_a_place_without_words_is_refused(words: dict[str, list[str]]) -> None:
     """`{part}` with nothing listed for it, or a place that does not exist, is named."""
-    with pytest.raises(InvalidRequest, match=r"'a\.\{part\}': nothing is listed for \{part\}"):
+    with pytest.raises(InvalidRequest, match=r"'a\.\{part\}': no values are listed for \{part\}"):
         expand(["a.{part}"], words)
 
 

@@ -153,7 +153,9 @@ def test_an_experts_rule_has_its_number() -> None:
     assert (rule.shape, rule.dimension, rule.axis, rule.stage, rule.expert, rule.experts) == ((512, 256), 1, "etp", 2, 3, 4)
     shared = rules.rule("model.layers.2.mlp.shared_experts.down_proj.weight")
     assert shared is not None and (shared.axis, shared.expert) == ("tp", None)
-    with pytest.raises(StateMismatch, match=r"experts\.4\.down_proj.* is of expert 4, but the config has 4 experts"):
+    with pytest.raises(
+        StateMismatch, match=r"experts\.4\.down_proj.* belongs to expert 4, but the config has only 4 experts"
+    ):
         rules.rule("model.layers.2.mlp.experts.4.down_proj.weight")
 
 
@@ -220,7 +222,7 @@ def test_a_number_written_out_goes_before_an_open_one() -> None:
 def test_a_shape_that_comes_out_wrong_is_refused_by_name() -> None:
     """A size below zero names the table and the pattern, before any tensor is asked for."""
     extra = {"name": "mine", "sizes": {"n": "n"}, "tensors": [{"name": "x", "shape": ["n - 8"], "stage": "first"}]}
-    with pytest.raises(InvalidRequest, match="rules table 'mine', 'x': a size comes out as -1"):
+    with pytest.raises(InvalidRequest, match="rules table 'mine', 'x': a size evaluates to -1"):
         choose({"n": 7}, [], extra=extra)
 
 

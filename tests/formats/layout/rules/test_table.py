@@ -44,19 +44,19 @@ def test_a_sound_table_is_compiled() -> None:
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
-        ({"name": "norm"}, "'norm' has no {layer}: its stage must be said"),
-        ({"name": "norm", "stage": "layer"}, "'norm' is to go with its layer, but has no {layer}"),
-        ({"name": "l.{layer}.x", "units": "heads"}, "says units, but not which dimension is cut"),
-        ({"name": "l.{layer}.x", "vocabulary": True}, "says vocabulary, but not which"),
+        ({"name": "norm"}, "'norm' has no {layer}, so its stage must be given"),
+        ({"name": "norm", "stage": "layer"}, "'norm' has stage = \"layer\", but no {layer}"),
+        ({"name": "l.{layer}.x", "units": "heads"}, "has units, but no `cut` dimension"),
+        ({"name": "l.{layer}.x", "vocabulary": True}, "has vocabulary, but no `cut` dimension"),
         ({"name": "l.{layer}.x", "shape": ["hidden"], "cut": 1}, "has 1 dimensions, so dimension 1 cannot be cut"),
         ({"name": "l.{layer}.x", "cut": 1, "vocabulary": True}, "a vocabulary is cut along dimension 0, not 1"),
-        ({"name": "l.{layer}.x", "shape": ["hiden"]}, "'hiden' asks for 'hiden', which [sizes] does not have"),
-        ({"name": "l.{layer}.x", "shape": ["2 +"]}, "expression '2 +' is not finished"),
-        ({"name": "l.{layer}.x", "cut": 0, "units": "kv"}, "'kv' asks for 'kv'"),
-        ({"name": "l.{layer}.{part}"}, "nothing is listed for {part}"),
-        ({"name": "l.{layr}.x", "stage": "first"}, "nothing is listed for {layr}"),
-        ({"name": "l.{layer}.x{layer}"}, "'l.{layer}.x{layer}' has a place twice"),
-        ({"name": ["l.{layer}.q"]}, "'l.{layer}.q' is told of twice"),
+        ({"name": "l.{layer}.x", "shape": ["hiden"]}, "'hiden' uses 'hiden', which is not in [sizes]"),
+        ({"name": "l.{layer}.x", "shape": ["2 +"]}, "expression '2 +' is incomplete"),
+        ({"name": "l.{layer}.x", "cut": 0, "units": "kv"}, "'kv' uses 'kv'"),
+        ({"name": "l.{layer}.{part}"}, "no values are listed for {part}"),
+        ({"name": "l.{layr}.x", "stage": "first"}, "no values are listed for {layr}"),
+        ({"name": "l.{layer}.x{layer}"}, "'l.{layer}.x{layer}' has a placeholder twice"),
+        ({"name": ["l.{layer}.q"]}, "'l.{layer}.q' is defined twice"),
     ],
 )
 def test_tensors_that_cannot_be_meant_are_refused(tensor: dict[str, Any], why: str) -> None:
@@ -71,16 +71,16 @@ def test_tensors_that_cannot_be_meant_are_refused(tensor: dict[str, Any], why: s
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"of": ["l.{layer}.q", "l.{layer}.k", "v"]}, "made of 'v', which has the places none instead of {layer}"),
-        ({"of": ["l.{layer}.q", "l.{layer}.k", "l.{layer}.x"]}, "'l.{layer}.x', of which no [[tensors]] tells"),
-        ({"of": ["l.{layer}.q", "l.{layer}.k", "l.{layer}.q"]}, "is made of a tensor twice"),
-        ({"of": ["l.{layer}.q", "l.{layer}.k"]}, "must be made of query, key and value"),
+        ({"of": ["l.{layer}.q", "l.{layer}.k", "v"]}, "made of 'v', which has the placeholders none instead of {layer}"),
+        ({"of": ["l.{layer}.q", "l.{layer}.k", "l.{layer}.x"]}, "'l.{layer}.x', which has no [[tensors]] entry"),
+        ({"of": ["l.{layer}.q", "l.{layer}.k", "l.{layer}.q"]}, "lists a tensor twice"),
+        ({"of": ["l.{layer}.q", "l.{layer}.k"]}, "must list query, key and value"),
         ({"dimension": 2}, "joins dimension 2 of 'l.{layer}.q', which has fewer"),
-        ({"name": "l.{layer}.q"}, "'l.{layer}.q' is told of twice"),
-        ({"heads": ["heads", "kv"]}, "'kv' asks for 'kv'"),
-        ({"name": "l.{layer}.{part}"}, "which has the places {layer} instead of {layer}, {part}"),
+        ({"name": "l.{layer}.q"}, "'l.{layer}.q' is defined twice"),
+        ({"heads": ["heads", "kv"]}, "'kv' uses 'kv'"),
+        ({"name": "l.{layer}.{part}"}, "which has the placeholders {layer} instead of {layer}, {part}"),
         ({"kind": "experts", "name": "l.{layer}.{expert}"}, "holds all experts, so its name has no {expert}"),
-        ({"kind": "experts"}, "which has the places {layer} instead of {expert}, {layer}"),
+        ({"kind": "experts"}, "which has the placeholders {layer} instead of {expert}, {layer}"),
     ],
 )
 def test_fusions_that_cannot_be_meant_are_refused(change: dict[str, Any], why: str) -> None:
@@ -92,22 +92,31 @@ def test_fusions_that_cannot_be_meant_are_refused(change: dict[str, Any], why: s
 
 def test_queries_need_their_heads_said() -> None:
     """Without the numbers of heads nobody could take a fused tensor apart."""
-    with pytest.raises(InvalidRequest, match="say its heads"):
+    with pytest.raises(InvalidRequest, match="give its heads"):
         _table(_with(fusions=[{key: value for key, value in QKV.items() if key != "heads"}]))
     pair = {"kind": "gate_up", "name": "l.{layer}.kv", "of": ["l.{layer}.k", "l.{layer}.v"]}
-    with pytest.raises(InvalidRequest, match="found by groups, but does not say how many"):
+    with pytest.raises(InvalidRequest, match="but no `heads`"):
         _table(_with(fusions=[{**pair, "found": "groups"}]))
 
 
 @pytest.mark.parametrize(
     ("tables", "why"),
     [
-        ({"ties": [{"alias": "{root}a", "target": "b", "when": "tie"}]}, "no place but the target's {root}"),
-        ({"ties": [{"alias": "a", "target": "b.{layer}", "when": "tie"}]}, "no place but the target's {root}"),
-        ({"synonyms": [{"names": ["l.{layer}.q", "q"]}]}, "'l.{layer}.q' and 'q' are no synonyms: their places differ"),
-        ({"synonyms": [{"names": ["l.{layer}.q", "l.{layer}.x"]}]}, "'l.{layer}.x' is a synonym, but no [[tensors]]"),
-        ({"sizes": SIZES | {"hidden": "a b"}}, "'b' stands in a wrong place"),
-        ({"marks": ["{part}"]}, "nothing is listed for {part}"),
+        (
+            {"ties": [{"alias": "{root}a", "target": "b", "when": "tie"}]},
+            "only the target may have a placeholder, and only {root}",
+        ),
+        (
+            {"ties": [{"alias": "a", "target": "b.{layer}", "when": "tie"}]},
+            "only the target may have a placeholder, and only {root}",
+        ),
+        (
+            {"synonyms": [{"names": ["l.{layer}.q", "q"]}]},
+            "'l.{layer}.q' and 'q' cannot be synonyms: their placeholders differ",
+        ),
+        ({"synonyms": [{"names": ["l.{layer}.q", "l.{layer}.x"]}]}, "'l.{layer}.x' is a synonym, but has no [[tensors]]"),
+        ({"sizes": SIZES | {"hidden": "a b"}}, "unexpected 'b'"),
+        ({"marks": ["{part}"]}, "no values are listed for {part}"),
     ],
 )
 def test_other_entries_that_cannot_be_meant_are_refused(tables: dict[str, Any], why: str) -> None:
