@@ -46,7 +46,7 @@ class TensorInfo(NamedTuple):
 
 
 class Checkpoint:
-    """Reads one checkpoint; every byte that is handed over was proven. A context manager, safe for threads."""
+    """Reads one checkpoint and verifies every byte. A context manager, safe for threads."""
 
     def __init__(self, source: Source, cleanup: ExitStack | None = None) -> None:
         """The source is the checkpoint's from here on, and so is `cleanup`. Raises what `CheckpointReader.open` raises."""
@@ -64,7 +64,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Close the files or the connection; arrays that were read stay good."""
+        """Close the files or the connection; arrays that you read stay valid."""
         self.reader.close()
         self._cleanup.close()
 
@@ -86,7 +86,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, Mapping[str, TensorInfo]]:
-        """What is stored, by group, then by name."""
+        """The stored tensors, by group, then by name."""
         return {
             group: {name: TensorInfo(entry.dtype, entry.shape, entry.nbytes) for name, entry in held.items()}
             for group, held in self.manifest.tensors.items()
@@ -94,13 +94,13 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> Mapping[str, Any] | None:
-        """The model's config.json, where the checkpoint has one that is a JSON object."""
+        """The model's config.json, if the checkpoint has one that is a JSON object."""
         return rules_choice.config_of(self.reader)
 
     def read(self, name: str, box: Box | None = None, group: str = "model", framework: Framework = "numpy") -> Any:
-        """A tensor, or a box of it; a name that is an alias stands for its tensor.
+        """Read a tensor, or a box of it. An alias reads its tensor.
 
-        Raises `StateMismatch` naming a tensor or box that is not there, `CorruptExtent` naming file, tensor and range.
+        Raises `StateMismatch` for an unknown tensor or box, and `CorruptExtent` with file, tensor and range.
         """
         shards.check_framework(framework)
         entry = self.reader.entry(group, name)
@@ -109,15 +109,16 @@ class Checkpoint:
         return self.fill([of_box(name, entry.dtype, name, box)], group, framework)[name]
 
     def holding(self, layout: LayoutSource, group: str = "model", rules: RulesSource = None) -> LayoutHoldings:
-        """What every rank of a layout holds of a group: `of(rank)` says it, in parts of stored tensors.
+        """Compute what every rank of a layout holds of a group; `of(rank)` returns it, in parts of stored tensors.
 
-        Nothing is read but the model's config.json. `rules` is a TOML file, or what it would hold, that extends the tables.
-        Raises `InvalidRequest` for what is no layout, `StateMismatch` naming the tensor that it cannot be cut into.
+        Reads only the model's config.json. `rules` is a TOML file, or its content, that extends the built-in
+        tables. Raises `InvalidRequest` for an invalid layout, and `StateMismatch` for a tensor that the layout
+        cannot split.
         """
         return of_manifest(self.manifest, group, rules_choice.layout_of(layout), self.config, rules_choice.read_rules(rules))
 
     def held(self, layout: LayoutSource, rank: int, group: str = "model", rules: RulesSource = None) -> HeldTensors:
-        """What one rank holds, with notes on what is uneven, padded or held by all; for many ranks use `holding`."""
+        """What one rank holds, with notes on uneven splits, padding and replication; for many ranks use `holding`."""
         return self.holding(layout, group, rules).of(rank)
 
     def shard(
@@ -128,9 +129,9 @@ class Checkpoint:
         rules: RulesSource = None,
         framework: Framework = "numpy",
     ) -> dict[str, Any]:
-        """The local tensors of a rank in a layout, by name; `held` says what each is made of, and what to note of it.
+        """Read the local tensors of a rank in a layout, by name; `held` describes them.
 
-        Names that the model ties share one array. Only the extents that hold something of the shard are read.
+        Tied tensors share one array. Only the extents that the shard needs are read.
         """
         shards.check_framework(framework)
         wanted = rules_choice.layout_of(layout)
@@ -141,12 +142,12 @@ class Checkpoint:
         return arrays
 
     def plan(self, tensors: Sequence[LocalTensor], group: str = "model") -> ReadPlan:
-        """What has to be read to fill these local tensors, and how many of its bytes they need."""
+        """The reads that fill these local tensors, and how many of the bytes are needed."""
         wanted = (WantedBox(group, part.tensor, part.box) for local in tensors for part in local.parts)
         return read_planner.plan(self.manifest, wanted)
 
     def fill(self, tensors: Sequence[LocalTensor], group: str = "model", framework: Framework = "numpy") -> dict[str, Any]:
-        """The arrays of local tensors that are made of parts of this group's, by name; padding is zero."""
+        """Build the arrays of local tensors from their parts; padding is zero."""
         memory = [shards.allocate(local) for local in tensors]
         arrays = {local.name: shards.array(local, octets, framework) for local, octets in zip(tensors, memory, strict=True)}
         # Nobody sees the memory before all of it is proven, so one pass is enough.
@@ -157,10 +158,10 @@ class Checkpoint:
 
 
 def open(where: str | Path, *, root: str | Path | None = None, url: str | None = None) -> Checkpoint:
-    """Open a committed checkpoint for reading: a directory, RUN@STEP (or RUN@latest, RUN@best, RUN …), or its address.
+    """Open a committed checkpoint for reading: a directory, RUN@STEP (or RUN@latest, RUN@best, RUN …), or a URL.
 
-    An address is http://host:port/v1/runs/RUN/checkpoints/STEP. RUN@STEP is looked up in the directory `root`, at the
-    service `url`, or where the command line would look. Raises `NotFound`, `NotCommitted` or `CorruptManifest` by name.
+    A URL is http://host:port/v1/runs/RUN/checkpoints/STEP. RUN@STEP is looked up in the directory `root`, at the
+    service `url`, or where the command line would look. Raises `NotFound`, `NotCommitted` or `CorruptManifest`.
     """
     cleanup = ExitStack()
     if isinstance(where, str) and "://" in where:
@@ -176,9 +177,7 @@ def _addressed(address: str) -> Source:
     if named is None and step.isascii() and step.isdigit():
         named = int(step)
     if found is None or named is None:
-        raise InvalidRequest(
-            f"{address!r} is not the address of a checkpoint", hint="http://HOST:PORT/v1/runs/RUN/checkpoints/STEP"
-        )
+        raise InvalidRequest(f"{address!r} is not a checkpoint's URL", hint="http://HOST:PORT/v1/runs/RUN/checkpoints/STEP")
     api, run = Api(found[1]), naming.check_run(unquote(found[2]))
     try:
         return HttpSource(api, run, api.checkpoint(run, named).step)

@@ -1,4 +1,4 @@
-"""The `holdfast` command: its name, its help, its commands."""
+"""The `holdfast` command: name, help and subcommands."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from .commands import (
 )
 
 EXIT_STATUSES = (
-    "Exit status: 0 done · 1 something has to be mended (doctor), or an error of no other kind · 2 the request is wrong · "
-    "3 not found · 4 conflict with what is there · 5 damaged: do not trust these bytes · 6 unavailable: try again later · "
-    "7 denied: another token is needed."
+    "Exit status: 0 done · 1 something needs to be fixed (doctor), or another error · 2 the request is wrong · "
+    "3 not found · 4 conflict with the current state · 5 damaged: do not trust these bytes · 6 unavailable: "
+    "try again later · 7 denied: another token is needed."
 )
 
 app = typer.Typer(
     name="holdfast",
-    help="Checkpoints for model training: saved without stalling, proven by digests, restored to any layout.",
+    help="Checkpoints for model training: saved without stalling, verified by digests, restored to any parallel layout.",
     epilog=EXIT_STATUSES,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,  # they could show secrets

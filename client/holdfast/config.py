@@ -1,4 +1,4 @@
-"""What the client takes from its surroundings. The only client file that reads the environment."""
+"""Settings of the client. This is the only client file that reads the environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKEN_CHARACTERS_MAX = 4096  # a proxy in front may have tokens of its own
 
 
 class LaunchInfo(NamedTuple):
-    """Who this process is among those started together, as torchrun tells it; a process alone is rank 0 of 1."""
+    """Rank and world of this process as set by torchrun; a single process is rank 0 of 1."""
 
     rank: int
     world: int
@@ -26,44 +26,46 @@ class LaunchInfo(NamedTuple):
 
 
 def default_socket() -> Path:
-    """The socket of this user's daemon."""
+    """The unix socket of this user's daemon."""
     return runtime_directory() / "holdfast.sock"
 
 
 def runtime_directory() -> Path:
-    """Where this user's daemon leaves what the user's programs are to find; without one of the system's, under /tmp."""
+    """Where this user's daemon puts files for the user's programs; below /tmp if the system has no runtime
+    directory.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "holdfast" if runtime else Path(f"/tmp/holdfast-{os.getuid()}")
 
 
 def has_display() -> bool:
-    """Whether a browser could open a window here."""
+    """Whether a browser could open a window on this machine."""
     return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 def given_url() -> str | None:
-    """The service's address where HOLDFAST_URL states one."""
+    """The value of HOLDFAST_URL, if set."""
     return os.environ.get("HOLDFAST_URL") or None
 
 
 def default_url() -> str:
-    """HOLDFAST_URL, else the address at which `holdfast serve` listens unless told otherwise."""
+    """HOLDFAST_URL, or the default address of `holdfast serve`."""
     return given_url() or DEFAULT_URL
 
 
 def take_over() -> bool:
-    """Whether HOLDFAST_TAKE_OVER says that this job takes its run over from another one that lives."""
+    """Whether HOLDFAST_TAKE_OVER is set: this job takes its run over from another active job."""
     return os.environ.get("HOLDFAST_TAKE_OVER", "").lower() in ("1", "true", "yes")
 
 
 def stated_token() -> str | None:
-    """HOLDFAST_TOKEN, where it says something."""
+    """HOLDFAST_TOKEN, if it is not empty."""
     stated = os.environ.get("HOLDFAST_TOKEN", "").strip()
     return check_token(stated, "HOLDFAST_TOKEN") if stated else None
 
 
 def given_token() -> str | None:
-    """HOLDFAST_TOKEN, else what the user keeps in ~/.config/holdfast/token; `InvalidRequest` where others can read that."""
+    """HOLDFAST_TOKEN, or the content of ~/.config/holdfast/token; `InvalidRequest` if others can read that file."""
     stated = stated_token()
     if stated is not None:
         return stated
@@ -79,27 +81,30 @@ def given_token() -> str | None:
         return None
     if stat.S_IMODE(mode) & 0o077:
         raise InvalidRequest(
-            f"{path} can be read by other users", hint=f"chmod 600 {path}, and revoke the token if they did"
+            f"the token file {path} is readable by other users",
+            hint=f"run `chmod 600 {path}`; if others may have read the file, revoke the token",
         )
     return check_token(text, str(path)) if text else None
 
 
 def check_token(text: str, where: str) -> str:
-    """The token itself, or `InvalidRequest` for what could not stand in a header. The text is not repeated."""
+    """The token itself; `InvalidRequest` if it cannot stand in an HTTP header. The error does not contain it."""
     if not text.isascii() or not text.isprintable() or " " in text or len(text) > TOKEN_CHARACTERS_MAX:
-        raise InvalidRequest(f"{where} holds no token", hint="`holdfast token create` prints one")
+        raise InvalidRequest(f"{where} does not contain a token", hint="`holdfast token create` prints one")
     return text
 
 
 def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:
-    """Read RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, and torchrun's run id and restart count.
+    """Read RANK, WORLD_SIZE, the local world size, and torchrun's run id and restart count.
 
-    `InvalidRequest` for what is no number.
+    Raises `InvalidRequest` for a value that is not a number.
     """
     given = os.environ if environment is None else environment
     rank, world = _number(given, "RANK", 0), _number(given, "WORLD_SIZE", 1)
     if rank >= world:
-        raise InvalidRequest(f"RANK is {rank} in a world of {world}", hint="set RANK and WORLD_SIZE together, or neither")
+        raise InvalidRequest(
+            f"RANK={rank} is not valid with WORLD_SIZE={world}", hint="set RANK and WORLD_SIZE together, or neither"
+        )
     run_id = given.get("TORCHELASTIC_RUN_ID")
     return LaunchInfo(
         rank=rank,
@@ -115,5 +120,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     if not text:
         return default
     if not (text.isascii() and text.isdigit()):
-        raise InvalidRequest(f"{name} is {text!r}, not a whole number", hint="torchrun sets it; unset it for one process")
+        raise InvalidRequest(
+            f"{name} is {text!r}, not a whole number", hint="torchrun sets it; unset it to run a single process"
+        )
     return int(text)

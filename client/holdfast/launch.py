@@ -1,4 +1,4 @@
-"""Who this rank is, and the one name that all ranks of a launch give it, so that they share an attempt."""
+"""Identify this process and its launch, so that all ranks of a launch share an attempt."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _mark = uuid.uuid4().hex[:16]
 
 
 def this_process() -> str:
-    """A name for this process that no other one has, on whatever machine; a forked child has its own."""
+    """A unique ID of this process on any machine; a forked child gets its own."""
     return f"{_mark}-{os.getpid()}"
 
 
 class Launch(NamedTuple):
-    """`name` is the same on all ranks that were started together, and new at every start.
+    """`name` is the unique ID of this launch, the same on all its ranks.
 
-    `peers` of them are on this machine, this one included: as far as that is known, else all.
+    `peers` ranks of it are on this machine, including this one; if unknown, all of them.
     """
 
     rank: int
@@ -38,11 +38,11 @@ class Launch(NamedTuple):
 
 
 def current(run: str, given: str | None) -> Launch:
-    """This process's launch. Every rank must construct its checkpointers of a run in the same order.
+    """The launch of this process. Every rank must construct its checkpointers of a run in the same order.
 
-    With torch.distributed initialised, rank 0 makes up a name and the others read it from the job's store (no collective).
-    Without it, torchrun's run id and restart count serve. A single process is a launch of its own. Raises `InvalidRequest`
-    when several ranks have nothing in common from which a name could be made.
+    With torch.distributed initialised, rank 0 creates an ID and the others read it from the job's store (no
+    collective). Otherwise torchrun's run id and restart count are used. A single process is its own launch. Raises
+    `InvalidRequest` if several ranks have no common ID.
     """
     information = launch_info()
     rank, world, name = _identity(run, given, information)
@@ -63,8 +63,9 @@ def _identity(run: str, given: str | None, information: LaunchInfo) -> tuple[int
         return rank, world, uuid.uuid4().hex
     if information.run_id is None:
         raise InvalidRequest(
-            f"{world} ranks cannot tell that they belong to one launch",
-            hint="call torch.distributed.init_process_group() first, or pass launch= with a name new at every start",
+            f"these {world} ranks have no launch ID in common",
+            hint="call torch.distributed.init_process_group() first, or pass launch= with an ID that is new at "
+            "every start and the same on all ranks",
         )
     return rank, world, f"{information.run_id}/{information.restart_count}/{ordinal}"
 

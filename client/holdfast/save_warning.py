@@ -1,7 +1,7 @@
-"""The category of warnings about saves."""
+"""The warning category for saves."""
 
 from __future__ import annotations
 
 
 class SaveWarning(UserWarning):
-    """An earlier save failed in the background, or was dropped; the checkpoints before it are untouched."""
+    """An earlier save failed in the background, or was dropped. Earlier checkpoints are not affected."""

@@ -1,4 +1,4 @@
-"""What `save()` returns, and the set of saves that are still on their way."""
+"""Tickets: what `save()` returns, and the set of open saves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SaveResult(NamedTuple):
 
 
 class SaveTicket:
-    """The fate of one save. Training need not look at it: a failure is also told by the next `save()` and by `close()`."""
+    """The result of one save. You need not check it: the next `save()` and `close()` also report a failure."""
 
     def __init__(self, run: str, step: int, attempt: int) -> None:
         self.run, self.step, self.attempt = run, step, attempt
@@ -50,31 +50,33 @@ class SaveTicket:
 
     @property
     def staged(self) -> bool:
-        """The daemon has this rank's part; if every rank's is staged, the step is saved whatever becomes of the trainers,
-        unless it is `dropped` for a newer one.
+        """Whether the daemon has this rank's part. Once all ranks' parts are staged, the step is saved even if the
+        trainers die, unless it is `dropped` for a newer one.
 
-        A rank that shares no memory with its daemon has its part in memory of its own, which dies with it, until that is
-        uploaded: there only `done` says that the step is safe.
+        A rank that shares no memory with its daemon stages into its own memory, which is lost if the rank dies
+        before the upload. Then only `done` means that the step is safe.
         """
         return self._staged.is_set()
 
     @property
     def done(self) -> bool:
-        """Committed, failed or dropped: `result()` returns or raises at once."""
+        """Whether the save was committed, failed or dropped: `result()` returns or raises at once."""
         return self._ended.is_set()
 
     @property
     def dropped(self) -> bool:
-        """Storage was slower than the saves, and the policy let this one go for another."""
+        """Whether this save was dropped for another one, because storage was slower than the saves."""
         return isinstance(self.error, GenerationDropped)
 
     @property
     def error(self) -> CheckpointError | None:
-        """Why the save failed, once it has."""
+        """Why the save failed; None if it did not."""
         return self._error
 
     def result(self, timeout: float | None = None) -> SaveResult:
-        """Wait until the step is committed; raises what ended it instead, or `DeadlineExceeded` after `timeout` seconds."""
+        """Wait until the step is committed. Raises the error of the save, or `DeadlineExceeded` after `timeout`
+        seconds.
+        """
         self._refuse_to_wait_for_oneself()
         if not self._ended.wait(timeout):
             raise DeadlineExceeded(f"{self.run}@{self.step} was not committed within {timeout} s")
@@ -83,7 +85,7 @@ class SaveTicket:
         return SaveResult(self.run, self.step, self.attempt)
 
     def wait_staged(self, timeout: float | None = None) -> bool:
-        """Wait until this rank's part is staged, or the save has failed; whether it is staged now."""
+        """Wait until this rank's part is staged or the save has failed; return whether it is staged."""
         self._refuse_to_wait_for_oneself()
         self._decided.wait(timeout)
         return self.staged
@@ -93,12 +95,12 @@ class SaveTicket:
         self._decided.set()
 
     def saved_before(self) -> None:
-        """The step is a checkpoint already, which is as good."""
+        """Mark as done: the step is already a checkpoint."""
         self.mark_staged()
         self.end(None)
 
     def end(self, error: CheckpointError | None) -> bool:
-        """Whether this is its end: the first one stands. Of a drop, the daemon's word and a refused seal may both tell."""
+        """Set the outcome; only the first call counts. Returns whether this call was the first."""
         mine = object()
         if self._first.setdefault(_END, mine) is not mine:
             return False
@@ -110,15 +112,15 @@ class SaveTicket:
     def _refuse_to_wait_for_oneself(self) -> None:
         if self.awaits and threading.current_thread() is threading.main_thread():
             raise InvalidRequest(
-                f"{self.run}@{self.step} is saved when {self.awaits} has returned, which the signal handler interrupted",
+                f"{self.run}@{self.step} is saved after {self.awaits} has returned, which this signal handler interrupted",
                 hint="return from the handler, then wait for the ticket",
             )
 
 
 class Tickets:
-    """The tickets whose end is awaited, by step; the first failure that nobody was told of, and the first drop.
+    """Open tickets by step, the first unreported failure, and the first drop.
 
-    No lock is held: a signal handler may wait for a ticket while the thread that it interrupted is in here.
+    No lock is used: a signal handler may wait for a ticket while the interrupted thread is in here.
     """
 
     def __init__(self) -> None:
@@ -129,13 +131,13 @@ class Tickets:
 
     @contextmanager
     def beginning(self, ticket: SaveTicket) -> Iterator[None]:
-        """Await the end of this save from now on, unless the block that begins it fails.
+        """Register a save for as long as it is open, unless the block that starts it fails.
 
-        Its end may come before its beginning has returned: another rank may drop it. `StateMismatch` while an earlier save
-        of the step is awaited.
+        Its end may come before the block has returned: another rank may drop it. Raises `StateMismatch` if an
+        earlier save of the step is still open.
         """
         if self._open.setdefault(ticket.step, ticket) is not ticket:
-            raise StateMismatch(f"step {ticket.step} is being saved already", hint="wait for its ticket first")
+            raise StateMismatch(f"step {ticket.step} is already being saved", hint="wait for its ticket first")
         try:
             yield
         except BaseException:
@@ -143,7 +145,7 @@ class Tickets:
             raise
 
     def awaited(self, step: int, groups: Collection[str]) -> SaveTicket | None:
-        """The ticket of a save of this step, and at least these groups, whose end is not known."""
+        """The open ticket for this step with at least these groups."""
         found = self._open.get(step)
         return found if found is not None and set(groups) <= set(found.groups) else None
 
@@ -152,28 +154,28 @@ class Tickets:
             self._open.pop(ticket.step, None)
 
     def fail(self, ticket: SaveTicket, error: CheckpointError) -> None:
-        """A save ends before the daemon had it."""
+        """End a save that the daemon did not get."""
         self.drop(ticket)
         self._end(ticket, error)
 
     def outcome(self, outcome: Outcome) -> None:
-        """The daemon's word on a step."""
+        """Handle the daemon's outcome of a step."""
         ticket = self._open.pop(outcome.step, None)
         if ticket is not None:
             self._end(ticket, from_problem(outcome.problem or {}) if outcome.state == "aborted" else None)
 
     def lost(self, error: CheckpointError) -> None:
-        """The daemon is gone: what became of the open saves is not known."""
+        """The daemon is gone: fail all open saves, because their outcome is unknown."""
         for ticket in self.open():
-            told = DaemonGone(f"{error.detail}; what is staged may still be committed by the next daemon", hint=error.hint)
+            told = DaemonGone(f"{error.detail}; the next daemon may still commit the staged data", hint=error.hint)
             self.fail(ticket, told if ticket.staged else error)
 
     def take_failure(self) -> SaveTicket | None:
-        """The oldest failed save that has not been told of yet; it counts as told from now on."""
+        """The oldest failed save that was not reported yet; it counts as reported from now on."""
         return self._untold.pop("failed", None)
 
     def take_drop(self) -> SaveTicket | None:
-        """The first save that was dropped, once; those after it are logged alone, as there may be one a step."""
+        """The first dropped save, once. Later ones are only logged, because there may be one per step."""
         return self._untold.pop("dropped", None)
 
     def open(self) -> list[SaveTicket]:
@@ -193,7 +195,7 @@ class Tickets:
 
 
 def settle(ticket: SaveTicket) -> None:
-    """Wait for the end of a save, whatever it is."""
+    """Wait for the end of a save, and log a failure."""
     try:
         ticket.result()
     except CheckpointError as error:

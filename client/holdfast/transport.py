@@ -1,4 +1,4 @@
-"""What a checkpointer needs of its way to a daemon, be that the node's socket or HTTP."""
+"""The interface between a checkpointer and a daemon, over a unix socket or HTTP."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ Reply = TypeVar("Reply", bound=wire.Reply)
 
 
 class Transport(Protocol):
-    """Requests of one rank and their replies. Outcomes, and the loss of the daemon, are told to whoever made it."""
+    """Requests of one rank and their replies. Outcomes, and the loss of the daemon, go to callbacks."""
 
     @property
     def alive(self) -> bool: ...
     def next_id(self) -> int: ...
     def request(self, message: wire.Request, kind: type[Reply], timeout_s: float = ...) -> Reply: ...
     def ask(self, message: wire.Request, kind: type[Reply], fds: tuple[int, ...] = (), timeout_s: float = ...) -> Reply:
-        """Like `request`, with descriptors, but of the present daemon alone: `DaemonGone` as soon as that is lost."""
+        """Like `request`, with file descriptors, and only to the current daemon: `DaemonGone` as soon as it is
+        lost.
+        """
 
     def tell(self, message: wire.Request) -> None: ...  # what has no reply; lost where there is no daemon just now
     def take_fd(self) -> int: ...  # the segment's memory, after `Reserve`; the caller closes it

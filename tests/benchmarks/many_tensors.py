@@ -108,7 +108,7 @@ def look(browser: Browser, url: str, times: int) -> dict[str, list[float]]:
 
 
 def _search(page: Page) -> None:
-    page.get_by_label("Name has").fill(SEARCH)
+    page.get_by_label("Name contains").fill(SEARCH)
     page.locator("tbody th", has_text=f"{SEARCH}gate_proj.weight").first.wait_for()
 
 

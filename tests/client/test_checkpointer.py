@@ -423,7 +423,7 @@ def test_ranks_without_anything_in_common_are_refused(monkeypatch: pytest.Monkey
     """Several ranks, no process group, no run id: a launch cannot be named, and the error says what to do."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    with pytest.raises(InvalidRequest, match="one launch"):
+    with pytest.raises(InvalidRequest, match="launch ID"):
         current("r", None)
 
 

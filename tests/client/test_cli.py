@@ -155,7 +155,7 @@ def test_show(place: list[str]) -> None:
     assert result.exit_code == 0
     for part in ("tiny@5", "attempt 1, 2 ranks, mesh dp 2", "layers.0.q.weight/exp_avg", "F64", "[24, 40]"):
         assert part in result.stdout
-    assert "the same as embed.weight" in result.stdout
+    assert "tied to embed.weight" in result.stdout
     shown = call_json("show", "tiny", *place)
     assert (shown["step"], len(shown["tensors"]), shown["aliases"]["model"]) == (10, 8, {"lm_head.weight": "embed.weight"})
 
@@ -387,7 +387,7 @@ class TestDiff:
         assert made["relative"] == pytest.approx(2.0)
         fast = json.loads(call("diff", "tiny@10", "tiny@20", "--root", root, "--fast", "--json", "--group", "model").output)
         assert (fast["exact"], fast["relative"], fast["tensors"]["changed"]) == (False, None, 1)
-        assert call("diff", "tiny@10", "tiny@20", "--root", root, "--most", 1).output.endswith("--json has them all\n")
+        assert call("diff", "tiny@10", "tiny@20", "--root", root, "--most", 1).output.endswith("or use --json for all\n")
 
     def test_damage_ends_it(self, root: Path) -> None:
         """What is not proven is not compared: exit status 5, the tensor named."""

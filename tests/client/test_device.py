@@ -385,7 +385,7 @@ def test_slots_that_cannot_be_page_locked_are_used_as_they_are(
         with caplog.at_level(logging.WARNING, "holdfast"):
             for _ in range(2):
                 cuda_copy.pin(slots, [torch.device("cuda", 0)])
-        assert slots.pinned is False and len(caplog.records) == 1 and "not page-locked" in caplog.text
+        assert slots.pinned is False and len(caplog.records) == 1 and "cannot be page-locked" in caplog.text
         checkpointer.save(1, wait="durable")
 
 

@@ -147,7 +147,7 @@ def test_the_command_line(trained: dict, daemon: RunningDaemon, monkeypatch: pyt
     assert {line.split()[1] for line in lines[1:3]} == {"mask", "0.weight"}
     found = json.loads(call("stats", f"{RUN}@3", "--name", "0.weight", "--first", 1, "--json", *url).stdout)
     assert [(one["name"], one["nan"]) for one in found] == [("0.weight", 1)]
-    assert "No tensors" in call("stats", f"{RUN}@latest-healthy", "--name", "nobody", *url).stdout
+    assert "No tensor of" in call("stats", f"{RUN}@latest-healthy", "--name", "nobody", *url).stdout
     listed = json.loads(call("ls", RUN, "--healthy", "--json", *url).stdout)
     assert [made["step"] for made in listed] == [2, 1]
     assert "unhealthy" in call("ls", RUN, *url).stdout

@@ -121,7 +121,7 @@ def test_who_waits_is_not_dropped_in_silence(tmp_path: Path) -> None:
             assert third.done and third.dropped and not third.staged
             with pytest.warns(SaveWarning, match="r@3 was dropped"), pytest.raises(GenerationDropped):
                 checkpointer.save(4, wait="staged")
-            with pytest.raises(StateMismatch, match="saved already"):
+            with pytest.raises(StateMismatch, match="already being saved"):
                 checkpointer.save(2)
             checkpointer.save(5, wait="durable")
             assert first.done and second.done and not (first.dropped or second.dropped)

@@ -119,7 +119,7 @@ def test_a_daemon_that_cannot_be_understood_is_given_up(tmp_path: Path) -> None:
         daemon.start()
         link = SocketLink(path, lambda outcome: None, lost.append, lambda: dialled.append(path) or path)
         link.request(wire.Hello(id=0, run="r", rank=0, world=1, launch="l"), wire.Welcome)
-        with pytest.raises(DaemonGone, match="cannot be understood") as refused:
+        with pytest.raises(DaemonGone, match="sent an invalid message") as refused:
             link.request(wire.Choose(id=1, turn=0), wire.Chosen)
         daemon.join()
         link.close()

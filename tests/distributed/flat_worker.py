@@ -126,7 +126,7 @@ def main() -> None:
             try:
                 Checkpointer("now", state, socket=socket)
             except InvalidRequest as refused:
-                assert "gathered now" in refused.detail
+                assert "are gathered" in refused.detail
             else:
                 raise AssertionError("gathered parameters are refused")
     else:

@@ -55,7 +55,7 @@ def check(found: list[dict], step: int, passed: int) -> None:
     for rank, one in enumerate(found):
         assert (one["step"], one["value"]) == (step, [step + rank])
         said = [note for note in one["notes"] if f"step {passed} is damaged" in note]
-        assert said and "of_rank_1" in said[0] and f"step {step} is restored instead" in said[0]
+        assert said and "of_rank_1" in said[0] and f"restored step {step} instead" in said[0]
         assert said[0] in one["notices"]
 
 

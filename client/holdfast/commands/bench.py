@@ -1,4 +1,4 @@
-"""`holdfast bench`: what this machine can do, and what to expect of its checkpoints."""
+"""`holdfast bench`: measure this machine and estimate how long saves and restores take."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from holdfast_formats.errors import InvalidRequest
 
 SIZES = (2**30, 16 * 2**30, 128 * 2**30)
 
-SizeMiB = Annotated[int, typer.Option("--size-mib", metavar="MIB", min=8, help="How many bytes to measure with.")]
+SizeMiB = Annotated[int, typer.Option("--size-mib", metavar="MIB", min=8, help="Size of the test file in MiB.")]
 StateGiB = Annotated[
-    float | None, typer.Option("--state-gib", metavar="GIB", min=0.0, help="The state of all ranks of this node.")
+    float | None,
+    typer.Option(
+        "--state-gib", metavar="GIB", min=0.0, help="Estimate for this total state size of all ranks on this node, in GiB."
+    ),
 ]
 
 
 def bench(root: Root = None, size_mib: SizeMiB = 1024, state_gib: StateGiB = None, as_json: AsJson = False) -> None:
-    """Measure memory, digests and the disk under --root, and say how long saves and restores should take here.
+    """Measure memory, digests and the disk under --root, and estimate how long saves and restores take here.
 
-    Writes one file of --size-mib there three times, reads it back, and removes it. Takes about ten seconds.
+    Writes one file of --size-mib three times, reads it back, and removes it. Takes about ten seconds.
     """
     with console.reporting(as_json):
         directory = _directory(root)
@@ -41,21 +44,25 @@ def bench(root: Root = None, size_mib: SizeMiB = 1024, state_gib: StateGiB = Non
 
 
 def _directory(root: Path | None) -> Path:
-    """The root itself, or where the daemon would make it."""
+    """The root itself, or the directory in which the daemon would create it."""
     directory = root if root is not None else DEFAULT_ROOT if DEFAULT_ROOT.is_dir() else Path()
     if not directory.is_dir():
-        raise InvalidRequest(f"{directory} is not a directory", hint="name the directory of checkpoints with --root")
+        raise InvalidRequest(f"{directory} is not a directory", hint="pass the checkpoint directory as --root")
     return directory.resolve()
 
 
 def _print(directory: Path, limits: Limits, expected: list[Expectation]) -> None:
     out = console.out()
-    how = "past the page cache (O_DIRECT)" if limits.direct else "through the page cache: this file system has no O_DIRECT"
+    how = (
+        "bypassing the page cache (O_DIRECT)"
+        if limits.direct
+        else "through the page cache: this file system has no O_DIRECT"
+    )
     table = console.table("LIMIT", "PER SECOND", "", right=("PER SECOND",))
-    table.add_row("copy in memory", console.human_bytes(limits.copy), "one thread; what staging a save takes")
+    table.add_row("copy in memory", console.human_bytes(limits.copy), "one thread; used when a save is staged")
     table.add_row("digest", console.human_bytes(limits.digest), "xxh3-64, one thread")
     table.add_row("durable write", console.human_bytes(limits.write), f"{directory}, {how}")
-    table.add_row("read", console.human_bytes(limits.read), "the same file, from the disk")
+    table.add_row("read", console.human_bytes(limits.read), "the same file, read from disk")
     out.print(table)
     out.print()
     rows = console.table("STATE OF THIS NODE", "STAGED", "DURABLE", "RESTORED", right=("STAGED", "DURABLE", "RESTORED"))
@@ -65,8 +72,8 @@ def _print(directory: Path, limits: Limits, expected: list[Expectation]) -> None
     out.print(rows)
     out.print(
         Text(
-            "save() returns at once: it is staged while the next step computes, and training waits for the disk only "
-            "where saves come faster than they become durable.",
+            "save() returns at once: the state is staged while the next step computes. Training waits for the "
+            "disk only if saves come faster than they become durable.",
             "dim",
         )
     )

@@ -1,4 +1,4 @@
-"""`holdfast catalog`: whether the catalog says what the directories say, and making it anew from them."""
+"""`holdfast catalog`: compare the catalog with the directories, or rebuild it from them."""
 
 from __future__ import annotations
 
@@ -27,24 +27,29 @@ POLL_S = 0.5
 INCONSISTENT = 1  # the exit status that asks for mending, as of `doctor`
 
 app = typer.Typer(
-    help="The catalog is an index of the directories: check that it says what they say, or make it anew from them.",
+    help="The catalog is an index of the checkpoint directories: check that both agree, or rebuild it.",
     no_args_is_help=True,
 )
 Report = TypeVar("Report", bound=BaseModel)
 Root = Annotated[
-    Path | None, typer.Option("--root", metavar="DIR", help="Work on this directory, which no service may serve.")
+    Path | None, typer.Option("--root", metavar="DIR", help="Work on this directory; no service may be serving it.")
 ]
 Catalog = Annotated[
-    str | None, typer.Option("--catalog", metavar="URL", help="With --root: the catalog, where it is not SQLite in there.")
+    str | None,
+    typer.Option(
+        "--catalog", metavar="URL", help="With --root: URL of the catalog, if it is not the SQLite file in that directory."
+    ),
 ]
-Thorough = Annotated[bool, typer.Option("--thorough", help="Read every manifest, also of what has not changed.")]
+Thorough = Annotated[bool, typer.Option("--thorough", help="Read every manifest, also of unchanged checkpoints.")]
 
 
 @app.command("check")
 def check(
     root: Root = None, catalog: Catalog = None, thorough: Thorough = False, url: Url = None, as_json: AsJson = False
 ) -> None:
-    """Name every contradiction between catalog and directories. Changes nothing. Exit status 1 when there is one."""
+    """List every contradiction between the catalog and the directories. Changes nothing. Exit status 1 if there is
+    one.
+    """
     with console.reporting(as_json):
         if root is not None:
             _one_place(url)
@@ -57,7 +62,7 @@ def check(
         console.print_json({**found.model_dump(), "sound": found.sound})
     else:
         said = (
-            f"{found.catalog}: {found.checkpoints} checkpoints of {found.runs} runs, {found.manifests_read} manifests read"
+            f"{found.catalog}: {found.checkpoints} checkpoints in {found.runs} runs, {found.manifests_read} manifests read"
         )
         console.out().print(said, markup=False)
         _print(found.items, found.count, "contradictions", "red")
@@ -67,9 +72,9 @@ def check(
 
 @app.command("rebuild")
 def rebuild(root: Root = None, catalog: Catalog = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Make the catalog anew from the directories. What only it knows stays, as far as it can be read.
+    """Rebuild the catalog from the directories. Data that only the catalog has is kept where it can be read.
 
-    Exit status 1 when contradictions are left: damaged checkpoints are for `holdfast verify`.
+    Exit status 1 if contradictions remain: check damaged checkpoints with `holdfast verify`.
     """
     with console.reporting(as_json):
         if root is not None:
@@ -80,10 +85,12 @@ def rebuild(root: Root = None, catalog: Catalog = None, url: Url = None, as_json
     if as_json:
         console.print_json(made.model_dump())
     else:
-        console.out().print(f"{made.checkpoints} checkpoints of {made.runs} runs are listed", markup=False)
+        console.out().print(f"{made.checkpoints} checkpoints in {made.runs} runs are listed", markup=False)
         if made.set_aside is not None:
             kept = ", ".join(f"{count} {table}" for table, count in made.salvaged.items()) or "nothing"
-            console.out().print(f"the damaged catalog is {made.set_aside}; of it was kept: {kept}", markup=False)
+            console.out().print(
+                f"the damaged catalog was moved to {made.set_aside}; rows kept from it: {kept}", markup=False
+            )
         _print(made.mended, len(made.mended), "mended", "green")
         _print(made.left, len(made.left), "left", "red")
     if made.left:
@@ -92,30 +99,31 @@ def rebuild(root: Root = None, catalog: Catalog = None, url: Url = None, as_json
 
 @app.command("adopt")
 def adopt(
-    root: Annotated[Path, typer.Option("--root", metavar="DIR", help="The root, which no service may serve.")],
-    catalog: Annotated[str, typer.Option("--catalog", metavar="URL", help="The catalog that is to be its own.")],
+    root: Annotated[Path, typer.Option("--root", metavar="DIR", help="The root directory; no service may be serving it.")],
+    catalog: Annotated[str, typer.Option("--catalog", metavar="URL", help="URL of the catalog that this root takes over.")],
     as_json: AsJson = False,
 ) -> None:
-    """Give a catalog to a root that was moved or restored to here. Stop the daemon of the root that had it first.
+    """Hand a catalog over to a root that was moved or restored to here. Stop the daemon of the old root first.
 
-    Its daemon is refused from then on. What is listed and does not stand in this root is listed no more at its next start.
+    The old root's daemon is refused from then on. Listed checkpoints that are not in this root are removed from
+    the list at the next start.
     """
     with console.reporting(as_json):
         made = _offline(CatalogAdoption, "adopt", root, catalog)
     if as_json:
         console.print_json(made.model_dump())
     else:
-        had = f"; {made.before} had it before" if made.before is not None else ""
-        console.out().print(f"{made.catalog} is the catalog of {made.root} now{had}", markup=False)
+        had = f"; before, it belonged to {made.before}" if made.before is not None else ""
+        console.out().print(f"{made.catalog} now belongs to {made.root}{had}", markup=False)
 
 
 def _one_place(url: str | None) -> None:
     if url is not None:
-        raise InvalidRequest("--root and --url exclude each other", hint="give the one you mean")
+        raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
 
 
 def _offline(kind: type[Report], work: str, root: Path, catalog: str | None) -> Report:
-    """What the service's own program reports of a root that no daemon serves; the errors are its errors."""
+    """Run the service's offline program on a root that no daemon serves; its errors are raised here."""
     check_installed()
     command = [sys.executable, "-m", "holdfast_service.offline", "catalog", work, "--root", str(root)]
     done = subprocess.run([*command, *(["--catalog", catalog] if catalog else [])], stdout=subprocess.PIPE, check=False)
@@ -124,7 +132,7 @@ def _offline(kind: type[Report], work: str, root: Path, catalog: str | None) -> 
     try:
         problem = CatalogProblem.model_validate_json(done.stdout).model_dump()
     except ValueError as error:
-        raise StorageFailed(f"the catalog could not be looked at (exit status {done.returncode})") from error
+        raise StorageFailed(f"the catalog program failed (exit status {done.returncode})") from error
     raise from_problem(problem)
 
 
@@ -133,7 +141,7 @@ class CatalogProblem(BaseModel, extra="allow"):
 
 
 def _by_job(url: str) -> CatalogRebuild:
-    """Have the service do it, and wait for the end of that job."""
+    """Run it as a job of the service and wait until it ends."""
     with Api(url) as api:
         body = JobRequest(kind="rebuild").model_dump_json().encode()
         headers = {"Content-Type": "application/json"}
@@ -148,7 +156,7 @@ def _by_job(url: str) -> CatalogRebuild:
 
 def _print(items: list[Contradiction], count: int, what: str, style: str) -> None:
     out = console.out()
-    out.print(Text.assemble((f"{count} {what}" if count else f"no {what}" if what != "left" else "nothing is left", style)))
+    out.print(Text.assemble((f"{count} {what}" if count else f"no {what}" if what != "left" else "nothing remains", style)))
     if items:
         table = console.table("KIND", "WHAT")
         for item in items:

@@ -1,4 +1,4 @@
-"""`holdfast diff`: two checkpoints, tensor by tensor."""
+"""`holdfast diff`: compare two checkpoints tensor by tensor."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ FIRST = ("missing-in-a", "missing-in-b", "reshaped", "retyped")
 
 _A = typer.Argument(metavar="A", help=f"A checkpoint: {SELECTED}, or its directory.", autocompletion=completion.checkpoints)
 _B = typer.Argument(
-    metavar="B", help="The other one; a number is a step of the same run.", autocompletion=completion.checkpoints
+    metavar="B",
+    help="The other checkpoint; a plain number is a step of the same run.",
+    autocompletion=completion.checkpoints,
 )
 A = Annotated[str, _A]
 B = Annotated[str, _B]
 Group = Annotated[str | None, typer.Option("--group", metavar="GROUP", help="Only this group.")]
-Fast = Annotated[bool, typer.Option("--fast", help="By digests alone: what is equal, not how far the rest is apart.")]
-Sort = Annotated[Literal["relative", "change", "name"], typer.Option("--sort", help="What comes first.")]
-Most = Annotated[int, typer.Option("--most", metavar="N", min=1, help="How many tensors to show; JSON has them all.")]
+Fast = Annotated[bool, typer.Option("--fast", help="Compare digests only: shows what differs, but not by how much.")]
+Sort = Annotated[Literal["relative", "change", "name"], typer.Option("--sort", help="Sort order.")]
+Most = Annotated[int, typer.Option("--most", metavar="N", min=1, help="Number of tensors to show; --json prints all.")]
 
 
 def diff(  # noqa: PLR0913 — a command's options
@@ -42,9 +44,9 @@ def diff(  # noqa: PLR0913 — a command's options
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints: which tensors are equal, missing, reshaped, and how far the others are apart.
+    """Compare two checkpoints: which tensors are equal, missing or reshaped, and how far the others are apart.
 
-    Every byte that is compared is proven first. Exit status 0 whether they are equal or not.
+    Every byte is verified before it is compared. Exit status 0 whether they are equal or not.
     """
     other = f"{a.partition('@')[0]}@{b}" if b.isascii() and b.isdigit() and "@" in a else b
     with console.reporting(as_json), open_source(parse_target(a), root, url) as left_source:
@@ -70,7 +72,7 @@ def _exact(left: CheckpointReader, right: CheckpointReader, pairs: list[Pair], s
 def _print(labels: list[str], found: list[Difference], total: comparing.Summary, sort: Sort, most: int) -> None:
     out = console.out()
     states = ", ".join(f"{count} {state.replace('-', ' ')}" for state, count in sorted(total.tensors.items()))
-    apart = "" if total.relative is None else f"; changed ones are {total.relative:.3g} of their norm apart"
+    apart = "" if total.relative is None else f"; relative change of the changed tensors: {total.relative:.3g}"
     out.print(Text(f"{labels[0]} and {labels[1]}: {states or 'no tensors'}{apart}", "bold"))
     rows = [one for one in found if one.state != "equal"]
     rows.sort(key=lambda one: _rank(one, sort))
@@ -83,11 +85,13 @@ def _print(labels: list[str], found: list[Difference], total: comparing.Summary,
         table.add_row(one.group, Text(one.name), _what(one), *figures, str(one.detail.get("differing", "")))
     out.print(table)
     if len(rows) > most:
-        out.print(Text(f"and {len(rows) - most} more: --most shows them, --json has them all", "dim"))
+        out.print(Text(f"and {len(rows) - most} more: raise --most, or use --json for all", "dim"))
 
 
 def _rank(one: Difference, sort: Sort) -> tuple[bool, float]:
-    """What is missing or of another kind comes first; a stable sort keeps the order of names besides."""
+    """Sort key: tensors that are missing or of another kind first. The sort is stable, so equal keys stay ordered
+    by name.
+    """
     value = None if sort == "name" else getattr(one, sort)
     return one.state not in FIRST, -(value or 0.0)
 

@@ -1,4 +1,4 @@
-"""`holdfast doctor`: is this machine ready?"""
+"""`holdfast doctor`: check that this machine is ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Check this machine: software, memory, storage, daemon. Exit status 1 when something has to be mended."""
+    """Check this machine: software, memory, storage, daemon. Exit status 1 if something needs to be fixed."""
     with console.reporting(as_json):
         findings = examine(root, url)
     if as_json:

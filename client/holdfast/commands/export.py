@@ -1,4 +1,4 @@
-"""`holdfast export`: a checkpoint, or its model, as a directory of its own that appears when it is complete."""
+"""`holdfast export`: copy a checkpoint, or only its model, into a new directory that appears when it is complete."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from holdfast.read.reader import CheckpointReader
 from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Checkpoint, Root, Url
 
-Target = Annotated[Path, typer.Argument(metavar="DEST", help="Where to: a directory that is empty or not there yet.")]
+Target = Annotated[Path, typer.Argument(metavar="DEST", help="Target directory; it must be empty or not exist yet.")]
 ModelOnly = Annotated[
-    bool, typer.Option("--model-only", help="The model and the files beside it: a plain Hugging Face directory.")
+    bool, typer.Option("--model-only", help="Export only the model and its assets: a plain Hugging Face directory.")
 ]
 
 
@@ -28,9 +28,10 @@ def export(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a checkpoint out, proving every byte on the way. DEST has its name only once it is complete and durable.
+    """Copy a checkpoint to a directory and verify every byte on the way.
 
-    What is exported whole is a checkpoint, and can be imported anywhere.
+    DEST gets its name only after the copy is complete and durable. A full export is a checkpoint itself and can be
+    imported elsewhere.
     """
     with console.reporting(as_json), open_source(parse_target(checkpoint), root, url) as source:
         reader = CheckpointReader.open(source)

@@ -1,4 +1,4 @@
-"""`holdfast import`: a checkpoint made of a directory: a Hugging Face model's, or a checkpoint from elsewhere."""
+"""`holdfast import`: create a checkpoint from a Hugging Face directory or from an exported checkpoint."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from .marks import named
 
 Source = Annotated[
     str,
-    typer.Argument(metavar="SRC", help="A directory. For a service, one below its --export-root, as a path from there."),
+    typer.Argument(metavar="SRC", help="Source directory. With a service: a path relative to its --export-root."),
 ]
-Wanted = Annotated[str, typer.Argument(metavar="RUN@STEP", help="What it becomes.")]
+Wanted = Annotated[str, typer.Argument(metavar="RUN@STEP", help="Run and step of the new checkpoint.")]
 
 
 def import_(source: Source, checkpoint: Wanted, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Make a committed checkpoint of a directory. Every byte is digested, written, and read back before it counts.
+    """Create a committed checkpoint from a directory. Every byte is digested, written, and read back before the
+    commit.
 
-    A Hugging Face directory (one safetensors file, or several with an index) becomes group `model`, its small files the
-    assets. A checkpoint of Holdfast's is proven on the way and keeps all its groups. Links are not followed. With --root no
-    daemon may be serving that directory; else the service does it.
+    From a Hugging Face directory (one safetensors file, or several with an index), the tensors become the group
+    `model` and the small files become assets. A Holdfast checkpoint is verified on the way and keeps all its
+    groups. Symbolic links are not followed. With --root no daemon may be serving that directory; otherwise the
+    service does the import.
     """
     with console.reporting(as_json):
         run, step = named(checkpoint)
         if root is not None and url is not None:
-            raise InvalidRequest("--root and --url exclude each other", hint="give the one you mean")
+            raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
         if root is not None:
             done = delegated.offline("import", source, f"{run}@{step}", "--root", str(root))
         else:

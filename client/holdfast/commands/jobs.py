@@ -1,4 +1,4 @@
-"""`holdfast jobs`: work that the service does by itself. Submit it, list it, watch it, cancel it."""
+"""`holdfast jobs`: submit, list, watch and cancel the service's background jobs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ SHOWN_MAX = 50
 WAIT_S = 0.5  # between two looks at a job whose progress is shown
 _COLOURS = {"done": "green", "failed": "bold red", "cancelled": "yellow", "running": "cyan", "queued": "dim"}
 
-app = typer.Typer(help="Work that the service does by itself: submit, list, watch and cancel it.", no_args_is_help=True)
-Number = Annotated[int, typer.Argument(metavar="JOB", help="The job's number.", min=0)]
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show its progress until it has ended.")]
+app = typer.Typer(help="Submit, list, watch and cancel background jobs of the service.", no_args_is_help=True)
+Number = Annotated[int, typer.Argument(metavar="JOB", help="The job ID.", min=0)]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show its progress until it ends.")]
 Kind = Annotated[str | None, typer.Option("--kind", metavar="KIND", help=f"One of {', '.join(get_args(JobKind))}.")]
 State = Annotated[str | None, typer.Option("--state", metavar="STATE", help=f"One of {', '.join(get_args(JobState))}.")]
-Run = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Jobs of this run only.")]
-Most = Annotated[int, typer.Option("--limit", "-n", metavar="N", help="Show so many at most.", min=1)]
+Run = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only jobs of this run.")]
+Most = Annotated[int, typer.Option("--limit", "-n", metavar="N", help="Show at most N jobs.", min=1)]
 Argument = Annotated[
-    list[str] | None, typer.Option("--argument", "-a", metavar="NAME=VALUE", help="What the job needs besides.")
+    list[str] | None, typer.Option("--argument", "-a", metavar="NAME=VALUE", help="Further arguments of the job.")
 ]
 
 
@@ -57,7 +57,7 @@ def list_jobs(
 
 @app.command("show")
 def show_job(job_id: Number, follow: Follow = False, url: Url = None, as_json: AsJson = False) -> None:
-    """Show one job. With --follow, the exit status says what came of it."""
+    """Show one job. With --follow, wait for its end; the exit status reports the result."""
     with console.reporting(as_json), Api(url or default_url()) as api:
         _show(api, api.job(job_id), follow, as_json)
 
@@ -65,20 +65,20 @@ def show_job(job_id: Number, follow: Follow = False, url: Url = None, as_json: A
 @app.command("submit")
 def submit_job(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(get_args(JobKind))}.")],
-    target: Annotated[str | None, typer.Argument(metavar="RUN@STEP", help=f"What it is about: {SELECTED}.")] = None,
+    target: Annotated[str | None, typer.Argument(metavar="RUN@STEP", help=f"The checkpoint: {SELECTED}.")] = None,
     argument: Argument = None,
     follow: Follow = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have the service do something. The same request while it goes on is the same job."""
+    """Submit a job to the service. An identical request returns the same job while it is queued or running."""
     with console.reporting(as_json), Api(url or default_url()) as api:
         _show(api, api.submit_job(_request(api, kind, target, argument or [])), follow, as_json)
 
 
 @app.command("cancel")
 def cancel_job(job_id: Number, url: Url = None, as_json: AsJson = False) -> None:
-    """Ask a job to stop. What it has done by then stays done."""
+    """Ask a job to stop. Work that is already done is kept."""
     with console.reporting(as_json), Api(url or default_url()) as api:
         _show(api, api.cancel_job(job_id), False, as_json)
 

@@ -1,4 +1,4 @@
-"""`holdfast keep`: what a run keeps, and why."""
+"""`holdfast keep`: show or set the retention policy of a run."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ _BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _MEASURE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run.")]
-Last = Annotated[int | None, typer.Option("--last", metavar="N", help="The newest N.")]
-EverySteps = Annotated[int | None, typer.Option("--every-steps", metavar="N", help="Steps that are multiples of N.")]
-StepsApart = Annotated[int | None, typer.Option("--steps-apart", metavar="N", help="One after every N steps at least.")]
+Last = Annotated[int | None, typer.Option("--last", metavar="N", help="Keep the newest N.")]
+EverySteps = Annotated[int | None, typer.Option("--every-steps", metavar="N", help="Keep steps that are multiples of N.")]
+StepsApart = Annotated[int | None, typer.Option("--steps-apart", metavar="N", help="Keep one every N steps or more.")]
 Every = Annotated[
-    str | None, typer.Option("--every", metavar="TIME", help="One after every 30s, 10min, 6h, 1d, 2w at least.")
+    str | None,
+    typer.Option("--every", metavar="TIME", help="Keep one per time span or more, such as 30s, 10min, 6h, 1d, 2w."),
 ]
-Within = Annotated[str | None, typer.Option("--within", metavar="TIME", help="Those committed in the last 6h, 3d, …")]
+Within = Annotated[str | None, typer.Option("--within", metavar="TIME", help="Keep those committed in the last 6h, 3d, …")]
 BestBy = Annotated[
     list[str] | None,
-    typer.Option("--best", metavar="METRIC:N[:max]", help="The N with the lowest (or highest) metric; several times."),
+    typer.Option("--best", metavar="METRIC:N[:max]", help="Keep the N with the lowest (or highest) metric; repeatable."),
 ]
-Steps = Annotated[list[int] | None, typer.Option("--step", metavar="STEP", help="This step; several times.")]
-Quota = Annotated[str | None, typer.Option("--quota", metavar="BYTES", help="Refuse saves beyond this, such as 2TB.")]
-KeepAll = Annotated[bool, typer.Option("--all", help="Everything: no rule.")]
+Steps = Annotated[list[int] | None, typer.Option("--step", metavar="STEP", help="Keep this step; repeatable.")]
+Quota = Annotated[
+    str | None, typer.Option("--quota", metavar="BYTES", help="Refuse saves beyond this size of the run, such as 2TB.")
+]
+KeepAll = Annotated[bool, typer.Option("--all", help="Keep everything: remove all rules.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be kept and removed, and why.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 def keep(  # noqa: PLR0913 — one option a rule
@@ -57,10 +60,10 @@ def keep(  # noqa: PLR0913 — one option a rule
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Set what a run keeps, or show it. A checkpoint stays when any rule, a pin or a label keeps it.
+    """Set the retention policy of a run, or show it. A checkpoint stays if any rule, a pin or a label keeps it.
 
-    The rules given replace those that were set. Without any, the present ones and their verdicts are shown. What is not
-    verified yet takes nobody's place, and the newest verified checkpoint always stays.
+    The given rules replace the existing ones. Without any, the current rules and their verdicts are shown. A
+    checkpoint replaces older ones only after it is verified, and the newest verified checkpoint always stays.
     """
     with console.reporting(as_json):
         rules = {
@@ -75,7 +78,7 @@ def keep(  # noqa: PLR0913 — one option a rule
         }
         given = {name: value for name, value in rules.items() if value is not None}
         if keep_all and given.keys() - {"quota_bytes"}:
-            raise InvalidRequest("--all keeps everything: no other rule goes with it")
+            raise InvalidRequest("--all keeps everything, so it cannot be combined with other rules")
         with Api(url or default_url()) as api:
             changes = bool(given or keep_all) and not dry_run
             if changes:
@@ -91,15 +94,15 @@ def keep(  # noqa: PLR0913 — one option a rule
 
 
 def _change(api: Api, run: str, wanted: RetentionPolicy, how: tuple[bool, bool]) -> Preview:
-    """Set the policy, after asking if anything goes; nobody else's change in between is lost."""
+    """Set the policy, after asking if anything would be removed. Fails if somebody else changed it in between."""
     yes, as_json = how
     before = retention.policy(api, run)
     foreseen = retention.preview(api, run, wanted)
     if not yes and any(not verdict.keep for verdict in foreseen.verdicts):
         if as_json:
-            raise InvalidRequest("nothing was changed: checkpoints would be removed; with --json, --yes has to be given")
+            raise InvalidRequest("nothing was changed: checkpoints would be removed, and --json needs --yes for that")
         show(foreseen)
-        typer.confirm(f"Remove them from {api.url}, now and whenever the rules say so?", abort=True, err=True)
+        typer.confirm(f"Remove these checkpoints from {api.url}, and later ones as the rules say?", abort=True, err=True)
     return retention.set_policy(api, run, wanted, before.tag)
 
 
@@ -129,7 +132,7 @@ def _policy(rules: dict[str, Any]) -> RetentionPolicy:
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidRequest(
-            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", hint="see holdfast keep --help"
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}", hint="see `holdfast keep --help`"
         ) from error
 
 
@@ -139,7 +142,7 @@ def parse_duration(text: str | None) -> float | None:
         return None
     match = _MEASURE.fullmatch(text.strip())
     if match is None or match[2] not in _SECONDS:
-        raise InvalidRequest(f"{text!r} is not a time", hint=f"a number and one of {', '.join(_SECONDS)}, such as 6h")
+        raise InvalidRequest(f"{text!r} is not a time", hint=f"use a number and one of {', '.join(_SECONDS)}, such as 6h")
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -149,7 +152,7 @@ def parse_bytes(text: str | None) -> int | None:
         return None
     match = _MEASURE.fullmatch(text.strip())
     if match is None or match[2].upper() not in _BYTES:
-        raise InvalidRequest(f"{text!r} is not a number of bytes", hint="such as 500GB, 2TB or 2TiB")
+        raise InvalidRequest(f"{text!r} is not a number of bytes", hint="use for example 500GB, 2TB or 2TiB")
     return int(float(match[1]) * _BYTES[match[2].upper()])
 
 
@@ -161,4 +164,6 @@ def parse_best(text: str) -> Best:
             raise ValueError
         return Best(metric=match[1], count=int(match[2]), mode="max" if match[3] == "max" else "min")
     except ValueError as error:  # also what pydantic raises
-        raise InvalidRequest(f"{text!r} is not METRIC:N or METRIC:N:max", hint="such as loss:3 or accuracy:2:max") from error
+        raise InvalidRequest(
+            f"{text!r} is not METRIC:N or METRIC:N:max", hint="use for example loss:3 or accuracy:2:max"
+        ) from error

@@ -1,4 +1,4 @@
-"""`holdfast ls`: runs, or the checkpoints of one."""
+"""`holdfast ls`: list runs, or the checkpoints of one run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,21 @@ from holdfast_formats.rest import bodies
 Label = Annotated[str | None, typer.Option("--label", metavar="LABEL", help="Only checkpoints with this label.")]
 State = Annotated[
     str | None,
-    typer.Option("--state", metavar="STATE", help="Only those committed, verified, unhealthy, abandoned or damaged."),
+    typer.Option(
+        "--state",
+        metavar="STATE",
+        help="Only checkpoints in this state: committed, verified, unhealthy, abandoned or damaged.",
+    ),
 ]
 Since = Annotated[
-    str | None, typer.Option("--since", metavar="TIME", help="Only those made since then: 2030-01-31, or 12h, 3d ago.")
+    str | None,
+    typer.Option(
+        "--since", metavar="TIME", help="Only checkpoints since this time: 2030-01-31, or an age such as 12h or 3d."
+    ),
 ]
-Healthy = Annotated[bool, typer.Option("--healthy", help="Only those in which a service found no new NaN or infinities.")]
+Healthy = Annotated[
+    bool, typer.Option("--healthy", help="Only checkpoints in which the service found no new NaN or infinities.")
+]
 
 
 def ls(  # noqa: PLR0913 — one an option
@@ -40,9 +49,7 @@ def ls(  # noqa: PLR0913 — one an option
     with console.reporting(as_json):
         wanted = Filter(label=label, state=state, since=filters.since(since))
         if run is None and (healthy or wanted != NO_FILTER):
-            raise InvalidRequest(
-                "--label, --state, --since and --healthy choose among the checkpoints of a run", hint="name the run"
-            )
+            raise InvalidRequest("--label, --state, --since and --healthy need a run", hint="pass the run's name")
         with closing(open_library(root, url)) as library:
             if run is None:
                 _list_runs(library, as_json)
@@ -82,7 +89,7 @@ def _list_checkpoints(library: Library, run: str, wanted: Filter, healthy: bool,
 
 
 def _table(checkpoints: list[bodies.CheckpointInfo], asked: bool) -> object:
-    """`asked`: a service says what is known of them. A directory alone tells of their commits."""
+    """`asked`: a service was asked, so states and labels are known. A directory alone shows only the commits."""
     columns = ("STEP", "CREATED", "STATE", "BYTES", "TENSORS", "GROUPS", "METRICS", "MARKS")
     table = console.table(*columns, right=("STEP", "BYTES", "TENSORS"))
     for made in checkpoints:

@@ -1,4 +1,4 @@
-"""`holdfast pin`, `unpin` and `label`: checkpoints that nothing removes."""
+"""`holdfast pin`, `unpin` and `label`: protect checkpoints from removal."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from holdfast.terminal import console
 from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
 
-Checkpoint = Annotated[str, typer.Argument(metavar="RUN@STEP", help="The checkpoint; its step has to be named.")]
-Label = Annotated[str, typer.Argument(metavar="LABEL", help="Letters, digits and . _ -; several checkpoints may have it.")]
-Remove = Annotated[bool, typer.Option("--remove", help="Take the label away.")]
+Checkpoint = Annotated[str, typer.Argument(metavar="RUN@STEP", help="The checkpoint, with its step number.")]
+Label = Annotated[
+    str, typer.Argument(metavar="LABEL", help="Letters, digits and . _ -; several checkpoints may share a label.")
+]
+Remove = Annotated[bool, typer.Option("--remove", help="Remove the label.")]
 
 
 def pin(checkpoint: Checkpoint, url: Url = None, as_json: AsJson = False) -> None:
-    """Pin a checkpoint: nothing removes it until it is unpinned."""
+    """Pin a checkpoint. It is not removed until you unpin it."""
     with console.reporting(as_json), Api(url or default_url()) as api:
         run, step = named(checkpoint)
         retention.pin(api, run, step)
@@ -28,7 +30,7 @@ def pin(checkpoint: Checkpoint, url: Url = None, as_json: AsJson = False) -> Non
 
 
 def unpin(checkpoint: Checkpoint, url: Url = None, as_json: AsJson = False) -> None:
-    """Take a pin away: from then on the run's rules decide."""
+    """Unpin a checkpoint. The run's retention rules apply to it again."""
     with console.reporting(as_json), Api(url or default_url()) as api:
         run, step = named(checkpoint)
         retention.unpin(api, run, step)
@@ -36,19 +38,21 @@ def unpin(checkpoint: Checkpoint, url: Url = None, as_json: AsJson = False) -> N
 
 
 def label(checkpoint: Checkpoint, label: Label, remove: Remove = False, url: Url = None, as_json: AsJson = False) -> None:
-    """Label a checkpoint: nothing removes it while it has one."""
+    """Label a checkpoint. It is not removed while it has a label."""
     with console.reporting(as_json), Api(url or default_url()) as api:
         run, step = named(checkpoint)
         (retention.unlabel if remove else retention.label)(api, run, step, label)
-    told = f"took {label} away from {run}@{step}" if remove else f"labelled {run}@{step} {label}"
+    told = f"removed the label {label} from {run}@{step}" if remove else f"labelled {run}@{step} {label}"
     _print({"run": run, "step": step, "label": label, "removed": remove}, told, as_json)
 
 
 def named(checkpoint: str) -> tuple[str, int]:
-    """RUN@STEP -> both; `InvalidRequest` where the step would have to be guessed."""
+    """Parse RUN@STEP; `InvalidRequest` if the step is not a number."""
     target = parse_target(checkpoint)
     if target.step is None:
-        raise InvalidRequest(f"{checkpoint!r} names no step", hint="give RUN@STEP: what is kept or removed is never guessed")
+        raise InvalidRequest(
+            f"{checkpoint!r} has no step number", hint="write RUN@STEP with a step number; selectors are not allowed here"
+        )
     return target.run, target.step
 
 

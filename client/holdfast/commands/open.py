@@ -1,4 +1,4 @@
-"""`holdfast open`: the dashboard in a browser, signed in by a link that is good once."""
+"""`holdfast open`: open the dashboard in a browser, signed in by a one-time link."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from holdfast.terminal import console
 from holdfast.terminal.options import Url
 from holdfast_formats.rest.operations import Link
 
-Shown = Annotated[bool, typer.Option("--print", help="Print the link instead of opening it: it is good once, for a minute.")]
+Shown = Annotated[
+    bool, typer.Option("--print", help="Print the link instead of opening it; it works once, within a minute.")
+]
 _PAGE = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url={address}"><title>Holdfast</title>'
 
 
@@ -32,7 +34,7 @@ def open(url: Url = None, shown: Shown = False) -> None:
 
 
 def _opened(address: str) -> bool:
-    """Whether a browser was found. It is handed a file of ours: its command line could be read by every user."""
+    """Whether a browser was started. It gets a file that redirects, because every user can read its command line."""
     page = config.runtime_directory() / "open.html"
     try:
         page.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

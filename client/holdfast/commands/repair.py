@@ -1,4 +1,4 @@
-"""`holdfast repair`: damaged bytes of a checkpoint become what was written."""
+"""`holdfast repair`: repair the damaged files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from holdfast_formats.rest.operations import JobRequest
 
 from .marks import named
 
-Wanted = Annotated[str, typer.Argument(metavar="RUN@STEP", help="The checkpoint that is damaged.")]
+Wanted = Annotated[str, typer.Argument(metavar="RUN@STEP", help="The damaged checkpoint.")]
 Sources = Annotated[
     list[Path] | None,
-    typer.Option("--from", metavar="DIR", help="With --root: a replica's directory (several times: several)."),
+    typer.Option("--from", metavar="DIR", help="With --root: a replica's directory; repeatable."),
 ]
 
 
 def repair(checkpoint: Wanted, sources: Sources = None, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Read a checkpoint back, and make every damaged file of it anew: from replicas, held slots, or the manifest.
+    """Read a checkpoint back and repair every damaged file from replicas, the in-memory checkpoint or the manifest.
 
-    What is put in its place is proven first. The service uses the replicas that it has; with --root no daemon may be serving
-    that directory, and --from says where replicas are. Exit status 5 when damage is left.
+    Replacement bytes are verified first. The service uses its own replicas; with --root no daemon may be serving
+    that directory, and --from names replica directories. Exit status 5 if damage remains.
     """
     with console.reporting(as_json):
         run, step = named(checkpoint)
         if root is not None and url is not None:
-            raise InvalidRequest("--root and --url exclude each other", hint="give the one you mean")
+            raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
         if sources and root is None:
-            raise InvalidRequest("--from is for a root that no daemon serves", hint="add --root DIR; a daemon has --replica")
+            raise InvalidRequest("--from needs --root", hint="add --root DIR; a daemon uses its own --replica directories")
         if root is not None:
             given = delegated.words("--from", sources or [])
             done = delegated.offline("repair", f"{run}@{step}", "--root", str(root), *given)
@@ -54,7 +54,7 @@ def _print(what: str, done: dict[str, Any], as_json: bool) -> None:
     out = console.out()
     repaired = done.get("repaired", [])
     if not repaired:
-        out.print(Text.assemble(("intact  ", "green"), f"{what} was what was written already"))
+        out.print(Text.assemble(("intact  ", "green"), f"{what} matches its digests"))
     for file in repaired:
         said = file if isinstance(file, str) else f"{file['file']} from {file['source']}"
         out.print(Text.assemble(("repaired  ", "green"), f"{what}: {said}"))

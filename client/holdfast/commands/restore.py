@@ -1,4 +1,4 @@
-"""`holdfast restore`: a proven copy of a checkpoint in a directory, or what a rank of a layout holds of it in a file."""
+"""`holdfast restore`: copy a checkpoint, or write the shards of any parallel layout as files."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from . import shard
 
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="PATH", help="Where to: a directory that is empty or not there; with --rank a new file."),
+    typer.Option("--out", metavar="PATH", help="Target: an empty or new directory; with --rank a new file."),
 ]
-Groups = Annotated[
-    list[str] | None, typer.Option("--group", metavar="GROUP", help="Only this group (can be given several times).")
+Groups = Annotated[list[str] | None, typer.Option("--group", metavar="GROUP", help="Only this group; repeatable.")]
+Layout = Annotated[
+    str | None, typer.Option("--layout", metavar="LAYOUT", help="Reshard for this parallel layout, such as tp=4,pp=2.")
 ]
-Layout = Annotated[str | None, typer.Option("--layout", metavar="LAYOUT", help="Cut it for this layout, such as tp=4,pp=2.")]
-Rank = Annotated[int | None, typer.Option("--rank", metavar="N", help="What this rank of the layout holds.")]
+Rank = Annotated[int | None, typer.Option("--rank", metavar="N", help="Write the shard of this rank of the layout.")]
 AllRanks = Annotated[
-    Path | None, typer.Option("--all-ranks", metavar="DIR", help="What every rank holds, a file each, in this directory.")
+    Path | None,
+    typer.Option("--all-ranks", metavar="DIR", help="Write the shards of all ranks into this directory, one file each."),
 ]
-Rules = Annotated[Path | None, typer.Option("--rules", metavar="FILE", help="A TOML file with your own models' rules.")]
-Plan = Annotated[
-    bool, typer.Option("--plan", "--dry-run", help="Only print what the rank, or every rank, would hold and read.")
-]
+Rules = Annotated[Path | None, typer.Option("--rules", metavar="FILE", help="A TOML file with rules for your own models.")]
+Plan = Annotated[bool, typer.Option("--plan", "--dry-run", help="Only print what each rank would hold and read.")]
 
 
 def restore(  # noqa: PLR0913 - a command's options are its arguments
@@ -48,13 +47,14 @@ def restore(  # noqa: PLR0913 - a command's options are its arguments
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a checkpoint, proving every byte on the way: as it is into a directory, or cut for a layout into files.
+    """Copy a checkpoint and verify every byte on the way: unchanged into a directory, or resharded into one file per
+    rank.
 
-    Without --layout, the copy is a checkpoint again once its COMMIT is there, which is written last. With --group it is a
-    plain Hugging Face directory: these groups' files, their indexes and the assets.
+    Without --layout, the copy becomes a checkpoint once its COMMIT is written, which happens last. With --group it
+    is a plain Hugging Face directory: the files of these groups, their indexes and the assets.
 
-    With --layout and --rank, the file is a safetensors file of what that rank holds of one group (model if not said); its
-    header is written last. With --layout alone, or --plan, only what ranks would hold is printed.
+    With --layout and --rank, the output is a safetensors file with that rank's shard of one group (default:
+    model); its header is written last. With --layout alone, or --plan, only the shards are printed.
     """
     with console.reporting(as_json):
         if layout is not None:
@@ -65,7 +65,7 @@ def restore(  # noqa: PLR0913 - a command's options are its arguments
         if plan or rules is not None or rank is not None or all_ranks is not None:
             raise InvalidRequest("--rank, --all-ranks, --rules and --plan need a layout", hint="add --layout tp=4,pp=2")
         if out is None:
-            raise InvalidRequest("nothing says where the copy goes", hint="give --out DIR")
+            raise InvalidRequest("no target for the copy", hint="pass --out DIR")
         with open_source(parse_target(checkpoint), root, url) as source:
             reader = CheckpointReader.open(source)
             with console.progress("restoring", reader.manifest.bytes, shown=not as_json) as bar:
@@ -75,7 +75,10 @@ def restore(  # noqa: PLR0913 - a command's options are its arguments
 
 def _one(groups: list[str] | None) -> str:
     if groups and len(groups) > 1:
-        raise InvalidRequest(f"a layout's file holds one group, not {len(groups)}", hint="call it once for each --group")
+        raise InvalidRequest(
+            f"with --layout, only one group can be written at a time, not {len(groups)}",
+            hint="run the command once for each --group",
+        )
     return groups[0] if groups else "model"
 
 

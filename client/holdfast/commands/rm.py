@@ -16,10 +16,13 @@ from holdfast_formats.rest.retention import Force
 
 from .marks import Checkpoint, named
 
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing; say whether it could be removed.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing; only check whether it could be removed.")]
 Forced = Annotated[
-    str | None, typer.Option("--force", metavar="WHICH", help=f"Remove even this one: {' or '.join(retention.FORCES)}.")
+    str | None,
+    typer.Option(
+        "--force", metavar="WHICH", help="Remove it although it is the {' or the '.join(retention.FORCES)} checkpoint."
+    ),
 ]
 
 
@@ -31,7 +34,7 @@ def rm(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a checkpoint. Only the service can, because it knows who reads it and what is pinned."""
+    """Remove a checkpoint. This needs the service, because only it knows about readers, pins and labels."""
     with console.reporting(as_json):
         run, step = named(checkpoint)
         which = _which(force)
@@ -39,7 +42,7 @@ def rm(
             found = retention.try_remove(api, run, step, which)
             if not yes and not dry_run:
                 if as_json:
-                    raise InvalidRequest("nothing was removed: with --json, --yes has to be given")
+                    raise InvalidRequest("nothing was removed: --json needs --yes")
                 question = f"Remove {run}@{step} ({console.human_bytes(found.bytes)}) from {api.url}?"
                 typer.confirm(question, abort=True, err=True)
             if not dry_run:

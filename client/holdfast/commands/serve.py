@@ -1,4 +1,4 @@
-"""`holdfast serve`: become the daemon's process."""
+"""`holdfast serve`: run the daemon in this process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _EXTRAS = ("aiofiles", "alembic", "fastapi", "prometheus_client", "sqlalchemy", 
 
 
 def serve(context: typer.Context) -> None:
-    """Run the checkpoint daemon of this machine, until it is interrupted. `holdfast serve --help` lists its flags.
+    """Run this machine's checkpoint daemon until it is interrupted. `holdfast serve --help` lists its flags.
 
-    Every flag can be set in the environment instead: HOLDFAST_ROOT, HOLDFAST_LISTEN, and so on.
+    Every flag can also be set in the environment: HOLDFAST_ROOT, HOLDFAST_LISTEN, and so on.
     """
     with console.reporting(as_json=False):
         check_installed()
@@ -26,7 +26,7 @@ def serve(context: typer.Context) -> None:
 
 
 def check_installed() -> None:
-    """`InvalidRequest` where the service's part of Holdfast is not installed."""
+    """Raise `InvalidRequest` if the service's dependencies are not installed."""
     missing = [name for name in ("holdfast_service", *_EXTRAS) if importlib.util.find_spec(name) is None]
     if missing:
         raise InvalidRequest(f"the daemon needs {', '.join(missing)}", hint="pip install 'holdfast-checkpoint[service]'")

@@ -1,4 +1,4 @@
-"""What `holdfast restore --layout` does: a rank's shard in a file, every rank's in a directory, or what they would hold."""
+"""`holdfast restore --layout`: write the shard of one rank or of all ranks, or print the plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _AXES_SHOWN = ("tp", "cp", "sharding", "dp", "pp", "etp", "ep")
 
 
 class ShardRequest(NamedTuple):
-    """Whose shard of what; every rank's where no rank is named."""
+    """Which shard to write; without a rank, those of all ranks."""
 
     layout: str
     rank: int | None
@@ -34,7 +34,7 @@ class ShardRequest(NamedTuple):
 
 
 class Into(NamedTuple):
-    """Where it goes. `plan`, or neither path: nowhere, it is only said."""
+    """Where the shards are written. With `plan`, or without a path, they are only printed."""
 
     out: Path | None
     all_ranks: Path | None
@@ -42,7 +42,7 @@ class Into(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """What one rank holds, and what has to be read for it. Of large worlds neither `held` nor `plan` is worked out."""
+    """What one rank holds and what must be read for it. For large worlds `held` and `plan` are not computed."""
 
     rank: int
     tensors: int
@@ -52,7 +52,7 @@ class RankShare(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A rank's file."""
+    """One rank's written file."""
 
     rank: int
     out: Path
@@ -60,13 +60,11 @@ class Written(NamedTuple):
 
 
 def restore(source: Source, wanted: ShardRequest, into: Into, as_json: bool) -> None:
-    """Write or print what ranks hold; `InvalidRequest` where the options do not fit together."""
+    """Write or print the ranks' shards; `InvalidRequest` if the options do not fit together."""
     if into.all_ranks is not None and (wanted.rank is not None or into.out is not None):
-        raise InvalidRequest("--all-ranks is for every rank's file", hint="leave --rank and --out out")
+        raise InvalidRequest("--all-ranks cannot be combined with --rank or --out", hint="leave --rank and --out out")
     if into.out is not None and wanted.rank is None:
-        raise InvalidRequest(
-            "nothing says whose shard the file shall hold", hint="give --rank N, or --all-ranks DIR instead"
-        )
+        raise InvalidRequest("--out needs a rank", hint="pass --rank N, or --all-ranks DIR instead")
     layout = rules_choice.layout_of(wanted.layout)
     ranks = range(layout.mesh.world) if wanted.rank is None else (wanted.rank,)
     with Checkpoint(source) as checkpoint:
@@ -85,7 +83,7 @@ def _file_of(directory: Path, rank: int) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageFailed(f"{directory} cannot be made: {error.strerror}", hint="choose another directory") from error
+        raise StorageFailed(f"cannot create {directory}: {error.strerror}", hint="choose another directory") from error
     return directory / f"rank-{rank:05d}.safetensors"
 
 
@@ -102,7 +100,7 @@ def _shares(checkpoint: Checkpoint, holding: LayoutHoldings, ranks: Iterable[int
 
 
 def _write(checkpoint: Checkpoint, layout: Layout, wanted: ShardRequest, paths: Mapping[int, Path], as_json: bool) -> None:
-    """All files, or none, one rank after the other: what was written is removed where a later one fails."""
+    """Write all files, rank by rank. If one fails, those already written are removed."""
     manifest, group = checkpoint.manifest, wanted.group
     holding = checkpoint.holding(layout, group, wanted.rules)
     total = sum(holding.share(rank).bytes for rank in paths)
@@ -168,7 +166,7 @@ def _document(layout: Layout, wanted: ShardRequest, shares: Sequence[RankShare])
 
 
 def _rank_document(layout: Layout, share: RankShare) -> dict[str, Any]:
-    """Of a large world's ranks only how much they hold."""
+    """One rank's entry in the JSON output; for large worlds only sizes."""
     place = {"rank": share.rank, "coordinates": layout.mesh.coordinate(share.rank)._asdict(), "bytes": share.bytes}
     if share.held is None or share.plan is None:
         return place

@@ -1,4 +1,4 @@
-"""`holdfast show`: what one checkpoint holds."""
+"""`holdfast show`: show one checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast_formats.rest import bodies
 
 
 def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Show a checkpoint: where it comes from, its files, its tensors."""
+    """Show a checkpoint: origin, files and tensors."""
     with console.reporting(as_json), open_source(parse_target(checkpoint), root, url) as source:
         made = CheckpointReader.open(source, complete=False).manifest
         copies, known = [], None
@@ -44,16 +44,16 @@ def show(checkpoint: Checkpoint, root: Root = None, url: Url = None, as_json: As
 
 
 def _checked(known: bodies.CheckpointInfo | None) -> str:
-    """What the service's restore check has found."""
+    """The result of the service's restore check."""
     if known is None:
-        return "only a service knows; `holdfast verify` reads it back now"
+        return "known only to a service; run `holdfast verify` to verify it now"
     if known.unchecked:
-        return "not checked yet: nobody has read it back since its commit"
+        return "not verified yet since its commit"
     age = "" if known.checked is None else f", {console.human_age(known.checked)}"
     if known.damage is not None:
         return f"damaged: {known.damage.get('detail', 'unknown')}{age}"
     tried = (known.check or {}).get("layouts")
-    how = f"; restore tried in {'; '.join(tried)}" if tried else ""
+    how = f"; restore tested in {'; '.join(tried)}" if tried else ""
     return ("sound, with new NaN or infinities" if known.healthy is False else "sound") + age + how
 
 
@@ -68,7 +68,7 @@ def _print_tables(made: Manifest) -> None:
             size = console.human_bytes(tensor.nbytes)
             tensors.add_row(group, Text(name), tensor.dtype, str(list(tensor.shape)), size, Text(tensor.placement))
         for alias, target in made.aliases.get(group, {}).items():
-            tensors.add_row(group, Text(alias), "", "", "", Text(f"the same as {target}"))
+            tensors.add_row(group, Text(alias), "", "", "", Text(f"tied to {target}"))
     out.print()
     out.print(files)
     out.print()

@@ -1,4 +1,4 @@
-"""`holdfast stats`: what the numbers of a checkpoint's tensors are like."""
+"""`holdfast stats`: statistics of a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Sort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
 
 Which = Annotated[str, typer.Argument(metavar="CHECKPOINT", help=f"{SELECTED}.")]
 By = Annotated[
-    Sort, typer.Option("--sort", metavar="BY", help="name, rms, change, nonfinite, bytes or zeros: the most first.")
+    Sort, typer.Option("--sort", metavar="BY", help="Sort by name, rms, change, nonfinite, bytes or zeros; largest first.")
 ]
 Group = Annotated[str | None, typer.Option("--group", metavar="GROUP", help="Only this group.")]
-Part = Annotated[str, typer.Option("--name", metavar="TEXT", help="Only tensors whose name has this in it.")]
-First = Annotated[int, typer.Option("--first", metavar="N", min=0, help="Only so many of them; 0 for all.")]
+Part = Annotated[str, typer.Option("--name", metavar="TEXT", help="Only tensors whose name contains this text.")]
+First = Annotated[int, typer.Option("--first", metavar="N", min=0, help="Show at most N tensors; 0 for all.")]
 
 
 def stats(  # noqa: PLR0913 — a command's options are its arguments
@@ -36,20 +36,21 @@ def stats(  # noqa: PLR0913 — a command's options are its arguments
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a service found of every tensor: NaN and infinities, range, mean, rms, zeros, how far it has moved.
+    """Show statistics of every tensor: NaN and infinities, range, mean, rms, zeros, and the change since the last
+    step.
 
-    They are made a moment after the commit, when the checkpoint is read back.
+    The service computes them shortly after the commit, when it verifies the checkpoint.
     """
     with console.reporting(as_json):
         target = parse_target(checkpoint)
         if target.directory is not None:
-            raise InvalidRequest(f"{checkpoint} is a directory, which has no statistics", hint="name RUN@STEP")
+            raise InvalidRequest(f"{checkpoint} is a directory; statistics need a service", hint="name RUN@STEP")
         with Api(url or default_url()) as api:
             found = list(islice(api.statistics(target.run, step_of(api, target), group, sort, name), first or None))
     if as_json:
         console.print_json([item.model_dump() for item in found])
     else:
-        console.out().print(_table(found) if found else f"No tensors of {checkpoint} fit.", markup=False)
+        console.out().print(_table(found) if found else f"No tensor of {checkpoint} matches.", markup=False)
 
 
 def _table(found: list[TensorStatistics]) -> object:

@@ -1,4 +1,4 @@
-"""`holdfast token`: who may come in at a service's door."""
+"""`holdfast token`: create, list and revoke API tokens."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ from holdfast.terminal.options import AsJson, Url
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.rest.operations import Token, TokenRequest
 
-app = typer.Typer(help="Make, list and revoke the tokens that a service's door asks for.", no_args_is_help=True)
+app = typer.Typer(help="Create, list and revoke the tokens that the service requires.", no_args_is_help=True)
 Root = Annotated[
-    Path | None, typer.Option("--root", metavar="DIR", help="In this directory's catalog; no service need run.")
+    Path | None, typer.Option("--root", metavar="DIR", help="Use the catalog of this directory; no service needs to run.")
 ]
 Catalog = Annotated[
-    str | None, typer.Option("--catalog", metavar="URL", help="With --root: where its catalog is, if not there.")
+    str | None, typer.Option("--catalog", metavar="URL", help="With --root: URL of its catalog, if it is elsewhere.")
 ]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Whose it is: letters, digits and . _ -")]
-Scope = Annotated[str, typer.Option("--scope", metavar="read|write|admin", help="What it may do.")]
-Runs = Annotated[str, typer.Option("--runs", metavar="PATTERN", help="To which runs: a name, a prefix ending in *, or *.")]
-Expires = Annotated[str | None, typer.Option("--expires", metavar="30d", help="When it ends: 900s, 15min, 12h, 30d.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the token: letters, digits and . _ -")]
+Scope = Annotated[str, typer.Option("--scope", metavar="read|write|admin", help="What the token allows.")]
+Runs = Annotated[
+    str, typer.Option("--runs", metavar="PATTERN", help="Which runs: a name, a prefix ending in *, or * for all.")
+]
+Expires = Annotated[
+    str | None, typer.Option("--expires", metavar="30d", help="Time until it expires: 900s, 15min, 12h, 30d.")
+]
 _SPAN = re.compile(r"([1-9]\d{0,9})(s|min|h|d)")
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 
@@ -45,7 +49,7 @@ def create(  # noqa: PLR0913 - options of a command
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a token. Its text is printed once, and kept nowhere."""
+    """Create a token. It is printed once and not stored in readable form."""
     with console.reporting(as_json), _store(root, catalog, url) as store:
         try:
             wanted = TokenRequest(name=name, scope=scope, runs=runs, expires_s=_seconds(expires))
@@ -57,7 +61,7 @@ def create(  # noqa: PLR0913 - options of a command
         console.print_json(made.model_dump())
     else:
         until = f" until {made.expires}" if made.expires else ""
-        told = f"{made.name} may {made.scope} the runs {made.runs}{until}; this cannot be shown again:"
+        told = f"token {made.name}: scope {made.scope}, runs {made.runs}{until}; it cannot be shown again:"
         console.err().print(told, markup=False)
         console.out().print(made.token, markup=False)
 
@@ -79,7 +83,7 @@ def ls(root: Root = None, catalog: Catalog = None, url: Url = None, as_json: AsJ
 
 @app.command()
 def revoke(name: Name, root: Root = None, catalog: Catalog = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Take a token out of force, at once and for good."""
+    """Revoke a token, at once and permanently."""
     with console.reporting(as_json), _store(root, catalog, url) as store:
         store.revoke(name)
     if as_json:
@@ -91,12 +95,12 @@ def revoke(name: Name, root: Root = None, catalog: Catalog = None, url: Url = No
 @contextmanager
 def _store(root: Path | None, catalog: str | None, url: str | None) -> Iterator[TokenStore]:
     if root is not None and url is not None:
-        raise InvalidRequest("--root and --url exclude each other", hint="give the one you mean")
+        raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
     if root is not None:
         yield RootTokens(root, catalog)
         return
     if catalog is not None:
-        raise InvalidRequest("--catalog says where a root's catalog is", hint="give --root as well")
+        raise InvalidRequest("--catalog needs --root", hint="pass --root as well")
     with Api(url or default_url()) as api:
         yield ServiceTokens(api)
 
@@ -104,7 +108,7 @@ def _store(root: Path | None, catalog: str | None, url: str | None) -> Iterator[
 def _seconds(span: str | None) -> int | None:
     found = _SPAN.fullmatch(span) if span is not None else None
     if span is not None and found is None:
-        raise InvalidRequest(f"--expires {span!r} is no span of time", hint="write 900s, 15min, 12h or 30d")
+        raise InvalidRequest(f"--expires {span!r} is not a time span", hint="write 900s, 15min, 12h or 30d")
     return int(found[1]) * _SECONDS[found[2]] if found else None
 
 

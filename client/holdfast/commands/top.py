@@ -1,4 +1,4 @@
-"""`holdfast top`: how the checkpointing of all runs goes, live."""
+"""`holdfast top`: live overview of how the checkpointing of all runs goes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ADVICE_SHOWN = 8
 _TIMES = ("COMMIT", "EXPOSED", "STALL p50", "p95", "DURABLE p95")
 _COLUMNS = ("RUN", "STATE", "STEP", *_TIMES, "DISK", "LOST", "EVERY", "BETTER", "")
 
-Prefix = Annotated[str, typer.Argument(metavar="[PREFIX]", help="Only runs whose name begins so.")]
-Once = Annotated[bool, typer.Option("--once", help="Print it once and end; so it does where stdout is no terminal.")]
-Every = Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.2, help="Look again after so long.")]
-Most = Annotated[int, typer.Option("--runs", metavar="N", min=1, help="Show so many runs.")]
-ByName = Annotated[bool, typer.Option("--by-name", help="By name; else those first that need attention.")]
+Prefix = Annotated[str, typer.Argument(metavar="[PREFIX]", help="Only runs whose name starts with this.")]
+Once = Annotated[bool, typer.Option("--once", help="Print once and exit; this is the default if stdout is not a terminal.")]
+Every = Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.2, help="Seconds between updates.")]
+Most = Annotated[int, typer.Option("--runs", metavar="N", min=1, help="Show at most N runs.")]
+ByName = Annotated[bool, typer.Option("--by-name", help="Sort by name instead of by need for attention.")]
 
 
 def top(  # noqa: PLR0913 — one option each
@@ -70,7 +70,7 @@ def _looked(look: Callable[[], list[RunSummary]]) -> RenderableType:
 
 
 def render(shown: list[RunSummary]) -> RenderableType:
-    """The table, and below it what needs attention and what to do about it."""
+    """The table, and below it the problems with their hints."""
     if not shown:
         return Text("No runs.")
     table = console.table(*_COLUMNS, right=_COLUMNS[1:-1])
@@ -114,7 +114,7 @@ def _flag(summary: RunSummary) -> Text:
 
 
 def human_seconds(seconds: float | None) -> str:
-    """0.0123 -> 12 ms, 75 -> 75 s, 7500 -> 125 min; - for what is not known."""
+    """0.0123 -> 12 ms, 75 -> 75 s, 7500 -> 125 min; - for unknown."""
     if not seconds:
         return "-" if seconds is None else "0 s"
     for below, unit_s, unit in ((1, 0.001, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):

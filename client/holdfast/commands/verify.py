@@ -1,4 +1,4 @@
-"""`holdfast verify`: every byte against its digest."""
+"""`holdfast verify`: check every byte against its digest."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _verify(source: Source, shown: bool) -> tuple[int, list[Damage]]:
         if isinstance(error, NotCommitted) and isinstance(source, DirectorySource) and source.size(naming.MANIFEST) is None:
             raise NoSuchCheckpoint(
                 f"{source.label} is not a checkpoint: it has neither {naming.COMMIT} nor {naming.MANIFEST}",
-                hint="`holdfast ls` lists checkpoints, `holdfast import` makes one of a Hugging Face directory; "
-                "if this is a copy or an export that was interrupted, delete it and start it again",
+                hint="`holdfast ls` lists checkpoints, and `holdfast import` creates one from a Hugging Face "
+                "directory; if this is an interrupted copy or export, delete it and start it again",
             ) from error
         return 0, [Damage(str(error.members.get("file", source.label)), None, 0, 0, error.detail)]
     total = reader.manifest.bytes
@@ -47,7 +47,7 @@ def _print(source: Source, checked: int, damages: list[Damage]) -> None:
     out = console.out()
     if not damages:
         out.print(
-            Text.assemble(("intact  ", "green"), f"{source.label}: {console.human_bytes(checked)} are what was written")
+            Text.assemble(("intact  ", "green"), f"{source.label}: {console.human_bytes(checked)} match their digests")
         )
         return
     out.print(Text.assemble(("damaged  ", "bold red"), f"{source.label}: {len(damages)} findings"))

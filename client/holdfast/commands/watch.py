@@ -1,4 +1,4 @@
-"""`holdfast watch`: what happens, while it happens."""
+"""`holdfast watch`: show events as they happen."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a lin
 
 
 def watch(
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Watch this run only.")] = None,
-    kind: Annotated[str | None, typer.Option("--kind", metavar="KIND", help="Events of this kind only.")] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only events of this run.")] = None,
+    kind: Annotated[str | None, typer.Option("--kind", metavar="KIND", help="Only events of this kind.")] = None,
     after: Annotated[
         int | None,
-        typer.Option("--after", metavar="ID", help="Begin behind this event; 0: with the oldest that is kept.", min=0),
+        typer.Option(
+            "--after", metavar="ID", help="Start after this event ID; 0 starts with the oldest stored event.", min=0
+        ),
     ] = None,
-    count: Annotated[int | None, typer.Option("--count", "-n", metavar="N", help="End after so many events.", min=1)] = None,
+    count: Annotated[int | None, typer.Option("--count", "-n", metavar="N", help="Exit after N events.", min=1)] = None,
     url: Url = None,
     as_json: Lines = False,
 ) -> None:
-    """Show events as they happen, until interrupted. A connection that breaks is made anew, and no event is lost."""
+    """Show events as they happen, until interrupted. A lost connection is made again, and no event is missed."""
     with console.reporting(as_json), Api(url or default_url()) as api, suppress(KeyboardInterrupt):
         if kind is not None and kind not in EVENTS:
-            raise InvalidRequest(f"there are no events of the kind {kind!r}", hint=f"one of {', '.join(EVENTS)}")
+            raise InvalidRequest(f"{kind!r} is not a kind of event", hint=f"one of {', '.join(EVENTS)}")
         for shown, event in enumerate(api.events(after, run, kind, on_gap=_say_line if as_json else _say_gap), 1):
             if as_json:
                 _line(event.model_dump())
@@ -52,7 +54,7 @@ def _print(event: Event) -> None:
 
 
 def _say_gap(gap: Gap) -> None:
-    text = f"events behind {gap.asked} are not kept any more; going on with {gap.oldest}"
+    text = f"events after {gap.asked} are no longer stored; continuing with {gap.oldest}"
     console.err().print(text, style="yellow", markup=False)
 
 

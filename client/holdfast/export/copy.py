@@ -60,7 +60,9 @@ def _chosen(reader: CheckpointReader, groups: Sequence[str]) -> list[FileEntry]:
         return list(listed)
     unknown = sorted(set(groups) - set(reader.manifest.groups))
     if unknown:
-        raise NoSuchResource(f"there is no group {unknown[0]!r}", hint=f"groups: {', '.join(reader.manifest.groups)}")
+        raise NoSuchResource(
+            f"the checkpoint has no group {unknown[0]!r}", hint=f"groups: {', '.join(reader.manifest.groups)}"
+        )
     ours = {naming.index_file_name(group) for group in reader.manifest.groups} | {naming.STATE}
     wanted = {tensor.file for group in groups for tensor in reader.manifest.tensors[group].values()}
     wanted |= {naming.index_file_name(group) for group in groups}
@@ -72,7 +74,9 @@ def _prepare(out: Path) -> bool:
     try:
         if out.is_dir():
             if any(out.iterdir()):
-                raise InvalidRequest(f"{out} is not empty", hint="give --out a directory that is empty or not there yet")
+                raise InvalidRequest(
+                    f"{out} is not empty", hint="pass --out a directory that is empty or does not exist yet"
+                )
             return False
         out.mkdir(parents=True)
     except OSError as error:
@@ -98,5 +102,5 @@ def write(descriptor: int, offset: int, data: memoryview) -> None:
 def translated(out: Path, error: OSError) -> StorageFailed | NoSpace:
     """The error by name of a file or directory that could not be written."""
     if error.errno in _NO_SPACE:
-        return NoSpace(f"{out}: no space left", hint="free some space, or choose another directory")
-    return StorageFailed(f"{out} cannot be written: {error.strerror}", hint="check its permissions", errno=error.errno)
+        return NoSpace(f"no space left on device while writing {out}", hint="free some space, or choose another directory")
+    return StorageFailed(f"cannot write {out}: {error.strerror}", hint="check its permissions", errno=error.errno)

@@ -19,9 +19,9 @@ def export(reader: CheckpointReader, target: Path, groups: Sequence[str], on_byt
     nothing is left. A process that is killed leaves `.NAME.partial`, which the next export to the same name takes away.
     """
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise InvalidRequest(f"{target} is there already", hint="choose another name")
+        raise InvalidRequest(f"{target} already exists", hint="choose another name")
     if target.is_dir() and any(target.iterdir()):
-        raise InvalidRequest(f"{target} holds files already", hint="export to a directory that is empty or not there yet")
+        raise InvalidRequest(f"{target} is not empty", hint="export to a directory that is empty or does not exist yet")
     part = target.parent / f".{target.name}.partial"
     try:
         if part.is_dir() and not part.is_symlink():

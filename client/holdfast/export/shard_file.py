@@ -94,7 +94,7 @@ def _created(path: Path, size: int) -> Iterator[int]:
     try:
         descriptor = os.open(path, flags, 0o644)
     except FileExistsError:
-        raise InvalidRequest(f"{path} is there already", hint="remove it, or name another file") from None
+        raise InvalidRequest(f"{path} already exists", hint="remove it, or choose another file name") from None
     except OSError as error:
         raise copy.translated(path, error) from error
     try:

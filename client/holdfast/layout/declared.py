@@ -188,9 +188,10 @@ class DeclaredLayout:
         if unnamed:
             more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
             raise InvalidRequest(
-                f"no rule of the layout {self._placement!r} names {group}/{unnamed[0]}{more}: it may be cut, or whole",
-                hint="add a table with rules= that says how it is cut (without `cut` it is whole), or hand over Fragments, "
-                "or DTensors",
+                f"the layout {self._placement!r} has no rule for {group}/{unnamed[0]}{more}, so it is not "
+                "known whether it is sharded",
+                hint="pass rules= with a table that says how it is sharded (without `cut` it is replicated), or use "
+                "Fragments or DTensors in the state",
                 tensors=[f"{group}/{name}" for name in unnamed],
             )
 
@@ -249,7 +250,9 @@ class DeclaredLayout:
         pieces: dict[object, LivePiece] = {}
         for leaf, at in sources:
             if at is None or at[0] != spec:
-                raise InvalidRequest(f"{leaf.path} and {first.path} do not agree on the stored tensor {spec.name!r}")
+                raise InvalidRequest(
+                    f"{leaf.path} and {first.path} imply different shapes or dtypes for the stored tensor {spec.name!r}"
+                )
             if at[1].box.volume:
                 pieces.setdefault(at[1].box, LivePiece(at[1].box, view(leaf, at[1])))  # the same box twice is tied tensors
         return Leaf(spec.group, spec.name, spec.dtype, spec.shape, tuple(pieces.values()), self._placement)
@@ -269,8 +272,8 @@ def declare(
     wanted = rules_choice.layout_of(layout)
     if wanted.mesh.world != launch.world:
         raise InvalidRequest(
-            f"the layout {language.text(wanted)!r} is of {wanted.mesh.world} ranks, and there are {launch.world}",
-            hint="the product of tp, cp, sharding, dp and pp is the number of ranks",
+            f"the layout {language.text(wanted)!r} needs {wanted.mesh.world} ranks, but this launch has {launch.world}",
+            hint="tp * cp * sharding * dp * pp must equal the number of ranks",
         )
     if config is None and rules_choice.CONFIG in assets:
         config = rules_choice.parse_config(assets[rules_choice.CONFIG], "the assets")
@@ -322,9 +325,9 @@ def _kept_places(leaf: Leaf, groups: Mapping[str, Group]) -> Iterator[Place | No
         yield None  # the rank holds all of the parameter, and so all that is kept of it
     else:
         raise InvalidRequest(
-            f"{leaf.path} has the shape {list(leaf.shape)}, its parameter here {list(owners[0].local[owner][1])}: "
-            "the layout does not say which part of what it is",
-            hint="keep such state in a Fragment or DTensor, or out of the state",
+            f"{leaf.path} has shape {list(leaf.shape)}, but its parameter has shape "
+            f"{list(owners[0].local[owner][1])} on this rank, so the layout does not say how it is sharded",
+            hint="put it into a Fragment or DTensor, or leave it out of the state",
         )
 
 

@@ -43,17 +43,19 @@ def view(leaf: Leaf, part: Part) -> torch.Tensor:
     shape, steps, start, factor = part.box.shape, part.strides, part.start, packing(tensor.dtype)
     if factor > 1:
         if not shape or steps[-1] != 1 or any(n % factor for n in (start, shape[-1], *steps[:-1])):
-            raise InvalidRequest(f"{leaf.path}: the part of {part.tensor!r} in it begins or ends inside a byte")
+            raise InvalidRequest(f"{leaf.path}: its part of {part.tensor!r} begins or ends inside a byte")
         shape, start = (*shape[:-1], shape[-1] // factor), start // factor
         steps = (*(step // factor for step in steps[:-1]), 1)
     if not tensor.is_contiguous():
-        raise InvalidRequest(f"{leaf.path} has parts of other tensors and is not contiguous", hint="make it contiguous()")
+        raise InvalidRequest(
+            f"{leaf.path} is built of several stored tensors, so it must be contiguous", hint="make it contiguous()"
+        )
     return tensor.as_strided(shape, steps, tensor.storage_offset() + start)
 
 
 def _memory(leaf: Leaf) -> torch.Tensor:
     if len(leaf.pieces) != 1:
-        raise InvalidRequest(f"{leaf.path} has no elements, and the layout says that it has")
+        raise InvalidRequest(f"{leaf.path} is empty, but the layout expects elements on this rank")
     return leaf.pieces[0].tensor
 
 

@@ -45,7 +45,7 @@ def read_rules(source: RulesSource) -> Mapping[str, Any] | None:
         with open(source, "rb") as file:
             text = file.read(RULES_BYTES_MAX)
     except OSError as error:
-        raise InvalidRequest(f"the rules at {source} cannot be read: {error.strerror}") from error
+        raise InvalidRequest(f"cannot read the rules file {source}: {error.strerror}") from error
     return rules.decode(text)
 
 

@@ -27,7 +27,7 @@ def check_framework(framework: str) -> None:
     if framework not in get_args(Framework):
         raise InvalidRequest(f"framework must be one of {', '.join(get_args(Framework))}, not {framework!r}")
     if framework == "torch" and find_spec("torch") is None:
-        raise InvalidRequest("torch is not installed", hint="pip install 'holdfast-checkpoint[torch]', or take numpy arrays")
+        raise InvalidRequest("torch is not installed", hint="pip install 'holdfast-checkpoint[torch]', or use numpy arrays")
 
 
 def nbytes(local: LocalTensor) -> int:
@@ -60,8 +60,8 @@ def in_octets(part: Part, width: int, name: str) -> Part:
     if part.stop - part.start == box.volume and part.start * width % 8 == 0 and box.volume * width % 8 == 0:
         return Part(part.tensor, Box((0,), (box.volume * width // 8,)), part.start * width // 8, (1,))  # one row of bytes
     raise StateMismatch(
-        f"tensor {name!r}: {list(box.offset)}+{list(box.shape)} of {part.tensor!r} would begin or end inside a byte",
-        hint=f"elements of {width} bits are cut at whole bytes only: cut another dimension",
+        f"tensor {name!r}: {list(box.offset)}+{list(box.shape)} of {part.tensor!r} begins or ends inside a byte",
+        hint=f"{width}-bit elements can be split at whole bytes only: shard another dimension",
     )
 
 

@@ -1,1 +1,1 @@
-"""The daemon: find it, connect, converse."""
+"""Find the daemon, connect to it, and exchange messages."""

@@ -1,4 +1,4 @@
-"""Where a checkpointer's daemon and directory are, from what its caller gave: root, socket, url, or nothing."""
+"""Find the daemon and directory of a checkpointer from root, socket, url or the defaults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ Tellers = tuple[Callable[[Outcome], None], Callable[[CheckpointError], None]]  #
 
 
 class DaemonAddress(NamedTuple):
-    """At most one of these is set; with none, the user's daemon is tried first, then an embedded one on ./holdfast-data."""
+    """At most one of these is set. With none, the user's daemon is tried first, then an embedded one on
+    ./holdfast-data.
+    """
 
     root: Path | None
     socket: Path | None
@@ -30,16 +32,16 @@ class DaemonAddress(NamedTuple):
 
     @property
     def directory(self) -> Path | None:
-        """The root that can be read, or served by an embedded daemon, with no daemon answering."""
+        """The root that can be read directly, or served by an embedded daemon, if no daemon answers."""
         if self.root is not None:
             return self.root
         return DEFAULT_ROOT if self.socket is None and self.url is None else None
 
 
 def place(root: str | Path | None, socket: str | Path | None, url: str | None) -> DaemonAddress:
-    """`InvalidRequest` when more than one way to the daemon is given."""
+    """`InvalidRequest` if more than one of root, socket and url is given."""
     if sum(given is not None for given in (root, socket, url)) > 1:
-        raise InvalidRequest("give one of root=, socket= and url=, not several")
+        raise InvalidRequest("pass only one of root=, socket= and url=")
     return DaemonAddress(Path(root) if root is not None else None, Path(socket) if socket is not None else None, url)
 
 
@@ -47,7 +49,7 @@ Greet = Callable[[Transport, RootMark | None], Welcome]  # says hello; the root 
 
 
 class DaemonConnection(NamedTuple):
-    """A daemon that has said welcome; `notes` name those of other roots that were met before it."""
+    """A connected daemon; `notes` name daemons of other roots that were skipped."""
 
     link: Transport
     welcome: Welcome
@@ -55,10 +57,12 @@ class DaemonConnection(NamedTuple):
 
 
 def connect(where: DaemonAddress, start: bool, tellers: Tellers, greet: Greet) -> DaemonConnection:
-    """The daemon of this place, started if need be and `start` allows it; `DaemonGone` when there is none.
+    """Connect to the daemon of this address. Start one if necessary and allowed by `start`; `DaemonGone` if there is
+    none.
 
-    Over its socket where that can be reached from here, else over HTTP: then the rank stages into memory of its own. A
-    daemon is a directory's when it says so itself: its socket's path, and what stands in the directory, may be another's.
+    Uses the socket if it is reachable, otherwise HTTP; then the rank stages into its own memory. A daemon counts
+    as the directory's own only if it confirms so: a socket path or file in the directory may belong to another
+    daemon.
     """
     if where.socket is not None:
         return _greeted(_link(where, where.socket, tellers), greet, None)
@@ -84,7 +88,7 @@ def connect(where: DaemonAddress, start: bool, tellers: Tellers, greet: Greet) -
             continue
         except WrongRoot as error:
             wrong.append(path)
-            notes.append(f"at {path}, which {directory} names as its daemon's socket: {error.detail}")
+            notes.append(f"{directory} names {path} as its daemon's socket: {error.detail}")
     if not start or directory is None:
         raise DaemonGone("; ".join([f"no daemon serves {directory}", *notes]), hint="start one with `holdfast serve`")
     made = _link(where, embedded.start(directory, wrong), tellers)
@@ -104,7 +108,7 @@ def _greeted(link: Transport, greet: Greet, meant: RootMark | None) -> DaemonCon
 
 
 def _ours(path: Path) -> Path | None:
-    """A socket that nobody told us of, unless its directory is somebody else's: under /tmp that could be anybody's."""
+    """A default socket, unless its directory belongs to another user: under /tmp anybody could have created it."""
     try:
         owner = path.parent.stat().st_uid
     except OSError:
@@ -113,7 +117,7 @@ def _ours(path: Path) -> Path | None:
 
 
 def _next_socket(where: DaemonAddress, path: Path) -> Path:
-    """Where the daemon answers that follows the one at `path`. A daemon that trainers started, they start again."""
+    """The socket of the daemon that follows the one at `path`. Embedded daemons are restarted."""
     if where.directory is None:
         return path
     if embedded.is_embedded(path):
@@ -122,7 +126,7 @@ def _next_socket(where: DaemonAddress, path: Path) -> Path:
 
 
 def _socket_of(url: str) -> Path | None:
-    """The socket of the daemon at `url` if it is to be seen here: the very one, not another daemon's at the same path."""
+    """The socket of the daemon at `url`, if it is visible here and belongs to exactly that daemon."""
     with Api(url) as api:
         nodes = api.nodes()
     for node in nodes:

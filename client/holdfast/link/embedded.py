@@ -1,7 +1,7 @@
-"""An embedded daemon: with none at the socket, a trainer starts one on a local directory, in a process of its own.
+"""Embedded daemon: if none is running, a trainer starts one on a local directory, in a separate process.
 
-It is a process and not a thread so that it outlives the trainer: what was staged when the trainer was killed is still
-committed. It ends by itself when nobody has needed it for a while.
+A separate process outlives the trainer: data that was staged when the trainer was killed is still committed. It
+exits after a while without use.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ def is_embedded(socket: Path) -> bool:
 
 
 def start(root: Path, but: Collection[Path] = ()) -> Path:
-    """Start a daemon on `root`, or find the one another rank started meanwhile; return its socket.
+    """Start a daemon on `root`, or find the one that another rank has started meanwhile; return its socket.
 
-    Where another process has the root, a daemon that is still starting or a tool, it is waited for. A daemon at one of the
-    sockets `but` serves another root. Raises `DaemonGone`, with the end of the daemon's log, when none comes up.
+    If another process holds the root (a daemon that is starting, or a tool), wait for it. A daemon at one of the
+    sockets `but` serves another root. Raises `DaemonGone`, with the end of the daemon's log, if none comes up.
     """
     if importlib.util.find_spec("holdfast_service") is None or importlib.util.find_spec("fastapi") is None:
         raise DaemonGone(
-            "the daemon is not installed here", hint="pip install 'holdfast-checkpoint[service]', or start one elsewhere"
+            "cannot start an embedded daemon: the service is not installed here",
+            hint="pip install 'holdfast-checkpoint[service]', or start a daemon elsewhere and pass its socket= or url=",
         )
     try:
         return _start(root.absolute(), but)
     except OSError as error:
         raise DaemonGone(
-            f"no daemon can be started on {root}: {error}", hint="give a root that can be written to, or start one elsewhere"
+            f"cannot start an embedded daemon on {root}: {error}",
+            hint="choose a writable root, or start a daemon elsewhere and pass its socket= or url=",
         ) from error
 
 
@@ -72,8 +74,8 @@ def _start(root: Path, but: Collection[Path]) -> Path:
                 continue
             if time.monotonic() > limit:
                 raise DaemonGone(
-                    f"{root} was in use by another process for {START_TIMEOUT_S:.0f} s, and no daemon came up in it: {log}",
-                    hint=f"stop that process, or see why its daemon does not start; the log is {root / LOG}",
+                    f"another process has held {root} for {START_TIMEOUT_S:.0f} s, and no daemon answers there: {log}",
+                    hint=f"stop that process, or find out why its daemon does not start; the log is {root / LOG}",
                 )
             _await(root, but)
 
@@ -84,14 +86,14 @@ def _found(root: Path, but: Collection[Path]) -> Path | None:
 
 
 def _await(root: Path, but: Collection[Path]) -> None:
-    """Another process has the root: give it a while to answer, or to be done."""
+    """Another process holds the root: wait until it answers or ends."""
     limit = time.monotonic() + RETRY_S
     while _found(root, but) is None and time.monotonic() < limit:
         time.sleep(POLL_S)
 
 
 def _sweep(directory: Path, name: str) -> None:
-    """Remove what daemons that were killed have left of their sockets."""
+    """Remove sockets left behind by killed daemons."""
     for path in directory.glob(f"{_PREFIX}{name}-*.sock"):
         if not _answers(path):
             path.unlink(missing_ok=True)
@@ -99,14 +101,14 @@ def _sweep(directory: Path, name: str) -> None:
 
 @contextmanager
 def _turn(lock: Path) -> Iterator[None]:
-    """One rank of the node starts the daemon, the others wait and find it."""
+    """A lock: one rank of the node starts the daemon, the others wait and find it."""
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _launch(root: Path, socket: Path, limit: float) -> str | None:
-    """Start a daemon; None once it answers, and the end of its log where another process has the root."""
+    """Start a daemon; None once it answers, otherwise the end of its log if another process holds the root."""
     command = [sys.executable, "-m", "holdfast_service", "--root", str(root), "--socket", str(socket)]
     command += ["--listen", "none", "--exit-when-idle", str(EXIT_WHEN_IDLE_S)]
     with open(root / LOG, "ab") as log:
@@ -117,7 +119,7 @@ def _launch(root: Path, socket: Path, limit: float) -> str | None:
             return (root / LOG).read_text(errors="replace")[-1000:]
         if status is not None or time.monotonic() > limit:
             tail = (root / LOG).read_text(errors="replace")[-1000:]
-            what = f"ended with status {status}" if status is not None else f"did not come up in {START_TIMEOUT_S:.0f} s"
+            what = f"exited with status {status}" if status is not None else f"did not answer within {START_TIMEOUT_S:.0f} s"
             raise DaemonGone(f"the embedded daemon on {root} {what}: {tail}", hint=f"its log is {root / LOG}")
         time.sleep(POLL_S)
     process.returncode = 0  # it outlives us by design: keep Popen from warning that we did not wait for it

@@ -1,4 +1,4 @@
-"""What a root's directory says of itself: which root it is, and where its daemon answers."""
+"""Identify a root directory and find its daemon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def mark(root: Path) -> RootMark | None:
-    """Which root the directory is, however it is reached; None where there is no such directory."""
+    """Which root the directory is, whatever its path; None if the directory does not exist."""
     try:
         at = os.stat(root)
     except OSError:
@@ -27,13 +27,15 @@ def mark(root: Path) -> RootMark | None:
 
 
 def is_at(directory: Path, meant: RootMark) -> bool:
-    """Whether the directory is the very root that is meant, and not another one at the same path, or a copy."""
+    """Whether the directory is exactly the expected root, not another one at the same path or a copy."""
     found = mark(directory)
     return found is not None and meant.inode is not None and meant.is_of(found)
 
 
 def running_socket(root: Path) -> Path | None:
-    """The socket of the daemon that says it serves `root`, or None. It may be gone: only a connection tells."""
+    """The socket of the daemon that claims to serve `root`, or None. The daemon may be gone; only connecting
+    tells.
+    """
     file = _read(root / naming.DAEMON_FILE, DaemonFile)
     if file is None or file.root is None or not is_at(root, file.root):
         return None
@@ -41,13 +43,13 @@ def running_socket(root: Path) -> Path | None:
 
 
 def other_daemon(root: Path) -> str | None:
-    """What is to be said of a daemon that stands in `root`, as its own, and serves another directory; None without one."""
+    """A message if the daemon file in `root` names a daemon that serves another directory; otherwise None."""
     file = _read(root / naming.DAEMON_FILE, DaemonFile)
     if file is None or file.root is None or is_at(root, file.root):
         return None
     return (
-        f"{root} names a daemon at {file.socket} that serves another directory: it was copied or restored from there. "
-        "That daemon is left alone"
+        f"{root} is a copy of another root: its daemon file names the socket {file.socket}, whose daemon "
+        "serves another directory. That daemon is not used"
     )
 
 

@@ -1,4 +1,4 @@
-"""A rank's standing with its daemon: who it is there, its attempt. Made anew when the daemon is another one."""
+"""The session of a rank with its daemon: identity and attempt. Created again for a new daemon."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REPLY_SPARE_S = 60.0
 
 
 class Who(NamedTuple):
-    """How a rank introduces itself."""
+    """The identity of a rank."""
 
     run: str
     rank: int
@@ -42,9 +42,9 @@ class Who(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The step to restore, None when there is none, and where it can be read.
+    """The step to restore, None if there is none, and where to read it.
 
-    `turn` is the question's number where a daemon answered it; `notes` say which newer steps it passed over.
+    `turn` is the number of the question if a daemon answered it; `notes` name newer steps that were skipped.
     """
 
     step: int | None
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What becomes of a restore: this rank reads `again`, or it failed, or, with neither, it goes on."""
+    """The verdict on a restore: this rank reads `again`, or it failed, or, without either, it continues."""
 
     again: bool = False
     error: CheckpointError | None = None
@@ -64,9 +64,9 @@ class Judgement(NamedTuple):
 
 
 class Session:
-    """Not safe for threads: its owner's lock guards it. Outcomes of saves go to `tickets`, from the link's own thread.
+    """Not safe for threads: its owner's lock guards it. Outcomes of saves go to `tickets`, from the link's thread.
 
-    `notices` are what the user should know of the daemon and of the memory in which saves are staged.
+    `notices` tell the user about the daemon and the staging memory.
     """
 
     def __init__(self, who: Who, place: DaemonAddress, tickets: Tickets) -> None:
@@ -80,16 +80,16 @@ class Session:
 
     @property
     def attempt(self) -> int | None:
-        """The attempt that a daemon has given this launch, once one has."""
+        """The attempt number of this launch, once a daemon has assigned it."""
         return None if self._welcome is None else self._welcome.attempt
 
     @property
     def link(self) -> Transport | None:
-        """The way to its present daemon, if it has one."""
+        """The connection to the current daemon, if there is one."""
         return self._link
 
     def connected(self, start: bool) -> wire.Welcome:
-        """The daemon's welcome; connects, or connects again, where need be. `start` allows to start a daemon."""
+        """The daemon's welcome. Connects, or reconnects, if necessary; `start` allows starting a daemon."""
         if self._link is not None and self._welcome is not None and self._link.alive:
             return self._welcome
         if self._link is not None:
@@ -116,7 +116,7 @@ class Session:
         return BackgroundRequests(link).request(hello, wire.Welcome)
 
     def _readable(self, welcome: wire.Welcome) -> Path | None:
-        """The daemon's root where it can be read from here: the very directory, not just one at the same path."""
+        """The daemon's root if it is readable here: exactly that directory, not another one at the same path."""
         places = [self._place.root, Path(welcome.root) if welcome.root else None]
         return next((path for path in places if path is not None and roots.is_at(path, welcome.mark)), None)
 
@@ -128,10 +128,11 @@ class Session:
         below: int | None = None,
         healthy: bool = False,
     ) -> Choice:
-        """Which step to restore: from the daemon if one is there, else the newest in the directory that has the groups.
+        """Which step to restore: the daemon's choice, or without a daemon the newest step in the directory with these
+        groups.
 
-        `start` says to start a daemon if need be. In a directory, `below` is a step that turned out damaged: an older one.
-        How healthy a checkpoint is only a daemon knows: with `healthy`, one is started in any case.
+        `start` allows starting a daemon. In a directory, `below` is a step that turned out damaged; an older one
+        is chosen. Only a daemon knows which checkpoints are healthy, so `healthy` always starts one.
         """
         try:
             welcome = self.connected(start or healthy)
@@ -140,7 +141,7 @@ class Session:
             if directory is None or healthy:
                 raise
             if start:
-                log.info("no daemon to agree on a step with: %s", gone.detail)
+                log.info("no daemon is available to agree on a step: %s", gone.detail)
             return Choice(_newest(directory, self._who.run, step, groups, below), directory, None)
         assert self._link is not None
         question = wire.Choose(
@@ -151,9 +152,9 @@ class Session:
         return Choice(chosen.step, self._readable(welcome), welcome.url, turn, chosen.notes)
 
     def ended(self, choice: Choice, error: CheckpointError | None, alone: bool) -> Judgement:
-        """Tell how the restore of a choice ended; what is to be done, once all ranks of the launch have told.
+        """Report how the restore of a choice ended; returns the verdict once all ranks of the launch have reported.
 
-        With no daemon to tell it to, or one that is lost now, each rank is on its own. `alone` asks for this rank only.
+        Without a daemon each rank decides alone. `alone` concerns only this rank.
         """
         own = Judgement(error=error, late=self._who.world > 1, newest=self._other(choice, error))
         if choice.turn is None or choice.step is None or self._link is None:
@@ -170,24 +171,24 @@ class Session:
         try:
             found = self._link.request(message, wire.Judged, ENDED_WAIT_S + REPLY_SPARE_S)
         except CheckpointError as failure:
-            log.warning("nobody could be told how the restore of step %d ended: %s", choice.step, failure.detail)
+            log.warning("the daemon could not be told how the restore of step %d ended: %s", choice.step, failure.detail)
             return own
         return Judgement(
             found.again, None if found.problem is None else from_problem(found.problem), found.late, found.newest
         )
 
     def _other(self, choice: Choice, error: CheckpointError | None) -> int | None:
-        """The newest step in the directory but the one that is damaged, where no daemon knows better."""
+        """The newest step in the directory except the damaged one, without a daemon."""
         if error is None or choice.turn is not None or choice.root is None:
             return None
         return next((step for step in living_steps(choice.root, self._who.run) if step != choice.step), None)
 
     def held(self, step: int) -> list[HeldSlot]:
-        """The slots from which a step was committed, where the daemon still holds them; the caller closes them."""
+        """The slots of the in-memory checkpoint of a step, if the daemon still keeps them; the caller closes them."""
         return [] if self._link is None else take_held(self._link, step)
 
     def neighbours(self, peers: int) -> Neighbours | None:
-        """The other ranks of this launch on this machine; None where there are none, or no daemon that they share."""
+        """The other ranks of this launch on this machine; None without any, or without a shared daemon."""
         return Neighbours(self._link, peers) if self._link is not None and peers > 1 else None
 
     def say(self, notice: str) -> None:
@@ -195,7 +196,9 @@ class Session:
         self.notices.append(notice)
 
     def close(self, ended: bool = False) -> None:
-        """Part from the daemon; `ended` says that it was as planned, so that nothing is held for a restart."""
+        """Disconnect from the daemon; `ended` means a regular end, so no in-memory checkpoint is kept for a
+        restart.
+        """
         if self._link is not None:
             self._link.close(ended)
             self._link = None
@@ -205,7 +208,7 @@ def _newest(root: Path, run: str, step: int | None, groups: tuple[str, ...], bel
     if step is not None:
         steps = published_steps(root, run)
         if step not in steps:
-            raise NoSuchCheckpoint(f"{root} has no checkpoint {run}@{step}", hint=f"there are {steps[:10]}")
+            raise NoSuchCheckpoint(f"{root} has no checkpoint {run}@{step}", hint=f"available steps: {steps[:10]}")
         return step
     offers: dict[int, Sequence[str]] = {}
     for candidate in (

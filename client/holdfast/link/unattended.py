@@ -1,6 +1,6 @@
-"""A slot that a rank takes for itself while no daemon is there to lease it one: training does not wait for the next daemon.
+"""Lease a slot without a daemon, so that training does not wait for the next one.
 
-The next one finds in the segment what was taken, as it finds what the last one had leased.
+The next daemon finds this lease in the segment, like leases of the last daemon.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 def take_slot(fd: int, step: int, attempt: int) -> int | None:
-    """A slot of the segment at this descriptor, leased for the step; None where there is none that nobody needs.
+    """Lease a slot of the segment for the step; None if all are needed.
 
-    One that the last daemon had leased for this very step, and did not live to say so, comes first. Of those that are free
-    the one with the oldest step does: what a free slot holds may be wanted for a restore.
+    A slot that the last daemon had leased for this step, before it could say so, comes first. Then free slots,
+    oldest step first, because a free slot may contain the in-memory checkpoint.
     """
     try:
         with mmap.mmap(fd, os.fstat(fd).st_size) as mapped, memoryview(mapped) as memory:
@@ -33,15 +33,16 @@ def take_slot(fd: int, step: int, attempt: int) -> int | None:
             free = [(header.step, slot) for header, slot in headers if header.state is SlotState.FREE]
             return next((slot for _, slot in sorted(free) if _lease(fd, memory, geometry, slot, (step, attempt))), None)
     except (CheckpointError, OSError, ValueError) as error:
-        log.info("no slot is taken without a daemon: %s", error)
+        log.info("cannot take a slot without a daemon: %s", error)
         return None
 
 
 def dropped(step: int, policy: str) -> GenerationDropped:
-    """Why a save has no slot: all are taken, and the policy is not to wait."""
+    """The error for a save without a slot: all are in use, and the policy is not to wait."""
     return GenerationDropped(
-        f"step {step} gave way to those before it ({policy}): the daemon is gone, and they wait for the next one",
-        hint="have the daemon started anew, or give the checkpointer more slots",
+        f"the save of step {step} was dropped (policy {policy}): the daemon is gone, and all slots hold "
+        "earlier saves that wait for the next daemon",
+        hint="restart the daemon, or give the checkpointer more slots",
         policy=policy,
     )
 

@@ -1,8 +1,8 @@
-"""This rank's connection to its node's daemon: requests and replies, outcomes as they come, one memfd when it is sent.
+"""A rank's connection to its node's daemon: requests, replies, outcomes and file descriptors.
 
-A daemon may die and another take its place. A link that knows how to dial again mends itself in the background: it says
-hello as before, brings its segment along, and says which steps it awaits. Requests wait a moment for that. Seals need not
-wait, since they stand in shared memory already, nor do leases where a slot is free: the next daemon finds what was taken.
+If the daemon dies, the link reconnects to the next one in the background: it says hello again, attaches its
+segment, and names the steps it waits for. Requests wait a moment for that. Seals need not wait, because they are
+already in shared memory, and neither do leases if a slot is free: the next daemon finds them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ REPLY_TIMEOUT_S = 60.0
 MEND_WAIT_S = 10.0  # how long after the loss of a daemon a request waits for the next one
 MEND_S = 60.0  # how long the next daemon is looked for in the background
 MEND_PAUSE_S = 0.05
-_FORKED = "make a Checkpointer of its own there, if it is to save"
+_FORKED = "create a separate Checkpointer in the child process if it should save"
 _SAME_VERSION = "use the same version of holdfast on both sides"
 
 _links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
 
 
 class SocketLink:
-    """One rank's conversation with the daemon. Requests may come from any thread; `on_outcome` is called on the link's own.
+    """The connection of one rank. Requests may come from any thread; `on_outcome` is called on the link's thread.
 
-    `dial` says where the next daemon answers, and may start one; without it the first loss is final. `on_lost` is called
-    when a loss is.
+    `dial` returns the next daemon's socket, and may start one; without it the first loss is final. `on_lost` is
+    called for a final loss.
     """
 
     def __init__(
@@ -78,13 +78,15 @@ class SocketLink:
 
     @property
     def alive(self) -> bool:
-        """Whether requests have a chance; a link that is being mended counts."""
+        """Whether requests can succeed; also true while the link reconnects."""
         return self._lost is None and not self._closing.is_set()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the connection is the parent's. An end of it kept here would keep it open when that dies."""
+        """Close this end in a forked child: the connection belongs to the parent and must end with it."""
         self._condition = threading.Condition()  # another thread, which there is not in here, may have held the old one
-        self._lost = self._broken = DaemonGone("this process was forked from the rank's", hint=_FORKED)
+        self._lost = self._broken = DaemonGone(
+            "this process was forked from the rank; the connection belongs to the parent", hint=_FORKED
+        )
         self._socket.close()
         for fd in (*self._fds, self._segment):
             if fd >= 0:
@@ -95,10 +97,10 @@ class SocketLink:
         return next(self._ids)
 
     def request(self, message: wire.Request, kind: type[Expected], timeout_s: float = REPLY_TIMEOUT_S) -> Expected:
-        """Send a request and wait for its reply; a `Failed` reply is raised as the error it carries.
+        """Send a request and wait for its reply; a `Failed` reply is raised as its error.
 
-        Where the daemon is lost meanwhile, the next one is asked; `DaemonGone` when there is none within `MEND_WAIT_S` of
-        the loss, nor at once after that.
+        If the daemon is lost meanwhile, the next one is asked; `DaemonGone` if there is none within `MEND_WAIT_S`
+        of the loss, and at once after that.
         """
         limit = time.monotonic() + timeout_s
         while (reply := self._wait_until_mended(message)) is None:
@@ -113,21 +115,23 @@ class SocketLink:
     def ask(
         self, message: wire.Request, kind: type[Expected], fds: tuple[int, ...] = (), timeout_s: float = REPLY_TIMEOUT_S
     ) -> Expected:
-        """Like `request`, with descriptors, but of the present daemon alone: `DaemonGone` as soon as that is lost."""
+        """Like `request`, with file descriptors, and only to the current daemon: `DaemonGone` as soon as it is lost."""
         return expected(message, self._ask(message, time.monotonic() + timeout_s, fds), kind)
 
     def tell(self, message: wire.Request) -> None:
-        """Send what has no reply. It is lost, without a word, where there is no daemon just now."""
+        """Send a message without a reply. Without a daemon it is silently lost."""
         with self._condition:
             if self.alive and self._mender is None and self._broken is None:
                 with suppress(OSError):
                     self._socket.sendall(wire.encode_frame(message))
 
     def take_fd(self) -> int:
-        """The descriptor that came with the last reply; the caller closes it. The link keeps one for the next daemon."""
+        """The descriptor that came with the last reply; the caller closes it. The link keeps a copy for the next
+        daemon.
+        """
         with self._condition:
             if not self._fds:
-                raise DaemonGone("the daemon sent no shared memory")
+                raise DaemonGone("the daemon's reply came without shared memory")
             fd = self._fds.pop(0)
             if self._segment >= 0:
                 os.close(self._segment)
@@ -135,15 +139,15 @@ class SocketLink:
             return fd
 
     def take_fds(self, count: int) -> list[int]:
-        """The descriptors that came with the last reply, which are the caller's; `DaemonGone` when they are gone with it."""
+        """The descriptors that came with the last reply, which the caller closes; `DaemonGone` if they are lost."""
         with self._condition:
             if len(self._fds) < count:
-                raise DaemonGone("the daemon sent no shared memory")
+                raise DaemonGone("the daemon's reply came without shared memory")
             taken, self._fds = self._fds[:count], self._fds[count:]
             return taken
 
     def close(self, ended: bool = False) -> None:
-        """Part from the daemon; `ended` tells it that nobody will go on from here, so that it need not hold anything."""
+        """Disconnect; `ended` tells the daemon that no in-memory checkpoint is needed for a restart."""
         self._closing.set()
         self._hurry.set()
         with self._condition:
@@ -165,13 +169,13 @@ class SocketLink:
             self._segment = -1
 
     def _begin(self, connection: socket.socket) -> None:
-        """A new conversation takes the place of the one that broke."""
+        """Replace the broken connection by a new one."""
         with self._condition:
             for fd in self._fds:
                 os.close(fd)
             if self._closing.is_set():
                 connection.close()
-                raise DaemonGone(f"the link to {self.path} was closed")
+                raise DaemonGone(f"the connection to {self.path} is closed")
             self._socket, self._fds, self._broken = connection, [], None
             self._replies.clear()
             self._late.clear()  # another daemon finds in the segment what was granted
@@ -179,7 +183,9 @@ class SocketLink:
         self._thread.start()
 
     def _wait_until_mended(self, message: wire.Request) -> wire.Reply | None:
-        """Wait, for a while, until there is a daemon to ask; the reply where the next one will find it in the segment."""
+        """Wait a while for a daemon; returns a reply at once if the next daemon will find the request in the
+        segment.
+        """
         with self._condition:
             if self._mender is not None and self.alive and (reply := self._answer_alone(message)) is not None:
                 return reply
@@ -189,14 +195,14 @@ class SocketLink:
                 self._hurry.set()
                 now = time.monotonic()
                 if now >= limit or (now >= self._broken_at + MEND_WAIT_S and self._dialled >= goal):
-                    raise DaemonGone(f"the daemon at {self.path} is gone, and none has come for it yet", hint=HINT)
+                    raise DaemonGone(f"the daemon at {self.path} is gone and has not been restarted yet", hint=HINT)
                 self._condition.wait(MEND_PAUSE_S)
             if self._lost is not None:
                 raise self._lost
             return None
 
     def _answer_alone(self, message: wire.Request) -> wire.Reply | None:
-        """What needs no daemon to be answered; the condition is held."""
+        """Answer a request that needs no daemon; the condition is held."""
         if isinstance(message, wire.Seal):
             self._unsaid.append(message)
             return wire.Sealed(reply_to=message.id)
@@ -226,10 +232,10 @@ class SocketLink:
                 sent = socket.send_fds(connection, [frame], list(fds)) if fds else 0
                 connection.sendall(frame[sent:])
             except OSError as error:
-                raise DaemonGone(f"the daemon at {self.path} went away: {error}", hint=HINT) from error
+                raise DaemonGone(f"the daemon at {self.path} is gone: {error}", hint=HINT) from error
             while message.id not in self._replies:
                 if self._socket is not connection or self._broken is not None:
-                    raise self._broken or DaemonGone(f"the daemon at {self.path} went away", hint=HINT)
+                    raise self._broken or DaemonGone(f"the daemon at {self.path} is gone", hint=HINT)
                 if not self._condition.wait(max(limit - time.monotonic(), 0)) and time.monotonic() >= limit:
                     if isinstance(message, wire.Lease):
                         self._late[message.id] = message.step
@@ -239,8 +245,10 @@ class SocketLink:
             return reply
 
     def _await_late(self, limit: float) -> None:
-        """Return when what was granted too late is given back; the condition is held. The daemon hears a rank's words in
-        turn, and would not hear of it for as long as it looks for the slot that is asked for now.
+        """Wait until a slot that was granted too late is given back; the condition is held.
+
+        The daemon reads a rank's messages in order, and would not see this one while it looks for the slot
+        requested now.
         """
         connection = self._socket
         answered = self._condition.wait_for(
@@ -251,7 +259,9 @@ class SocketLink:
             raise DeadlineExceeded(f"the daemon at {self.path} has not answered for a while")
 
     def _note(self, message: wire.Request, reply: wire.Reply) -> None:
-        """Remember what the next daemon must be told. The condition is held, so that no mending comes in between."""
+        """Remember what the next daemon must be told. The condition is held, so that no reconnect comes in
+        between.
+        """
         if isinstance(message, wire.Hello) and isinstance(reply, wire.Welcome) and self._hello is None:
             # By its id alone: what the directory's numbers are now is for the root's daemons to say.
             self._hello = message.model_copy(update={"root": RootMark(id=reply.mark.id)})
@@ -282,11 +292,11 @@ class SocketLink:
             error = DaemonGone(f"the connection to the daemon at {self.path} broke: {failure}", hint=HINT)
         except CheckpointError as failure:
             understood = False
-            error = DaemonGone(f"the daemon at {self.path} cannot be understood: {failure.detail}", hint=_SAME_VERSION)
+            error = DaemonGone(f"the daemon at {self.path} sent an invalid message: {failure.detail}", hint=_SAME_VERSION)
         self._break(connection, error, understood)
 
     def _break(self, connection: socket.socket, error: CheckpointError, understood: bool = True) -> None:
-        """A conversation is over: mend it in the background, or tell that it is lost, as where it would only end again."""
+        """A connection ended: reconnect in the background, or report the loss if that is not possible."""
         with self._condition:
             if connection is not self._socket:
                 return
@@ -330,13 +340,13 @@ class SocketLink:
             self._on_lost(error)
 
     def _rejoin(self) -> None:
-        """Be to this daemon what we were to the one before."""
+        """Re-register this rank with a restarted daemon."""
         limit = time.monotonic() + REPLY_TIMEOUT_S
         assert self._hello is not None
         hello = self._hello.model_copy(update={"id": self.next_id()})
         welcome = expected(hello, self._ask(hello, limit), wire.Welcome)
         if welcome.attempt != self._attempt:
-            raise CheckpointError(f"the daemon at {self.path} takes this launch for attempt {welcome.attempt}")
+            raise CheckpointError(f"the daemon at {self.path} counts this launch as attempt {welcome.attempt}")
         if self._segment >= 0:
             with self._condition:
                 self._attaching = True
@@ -356,8 +366,8 @@ class SocketLink:
             with self._condition:
                 self._unsaid.remove(unsaid)
             if isinstance(reply, wire.Failed):  # its outcome was told with the answer to attach
-                log.info("step %d: the next daemon had ended it already", unsaid.step)
-        log.info("another daemon answers at %s", self.path)
+                log.info("step %d: the new daemon had already ended this save", unsaid.step)
+        log.info("reconnected: a new daemon answers at %s", self.path)
 
     def _take(self, message: Any) -> None:
         if isinstance(message, wire.Outcome):
@@ -374,7 +384,7 @@ class SocketLink:
             self._condition.notify_all()
 
     def _decline(self, late: wire.Reply, step: int) -> None:
-        """Give back a slot that was granted when nobody waited for it any more; the condition is held."""
+        """Give back a slot that was granted after its request had timed out; the condition is held."""
         if isinstance(late, wire.Granted):
             error = DeadlineExceeded("the daemon granted a slot too late")
             message = wire.Abandon(id=self.next_id(), slot=late.slot, step=step, problem=error.problem())

@@ -44,7 +44,7 @@ class Mapping:
             if stop.is_set():
                 return False
             if not self._advise(start, size, _POPULATE_WRITE):
-                log.info("shared memory is not touched in advance: %s", os.strerror(ctypes.get_errno()))
+                log.info("shared memory cannot be faulted in ahead of time: %s", os.strerror(ctypes.get_errno()))
                 break
         return True
 

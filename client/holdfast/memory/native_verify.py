@@ -38,7 +38,7 @@ class Extents:
         at = 0
         if into is not None:
             if into.readonly or into.nbytes != total:
-                raise ValueError(f"{total} bytes of extents do not fill {into.nbytes}")
+                raise ValueError(f"extents of {total} bytes do not match a target of {into.nbytes} bytes")
             at = np.frombuffer(into, np.uint8).ctypes.data
             self._targets.append(into)
         for extent, length in zip(extents, lengths, strict=True):

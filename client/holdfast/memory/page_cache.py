@@ -46,7 +46,7 @@ class PageCacheState:
 
     def _answers(self, offset: int) -> bool:
         if not hasattr(os, "RWF_NOWAIT"):
-            raise OSError(errno.ENOSYS, "nobody tells what is cached")
+            raise OSError(errno.ENOSYS, "this system does not report what is in the page cache")
         try:
             return os.preadv(self._descriptor, (bytearray(1),), offset, os.RWF_NOWAIT) == 1
         except BlockingIOError:

@@ -1,1 +1,1 @@
-"""A committed checkpoint, read and verified. No torch."""
+"""Read and verify a committed checkpoint, without torch."""

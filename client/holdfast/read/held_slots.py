@@ -1,6 +1,6 @@
-"""A checkpoint's bytes from the slots that it was committed from, while the daemon still holds them: at memory's speed.
+"""Read the in-memory checkpoint: the slots from which a step was committed, while the daemon still keeps them.
 
-What the files hold is proven as ever, by the manifest's digests: a slot is another place to find the bytes, no other truth.
+Bytes are checked against the manifest's digests, as with files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Placed = tuple[int, str, str, TensorEntry]  # first byte in its file, group, na
 
 
 class HeldSlot:
-    """A slot of a committed save, locked: it is not leased to anybody until `close`."""
+    """A locked slot of a committed save: it is not leased to anybody until `close`."""
 
     def __init__(self, fd: int, part: wire.HeldPart, step: int) -> None:
         """`DaemonGone` when the slot has been leased since, or cannot be locked. The descriptor stays the caller's."""
@@ -49,12 +49,12 @@ class HeldSlot:
             # Opened anew, for nothing but the lock, which belongs to the open file and goes with it.
             self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise DaemonGone(f"the slot cannot be opened: {error.strerror}") from error
+            raise DaemonGone(f"cannot open the slot: {error.strerror}") from error
         try:
             self._open(fd, part, step)
         except OSError as error:
             os.close(self._fd)
-            raise DaemonGone(f"the slot cannot be read any more: {error.strerror}") from error
+            raise DaemonGone(f"cannot read the slot any more: {error.strerror}") from error
         except BaseException:
             os.close(self._fd)
             raise
@@ -74,14 +74,16 @@ class HeldSlot:
         self.data = np.frombuffer(memory[data : data + header.data_bytes], np.uint8)
 
     def close(self) -> None:
-        """Unlock the slot. Views of it stay readable, but what they show may change."""
+        """Unlock the slot. Views of it stay readable, but their content may change."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def take_held(link: Transport, step: int) -> list[HeldSlot]:
-    """Ask the daemon for the slots of this step and lock them; none where it holds them no more. The caller closes them."""
+    """Ask the daemon for this step's slots and lock them; empty if it no longer keeps them. The caller closes
+    them.
+    """
     with ExitStack() as undo:
         reply = link.request(wire.Held(id=link.next_id(), step=step), wire.HeldSlots)
         fds = link.take_fds(len(reply.parts))
@@ -97,9 +99,10 @@ def take_held(link: Transport, step: int) -> list[HeldSlot]:
 
 
 class Filled(NamedTuple):
-    """Where wants were filled from, what spoke against the slots, and how many bytes of extents were read.
+    """Where the wanted tensors were read from, notes on unusable slots, and how many bytes of extents were read.
 
-    Of what was not from slots, headers included: bytes that the daemon proved for several ranks, and that this one did.
+    Byte counts cover files only, headers included: bytes that the daemon verified for several ranks, and bytes
+    that this rank did.
     """
 
     from_slots: bool
@@ -117,10 +120,11 @@ def fill(
     into: Overwriting,
     neighbours: Neighbours | None = None,
 ) -> Filled:
-    """Fill all wants: from held slots if `take` finds any, else from the reader's own source, together with `neighbours`.
+    """Fill all wanted tensors: from the in-memory checkpoint if `take` finds one, otherwise from the reader's own
+    source, together with `neighbours`.
 
-    Nothing that is wrong with slots is an error: the reader's own source is then read instead, as if nothing had been. Each
-    extent is proven before it is handed over, with `into.prove_first` all of them before the first one.
+    Problems with slots are not errors: the reader's own source is then read instead. Each extent is verified
+    before it is used; with `into.prove_first` all of them before the first one.
     """
     notes: tuple[str, ...] = ()
     try:
@@ -128,7 +132,7 @@ def fill(
         if slots:
             return Filled(True, (), _fill_from(slots, reader, wants, rank, into))
     except CheckpointError as error:
-        notes = (f"held in memory, but not restored from there: {error.detail}",)
+        notes = (f"the in-memory checkpoint could not be used, restored from files instead: {error.detail}",)
     read = shared_load.fill(reader, wants, neighbours, into)
     return Filled(False, (*notes, *read.notes), read.bytes_read, read.node_bytes, read.own_bytes)
 
@@ -136,7 +140,7 @@ def fill(
 def _fill_from(
     slots: Sequence[HeldSlot], reader: CheckpointReader, wants: Sequence[Want], rank: int, into: Overwriting
 ) -> int:
-    """A locked slot is nobody's to write to: what was proven stays so."""
+    """Fill from locked slots; nobody writes to them, so verified bytes stay valid."""
     with ExitStack() as stack:
         for slot in slots:
             stack.callback(slot.close)
@@ -150,9 +154,9 @@ def _fill_from(
 
 
 class HeldSlotsSource:
-    """The files of a checkpoint: tensors from the slots they were saved from, everything else from where its files are.
+    """The files of a checkpoint: tensors from the slots they were saved from, everything else from the files.
 
-    The slots stay its maker's, and locked as long as it is used.
+    The slots belong to the caller and stay locked while this is used.
     """
 
     chunk_bytes = CHUNK_BYTES
@@ -164,7 +168,9 @@ class HeldSlotsSource:
         for slot in slots:
             of = slot.table
             if (of.run, of.step, of.attempt, of.world) != (manifest.run, manifest.step, manifest.attempt, manifest.world):
-                raise StateMismatch(f"the slot of rank {of.rank} is of attempt {of.attempt}, the checkpoint is not")
+                raise StateMismatch(
+                    f"the in-memory checkpoint of rank {of.rank} belongs to attempt {of.attempt}, not to this checkpoint"
+                )
         self._fragments: dict[tuple[str, str], list[tuple[HeldSlot, StagedFragment]]] = {}
         for slot in self._slots:
             for fragment in slot.table.fragments:
@@ -184,13 +190,13 @@ class HeldSlotsSource:
 
     @property
     def label(self) -> str:
-        return f"{self._base.label}, held in memory"
+        return f"{self._base.label}, in-memory checkpoint"
 
     def size(self, name: str) -> int | None:
         return self._base.size(name)
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """For files without tensors, which are small."""
+        """Read a file without tensors, which is small."""
         return self._base.read(name, offset, length)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
@@ -213,7 +219,7 @@ class HeldSlotsSource:
         return at - offset
 
     def view(self, name: str, start: int, stop: int) -> memoryview | None:
-        """A range that lies inside one tensor and in one piece in a slot; None for any other."""
+        """A range inside one tensor and one part in a slot; None for any other range."""
         placed = self._files.get(name, [])
         position = bisect.bisect_right(placed, start, key=_start) - 1
         while position > 0 and placed[position][3].nbytes == 0:
@@ -236,16 +242,16 @@ class HeldSlotsSource:
         return None
 
     def close(self) -> None:
-        """Nothing: slots and files are their owners'."""
+        """Does nothing: slots and files belong to their owners."""
 
     def _gather(self, group: str, name: str, entry: TensorEntry, offset: int, target: Bytes) -> None:
         held = self._holdings(group, name, entry)
         spec = TensorSpec(group, name, entry.dtype, entry.shape)
         if holdings.gather(spec, held, offset, target) != target.nbytes:
-            raise StateMismatch(f"the slots do not hold all of tensor {name!r} of group {group!r}")
+            raise StateMismatch(f"the in-memory checkpoint does not have all of tensor {name!r} of group {group!r}")
 
     def _holdings(self, group: str, name: str, entry: TensorEntry) -> tuple[Holding, ...]:
-        """The boxes that tile a tensor, each from one of the slots that hold it; worked out when first asked for."""
+        """The boxes that tile a tensor, each from one of the slots; computed at the first use."""
         known = self._held.get((group, name))
         if known is None:
             known = self._held[group, name] = self._find(TensorSpec(group, name, entry.dtype, entry.shape))
@@ -260,7 +266,9 @@ class HeldSlotsSource:
             if rank != of_one[0] if of_one is not None else (rank, group, name) in self._apart:
                 continue  # its own is another one
             if (fragment.spec.dtype, fragment.spec.shape) != (spec.dtype, spec.shape):
-                raise StateMismatch(f"tensor {spec.name!r} of group {spec.group!r} is another one in the slots")
+                raise StateMismatch(
+                    f"tensor {spec.name!r} of group {spec.group!r} has another dtype or shape in the in-memory checkpoint"
+                )
             offset = fragment.slot_offset
             for box in fragment.boxes:
                 size = box_bytes(spec, box)

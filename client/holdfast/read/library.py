@@ -1,4 +1,4 @@
-"""Where the command line finds checkpoints: a root directory, with no service running, or a service."""
+"""Find checkpoints for the command line: in a root directory, without a service, or through a service."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ _BEST = re.compile(rf"{BEST}(?::(?P<metric>.+?)(?::(?P<mode>min|max))?)?")
 
 
 class ByMetric(NamedTuple):
-    """The best by a metric given at save; by the one that the run's policy keeps the best of, where none is named."""
+    """The best checkpoint by a metric; without a name, by the metric that the run's retention policy keeps the
+    best of.
+    """
 
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
 
 
 class CheckpointTarget(NamedTuple):
-    """What RUN@STEP, RUN@latest, RUN or a directory's path names.
+    """A parsed RUN@STEP, RUN@latest, RUN or directory path.
 
-    `step` is None for the newest, for the newest `healthy`, and for the `best`.
+    `step` is None for the newest, the newest `healthy`, and the `best`.
     """
 
     run: str
@@ -54,14 +56,14 @@ class CheckpointTarget(NamedTuple):
 
 
 class RunListing(NamedTuple):
-    """A run's checkpoints, newest first, and the directories that stand among them but cannot be read."""
+    """A run's checkpoints, newest first, and directories among them that cannot be read."""
 
     checkpoints: list[bodies.CheckpointInfo]
     unreadable: list[CheckpointError]
 
 
 class Library(Protocol):
-    """Runs and their checkpoints."""
+    """Interface: runs and their checkpoints."""
 
     @property
     def label(self) -> str: ...
@@ -75,11 +77,11 @@ class Library(Protocol):
 
 
 class DirectoryLibrary:
-    """Reads a root directory itself (I5). Knows nothing of attempts that never committed, nor of retention."""
+    """Reads a root directory directly (I5). It knows only committed checkpoints, and no retention."""
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
-            raise StorageFailed(f"there is no directory {root}", hint="name the daemon's directory with --root")
+            raise StorageFailed(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
         self.root = root
 
     @property
@@ -113,17 +115,19 @@ class DirectoryLibrary:
         steps = self._steps(run)
         if not steps or (step is not None and step not in steps):
             wanted = run if step is None else f"{run}@{step}"
-            raise NoSuchCheckpoint(f"{self.root} has no checkpoint {wanted}", hint="`holdfast ls` lists what there is")
+            raise NoSuchCheckpoint(
+                f"{self.root} has no checkpoint {wanted}", hint="`holdfast ls` lists the available checkpoints"
+            )
         if step is None:
             step = next(iter(living_steps(self.root, run)), steps[0])
         return DirectorySource(self.root / naming.checkpoint_path(run, step))
 
     def judged(self, target: CheckpointTarget) -> int:
-        hint = "name one with --url, or name the step"
-        raise InvalidRequest(f"how healthy checkpoints of {target.run} are only a service knows", hint=hint)
+        hint = "pass --url, or give the step number"
+        raise InvalidRequest(f"the newest healthy checkpoint of {target.run} is known only to a running service", hint=hint)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing."""
 
     def _run(self, name: str) -> bodies.Run:
         held = self.checkpoints(name).checkpoints
@@ -139,13 +143,13 @@ class DirectoryLibrary:
     def _steps(self, run: str) -> list[int]:
         directory = self.root / naming.check_run(run) / naming.CHECKPOINTS
         if not directory.is_dir():
-            raise NoSuchRun(f"{self.root} has no run {run!r}", hint="`holdfast ls` lists what there is")
+            raise NoSuchRun(f"{self.root} has no run {run!r}", hint="`holdfast ls` lists the available checkpoints")
         steps = (naming.parse_step_directory(path.name) for path in directory.iterdir())
         return sorted((step for step in steps if step is not None), reverse=True)
 
 
 class ServiceLibrary:
-    """Asks the service."""
+    """Uses the service."""
 
     def __init__(self, api: Api) -> None:
         self.api = api
@@ -175,14 +179,15 @@ class ServiceLibrary:
 
 
 def parse_target(text: str) -> CheckpointTarget:
-    """Read RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best, RUN@best:METRIC, RUN@best:METRIC:max, RUN, or a directory.
+    """Parse RUN@STEP, RUN@latest, RUN@latest-healthy, RUN@best, RUN@best:METRIC, RUN@best:METRIC:max, RUN, or a
+    directory.
 
-    `InvalidRequest` for anything else.
+    Raises `InvalidRequest` for anything else.
     """
     path = Path(text)
     if "/" in text or text in (".", "..") or (path / naming.MANIFEST).is_file() or (path / naming.COMMIT).is_file():
         if not path.is_dir():
-            raise NoSuchCheckpoint(f"there is no directory {text}", hint="give RUN@STEP, or a checkpoint's directory")
+            raise NoSuchCheckpoint(f"the directory {text} does not exist", hint="give RUN@STEP, or a checkpoint's directory")
         return CheckpointTarget("", None, path)
     run, at, step = text.partition("@")
     naming.check_run(run)
@@ -199,7 +204,7 @@ def parse_target(text: str) -> CheckpointTarget:
 
 
 def step_of(api: Api, target: CheckpointTarget) -> int:
-    """The step that a target of a service names; `NotFound`, and `InvalidRequest` where it says not by which metric."""
+    """The step of a target on a service; `NotFound` if there is none, `InvalidRequest` if a metric is missing."""
     if target.best is not None:
         metric, mode = target.best if target.best.metric is not None else _of_the_policy(api, target.run)
         return api.best(target.run, str(metric), mode).step
@@ -210,19 +215,23 @@ def step_of(api: Api, target: CheckpointTarget) -> int:
 def _of_the_policy(api: Api, run: str) -> ByMetric:
     rules = {ByMetric(best.metric, best.mode) for best in retention.policy(api, run).policy.best}
     if len(rules) != 1:
-        told = "its policy keeps the best by none" if not rules else f"its policy keeps the best by {len(rules)}"
+        told = (
+            "its retention policy keeps the best by no metric"
+            if not rules
+            else f"its retention policy keeps the best by {len(rules)} metrics"
+        )
         hint = f"such as {run}@best:loss or {run}@best:accuracy:max; `holdfast ls {run}` shows metrics"
-        raise InvalidRequest(f"the best of {run} by which metric? {told}", hint=hint)
+        raise InvalidRequest(f"best of {run} needs a metric: {told}", hint=hint)
     return rules.pop()
 
 
 def open_library(root: Path | None, url: str | None) -> Library:
-    """The library that the options name; with neither, the service that answers, else ./holdfast-data.
+    """The library for these options; without any, the service that answers, otherwise ./holdfast-data.
 
-    `DaemonGone` when there is neither. An address given as HOLDFAST_URL is used as if it were `--url`.
+    Raises `DaemonGone` if there is neither. HOLDFAST_URL counts as `--url`.
     """
     if root is not None and url is not None:
-        raise InvalidRequest("--root and --url exclude each other", hint="give the one you mean")
+        raise InvalidRequest("--root and --url cannot be combined", hint="pass only one of them")
     if root is not None:
         return DirectoryLibrary(root)
     if url is not None or given_url() is not None:
@@ -232,14 +241,14 @@ def open_library(root: Path | None, url: str | None) -> Library:
     if DEFAULT_ROOT.is_dir():
         return DirectoryLibrary(DEFAULT_ROOT)
     raise DaemonGone(
-        f"no service answers at {default_url()}, and there is no directory ./{DEFAULT_ROOT}",
-        hint="name a directory with --root or a service with --url, or start one with `holdfast serve`",
+        f"no service answers at {default_url()}, and the directory ./{DEFAULT_ROOT} does not exist",
+        hint="pass --root DIR or --url URL, or start a service with `holdfast serve`",
     )
 
 
 @contextmanager
 def open_source(target: CheckpointTarget, root: Path | None, url: str | None) -> Iterator[Source]:
-    """The files of the checkpoint that the target names, until the end of the context."""
+    """The files of the target's checkpoint, until the end of the context."""
     if target.directory is not None:
         with DirectorySource(target.directory) as directory:
             yield directory
@@ -251,7 +260,7 @@ def open_source(target: CheckpointTarget, root: Path | None, url: str | None) ->
 
 
 def answers(url: str) -> bool:
-    """Whether a holdfast service answers there now."""
+    """Whether a Holdfast service answers at this URL."""
     try:
         with Api(url, PROBE_TIMEOUT_S) as api:
             api.health()

@@ -1,6 +1,7 @@
-"""What a restore has begun to write over and has not finished: nobody trains on it, and nobody saves it.
+"""Track live tensors that a failed restore has partly overwritten: they are neither trained on nor saved.
 
-What is found wrong is taken out of a live tensor again, but what was proven belongs together only once all of it is there.
+Bytes that fail their digest are removed from a live tensor again, but the verified ones are useful only once all
+are there.
 """
 
 from __future__ import annotations
@@ -11,21 +12,22 @@ from typing import NamedTuple
 from holdfast_formats.errors import StateOverwritten
 
 OVERWRITTEN = (
-    "live tensors have been partly overwritten, and are neither trained on nor saved before a restore succeeds: restore "
-    "another step, or end; restore(prove_first=True) overwrites nothing unless all is sound"
+    "live tensors are partly overwritten, so training and saving are refused until a restore succeeds: restore "
+    "another step, or stop; restore(prove_first=True) checks everything before it overwrites anything"
 )
 
 
 class Overwriting(NamedTuple):
-    """How live tensors are overwritten: `begins` is told before the first byte of them changes; with `prove_first` that is
-    when everything was found sound, else each extent is proven by itself and is read only once."""
+    """How live tensors are overwritten. `begins` is called before their first byte changes. With `prove_first`
+    everything is verified before that; otherwise each extent is verified by itself and read only once.
+    """
 
     begins: Callable[[], None]
     prove_first: bool = False
 
 
 class OverwriteGuard:
-    """Names `group/name` of live tensors that hold a part of a checkpoint."""
+    """Names (`group/name`) of partly overwritten live tensors."""
 
     def __init__(self) -> None:
         self._torn: set[str] = set()
@@ -36,11 +38,11 @@ class OverwriteGuard:
         return bool(self._torn)
 
     def tear(self, names: Collection[str]) -> None:
-        """These are being overwritten from now on."""
+        """These tensors are being overwritten from now on."""
         self._torn.update(names)
 
     def mend(self, names: Collection[str]) -> None:
-        """These are as they were saved, all of them."""
+        """These tensors are completely restored."""
         self._torn.difference_update(names)
         self._mended = names
 
@@ -49,10 +51,10 @@ class OverwriteGuard:
         self.tear(self._mended)
 
     def check(self) -> None:
-        """`StateOverwritten` where anything is torn."""
+        """Raise `StateOverwritten` if any tensor is partly overwritten."""
         if self._torn:
             first = min(self._torn)
             raise StateOverwritten(
-                f"a restore failed with {len(self._torn)} live tensors partly overwritten, {first} among them",
-                hint="restore a sound step, or make the state anew and a Checkpointer for it",
+                f"a restore failed and left {len(self._torn)} live tensors partly overwritten, among them {first}",
+                hint="restore a sound step, or create new state and a new Checkpointer for it",
             )

@@ -1,6 +1,6 @@
-"""Reads a committed checkpoint: COMMIT, manifest, then whole extents, and hands over only what was proven (I5, I7).
+"""Read a committed checkpoint: COMMIT, manifest, then whole extents. Only verified bytes are returned (I5, I7).
 
-Works on any `Source`, with no service running and without torch.
+Works on any `Source`, without a service and without torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OnDamage = Callable[[Piece, CheckpointError], None]
 
 
 class Damage(NamedTuple):
-    """One finding of `verify`: bytes [offset, offset + length) of a file, the tensor they belong to, and what is wrong."""
+    """One finding of `verify`: bytes [offset, offset + length) of a file, their tensor, and what is wrong."""
 
     file: str
     tensor: str | None
@@ -85,7 +85,7 @@ class _Found:
 
 
 class CheckpointReader:
-    """One committed checkpoint. Threads read and check, as many as `cores` feed; their buffers have 128 MiB at most."""
+    """One committed checkpoint. Up to `cores` threads read and check; their buffers have at most 128 MiB."""
 
     def __init__(self, source: Source, manifest: Manifest, manifest_bytes: bytes, commit_bytes: bytes) -> None:
         self.source = source
@@ -99,10 +99,11 @@ class CheckpointReader:
 
     @classmethod
     def open(cls, source: Source, *, complete: bool = True) -> CheckpointReader:
-        """Read COMMIT and manifest, and see that every file is there and as long as stated (I5).
+        """Read COMMIT and manifest, and check that every file exists with its stated length (I5).
 
-        Raises `NotCommitted` or `CorruptManifest`, naming the file. With `complete=False` the other files are not looked
-        at, which leaves them to `verify`. The source is the reader's from here on: it is closed when opening fails.
+        Raises `NotCommitted` or `CorruptManifest` with the file. With `complete=False` the other files are not
+        checked, which leaves them to `verify`. The source belongs to the reader from here on: it is closed if
+        opening fails.
         """
         try:
             return cls._open(source, complete)
@@ -138,7 +139,7 @@ class CheckpointReader:
         return verification.pieces(self.manifest)
 
     def pieces(self, file: str) -> tuple[Piece, ...]:
-        """A file's pieces in order; `NoSuchResource` for a file that the manifest does not list."""
+        """A file's pieces in order; `NoSuchResource` for a file that is not in the manifest."""
         entry = self.manifest.file(file)
         if entry is None:
             raise NoSuchResource(f"{self.source.label} has no file {file!r}", file=file)
@@ -147,17 +148,17 @@ class CheckpointReader:
         return self._pieces[file]
 
     def read_file(self, name: str) -> bytes:
-        """A whole file, every piece of it checked."""
+        """Read a whole file and check every piece of it."""
         parts: dict[int, bytes] = {}
         self.stream(self.pieces(name), lambda piece, data: parts.__setitem__(piece.start, bytes(data)))
         return b"".join(parts[start] for start in sorted(parts))
 
     def entry(self, group: str, name: str) -> TensorEntry:
-        """A tensor's manifest entry, aliases followed; `StateMismatch` naming a tensor that is not there."""
+        """A tensor's manifest entry, with aliases resolved; `StateMismatch` for an unknown tensor."""
         return resolve(self.manifest, group, name, self.source.label)[1]
 
     def read(self, group: str, name: str, box: Box | None = None) -> NDArray[Any]:
-        """A tensor, or a box of it, as a numpy array of its own dtype; `InvalidRequest` for sub-byte dtypes."""
+        """Read a tensor, or a box of it, as a numpy array of its dtype; `InvalidRequest` for sub-byte dtypes."""
         entry = self.entry(group, name)
         box = box or whole(entry.shape)
         check_box(box, entry.shape, name)
@@ -166,9 +167,9 @@ class CheckpointReader:
         return array
 
     def prove(self, wants: Iterable[Want]) -> int:
-        """Read and check every extent that the wants touch and the headers of their files; nothing is handed over.
+        """Read and check every extent that the wants touch, and the headers of their files, without storing anything.
 
-        Returns how many bytes the headers have. Raises `CorruptExtent` with file, tensor and byte range.
+        Returns the number of header bytes. Raises `CorruptExtent` with file, tensor and byte range.
         """
         wants = list(wants)
         headers = self.check_headers(wants)
@@ -213,12 +214,12 @@ class CheckpointReader:
         return [part for part, there in parts if not there], [part for part, there in parts if there]
 
     def load(self, wants: Iterable[Want]) -> int:
-        """Read what the wants touch into them, and prove each extent; `prove` first when nothing may change if anything is
-        damaged.
+        """Read into the wants, and verify each extent; call `prove` first if nothing may change unless everything is
+        sound.
 
-        Returns how many bytes of files that is, each counted once: those of whole extents. Raises `CorruptExtent`, also for
-        what was proven and has become another since: a page may have left memory and come back from the disk. Wants may
-        have been overwritten then, with what is proven; where something is not, with zeros.
+        Returns the number of bytes in these whole extents, each counted once. Raises `CorruptExtent`, also for
+        bytes that were verified before and differ now: a page may have left memory and come back from the disk. By
+        then wants may be overwritten, with verified bytes, or with zeros where verification failed.
         """
         found = self._touched(list(wants))
         own, lent = self._runs_apart(found)
@@ -230,7 +231,8 @@ class CheckpointReader:
     def verify(self, on_bytes: Callable[[int], None] | None = None) -> list[Damage]:
         """Check every byte of every listed file; return all damages, by file and position, instead of stopping.
 
-        Also checks that headers and indexes say what the manifest says. Files that the manifest does not list are ignored.
+        Also checks that headers and indexes agree with the manifest. Files that are not in the manifest are
+        ignored.
         """
         damages: list[Damage] = []
         present: list[Piece] = []
@@ -266,9 +268,10 @@ class CheckpointReader:
         on_damage: OnDamage | None = None,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
-        """Read pieces on several threads, check each one, and only then give it to `take`, whose view ends with the call.
+        """Read pieces on several threads, check each one, and then pass it to `take`; the view ends with the call.
 
-        Damage is raised, unless `on_damage` takes it. `on_bytes` hears, in the calling thread, how many bytes were read.
+        Damage is raised, unless `on_damage` takes it. `on_bytes` is called in the calling thread with the number
+        of bytes read.
         """
         batches = list(verification.batches(pieces))
         with ThreadPoolExecutor(max(1, min(verified_load.READERS_WAITING, len(batches))), "holdfast-read") as threads:
@@ -351,7 +354,7 @@ def _read_bounded(source: Source, name: str, bytes_max: int) -> bytes:
     if size is not None and size > bytes_max:
         raise CorruptManifest(
             f"{name} in {source.label} has {size} bytes, over the limit of {bytes_max}",
-            hint="it cannot be a file of ours; restore another step",
+            hint="Holdfast writes no file of this size; restore another step",
             file=name,
         )
     return source.read(name, 0, size)

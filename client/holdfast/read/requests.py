@@ -1,4 +1,4 @@
-"""What somebody wants of a checkpoint's tensors, and what that means for its extents: which are read, and who receives."""
+"""Resolve wanted tensor parts to extents: which to read, and which target receives them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ COPIED_ALONE_BYTES = 2**14  # below, handing over the interpreter costs more tha
 class Want(NamedTuple):
     """A box of a tensor, in elements, and the array that receives it.
 
-    `into` is writable, may be strided, and has the shape of the box in `region.byte_view` coordinates and the unsigned
-    dtype `transfer.element_dtype(itemsize)`.
+    `into` is writable, may be strided, and has the shape of the box in `region.byte_view` coordinates and the
+    unsigned dtype `transfer.element_dtype(itemsize)`.
     """
 
     group: str
@@ -32,9 +32,10 @@ class Want(NamedTuple):
 
 
 class Receiver(NamedTuple):
-    """A want, resolved; shape and box are in `byte_view` coordinates.
+    """A resolved want; shape and box are in `byte_view` coordinates.
 
-    Where the tensor's bytes from `first` on lie in the receiver as they lie in the file, `octets` are the receiver's bytes.
+    If the tensor's bytes from `first` on are contiguous in the receiver as in the file, `octets` are the
+    receiver's bytes.
     """
 
     into: NDArray[Any]
@@ -44,7 +45,7 @@ class Receiver(NamedTuple):
     octets: memoryview | None
 
     def take(self, offset: int, data: memoryview) -> None:
-        """Copy what the receiver wants of these bytes, which stand in the tensor from `offset` on."""
+        """Copy what the receiver needs of these bytes, which begin at `offset` in the tensor."""
         if self.octets is None:
             elements = np.frombuffer(data, transfer.element_dtype(self.view.itemsize))
             start = offset // self.view.itemsize
@@ -56,7 +57,7 @@ class Receiver(NamedTuple):
 
 
 def copy(into: memoryview, data: memoryview) -> None:
-    """Copy bytes; where there are many, so that other threads can compute meanwhile."""
+    """Copy bytes; large copies release the interpreter lock."""
     if len(data) < COPIED_ALONE_BYTES:
         into[:] = data
     else:
@@ -64,9 +65,10 @@ def copy(into: memoryview, data: memoryview) -> None:
 
 
 class ExtentRun(NamedTuple):
-    """Extents [first, stop) of a tensor, and who receives from every one of them.
+    """Extents [first, stop) of a tensor, and the receivers of all of them.
 
-    `octets` is the part of the one receiver's memory into which the run's bytes can be read as they are, where there is one.
+    `octets` is the part of the only receiver's memory into which the run's bytes can be read directly, if there is
+    one.
     """
 
     group: str
@@ -91,7 +93,7 @@ class ExtentRun(NamedTuple):
 def runs(manifest: Manifest, wants: Iterable[Want], label: str) -> list[ExtentRun]:
     """The extents that the wants need, by file and position, each in one run.
 
-    Raises `StateMismatch` naming a tensor that does not fit.
+    Raises `StateMismatch` for a tensor that does not match.
     """
     tensors: dict[tuple[str, str], tuple[TensorEntry, list[Receiver]]] = {}
     for want in wants:

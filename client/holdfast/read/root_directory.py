@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as a root's directory shows them, and one of them opened, from there or over HTTP."""
+"""List a run's checkpoints in a root directory, and open one from there or over HTTP."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ from holdfast_formats.errors import Damaged, NoSuchCheckpoint
 
 
 def open_checkpoint(root: Path | None, url: str | None, run: str, step: int) -> CheckpointReader:
-    """The checkpoint, read from its directory where that can be seen, else over HTTP from the daemon."""
+    """Open the checkpoint from its directory if that is visible, otherwise over HTTP from the daemon."""
     directory = root / naming.checkpoint_path(run, step) if root is not None else None
     if directory is not None and (directory.is_dir() or url is None):
         if not directory.is_dir():
-            raise NoSuchCheckpoint(f"{root} has no checkpoint {run}@{step}", hint="`holdfast ls` lists what there is")
+            raise NoSuchCheckpoint(
+                f"{root} has no checkpoint {run}@{step}", hint="`holdfast ls` lists the available checkpoints"
+            )
         return CheckpointReader.open(DirectorySource(directory))
     if url is None:
         raise NoSuchCheckpoint(
-            f"there is no way to read {run}@{step}: the daemon's directory is not to be seen here, nor does it listen",
+            f"cannot read {run}@{step}: the daemon's directory is not visible on this machine, and the daemon "
+            "does not listen for HTTP",
             hint="mount the daemon's root at the same path here, or start it with --listen",
         )
     return CheckpointReader.open(HttpSource(Api(url), run, step))
 
 
 def living_steps(root: Path, run: str, among: Sequence[int] | None = None) -> list[int]:
-    """The steps of `committed_steps`, or `among` others, that training has not left behind by going on from an older one."""
+    """The steps of `committed_steps`, or of `among`, that training has not abandoned by continuing from an older
+    one.
+    """
     steps, known = committed_steps(root, run) if among is None else among, []
     for step in steps:
         with suppress(Damaged), closing(DirectorySource(root / naming.checkpoint_path(run, step))) as source:
@@ -39,7 +44,7 @@ def living_steps(root: Path, run: str, among: Sequence[int] | None = None) -> li
 
 
 def committed_steps(root: Path, run: str) -> list[int]:
-    """The steps whose directories are committed, newest first; none when the run is not there."""
+    """The steps with a committed directory, newest first; empty if the run does not exist."""
     directory = root / naming.check_run(run) / naming.CHECKPOINTS
     if not directory.is_dir():
         return []
@@ -48,8 +53,9 @@ def committed_steps(root: Path, run: str) -> list[int]:
 
 
 def published_steps(root: Path, run: str) -> list[int]:
-    """Those, and the steps that have everything but their COMMIT, newest first: nothing stands here without one (I1), so
-    somebody or something has taken it away, and reading them says so."""
+    """Committed steps, and steps whose COMMIT is missing, newest first. Every published directory had a COMMIT
+    (I1), so it was removed later, and reading the step reports that.
+    """
     directory = root / naming.check_run(run) / naming.CHECKPOINTS
     entries = directory.iterdir() if directory.is_dir() else ()
     steps = (naming.parse_step_directory(entry.name) for entry in entries if (entry / naming.MANIFEST).is_file())

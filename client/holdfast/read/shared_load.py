@@ -1,7 +1,7 @@
-"""What several ranks of this machine want of a checkpoint, read and proven once: by the daemon, into memory that all read.
+"""Extents that several ranks of a machine want are read and verified once, by the daemon, into shared memory.
 
-The memory is sealed, so what the daemon has proven need not be proven before it is copied, only while it is. What only this
-rank wants it reads for itself, and everything where sharing does not work out: that is a note, never an error.
+The memory is sealed, so verified bytes cannot change. Extents that only this rank wants it reads itself, and all
+of them if sharing fails, which is a note and not an error.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK
 
 
 class LentMemory:
-    """Pieces of a checkpoint's files in memory: a source of these pieces alone, which nobody can change any more."""
+    """Pieces of a checkpoint's files in sealed memory: a source of only these pieces."""
 
     chunk_bytes = CHUNK_BYTES
-    label = "the memory of this machine's daemon"
+    label = "shared memory of this machine's daemon"
 
     def __init__(self, fd: int) -> None:
         """`InvalidRequest` for memory that can still change, or holds something else. The descriptor stays the caller's."""
@@ -43,15 +43,15 @@ class LentMemory:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALED == _SEALED
             memory = Mapping(fd, write=False).memory if sealed else memoryview(b"")
         except OSError as error:
-            raise InvalidRequest(f"the daemon's memory cannot be read: {error.strerror}") from error
+            raise InvalidRequest(f"cannot read the daemon's shared memory: {error.strerror}") from error
         if not sealed:
-            raise InvalidRequest("the daemon's memory is not sealed: what it proved could change")
+            raise InvalidRequest("the daemon's shared memory is not sealed, so verified bytes could still change")
         self._memory = memory
         held = piece_list.decode(memory)
         rows = held.rows
         ends = rows["at"] + rows["length"]
         if len(rows) and int(ends.max()) > len(memory):
-            raise InvalidRequest("the daemon's memory is cut short")
+            raise InvalidRequest("the daemon's shared memory is shorter than announced")
         names = [held.files[number] for number in rows["file"].tolist()]
         starts, lengths, digests = rows["start"].tolist(), rows["length"].tolist(), rows["digest"].tolist()
         self._pieces = dict(zip(zip(names, starts, strict=True), zip(lengths, digests, strict=True), strict=True))
@@ -64,7 +64,7 @@ class LentMemory:
             self._runs[names[first]].append((starts[first], stop, int(rows["at"][first])))
 
     def holds(self, piece: Piece) -> bool:
-        """Whether this very piece, of this digest, is here: then it is proven."""
+        """Whether exactly this piece, with this digest, is here; then it is verified."""
         return self._pieces.get((piece.file, piece.start)) == (piece.length, int(piece.digest, 16))
 
     def view(self, name: str, start: int, stop: int) -> memoryview | None:
@@ -78,7 +78,7 @@ class LentMemory:
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         seen = self.view(name, offset, offset + len(buffer))
         if seen is None:
-            raise InvalidRequest(f"{self.label} does not hold bytes [{offset}, {offset + len(buffer)}) of {name}")
+            raise InvalidRequest(f"{self.label} does not contain bytes [{offset}, {offset + len(buffer)}) of {name}")
         buffer[:] = seen
         return len(buffer)
 
@@ -100,11 +100,13 @@ class LentMemory:
         return None
 
     def close(self) -> None:
-        """Nothing: the memory is unmapped with the last view of it."""
+        """Does nothing: the memory is unmapped with the last view of it."""
 
 
 class BytesRead(NamedTuple):
-    """What was read: bytes of extents. With headers: bytes that the daemon proved for several ranks, and that this did."""
+    """Bytes of extents that were read. With headers: bytes that the daemon verified for several ranks, and that
+    this rank did.
+    """
 
     bytes_read: int
     node_bytes: int
@@ -113,25 +115,27 @@ class BytesRead(NamedTuple):
 
 
 class Neighbours:
-    """The ranks of this launch on this machine, `count` with this one, by way of their daemon."""
+    """The ranks of this launch on this machine, `count` including this one, reached through their daemon."""
 
     def __init__(self, link: Transport, count: int) -> None:
         self._link, self._count = link, count
 
     def borrow(self, step: int, pieces: Sequence[Piece], waits: bool) -> tuple[LentMemory | None, tuple[str, ...]]:
-        """Memory with those of the pieces that others want as well, or None; and a note of what spoke against it.
+        """Memory with the pieces that other ranks want as well, or None; and a note if sharing failed.
 
-        Waits for the others for a moment, and until all is read. No failure of the daemon is an error here. `waits` says
-        that reading them would wait for a disk or a network.
+        Waits a moment for the other ranks, and until everything is read. A failure of the daemon is not an error
+        here. `waits` says that reading would wait for a disk or a network.
         """
         try:
             memory, notice = self._ask(step, pieces, waits)
         except CheckpointError as error:
-            return None, (f"not read together with the other ranks of this machine: {error.detail}",)
+            return None, (
+                f"not read together with the other ranks of this machine, read separately instead: {error.detail}",
+            )
         return memory, (notice,) if notice else ()
 
     def release(self, read_bytes: int) -> None:
-        """The memory is not used any more; so much this rank has read for itself."""
+        """The memory is no longer used; also reports how much this rank read itself."""
         with suppress(CheckpointError):  # a daemon that is gone has nothing to take back
             self._link.ask(wire.Unload(id=self._link.next_id(), read_bytes=read_bytes), wire.Done)
 
@@ -143,7 +147,7 @@ class Neighbours:
             message = wire.Load(id=self._link.next_id(), step=step, peers=self._count, waits=waits)
             loaded = self._link.ask(message, wire.Loaded, (wish,), LOAD_WAIT_S)
         except OSError as error:
-            raise DaemonGone(f"no memory for the question: {error.strerror}") from error
+            raise DaemonGone(f"no memory for the request: {error.strerror}") from error
         finally:
             os.close(wish)
         if loaded.pieces == 0:
@@ -156,7 +160,9 @@ class Neighbours:
 
 
 def fill(reader: CheckpointReader, wants: Sequence[Want], neighbours: Neighbours | None, into: Overwriting) -> BytesRead:
-    """Hand over all wants, each extent once it is proven, or nothing before all are. What the daemon lends is proven."""
+    """Fill all wants, each extent after it was verified, or nothing before all are verified. Lent bytes are
+    already verified.
+    """
     if neighbours is None:
         headers = _prove(reader, wants, into)
         read = reader.load(wants)

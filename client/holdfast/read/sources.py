@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are read from: a directory, or the service. The reader on top does not care."""
+"""Sources of a checkpoint's files: a directory, or the service."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ HTTP_CHUNK_BYTES = EXTENT_BYTES_MAX  # of one request
 
 
 class Source(Protocol):
-    """The files of one checkpoint, by plain name. Safe for threads; `label` says to people where they are.
+    """The files of one checkpoint, by plain name. Safe for threads; `label` is shown to people.
 
-    It is read best `chunk_bytes` at a time.
+    The best read size is `chunk_bytes`.
     """
 
     @property
@@ -48,7 +48,7 @@ class Source(Protocol):
 
 
 class ProvenSource(Source, Protocol):
-    """A steady source of some pieces, all of them proven by whoever made it."""
+    """A stable source of some pieces, all of them already verified."""
 
     def holds(self, piece: Piece) -> bool: ...
 
@@ -64,7 +64,7 @@ def _read(source: Source, name: str, offset: int, length: int | None) -> bytes:
 
 
 class DirectorySource:
-    """The files of a checkpoint's directory, read with no service running. Follows no link out of the directory."""
+    """The files of a checkpoint's directory, read without a service. Links out of the directory are not followed."""
 
     chunk_bytes = FILE_CHUNK_BYTES
 
@@ -87,7 +87,7 @@ class DirectorySource:
         except NoSuchResource:
             return None
         if not stat.S_ISREG(found.st_mode):
-            raise CorruptManifest(f"{name} in {self.label} is not a plain file", file=name)
+            raise CorruptManifest(f"{name} in {self.label} is not a regular file", file=name)
         return found.st_size
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
@@ -168,7 +168,7 @@ class DirectorySource:
                     descriptor = os.open(self._path(name), flags)
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     os.close(descriptor)
-                    raise CorruptManifest(f"{name} in {self.label} is not a plain file", file=name)
+                    raise CorruptManifest(f"{name} in {self.label} is not a regular file", file=name)
                 self._open[name] = descriptor
             return self._open[name]
 
@@ -181,7 +181,7 @@ class DirectorySource:
 
     def _path(self, name: str) -> Path:
         if not naming.is_file_name(name):
-            raise InvalidRequest(f"{name!r} is not the name of a checkpoint's file")
+            raise InvalidRequest(f"{name!r} is not a valid name of a checkpoint file")
         return self.path / name
 
     @contextmanager
@@ -195,7 +195,7 @@ class DirectorySource:
 
     def _failed(self, name: str, error: OSError) -> StorageFailed:
         return StorageFailed(
-            f"{self.label}: {name} cannot be read: {error.strerror}",
+            f"{self.label}: cannot read {name}: {error.strerror}",
             hint="check the permissions of the directory and the health of its disk",
             file=name,
             errno=error.errno,
@@ -203,7 +203,7 @@ class DirectorySource:
 
 
 class HttpSource:
-    """The files of a checkpoint as the service hands them over, by Range requests. Closing it closes the `Api`."""
+    """The files of a checkpoint from the service, by Range requests. Closing it closes the `Api`."""
 
     chunk_bytes = HTTP_CHUNK_BYTES
 

@@ -1,10 +1,10 @@
-"""The passes of a load: one that proves each extent as it is handed over, or two, where everything is proven before that.
+"""Load passes: one that verifies each extent as it is copied, or two, if everything must be verified first.
 
-What lies in a tensor as in the file is read straight into it, in chunks that stay in a core's cache until they are
-digested there; if one is not what was written, its place is emptied before anybody hears of it. What lies otherwise, and
-what comes past the page cache, which asks for memory of its own, is proven in a buffer and then copied. The second of two
-passes does the same: a page that left memory in between may come back from the disk as another. What is at hand, in
-memory or in the page cache, takes one call for many extents (`proving`).
+Tensors stored contiguously are read directly into place, in chunks that stay in the CPU cache until they are
+digested; if a digest does not match, the place is zeroed. Other tensors, and direct I/O, which needs its own
+buffers, are verified in a buffer and then copied. The second of two passes verifies again: a page that left memory
+in between may come back different. Bytes in memory or in the page cache take one call for many extents
+(`proving`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROBES = 64  # places looked at to tell which it is
 
 
 class Manner(NamedTuple):
-    """How many threads read, how much at a time, and how past the page cache, if they do."""
+    """Number of threads, read size, and how to bypass the page cache, if at all."""
 
     readers: int
     chunk_bytes: int
@@ -70,26 +70,26 @@ def check(source: Source, pieces: Iterable[Piece]) -> None:
 
 
 def prove(source: Source, runs: Sequence[ExtentRun], cores: int) -> None:
-    """Read and check runs; nothing is handed over. Raises `CorruptExtent` with file, tensor and byte range."""
+    """Read and check runs without storing them. Raises `CorruptExtent` with file, tensor and byte range."""
     manner = _manner(source, runs, cores, again=True)._replace(straight=False)
     _on_threads(runs, manner, lambda: _Prover(source, manner).take)
 
 
 def hand_over(source: Source, runs: Sequence[ExtentRun], cores: int, proven: bool) -> None:
-    """Read them into who receives them. Raises `CorruptExtent` where something is not what was written.
+    """Read runs into their receivers. Raises `CorruptExtent` if a digest does not match.
 
-    Of an extent that is damaged nothing is handed over; of those before it, everything. Its place may hold zeros then, and
-    that of what was read with it. What `prove` has just read is looked for in the page cache.
+    Nothing of a damaged extent is kept; everything before it is. Its place, and that of bytes read with it, may
+    then be zero. What `prove` has just read is expected in the page cache.
     """
     manner = _manner(source, runs, cores, again=proven)
     _on_threads(runs, manner, lambda: _Giver(source, manner).take)
 
 
 def _jobs(runs: Sequence[ExtentRun], bytes_max: int, straight_bytes_max: int) -> deque[Job]:
-    """Extents that follow each other in the file together, so that small ones cost one read.
+    """Group adjacent extents of a file, so that small ones cost one read.
 
-    A run that can be read as it is, and is no small one, shares its jobs with no other; they have up to
-    `straight_bytes_max` where `bytes_max` has room for one of its extents.
+    A large run that can be read in place has its own jobs; they have up to `straight_bytes_max` if `bytes_max` has
+    room for one of its extents.
     """
     found: deque[Job] = deque()
     job: list[ReadPart] = []
@@ -126,7 +126,7 @@ def _parts(run: ExtentRun, bytes_max: int) -> Iterator[ReadPart]:
 
 
 def _on_threads(runs: Sequence[ExtentRun], manner: Manner, worker: Callable[[], Callable[[Job], None]]) -> None:
-    """Take all jobs, each thread with a worker of its own; the first error ends it and is raised."""
+    """Run all jobs, each thread with its own worker; the first error stops them and is raised."""
     jobs = _jobs(runs, manner.chunk_bytes, manner.straight_bytes)
     if not jobs:
         return
@@ -159,7 +159,7 @@ def _on_threads(runs: Sequence[ExtentRun], manner: Manner, worker: Callable[[], 
 
 
 def _manner(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool) -> Manner:
-    """How these runs are read fastest. What is to be read `again` afterwards is left in the page cache."""
+    """The fastest way to read these runs. What is read `again` later stays in the page cache."""
     waiting = [source.waits(file, start) for file, start in _places(runs)]
     if not any(waiting):
         return Manner(cores, source.chunk_bytes, straight=native_verify.available())

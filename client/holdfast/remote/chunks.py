@@ -88,7 +88,7 @@ class ChunkSender:
     def bring(self, save: OwnSave) -> bodies.Upload:
         """Open the upload of a sealed slot or find it open, send what is not there yet, and seal it."""
         began = time.monotonic()
-        assert save.whole is not None, "only what is sealed is brought"
+        assert save.whole is not None, "only a sealed slot can be uploaded"
         reached = self._api.open_upload(self._rank_id, save.number, save.wanted)
         if reached.state != "open":
             return reached

@@ -69,7 +69,7 @@ class RemoteLink:
         if self._courier is not None and self._courier.lost is not None:
             raise self._courier.lost
         if type(message) not in self._answers:
-            raise InvalidRequest(f"{type(message).__name__} means nothing to a rank without shared memory")
+            raise InvalidRequest(f"a rank without shared memory cannot send {type(message).__name__}")
         reply = self._answers[type(message)](message)
         assert isinstance(reply, kind), f"{type(message).__name__} is not answered by {kind.__name__}"
         return reply
@@ -77,7 +77,7 @@ class RemoteLink:
     def ask(
         self, message: wire.Request, kind: type[_Reply], fds: tuple[int, ...] = (), timeout_s: float = REQUEST_TIMEOUT_S
     ) -> _Reply:
-        raise DaemonGone("a rank without shared memory sends and is sent no descriptors")
+        raise DaemonGone("a rank without shared memory cannot exchange file descriptors")
 
     def tell(self, message: wire.Request) -> None:
         """How long training stood still goes with the seal, where the upload has not come to that yet."""
@@ -93,7 +93,7 @@ class RemoteLink:
             return self._fds.pop(0)
 
     def take_fds(self, count: int) -> list[int]:
-        raise DaemonGone("a rank without shared memory is sent none")
+        raise DaemonGone("a rank without shared memory receives no descriptors")
 
     def close(self, ended: bool = False) -> None:
         """Part from the daemon: it saves what has been uploaded, and gives up what has not."""

@@ -30,7 +30,7 @@ class OwnSegment:
         except OSError as error:
             os.close(self.fd)
             hint = "free memory on this machine, or save a smaller state with fewer slots"
-            raise NoSpace(f"cannot have {geometry.segment_bytes} bytes for slots: {error.strerror}", hint=hint) from error
+            raise NoSpace(f"cannot reserve {geometry.segment_bytes} bytes for slots: {error.strerror}", hint=hint) from error
         self._changed = threading.Condition()
         self._free = set(range(geometry.slots))
         self._lost: CheckpointError | None = None
@@ -46,8 +46,8 @@ class OwnSegment:
                 raise self._lost
             if not free:
                 raise ArenaFull(
-                    f"all {self.geometry.slots} slots hold saves that have not been uploaded and written yet",
-                    hint="save less often, have a faster link to the daemon, or give the checkpointer more slots",
+                    f"all {self.geometry.slots} slots are occupied by saves that are not uploaded and written yet",
+                    hint="save less often, use a faster link to the daemon, or give the checkpointer more slots",
                 )
             slot = min(self._free)
             self._free.remove(slot)
@@ -125,7 +125,7 @@ class OwnSaves:
         """`StateMismatch` while another save of the step is under way."""
         with self._lock:
             if self._saves.setdefault(save.step, save) is not save:
-                raise StateMismatch(f"step {save.step} is being saved already", hint="wait for its ticket first")
+                raise StateMismatch(f"step {save.step} is already being saved", hint="wait for its ticket first")
 
     def find(self, step: int) -> OwnSave | None:
         return self._saves.get(step)  # in one step: the training asks, whom signals interrupt

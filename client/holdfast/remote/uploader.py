@@ -163,7 +163,7 @@ class Uploader:
             try:
                 self._api.leave(self._rank_id)
             except CheckpointError as error:
-                log.info("%s was not told that this rank parts: %s", self._api.url, error.detail)
+                log.info("could not tell %s that this rank disconnects: %s", self._api.url, error.detail)
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
 
@@ -195,7 +195,7 @@ class Uploader:
             self.lost = error
         self.saves.lose()
         self._sealed.put(None)
-        log.warning("the daemon at %s is lost: %s", self._api.url, error.detail)
+        log.warning("lost the daemon at %s: %s", self._api.url, error.detail)
         if self._segment is not None:
             self._segment.lose(error)
         self._on_lost(error)
@@ -281,7 +281,7 @@ class Uploader:
         try:
             self._api.abandon_upload(self._rank_id, number, bodies.AbandonRequest(problem=error.problem()), timeout_s)
         except CheckpointError as unheard:
-            log.info("%s was not told that step %d is given up: %s", self._api.url, step, unheard.detail)
+            log.info("could not tell %s that step %d is given up: %s", self._api.url, step, unheard.detail)
 
     def _bring(self, sender: ChunkSender, save: OwnSave) -> None:
         """Bring a sealed slot to the daemon; what breaks is taken up where it broke."""
@@ -295,7 +295,7 @@ class Uploader:
                 resumes += 1
                 if resumes > RESUMES_MAX or not _may_go_on(error):
                     raise
-                log.info("step %d: %s; going on", save.step, error.detail)
+                log.info("step %d: %s; continuing", save.step, error.detail)
                 with self._rejoining:  # the other thread may be half through
                     patience.wait(self._closing)
             except AlreadyCommitted:
@@ -345,5 +345,5 @@ def _join(api: Api, rank_id: str, hello: bodies.RankHello) -> bodies.RankWelcome
 def _still_busy(error: RunBusy, waited_s: float) -> RunBusy:
     if waited_s < 1:
         return error
-    told = f"{error.detail}; its ranks were waited for to fall silent for {waited_s:.0f} s, and were heard of meanwhile"
+    told = f"{error.detail}; waited {waited_s:.0f} s for its ranks to go silent, but they are still active"
     return RunBusy(told, hint=error.hint, **error.members)

@@ -266,7 +266,8 @@ class Api(JobsApi):
             self._checked(response)
             if response.status_code != httpx.codes.PARTIAL_CONTENT:
                 raise StorageFailed(
-                    f"{self.url} answered a range with {response.status_code}", hint="is it a holdfast service?"
+                    f"{self.url} answered a range request with status {response.status_code}",
+                    hint="check that the address is a Holdfast service",
                 )
             yield from response.iter_raw()
 
@@ -299,11 +300,11 @@ class Api(JobsApi):
             raise self._gone(error) from error
         except ValidationError as error:
             first = error.errors()[0]["msg"]
-            hint = "is it a holdfast service, and of this version?"
-            raise StorageFailed(f"{self.url} sent an answer that is not understood: {first}", hint=hint) from error
+            hint = "check that it is a Holdfast service of the same version"
+            raise StorageFailed(f"{self.url} sent an invalid answer: {first}", hint=hint) from error
 
     def _gone(self, error: httpx.HTTPError) -> DaemonGone:
-        hint = "start it with `holdfast serve`, or name another address with --url or HOLDFAST_URL"
+        hint = "start it with `holdfast serve`, or set another address with --url or HOLDFAST_URL"
         return DaemonGone(f"no answer from {self.url}: {error or type(error).__name__}", hint=hint)
 
 
@@ -314,7 +315,7 @@ def _rebuilt(response: httpx.Response) -> CheckpointError:
         body = None
     if isinstance(body, dict) and "code" in body:
         return from_problem(body)
-    hint = "is it a holdfast service?"
+    hint = "check that the address is a Holdfast service"
     return StorageFailed(f"{response.url} answered {response.status_code} {response.reason_phrase}", hint=hint)
 
 

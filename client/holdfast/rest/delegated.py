@@ -29,7 +29,7 @@ def as_job(api: Api, wanted: JobRequest, on_bytes: Callable[[int, int], None]) -
         on_bytes(job.done_bytes, job.total_bytes)
         job = _parsed(api.request("GET", f"/v1/jobs/{job.id}", params={"wait_s": WAIT_S}).content)
     if job.state == "cancelled":
-        raise RoundAborted(f"job {job.id} was cancelled", hint="ask for it anew")
+        raise RoundAborted(f"job {job.id} was cancelled", hint="submit it again")
     if job.problem is not None:
         raise from_problem(job.problem)
     return job.result or {}
@@ -41,9 +41,9 @@ def offline(*arguments: str) -> dict[str, Any]:
     try:
         said = json.loads(done.stdout)
     except ValueError:
-        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        why = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise CheckpointError(
-            f"{_PROGRAM} ended with {done.returncode}: {why}", hint="pip install 'holdfast-checkpoint[service]'"
+            f"{_PROGRAM} exited with status {done.returncode}: {why}", hint="pip install 'holdfast-checkpoint[service]'"
         ) from None
     if done.returncode:
         raise from_problem(said)
@@ -55,8 +55,8 @@ def _parsed(content: bytes) -> Job:
         return Job.model_validate_json(content)
     except ValidationError as error:
         raise StorageFailed(
-            f"the service sent an answer that is not understood: {error.errors()[0]['msg']}",
-            hint="is it a holdfast service, and of this version?",
+            f"the service sent an invalid answer: {error.errors()[0]['msg']}",
+            hint="check that it is a Holdfast service of the same version",
         ) from error
 
 

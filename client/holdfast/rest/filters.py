@@ -31,7 +31,7 @@ class Filter(NamedTuple):
         """Whether step and time of a checkpoint are wanted; `InvalidRequest` where only a service knows the answer."""
         if self.label is not None or self.state is not None:
             raise InvalidRequest(
-                "labels and states are not known without a service", hint="leave --root out, or start `holdfast serve`"
+                "filters by label and state need a running service", hint="leave --root out, or start `holdfast serve`"
             )
         if self.since is not None and _time(checkpoint.created) < _time(self.since):
             return False

@@ -76,7 +76,9 @@ class JobsApi:
             if job.state in _ENDED:
                 return job
             if left_s <= 0:
-                raise DeadlineExceeded(f"job {job_id} is {job.state} after {timeout_s} s", hint="it goes on by itself")
+                raise DeadlineExceeded(
+                    f"job {job_id} is still {job.state} after {timeout_s} s", hint="the job continues in the service"
+                )
 
     def events(
         self: ApiConnection,

@@ -19,5 +19,5 @@ def of(api: Api, run: str, step: Step = "latest") -> list[Replica]:
         return bodies.Page[Replica].model_validate_json(answer.content).items
     except ValidationError as error:
         first = error.errors()[0]["msg"]
-        hint = "is it a holdfast service, and of this version?"
-        raise StorageFailed(f"{answer.url} sent an answer that is not understood: {first}", hint=hint) from error
+        hint = "check that it is a Holdfast service of the same version"
+        raise StorageFailed(f"{answer.url} sent an invalid answer: {first}", hint=hint) from error

@@ -84,8 +84,8 @@ def _parsed(answer: httpx.Response, model: type[Model]) -> Model:
     except ValidationError as error:
         first = error.errors()[0]["msg"]
         raise StorageFailed(
-            f"{answer.url} sent an answer that is not understood: {first}",
-            hint="is it a holdfast service, and of this version?",
+            f"{answer.url} sent an invalid answer: {first}",
+            hint="check that it is a Holdfast service of the same version",
         ) from error
 
 

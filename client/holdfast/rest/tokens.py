@@ -68,7 +68,8 @@ class RootTokens(NamedTuple):
     def _tool(self, arguments: list[str]) -> Any:
         if importlib.util.find_spec("holdfast_service") is None:  # asked for here because the client may not import it
             raise InvalidRequest(
-                "a root's tokens are the daemon's to change", hint="pip install 'holdfast-checkpoint[service]'"
+                "changing a root's tokens needs the service's dependencies",
+                hint="pip install 'holdfast-checkpoint[service]'",
             )
         catalog = [] if self.catalog is None else ["--catalog", self.catalog]
         program = [sys.executable, "-m", "holdfast_service.offline", "tokens"]
@@ -77,7 +78,9 @@ class RootTokens(NamedTuple):
         try:
             answer = json.loads(done.stdout)
         except ValueError:
-            raise CheckpointError(f"the token tool ended with {done.returncode}", hint="what it wrote says why") from None
+            raise CheckpointError(
+                f"the token tool exited with status {done.returncode}", hint="see its output above"
+            ) from None
         if done.returncode != 0:
             raise from_problem(answer)
         return answer

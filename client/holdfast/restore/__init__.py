@@ -1,1 +1,1 @@
-"""From a checkpoint into live state."""
+"""Restore a checkpoint into live state."""

@@ -1,9 +1,10 @@
-"""A restore from its begin to its end: choose a step, open it, load it, and tell the daemon how that ended.
+"""A complete restore: choose a step, open it, load it, and report the result to the daemon.
 
-Where a checkpoint turns out damaged, all ranks of a launch take the one before it.
+If a checkpoint turns out damaged, all ranks of a launch take the previous one.
 
-Which step it is the daemon says, to all ranks the same, and each tells it how reading ended before it goes on. So no rank
-goes on from a step that another could not read. Without a daemon only a rank that is alone can fall back by itself.
+The daemon chooses the same step for all ranks, and each rank reports its result before it continues. So no rank
+continues from a step that another rank could not read. Without a daemon, only a single rank can fall back by
+itself.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from holdfast_formats.errors import CheckpointError, Damaged, StateMismatch
 
 log = logging.getLogger(__name__)
 
-LATE = "other ranks have gone on from this step: end this launch; the next one restores an older step"
+LATE = "other ranks already continue from this step: stop this launch; the next one restores an older step"
 NO_DAEMON = (
     "with no daemon, ranks cannot agree on another step: start `holdfast serve` on this directory, or restore(step=…)"
 )
 
 
 class RestoreRequest(NamedTuple):
-    """What is to be restored: a step by name, or the newest, of a checkpoint that has these groups."""
+    """What to restore: a step by number, or the newest checkpoint with these groups."""
 
     step: int | None
     groups: tuple[str, ...]
@@ -37,10 +38,10 @@ class RestoreRequest(NamedTuple):
 
 
 def restore(rank: RestoringRank, asked: RestoreRequest) -> RestoreReport | None:
-    """Load what was asked for, or the newest sound step below what turns out damaged; None when there is nothing at all.
+    """Load the requested step, or the newest sound step below a damaged one; None if there is no checkpoint.
 
-    A step that was asked for by name is that one or an error. Raises what `load` raises, `Damaged` where nothing sound is
-    left, or where ranks cannot agree any more.
+    A step that was requested by number is loaded or raises. Raises what `load` raises, and `Damaged` if no sound
+    step is left or the ranks can no longer agree.
     """
     damages: list[tuple[int, CheckpointError]] = []  # that this restore has met, the newest step first
     below: int | None = None
@@ -71,7 +72,7 @@ def restore(rank: RestoringRank, asked: RestoreRequest) -> RestoreReport | None:
         if judged.late:
             error.hint = f"{error.hint}; {LATE if choice.turn is not None else NO_DAEMON}"
             raise error
-        log.warning("step %d is damaged, an older one is looked for: %s", choice.step, error.detail)
+        log.warning("step %d is damaged, looking for an older one: %s", choice.step, error.detail)
         below = choice.step
 
 
@@ -83,14 +84,16 @@ def _choose(session: Session, asked: RestoreRequest, start: bool, below: int | N
         if asked.part.strict or not offered:  # without `strict`, the most of the groups that there is will do
             raise
         choice = session.choose(asked.step, offered, start, below, asked.healthy)
-        note = f"no checkpoint has all groups of the live state: {', '.join(missing)} stay as they were"
+        note = f"no checkpoint has all groups of the live state; not restored: {', '.join(missing)}"
         return choice._replace(notes=(*choice.notes, note))
 
 
 def _load(
     rank: RestoringRank, choice: Choice, asked: RestoreRequest
 ) -> tuple[RestoreReport | None, Damaged | None, Judgement]:
-    """Load once, or once more where the daemon says that all is well now; what came of it, and what is to be done."""
+    """Load, and load again if the daemon says that the step is sound now. Returns the report, the damage and the
+    verdict.
+    """
     assert choice.step is not None
     session, named = rank.session, asked.step is not None
     while True:
@@ -113,10 +116,10 @@ def _load(
 
 
 def _unsaid(damages: list[tuple[int, CheckpointError]], choice: Choice) -> list[str]:
-    """What no daemon says: it knows what is damaged, and its notes tell."""
+    """Notes for a restore without a daemon; otherwise the daemon's notes name the damaged steps."""
     if choice.turn is not None:
         return []
-    return [f"step {step} is damaged ({error.detail}): step {choice.step} is restored instead" for step, error in damages]
+    return [f"step {step} is damaged ({error.detail}): restored step {choice.step} instead" for step, error in damages]
 
 
 def _told(session: Session, made: RestoreReport, notes: list[str]) -> RestoreReport:

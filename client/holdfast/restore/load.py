@@ -1,4 +1,4 @@
-"""From a committed checkpoint into the live state: what is wanted, where it comes from, and what became of it."""
+"""Load a committed checkpoint into the live state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdfast_formats.errors import CheckpointError
 
 
 class RestoreReport(NamedTuple):
-    """What a restore did. Names are `group/name`."""
+    """The result of a restore. Names are `group/name`."""
 
     step: int
     missing: tuple[str, ...]  # wanted by the live state, not in the checkpoint, left as they were
@@ -39,7 +39,7 @@ class RestoreReport(NamedTuple):
 
 
 class WantedPart(NamedTuple):
-    """Which part of a checkpoint is to be restored, whether names may be missing, and whether all of it is proven first."""
+    """Which part of a checkpoint to restore, whether names may be missing, and whether to verify everything first."""
 
     groups: Collection[str] | None
     ignore: Sequence[str]
@@ -49,7 +49,7 @@ class WantedPart(NamedTuple):
 
 
 class RestoringRank(NamedTuple):
-    """Who restores: a rank of a launch of a run, its way to the daemon, and the live state that is to be filled."""
+    """The rank that restores: its launch, run, connection to the daemon, and live state."""
 
     run: str
     launch: Launch
@@ -58,10 +58,10 @@ class RestoringRank(NamedTuple):
 
 
 def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> RestoreReport:
-    """Fill the live state of a rank, out of the slots that hold the step where there are any.
+    """Fill the live state of a rank, from the in-memory checkpoint if there is one.
 
-    Raises `StateMismatch` before anything is touched, `CorruptExtent` naming file, tensor and range. Live tensors that are
-    overwritten then, in part, are noted in `state.wholeness`, and the error says so.
+    Raises `StateMismatch` before it changes anything, and `CorruptExtent` with file, tensor and range. Live
+    tensors that were partly overwritten by then are recorded in `state.wholeness`, and the error says so.
     """
     _, launch, session, state = rank
     reader.cores = _own_cores()
@@ -99,13 +99,13 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
 
 
 def _own(leaf: Leaf, manifest: Manifest, own: RankState) -> Leaf:
-    """The leaf under the name of what this rank gets of it."""
+    """Rename the leaf to the name under which this rank's tensor is stored."""
     group, name = own.own(manifest, leaf.group, leaf.name)
     return leaf if name == leaf.name else leaf._replace(group=group, name=name)
 
 
 def _own_cores() -> int:
-    """This rank's part of the machine: all of it that it may use, unless others restore beside it on the same cores."""
+    """The cores for this rank: all that it may use, unless other ranks restore on the same cores."""
     allowed = len(os.sched_getaffinity(0))
     return allowed if allowed < (os.cpu_count() or 1) else max(allowed // (launch_info().local_world or 1), 1)
 

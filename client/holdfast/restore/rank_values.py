@@ -1,4 +1,4 @@
-"""What a rank gets of what ranks kept for themselves, in the world that saved or in another, and what to say of it."""
+"""Remap per-rank values (RNG, data loader) when the world size or layout changes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OWN_ACCOUNT = f"{rng.GROUP}/{rng.KEY}"  # random streams say themselves what be
 
 
 class RankState(NamedTuple):
-    """The JSON values that this rank restores, whose random streams it continues, and notes for people.
+    """The JSON values that this rank restores, whose random states it continues, and notes for people.
 
-    `position` and `place` are the saved ranks whose own tensors it takes, where ranks had some apart: of the group `extra`,
-    and of all others.
+    `position` and `place` are the saved ranks whose per-rank tensors it takes: of the group `extra`, and of all
+    other groups.
     """
 
     values: state_json.Values
@@ -32,15 +32,17 @@ class RankState(NamedTuple):
     place: int = 0
 
     def own(self, manifest: Manifest, group: str, name: str) -> tuple[str, str]:
-        """The group and name under which this rank's tensor is stored, where ranks may have had others of that name."""
+        """The group and name under which this rank's tensor is stored, if ranks had different tensors of that
+        name.
+        """
         apart = replica_claims.apart(self.position if group == replica_claims.HOME else self.place, group, name)
         return (replica_claims.HOME, apart) if apart in manifest.tensors.get(replica_claims.HOME, {}) else (group, name)
 
 
 def state_of_rank(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | None) -> RankState:
-    """What `rank` gets of the document `state.json`; `now` is the mesh of its layout, where it has one.
+    """The part of `state.json` for `rank`; `now` is the mesh of its layout, if it has one.
 
-    Optimizers' documents are put together of all ranks': each rank knew the parameters of its own stage only.
+    Optimizer documents are merged from all ranks, because each rank knew only the parameters of its own stage.
     """
     saved = successors.read(manifest.mesh) if now is not None else None
     if now is None or saved is None or saved.world != manifest.world:
@@ -59,8 +61,10 @@ def state_of_rank(manifest: Manifest, encoded: bytes, rank: int, now: Mesh | Non
     notes = _of_positions(positions, position, (saved, now), rank)
     if not stream.exact:
         own = [name for name in differing if name not in positions]
-        notes += [f"{name}: rank {rank} stands where no rank stood, and has rank {stream.rank}'s" for name in own]
-    notes += [f"{name}: that rank saved none, taken from another one" for name in _told(held.remapped)]
+        notes += [
+            f"{name}: rank {rank} has no counterpart in the saved world; taken from rank {stream.rank}" for name in own
+        ]
+    notes += [f"{name}: its counterpart saved no value; taken from another rank" for name in _told(held.remapped)]
     return RankState(_merged(encoded, held), stream, tuple(notes), position.rank, stream.rank)
 
 
@@ -69,11 +73,17 @@ def _of_positions(names: Sequence[str], heir: Heir, meshes: tuple[Mesh, Mesh], r
     index, count = successors.index(now, now.coordinate(rank)), successors.indices(saved)
     notes = []
     if not heir.exact:
-        text = f"data-parallel index {index} is new ({count} were saved): it starts where rank {heir.rank} was, as others do"
+        text = (
+            f"data-parallel index {index} is new ({count} were saved): it continues from rank {heir.rank}'s "
+            "position, like other ranks"
+        )
         notes += [f"{name}: {text}" for name in names]
     left = successors.left(saved, now)
     if left:
-        text = f"indices {left.start} to {left.stop - 1} of {count} are continued by nobody: there are {left.start} now"
+        text = (
+            f"data-parallel indices {left.start} to {left.stop - 1} of {count} were saved but are not continued: "
+            f"there are only {left.start} now"
+        )
         notes += [f"{name}: {text}" for name in names]
     return notes
 

@@ -1,4 +1,4 @@
-"""Live tensors as the places that a restore fills."""
+"""Live tensors as targets of a restore."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.tensors.torch_dtypes import UNSIGNED, as_integers
 
 
 class RestoreTarget(NamedTuple):
-    """A want, and the device copy that must follow it when the live tensor cannot be written by the CPU."""
+    """A wanted tensor part, and the device copy that must follow if the CPU cannot write the live tensor."""
 
     want: Want
     piece: LivePiece
@@ -22,7 +22,9 @@ class RestoreTarget(NamedTuple):
 
 
 def targets_of(leaves: Sequence[Leaf]) -> list[RestoreTarget]:
-    """Where the bytes of every leaf must go: straight into live CPU memory, or into a bounce tensor beside a device's."""
+    """Where the bytes of every leaf go: directly into live CPU memory, or into a bounce buffer for a device
+    tensor.
+    """
     found = []
     for leaf in leaves:
         for piece in leaf.pieces:
@@ -34,7 +36,7 @@ def targets_of(leaves: Sequence[Leaf]) -> list[RestoreTarget]:
 
 
 def finish(targets: Sequence[RestoreTarget]) -> None:
-    """Bring what was read into bounce tensors to its device."""
+    """Copy bounce buffers to their device."""
     with torch.no_grad():
         for target in targets:
             if target.bounce is not None:

@@ -141,7 +141,7 @@ def version(tensor: torch.Tensor) -> int:
 
 def torn(names: list[str]) -> TornSnapshot:
     """These tensors are not in the slot as they were when the save was called."""
-    return TornSnapshot(f"{', '.join(names[:5])} changed while the save was copying", hint=_HINT, tensors=names)
+    return TornSnapshot(f"{', '.join(names[:5])} changed while the save was being copied", hint=_HINT, tensors=names)
 
 
 class BackgroundCopy:
@@ -219,7 +219,7 @@ class BackgroundCopy:
         except CheckpointError as torn:
             error = torn
         except Exception as unforeseen:
-            error = CheckpointError(f"the background copy failed: {unforeseen!r}")
+            error = CheckpointError(f"the background copy failed unexpectedly: {unforeseen!r}")
         if error is not None:
             self._errors.append(error)
         self._done.append(error)

@@ -94,8 +94,9 @@ class StepHooks:
                     )
                 except AttributeError:
                     raise InvalidRequest(
-                        f"the step of a {type(optimizer).__name__} cannot be waited for: it has no hooks",
-                        hint="its class must call torch.optim.Optimizer.__init__; or hand over the optimizer inside it",
+                        f"{type(optimizer).__name__}.step() has no hooks, so its updates cannot wait for the "
+                        "background copy",
+                        hint="call torch.optim.Optimizer.__init__ in its class, or pass the optimizer inside it",
                     ) from None
                 self.optimizers.append(optimizer)
                 self._handles += handles

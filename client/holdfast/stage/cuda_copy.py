@@ -257,7 +257,7 @@ def finish(copies: Iterable[DeviceCopy], error: CheckpointError | None) -> Check
         except CheckpointError as torn_copy:
             error = error or torn_copy
         except Exception as unforeseen:
-            error = error or CheckpointError(f"the copy from the device failed: {unforeseen!r}")
+            error = error or CheckpointError(f"the copy from the GPU failed: {unforeseen!r}")
     return error
 
 
@@ -284,7 +284,7 @@ def pin(slots: Slots, devices: Sequence[torch.device]) -> None:
         address, size = torch.frombuffer(slots.memory, dtype=torch.uint8).data_ptr(), len(slots.memory)
         problem = _cudart(cuda[0], "cudaHostRegister", address, size, PORTABLE)
         if problem:
-            log.warning("the slots are not page-locked, copies from the GPU are slower: %s", problem)
+            log.warning("the slots cannot be page-locked; copies from the GPU are slower: %s", problem)
             return
         slots.pinned = True
         # Whoever fills a slot holds on to the slots, and they to the mapping: nothing is on its way when this is called.
@@ -303,7 +303,7 @@ def unpin(slots: Slots) -> None:
 def _unlock(home: torch.device, address: int) -> None:
     problem = _cudart(home, "cudaHostUnregister", address)
     if problem:
-        log.warning("slots that are not used any more stay page-locked: %s", problem)
+        log.warning("could not unlock slots that are no longer used: %s", problem)
 
 
 def _cudart(home: torch.device, name: str, *arguments: int) -> str:
@@ -313,7 +313,7 @@ def _cudart(home: torch.device, name: str, *arguments: int) -> str:
             status = int(getattr(torch.cuda.cudart(), name)(*arguments))  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as failure:  # no driver, a build without CUDA
         return str(failure)
-    return f"{name} says {status}" if status else ""
+    return f"{name} returned {status}" if status else ""
 
 
 def _enqueue(chunks: Sequence[Move]) -> None:

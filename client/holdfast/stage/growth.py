@@ -30,7 +30,9 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         counts = [f"{len(names)} {what}" for what, names in self._asdict().items() if names]
         examples = [*self.added, *self.changed, *self.removed][:EXAMPLES_MAX]
-        return f"tensors: {', '.join(counts)}, as {', '.join(examples)}" if counts else "no tensor but other values"
+        return (
+            f"tensors: {', '.join(counts)}, for example {', '.join(examples)}" if counts else "no tensors, only other values"
+        )
 
 
 def compare(before: Sequence[Leaf], now: Sequence[Leaf]) -> Change:
@@ -52,8 +54,8 @@ def compare(before: Sequence[Leaf], now: Sequence[Leaf]) -> Change:
 def outgrown(change: Change, before: int, now: int) -> str:
     """What a user is told whose state needed larger slots: bytes of one slot, then and now."""
     return (
-        f"the state has outgrown its slots of {before / MIB:.1f} MiB ({change}): new ones of {now / MIB:.1f} MiB were made. "
-        "The first save into them costs more than the next ones will, for memory that nobody has touched yet"
+        f"the state no longer fits its slots of {before / MIB:.1f} MiB ({change}): reserved new slots of "
+        f"{now / MIB:.1f} MiB. The first save into them is slower, because the new memory has to be faulted in"
     )
 
 

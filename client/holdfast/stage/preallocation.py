@@ -39,4 +39,6 @@ class Preallocation:
             if not self._stop.is_set():
                 cuda_copy.pin(slots, self._devices)
         except CheckpointError as error:
-            log.info("not prepared for saves: %s", error.detail)  # the first save tries again, and says so
+            log.info(
+                "could not reserve slots ahead of the first save: %s", error.detail
+            )  # the first save tries again, and says so

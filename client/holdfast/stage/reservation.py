@@ -43,7 +43,7 @@ class Reservation:
         change, self._leaves = growth.compare(self._leaves, need.leaves), need.leaves
         if known is not None and known.fits(need.data_bytes, need.table_bytes):
             if any(change):
-                log.info("this save is of other tensors than the last one, and fits its slots (%s)", change)
+                log.info("this save has other tensors than the last one and still fits its slots (%s)", change)
             return known
         if known is not None and last is not None:
             last.join()  # once it is sealed the daemon can save it, and has the old memory back

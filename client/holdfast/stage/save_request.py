@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 Wait = Literal["staged", "durable"]
 Check = Literal["sampled", "full"]
-_IN_THE_LOOP = "set a flag in the handler, and save in the loop"
+_IN_THE_LOOP = "set a flag in the handler and save in the training loop"
 
 
 class SaveRequest(NamedTuple):
@@ -40,7 +40,7 @@ class SaveRequest(NamedTuple):
         if self.wait is not None:
             raise InvalidRequest(
                 f"save(wait={self.wait!r}) {handler} would wait for itself",
-                hint=f"leave wait= out: the save is made when {during} has ended. Or {_IN_THE_LOOP}",
+                hint=f"leave wait= out: the save then runs after {during} has returned. Or {_IN_THE_LOOP}",
             )
 
         def make() -> None:
@@ -54,7 +54,7 @@ class SaveRequest(NamedTuple):
 
         def give_up() -> None:
             ticket.awaits = ""
-            text = f"step {ticket.step} was to be saved when {during} had ended, but an exception ended that half-way"
+            text = f"the save of step {ticket.step} was waiting for {during} to return, but {during} raised an exception"
             tickets.fail(ticket, TornSnapshot(text, hint=_IN_THE_LOOP))
 
         ticket.awaits = during
@@ -66,7 +66,7 @@ def check_step(step: SupportsIndex) -> int:
     try:
         return naming.check_step(step if isinstance(step, bool) else operator.index(step))
     except TypeError:
-        raise InvalidRequest(f"a step is a whole number, not {step!r}") from None
+        raise InvalidRequest(f"step must be an integer, not {step!r}") from None
 
 
 def check_check(check: str) -> str:
@@ -84,5 +84,5 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         if math.isfinite(value):
             kept[name] = float(value)
         else:
-            log.warning("metric %s is %s, which JSON cannot say: it is not remembered", name, value)
+            log.warning("metric %s is %s, which JSON cannot represent: it is not stored", name, value)
     return kept

@@ -132,4 +132,6 @@ class SaveTask:
         except CheckpointError as gone:
             step, why = self._ticket.step, gone.detail
             # Aside: the thread that waits for us may be writing to the log itself.
-            background_requests.start(lambda: log.warning("the daemon was not told that step %d is given up: %s", step, why))
+            background_requests.start(
+                lambda: log.warning("could not tell the daemon that step %d is given up: %s", step, why)
+            )

@@ -67,7 +67,7 @@ class Slots:
         try:
             self._mapping = Mapping(fd, write=True)
         except OSError as error:
-            raise DaemonGone(f"the daemon's shared memory cannot be mapped: {error}") from error
+            raise DaemonGone(f"cannot map the daemon's shared memory: {error}") from error
         finally:
             os.close(fd)
         self.memory = self._mapping.memory

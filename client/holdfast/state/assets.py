@@ -55,7 +55,7 @@ def _from_path(path: Path) -> dict[str, bytes]:
         return {f.name: f.read_bytes() for f in sorted(path.iterdir()) if f.is_file() and _belongs(f.name)}
     if path.is_file():
         return {path.name: path.read_bytes()}
-    raise InvalidRequest(f"there is no asset at {path}")
+    raise InvalidRequest(f"the asset {path} does not exist")
 
 
 def _belongs(name: str) -> bool:

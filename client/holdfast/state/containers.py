@@ -53,7 +53,10 @@ class ContainerKeeper:
         if before is not None:
             if _fingerprint(before[1]) == _fingerprint(value):
                 return live
-            self.notes.append(f"{path}: one object here and elsewhere in the state, saved as several that differ: a new one")
+            self.notes.append(
+                f"{path}: the live state uses one object here and elsewhere, but different values were saved: "
+                "replaced by a new object"
+            )
             return value
         self._given[id(live)] = live, value
         return live if value is live else self._give(live, value, path)
@@ -134,7 +137,10 @@ def _place(value: Storable) -> tuple[object, ...]:
 
 
 def _replaced(path: str, live: object, value: object) -> str:
-    return f"{path}: the {type(live).__name__} that was here cannot take the {type(value).__name__} saved: a new one is here"
+    return (
+        f"{path}: the live {type(live).__name__} cannot take the saved {type(value).__name__} in place: replaced "
+        "by a new object"
+    )
 
 
 def _fingerprint(value: Any) -> str:

@@ -92,8 +92,8 @@ class Value(NamedTuple):
 
     def _read_only(self, value: Any) -> InvalidRequest:
         return InvalidRequest(
-            f"{self.key}: a plain {type(value).__name__} cannot be put into a state that is read-only",
-            hint="hand over the state as a dict, or wrap the value in a dict or list",
+            f"{self.key}: a plain {type(value).__name__} cannot be restored into a read-only state",
+            hint="pass the state as a dict, or wrap the value in a dict or list",
         )
 
     def _install(self, value: Any) -> None:

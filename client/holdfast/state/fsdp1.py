@@ -67,13 +67,13 @@ def _units(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _check(handle: Any, path: str) -> None:
     if not handle._use_orig_params:
         raise InvalidRequest(
-            f"{path}: FullyShardedDataParallel hands the optimizer flat parameters that belong to no one name",
+            f"{path}: this FullyShardedDataParallel gives the optimizer flat parameters, which have no single name",
             hint="wrap with use_orig_params=True, or shard with torch.distributed.fsdp.fully_shard (FSDP2)",
         )
     if handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
         raise InvalidRequest(
-            f"{path}: the parameters of this FullyShardedDataParallel are gathered now",
-            hint="save and restore outside of forward, backward and summon_full_params",
+            f"{path}: the parameters of this FullyShardedDataParallel are gathered (unsharded) at the moment",
+            hint="save and restore outside forward, backward and summon_full_params",
         )
 
 

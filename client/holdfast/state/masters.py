@@ -50,18 +50,20 @@ def settle(restoration: MatchedLeaves, found: Sequence[MasterPair], wish: Master
     names = ", ".join(pair.name for pair in stale[:LISTED_MAX])
     if wish is None:
         raise StateMismatch(
-            f"{len(stale)} full-precision masters ({names}{', …' if len(stale) > LISTED_MAX else ''}) would not be restored "
-            "with their weights: the next step of the optimizer would undo the restore",
-            hint="restore the group master as well, or set the masters from the restored weights: masters='from-model'",
+            f"{len(stale)} full-precision masters ({names}{', …' if len(stale) > LISTED_MAX else ''}) would "
+            "not be restored with their weights: the next optimizer step would undo the restore",
+            hint="restore the group master as well, or pass masters='from-model' to copy the masters from the "
+            "restored weights",
             stale=[pair.name for pair in stale],
         )
     for pair in stale:
         if local_tensor(pair.weight).shape != local_tensor(pair.master).shape:
             raise StateMismatch(
-                f"the master of {pair.name} lies otherwise than its weight on this rank and cannot be set from it",
+                f"the master of {pair.name} is sharded differently from its weight on this rank, so it cannot "
+                "be copied from it",
                 hint="restore the group master as well",
             )
-    note = f"{len(stale)} full-precision masters were set from the restored weights ({names})"
+    note = f"{len(stale)} full-precision masters were copied from the restored weights ({names})"
     return restoration._replace(actions=(*restoration.actions, partial(_renew, stale)), notes=[*restoration.notes, note])
 
 

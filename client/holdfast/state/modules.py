@@ -68,7 +68,7 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
     if isinstance(module, AveragedModel):
         inner = module_state(module.module, path)
         if "n_averaged" in inner.tensors:
-            raise InvalidRequest(f"{path}: the averaged model has a tensor of its own called 'n_averaged'")
+            raise InvalidRequest(f"{path}: the averaged model has its own tensor named 'n_averaged'")
         return ModuleState({**inner.tensors, "n_averaged": module.n_averaged}, inner.extras, inner.release)
     module = unwrap(module)
     if fsdp1.is_flat(module):
@@ -83,13 +83,13 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
     for raw, value in given.items():
         name = clean(raw)
         if name in tensors or name in extras:
-            raise InvalidRequest(f"{path}: two tensors are called {name!r} once wrappers are left out")
+            raise InvalidRequest(f"{path}: two tensors have the name {name!r} once wrapper prefixes are removed")
         if name in owners and name.rpartition(".")[2] == EXTRA_STATE:
             extras[name] = owners[name], value
         elif isinstance(value, torch.Tensor):
             tensors[name] = value
         else:
-            raise InvalidRequest(f"{path}.{name}: state_dict() gives a {type(value).__name__}, not a tensor")
+            raise InvalidRequest(f"{path}.{name}: state_dict() returns a {type(value).__name__}, not a tensor")
     return ModuleState(tensors, extras)
 
 
@@ -104,10 +104,10 @@ def _refuse_temporaries(module: nn.Module, found: Mapping[str, Any], path: str) 
     for name, value in foreign.items():
         if has_memory(local := local_tensor(value)) and local.numel() and _storage(value) not in memory:
             raise InvalidRequest(
-                f"{path}.{name}: state_dict() makes this tensor anew, it is no memory of a parameter, buffer or attribute, "
-                "and a restore into it would be lost",
-                hint="keep it with register_buffer, or hand the object over inside one that is no module and has the same "
-                "state_dict and load_state_dict: these are called then",
+                f"{path}.{name}: state_dict() creates this tensor on each call; it shares no memory with a "
+                "parameter, buffer or attribute, so a restore into it would be lost",
+                hint="use register_buffer, or wrap the module in an object that is not an nn.Module and has the "
+                "same state_dict and load_state_dict; Holdfast then calls these",
             )
 
 
@@ -214,5 +214,5 @@ class NamedTensors(NamedTuple):
 
     def _stored_name(self, name: str) -> str:
         if name.startswith(RANK_PREFIX) and not self.prefix:
-            raise InvalidRequest(f"{self.path}: tensor names beginning with {RANK_PREFIX!r} are the checkpoint's own")
+            raise InvalidRequest(f"{self.path}: tensor names that begin with {RANK_PREFIX!r} are reserved")
         return self.prefix + name

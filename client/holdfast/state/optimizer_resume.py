@@ -71,7 +71,7 @@ class _Resumption:
             return self.plan
         document = regrown.build()
         if not isinstance(document, dict) or not {"groups", "state", "masters", "kinds"} <= set(document):
-            raise CorruptManifest(f"the stored value of {key} is not an optimizer's", file="state.json")
+            raise CorruptManifest(f"the stored value of {key} is not an optimizer state", file="state.json")
         parameters = {parameter.name: parameter for parameter in self.state.parameters()}
         self._tensors(parameters, document["kinds"])
         self._masters(parameters, document["masters"], document["kinds"])
@@ -103,7 +103,7 @@ class _Resumption:
                     self._claim(parameters[name], key, (MASTER_GROUP, name), kinds.get(key, ""))
                 elif name in parameters and key not in self.state.state_of(parameters[name]):
                     self.plan.notes.append(
-                        f"{self.state.key}: {name} is restored without its {key}, which is in group master"
+                        f"{self.state.key}: {name} is restored without its {key}, because group master is not restored"
                     )
 
     def _claim(self, parameter: Parameter, key: str, target: Key, kind: str) -> None:
@@ -130,10 +130,13 @@ class _Resumption:
                 {k: v for k, v in entry.items() if k not in IMPLEMENTATION} for entry in {id(f): f for f in found}.values()
             ]
             if not hypers and names:
-                self.plan.notes.append(f"{where}: none of its parameters is in the checkpoint, its hyper-parameters stay")
+                self.plan.notes.append(
+                    f"{where}: none of its parameters is in the checkpoint, so its hyper-parameters are unchanged"
+                )
             if any(not _agree(hyper, hypers[0]) for hyper in hypers):
                 self.plan.notes.append(
-                    f"{where}: its parameters were in groups that differ, the first one's values are taken"
+                    f"{where}: its parameters were saved in param_groups with different hyper-parameters; "
+                    "those of the first are used"
                 )
             chosen.append(hypers[0] if hypers else {})
         return chosen

@@ -63,9 +63,9 @@ def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Sto
     found = find(value)
     if not found.optimizers:
         raise InvalidRequest(
-            f"{key}: a {type(value).__name__} has param_groups, but is no torch optimizer and has none inside",
-            hint="hand over the torch.optim.Optimizer that takes the steps, or what its state_dict() returns as a mapping "
-            "that is filled before each save",
+            f"{key}: {type(value).__name__} has param_groups, but is not a torch optimizer and does not wrap one",
+            hint="pass the torch.optim.Optimizer that takes the steps, or a dict that you fill from its "
+            "state_dict() before each save",
         )
     for optimizer in found.optimizers:
         _refuse_more(key, optimizer)
@@ -85,9 +85,10 @@ def _refuse_more(key: str, optimizer: torch.optim.Optimizer) -> None:
     more = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
     if more:
         raise InvalidRequest(
-            f"{key}: state_dict() of the {type(optimizer).__name__} has {', '.join(more)} beside state and param_groups, "
-            "which would not be stored",
-            hint="keep it in an object of its own with state_dict() and load_state_dict(), and give that a key in the state",
+            f"{key}: state_dict() of the {type(optimizer).__name__} has {', '.join(more)} besides state and "
+            "param_groups, which would not be saved",
+            hint="put it into an object with state_dict() and load_state_dict(), and give that object its own key "
+            "in the state",
         )
 
 
@@ -138,19 +139,19 @@ def _refuse_own(key: str, wrapper: Any, known: tuple[set[int], set[int]], state:
     where, what = f"{key}: the {type(wrapper).__name__} around the optimizer", ""
     own = _attribute(wrapper, "state")
     if hasattr(own, "items") and any(kept and id(kept) not in inner for _, kept in own.items()):
-        what = "keeps state of its own for its parameters"
+        what = "has its own state for its parameters"
     for name, item in getattr(wrapper, "__dict__", {}).items():
         if name in _OF_EVERY_OPTIMIZER or what:
             continue
         if _is_lost(item, state):
-            what = f"holds {name}, a {type(item).__name__} with state, which is not in the state"
+            what = f"has {name}, a {type(item).__name__} whose state would not be saved"
         elif any(tensor.numel() > 1 and _address(tensor) not in memory for tensor in _tensors(item)):
-            what = f"holds tensors of its own in {name}, which are not in the state"
+            what = f"has its own tensors in {name}, which would not be saved"
     if what:
         raise InvalidRequest(
             f"{where} {what}",
-            hint="give what it holds an entry of its own in the state (full-precision copies as 'master', by the names of "
-            "the parameters; a scaler or scheduler under a key), or, if it need not be kept, hand over the optimizer inside",
+            hint="add it to the state (full-precision copies as 'master', by parameter name; a scaler or scheduler "
+            "under its own key), or, if it need not be saved, pass the optimizer inside",
         )
 
 

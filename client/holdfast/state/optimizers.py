@@ -82,9 +82,9 @@ class OptimizerState(NamedTuple):
             for index, tensor in enumerate(group["params"]):
                 if id(tensor) not in self.names:
                     raise InvalidRequest(
-                        f"{self.key}.param_groups[{position}]['params'][{index}], of shape {list(tensor.shape)}, "
-                        "belongs to nothing in the state",
-                        hint="hand over the module that owns it, or its full-precision copies as 'master'",
+                        f"{self.key}.param_groups[{position}]['params'][{index}], of shape "
+                        f"{list(tensor.shape)}, belongs to no module in the state",
+                        hint="add the module that owns it to the state, or pass full-precision copies as 'master'",
                     )
                 name, value = self.names[id(tensor)]
                 yield Parameter(name, tensor, value, group, optimizer)
@@ -163,7 +163,9 @@ class OptimizerState(NamedTuple):
         state: dict[str, Any] = parameter.optimizer.state.get(parameter.tensor, {})
         for key in state:
             if not isinstance(key, str) or not key or "/" in key:
-                raise InvalidRequest(f"{self.key}: the state of {parameter.name} has the key {key!r}, not a plain name")
+                raise InvalidRequest(
+                    f"{self.key}: the state of {parameter.name} has the key {key!r}, which is not a valid name"
+                )
         return state
 
     def _refuse_ownerless(self, parameters: Sequence[Parameter]) -> None:
@@ -172,13 +174,13 @@ class OptimizerState(NamedTuple):
         for optimizer in self.optimizers:
             for key, kept in optimizer.state.items():
                 if not isinstance(key, torch.Tensor):
-                    raise InvalidRequest(f"{self.key}.state[{key!r}] belongs to no parameter and cannot be stored")
+                    raise InvalidRequest(f"{self.key}.state[{key!r}] belongs to no parameter and cannot be saved")
                 if kept and (id(optimizer), id(key)) not in owned:
                     name = self.names[id(key)][0] if id(key) in self.names else "a tensor that is not in the state"
                     raise InvalidRequest(
                         f"{self.key} keeps {', '.join(map(str, kept))} for {name}, of shape {list(key.shape)}, "
                         "which is in none of its param_groups",
-                        hint="put the tensor into a param_group, or drop what is kept of it: del optimizer.state[tensor]",
+                        hint="add the tensor to a param_group, or remove its state: del optimizer.state[tensor]",
                     )
 
     def hyper(self) -> dict[str, dict[str, Any]]:

@@ -118,12 +118,12 @@ class Random:
         try:
             install(streams)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CorruptManifest(f"the stored random streams are not ones this process can continue: {error}") from error
+            raise CorruptManifest(f"this process cannot load the saved random states: {error}") from error
         self._restored = streams
 
     def install_again(self) -> None:
         if self._restored is None:
-            raise InvalidRequest("no random streams were restored", hint="call restore() first, with the group 'extra'")
+            raise InvalidRequest("no random states were restored", hint="call restore() first, with the group 'extra'")
         install(self._restored)
 
 
@@ -158,7 +158,7 @@ class RandomState(NamedTuple):
         if not selection.takes(GROUP, KEY):
             return plan
         if text is None or not ranks:
-            plan.notes.append("the checkpoint has no random streams: this process keeps its own")
+            plan.notes.append("the checkpoint has no random states: this process keeps its own")
             return plan
         source, exact = _heir(self.rank, stored.stream, ranks)
         tensors = {}
@@ -172,10 +172,13 @@ class RandomState(NamedTuple):
         plan.actions.append(lambda: self._go_on_from(streams if exact else mixed(streams, self.rank)))
         if not exact:
             plan.notes.append(
-                f"rank {self.rank} has no saved random streams: it continues rank {source}'s, mixed with its number"
+                f"rank {self.rank} has no saved random states: it uses those of rank {source}, mixed with its "
+                "own rank number"
             )
         elif source != self.rank:
-            plan.notes.append(f"rank {self.rank} continues the random streams of rank {source}, which stood at its place")
+            plan.notes.append(
+                f"rank {self.rank} continues the random states of rank {source}, its counterpart in the saved layout"
+            )
         return plan
 
     def _go_on_from(self, streams: RandomStreams) -> None:

@@ -11,8 +11,9 @@ from holdfast_formats.errors import InvalidRequest
 
 _DEEPSPEED = ("ds_id", "ds_shape")  # set on every parameter that ZeRO-3 has partitioned
 _PARTITIONED = (
-    "DeepSpeed's ZeRO-3 keeps its parameters, masters and moments in partitions of its own: shard with "
-    "torch.distributed.fsdp.fully_shard (FSDP2), or hand over mappings of what this rank holds, with layout= or as Fragments"
+    "DeepSpeed ZeRO-3 keeps parameters, masters and moments in its own partitions: shard with "
+    "torch.distributed.fsdp.fully_shard (FSDP2), or pass mappings of this rank's tensors, with layout= or as "
+    "Fragments"
 )
 
 
@@ -25,18 +26,19 @@ def check(path: str, tensors: Mapping[str, Storable], world: int, declared: bool
         if any(hasattr(value, mark) for mark in _DEEPSPEED):
             shape = list(getattr(value, "ds_shape", ()))
             raise InvalidRequest(
-                f"{path}: the parameter {name!r} is partitioned by DeepSpeed: its whole has shape {shape}, "
-                f"this rank's tensor {list(value.shape)}",
+                f"{path}: the parameter {name!r} is partitioned by DeepSpeed: its global shape is {shape}, "
+                f"this rank's tensor has {list(value.shape)}",
                 hint=_PARTITIONED,
             )
         if world > 1 and not declared and getattr(value, "tensor_model_parallel", False):
             raise InvalidRequest(
-                f"{path}: the parameter {name!r} is marked tensor_model_parallel: this rank holds a part of it, "
-                "and nothing says which",
-                hint='say how ranks are laid out: Checkpointer(layout="tp=4,dp=2"); or hand over Fragments or DTensors',
+                f"{path}: the parameter {name!r} is marked tensor_model_parallel: this rank has a part of it, "
+                "but its position is not known",
+                hint='declare the parallel layout: Checkpointer(layout="tp=4,dp=2"); or use Fragments or DTensors',
             )
     if len(plain) > 1 and not declared and all(tuple(value.shape) == (0,) for value in tensors.values()):
         raise InvalidRequest(
-            f"{path}: all {len(plain)} tensors are empty, as {next(iter(plain))!r}: what was trained is elsewhere",
+            f"{path}: all {len(plain)} tensors are empty, for example {next(iter(plain))!r}: the trained "
+            "values are elsewhere",
             hint=f"if this is DeepSpeed: {_PARTITIONED}",
         )

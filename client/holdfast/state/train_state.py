@@ -124,7 +124,7 @@ class TrainState:
         if not isinstance(state, Mapping):
             raise InvalidRequest(f"the state must be a mapping of names to objects, not a {type(state).__name__}")
         if not 0 <= rank < world:
-            raise InvalidRequest(f"rank {rank} of a world of {world}")
+            raise InvalidRequest(f"rank {rank} is not valid in a world of {world}")
         self.state = state
         self.rank = rank
         self.world = world
@@ -294,7 +294,9 @@ def _check_key(key: object) -> None:
             f"the state's key {key!r} is not allowed", hint="use text without '/' that does not begin with '$'"
         )
     if key in _RESERVED_KEYS:
-        raise InvalidRequest(f"the state's key {key!r} is reserved", hint="random streams are saved without being asked for")
+        raise InvalidRequest(
+            f"the state's key {key!r} is reserved", hint="random states are saved automatically under this key"
+        )
 
 
 def _is_tensor(value: object) -> bool:
@@ -330,13 +332,13 @@ def _module_groups(state: Mapping[str, Any]) -> dict[str, str]:
     averages = [k for k, v in state.items() if k == EMA or isinstance(v, AveragedModel)]
     if len(averages) > 1:
         raise InvalidRequest(
-            f"{' and '.join(averages)} would both be the group {EMA!r}", hint="keep one, or make one a mapping"
+            f"{' and '.join(averages)} would both be saved as the group {EMA!r}", hint="keep one, or make one a mapping"
         )
     groups = {key: EMA for key in averages}
     for key in modules:
         group = MODEL if key == MODEL or (len(modules) == 1 and MODEL not in state) else naming.check_group(key)
         if key in _ORDER and key != MODEL:
-            raise InvalidRequest(f"a module cannot have the key {key!r}: it is the name of another group")
+            raise InvalidRequest(f"a module cannot have the key {key!r}: it is a reserved group name")
         groups[key] = group
     return groups
 
@@ -368,12 +370,14 @@ def _optimizers(state: Mapping[str, Any], collections: Sequence[NamedTensors]) -
         if isinstance(value, nn.Module) or _is_tensor(value) or not optimizer_wrappers.is_optimizer(value):
             continue
         if type(value).__name__ == "ZeroRedundancyOptimizer":
-            raise InvalidRequest(f"{key}: a ZeroRedundancyOptimizer hides its shards", hint="shard with fully_shard (FSDP2)")
+            raise InvalidRequest(
+                f"{key}: ZeroRedundancyOptimizer does not expose its shards", hint="shard with fully_shard (FSDP2)"
+            )
         optimizer = OptimizerState(key, optimizer_wrappers.check(key, value, state, stored).optimizers, names)
         for parameter in optimizer.parameters():
             if parameter.name in owners:
                 raise InvalidRequest(
-                    f"the parameter {parameter.name} is held twice: by {owners[parameter.name]} and by {key}"
+                    f"the parameter {parameter.name} is in two optimizers: {owners[parameter.name]} and {key}"
                 )
             owners[parameter.name] = key
         found.append(optimizer)

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-GENERAL = "state holds tensors, numpy arrays and nested plain Python values; nothing is pickled"
+GENERAL = "the state may contain tensors, numpy arrays and nested plain Python values; nothing is pickled"
 
 _LINES: tuple[tuple[tuple[type, ...], str], ...] = (
     (
         (DataLoader,),
-        "write StatefulDataLoader instead of DataLoader, with the same arguments (from torchdata.stateful_dataloader import "
-        "StatefulDataLoader); or leave the loader out and say yourself where it is: "
-        'state["data"] = {{"epoch": epoch, "batch": batch}}',
+        "write StatefulDataLoader instead of DataLoader, with the same arguments (from "
+        "torchdata.stateful_dataloader import StatefulDataLoader); or leave the loader out and store its "
+        'position yourself: state["data"] = {{"epoch": epoch, "batch": batch}}',
     ),
     (
         (torch.Generator,),
@@ -46,8 +46,8 @@ _LINES: tuple[tuple[tuple[type, ...], str], ...] = (
     ((pathlib.PurePath, decimal.Decimal), "write str(value), and make it again after the restore"),
     ((datetime.date, datetime.time), "write value.isoformat(), and make it again after the restore"),
     ((datetime.timedelta,), "write value.total_seconds(), and make it again after the restore"),
-    ((FunctionType, BuiltinFunctionType, MethodType, type), "code is no state: leave it out"),
-    ((np.ndarray,), "write numpy.asarray(value), and a mask beside it where there is one"),
+    ((FunctionType, BuiltinFunctionType, MethodType, type), "functions and classes cannot be saved: leave it out"),
+    ((np.ndarray,), "write numpy.asarray(value), and its mask separately if there is one"),
     ((dict,), "write dict(value): what a subclass adds would be lost"),
     ((list,), "write list(value): what a subclass adds would be lost"),
     ((set,), "write set(value): what a subclass adds would be lost"),
@@ -64,19 +64,20 @@ def advice(value: object, path: str, trail: tuple[str, ...], inside: bool = Fals
         return f"write {at}.state_dict() in its place, and give that to its load_state_dict() after the restore"
     if trail and (isinstance(value, nn.Module | torch.optim.Optimizer) or _is_stateful(value)):
         own = "_".join((path, *(step.strip("[]") for step in trail)))
-        return f'give it an entry of its own: state["{own}"] = {at}, and leave it out of state["{path}"]'
+        return f'give it its own entry: state["{own}"] = {at}, and remove it from state["{path}"]'
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return "write tuple(value) or value._asdict(), and make it again after the restore"
     if is_dataclass(value) and not isinstance(value, type):
         return (
-            "write dataclasses.asdict(value), or give its class state_dict() and load_state_dict() and an entry of its own"
+            "write dataclasses.asdict(value), or give its class state_dict() and load_state_dict() and its own "
+            "entry in the state"
         )
     for kinds, line in _LINES:
         if isinstance(value, kinds):
             return line.format(at=at)
     if isinstance(value, torch.Tensor):
-        return "a tensor is no key and no member of a set here: put it into a dict, list or tuple"
-    return f"{GENERAL}; an object may have state_dict() and load_state_dict(), and an entry of its own"
+        return "a tensor cannot be a dict key or a set member: put it into a dict value, list or tuple"
+    return f"{GENERAL}; other objects need state_dict() and load_state_dict(), and their own entry in the state"
 
 
 def _expression(start: str, trail: tuple[str, ...]) -> str:

@@ -50,7 +50,9 @@ class Fragment:
         if (offset is None) == (flat is None):
             raise InvalidRequest("a Fragment has either an offset or a flat range", hint="give offset= or flat=, not both")
         if is_dtensor(tensor):
-            raise InvalidRequest("a DTensor says itself where it lies", hint="hand it over as it is, without a Fragment")
+            raise InvalidRequest(
+                "a DTensor already describes its own placement", hint="pass it directly, without a Fragment"
+            )
         self.tensor = tensor
         self.held = tensor if held is None else held
         self.shape: Shape = tuple(int(n) for n in shape)
@@ -282,7 +284,7 @@ def _split(placement: Any, parts: int, part: int, name: str, dimensions: int) ->
     if factor is None and not isinstance(placement, Shard):
         raise InvalidRequest(
             f"tensor {name!r} has the placement {placement!r}: its value is not reduced yet",
-            hint="redistribute it to Shard or Replicate before it becomes part of the state",
+            hint="redistribute it to Shard or Replicate before you add it to the state",
         )
     dimension = placement.dim + dimensions if placement.dim < 0 else placement.dim
     return Split(dimension, parts, part, None if factor is None else int(factor))

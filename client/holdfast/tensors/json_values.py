@@ -63,7 +63,7 @@ def loads(text: str, path: str, fetch: Fetch | None = None) -> Any:
     try:
         return _Reader(fetch).decode(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
-        raise CorruptManifest(f"the stored value of {path} cannot be read: {error}", file="state.json") from error
+        raise CorruptManifest(f"cannot read the stored value of {path}: {error}", file="state.json") from error
 
 
 def referred(text: str) -> dict[str, str]:
@@ -111,7 +111,7 @@ class _Writer:
         if len(trail) >= DEPTH_MAX:
             raise LimitExceeded(f"{render(self.path, trail[:4])}…: nested deeper than {DEPTH_MAX} levels")
         if id(value) in self.above:
-            raise InvalidRequest(f"{render(self.path, trail)} contains itself", hint="a cycle has no JSON")
+            raise InvalidRequest(f"{render(self.path, trail)} contains itself", hint="remove the reference cycle")
         self.above.add(id(value))
         try:
             return _CONTAINERS[kind](self, value, trail)
@@ -275,7 +275,7 @@ def _decode_dtype(content: str) -> torch.dtype:
 def _decode_scalar(content: list[str]) -> Any:
     dtype = np.dtype(content[0])
     if dtype.kind not in _SCALAR_KINDS:
-        raise TypeError(f"{content[0]} is not a number's dtype")
+        raise TypeError(f"{content[0]} is not a numeric dtype")
     return np.frombuffer(bytes.fromhex(content[1]), dtype)[0]
 
 

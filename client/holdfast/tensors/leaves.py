@@ -110,7 +110,7 @@ class Content:
         leaf, mesh = self._describe(group, name, value, local)
         if leaf.key in self.leaves or leaf.key in self.taken:
             raise InvalidRequest(
-                f"two tensors of the state have the name {leaf.path!r}", hint="give them different names or keys"
+                f"two tensors in the state have the name {leaf.path!r}", hint="give them different names or keys"
             )
         self.leaves[leaf.key] = leaf
         for dimension, size in mesh.items():
@@ -131,7 +131,7 @@ class Content:
 
     def add_value(self, group: str, key: str, text: str) -> None:
         if (group, key) in self.values:
-            raise InvalidRequest(f"two values of the state have the name '{group}/{key}'")
+            raise InvalidRequest(f"two values in the state have the name '{group}/{key}'")
         self.values[group, key] = text
 
 
@@ -176,5 +176,5 @@ def check_groups(groups: Collection[str] | None, known: Sequence[str]) -> frozen
         raise InvalidRequest(f"groups must be a collection of names, not the text {groups!r}", hint=f"groups=({groups!r},)")
     unknown = sorted(set(groups) - set(known))
     if unknown:
-        raise InvalidRequest(f"the state has no group {', '.join(unknown)}", hint=f"it has {', '.join(known)}")
+        raise InvalidRequest(f"the state has no group {', '.join(unknown)}", hint=f"its groups: {', '.join(known)}")
     return frozenset(groups)

@@ -96,8 +96,8 @@ class _Comparison:
             elif other is not None and source is not None and source != other:
                 self.claimed.add((group, other))
                 self.notes.append(
-                    f"{group}/{alias} and {group}/{canonical} are one tensor here and were saved as two: "
-                    f"both take the bytes of {source}"
+                    f"{group}/{alias} and {group}/{canonical} are one tensor in the live state but were saved "
+                    f"as two: restored from {source}"
                 )
 
     def unexpected(self) -> list[str]:
@@ -124,7 +124,7 @@ def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Se
     _refuse(comparison, unexpected, strict)
     idle = sorted(group for group in {*stored.specs, *stored.values} - selection.groups if stored.specs.get(group))
     if idle:
-        comparison.notes.append(f"groups of the checkpoint that are not restored: {', '.join(idle)}")
+        comparison.notes.append(f"groups in the checkpoint that are not restored: {', '.join(idle)}")
     actions = (*comparison.checks, *(action for plan in plans for action in plan.actions))
     leaves = tuple(comparison.leaves.values())
     return MatchedLeaves(leaves, comparison.missing, unexpected, comparison.notes, actions, comparison.late)
@@ -134,7 +134,10 @@ def _compare(first: Leaf, other: Leaf, notes: list[str]) -> None:
     """Note that two stored tensors, which are one here, differ."""
     for one, two in zip(first.pieces, other.pieces, strict=True):
         if not torch.equal(*(piece.tensor.contiguous().view(-1).view(torch.uint8) for piece in (one, two))):
-            notes.append(f"{other.path} and {first.path} are one tensor here and were saved as two: {first.path} is in both")
+            notes.append(
+                f"{other.path} and {first.path} are one tensor in the live state but were saved as two: restored "
+                f"from {first.path}"
+            )
             return
 
 
@@ -144,10 +147,11 @@ def _refuse(comparison: _Comparison, unexpected: list[str], strict: bool) -> Non
         return
     parts = [_listed("do not fit", mismatched)]
     if strict:
-        parts += [_listed("are missing in the checkpoint", missing), _listed("are unknown to the live state", unexpected)]
+        parts += [_listed("are missing from the checkpoint", missing), _listed("are not in the live state", unexpected)]
     raise StateMismatch(
         "the checkpoint does not fit the live state: " + "; ".join(part for part in parts if part),
-        hint="build the state as it was saved, choose groups=, exclude names with ignore=, or strict=False for names only",
+        hint="build the state as it was saved, choose groups=, exclude names with ignore=, or pass strict=False (it "
+        "excuses missing and unexpected names only)",
         mismatched=mismatched,
         missing=missing,
         unexpected=unexpected,

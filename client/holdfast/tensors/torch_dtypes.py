@@ -56,7 +56,7 @@ def torch_dtype(dtype: str, name: str = "") -> torch.dtype:
     if dtype not in _TO_TORCH:
         raise InvalidRequest(
             f"tensor {name!r}: torch {torch.__version__} has no dtype for {dtype}",
-            hint="use a newer torch, or ignore= this name",
+            hint="use a newer torch, or exclude this name with ignore=",
         )
     return _TO_TORCH[dtype]
 
@@ -72,7 +72,9 @@ def element_shape(tensor: torch.Tensor, name: str = "") -> tuple[int, ...]:
     if packing(tensor.dtype) == 1:
         return shape
     if not shape:
-        raise InvalidRequest(f"tensor {name!r}: a 0-d tensor of {tensor.dtype} holds two elements and has no shape for them")
+        raise InvalidRequest(
+            f"tensor {name!r}: a 0-d tensor of {tensor.dtype} packs two elements, which a 0-d shape cannot describe"
+        )
     return (*shape[:-1], 2 * shape[-1])
 
 
@@ -90,8 +92,9 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
         )
     if overlaps(tensor):
         raise InvalidRequest(
-            f"tensor {name!r} is expanded or overlaps itself: elements share a place in memory, it could not be restored",
-            hint="hand over tensor.contiguous() instead: register_buffer(name, tensor.contiguous()), or ignore= this name",
+            f"tensor {name!r} is expanded or overlaps itself: several elements share memory, so it could not be restored",
+            hint="use tensor.contiguous() instead: register_buffer(name, tensor.contiguous()), or exclude this name "
+            "with ignore=",
         )
     safetensors_name(tensor.dtype, name)
 
@@ -142,7 +145,7 @@ def _obstacle(tensor: torch.Tensor) -> str | None:
     if torch.nn.parameter.is_lazy(tensor):
         return "a lazy parameter without a shape yet (run one forward pass first)"
     if type(tensor) not in _PLAIN and _answers_for_itself(tensor):
-        return f"a {type(tensor).__name__}, whose bytes are not in memory of its own"
+        return f"a {type(tensor).__name__}, which has no storage of its own"
     if tensor.is_nested or tensor.layout is not torch.strided:
         return f"of layout {tensor.layout}, not strided"
     if tensor.is_quantized:

@@ -61,15 +61,15 @@ def _is_short(tensor: torch.Tensor) -> bool:
 def _from_array(array: np.ndarray[Any, Any], path: str, filled: bool) -> torch.Tensor:
     if filled and array.flags.writeable and shares_places((*array.shape, array.itemsize), (*array.strides, 1)):
         raise InvalidRequest(
-            f"{path}: elements of this numpy array share a place in memory, it could not be restored",
-            hint="hand over numpy.array(value) instead",
+            f"{path}: several elements of this numpy array share memory, so it could not be restored",
+            hint="use numpy.array(value) instead",
         )
     try:
         return torch.from_numpy(np.array(array, order="C", copy=True))
     except (TypeError, ValueError) as error:
         raise InvalidRequest(
             f"{path}: a numpy array of {array.dtype} cannot be stored: {error}",
-            hint="write it as an array of numbers in this machine's byte order, text as a list",
+            hint="convert it to a numeric array in this machine's byte order; store text as a list",
         ) from error
 
 

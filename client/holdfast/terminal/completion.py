@@ -1,4 +1,4 @@
-"""What the shell offers behind TAB: runs, and after `@` their steps. It says nothing else, and never waits for long."""
+"""Shell completion: runs, and after `@` their steps. It prints nothing else and never waits long."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def runs(context: Context, incomplete: str) -> list[str]:
 
 
 def checkpoints(context: Context, incomplete: str) -> list[str]:
-    """Names of runs; behind RUN@ its steps, the newest first."""
+    """Names of runs; after RUN@ its steps, newest first."""
     name, at, step = incomplete.partition("@")
     if not at:
         return runs(context, incomplete)

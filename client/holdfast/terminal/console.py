@@ -1,4 +1,4 @@
-"""What commands say: tables and progress for people, JSON for programs, errors for both."""
+"""Terminal output of commands: tables and progress for people, JSON for programs, errors for both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STEPS = ((60, 1, "s"), (3600, 60, "min"), (86_400, 3600, "h"), (float("inf"), 8
 
 
 def out() -> Console:
-    """The console of results; made anew for each use, so that it follows a redirected stdout."""
+    """The console for results; created for each use, so that it follows a redirected stdout."""
     return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
@@ -61,7 +61,7 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Progress]:
-    """A progress bar in bytes on stderr, gone when it is done; its only task is number 0."""
+    """A progress bar in bytes on stderr, removed when done; its only task is number 0."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err(), transient=True, disable=not shown) as bar:
         bar.add_task(what, total=total)
@@ -78,7 +78,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_age(created: str, now: datetime | None = None) -> str:
-    """How long ago an RFC 3339 time was; the text itself when it is not one."""
+    """How long ago an RFC 3339 time was; the text itself if it cannot be parsed."""
     try:
         then = moments.read(created)
     except ValueError:

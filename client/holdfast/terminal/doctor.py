@@ -1,4 +1,4 @@
-"""What `holdfast doctor` looks at: everything that has to be right before a trainer can save, each with advice."""
+"""Checks of `holdfast doctor`: everything that must be right before a trainer can save, with advice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CLOCK_MIN_S = 1_735_689_600  # 2025-01-01: a clock before it was never set
 
 
 def examine(root: Path | None, url: str | None) -> list[Finding]:
-    """Look at everything. What the caller named has to be there; what is only a default may be missing."""
+    """Run all checks. A root or URL that the caller passed must exist; a default may be missing."""
     return [
         *_software(),
         *_memory(),
@@ -55,21 +55,24 @@ def _software() -> Iterator[Finding]:
     yield Finding("holdfast", "ok", __version__)
     torch = _version("torch")
     if torch is None:
-        yield Finding("torch", "warn", "not installed", "trainers need it: pip install torch")
+        yield Finding("torch", "warn", "not installed", "needed by trainers: pip install torch")
     elif _release(torch) < TORCH_MIN:
         yield Finding("torch", "fail", torch, "use torch 2.6 or newer")
     else:
         yield Finding("torch", "ok", torch)
     if native_copy.available():
-        yield Finding("copies", "ok", "go past the cores' caches")
+        yield Finding("copies", "ok", "bypass the CPU caches")
     elif platform.machine() == "x86_64":
-        advice = "a third slower: install holdfast-checkpoint where there is a C compiler (cc)"
-        yield Finding("copies", "warn", "go through the cores' caches, as numpy does them", advice)
+        advice = "copies are a third slower: reinstall holdfast-checkpoint with a C compiler (cc) available"
+        yield Finding("copies", "warn", "go through the CPU caches, as with numpy", advice)
     if importlib.util.find_spec("fastapi") and importlib.util.find_spec("sqlalchemy"):
-        yield Finding("daemon", "ok", "its dependencies are installed")
+        yield Finding("daemon", "ok", "dependencies are installed")
     else:
         yield Finding(
-            "daemon", "warn", "its dependencies are missing", "pip install 'holdfast-checkpoint[service]' where it is to run"
+            "daemon",
+            "warn",
+            "dependencies are missing",
+            "pip install 'holdfast-checkpoint[service]' on the daemon's machine",
         )
 
 
@@ -87,29 +90,34 @@ def _release(version: str) -> tuple[int, ...]:
 def _memory() -> Iterator[Finding]:
     try:
         os.close(os.memfd_create("holdfast-doctor"))
-        yield Finding("memfd", "ok", "shared memory can be made")
+        yield Finding("memfd", "ok", "shared memory is available")
     except (AttributeError, OSError) as error:
         yield Finding("memfd", "fail", str(error), "the daemon needs Linux with memfd_create (not blocked by seccomp)")
     available = available_bytes(Path("/proc/meminfo"))
     limit = cgroup_limit_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     if available is None:
         yield Finding(
-            "memory", "warn", "/proc/meminfo cannot be read", "see that the arena fits: two saves of a node's ranks"
+            "memory",
+            "warn",
+            "cannot read /proc/meminfo",
+            "make sure that memory fits the arena: two saves of all ranks of this node",
         )
     else:
         room = min(available, limit) if limit is not None else available
         what = f"{human_bytes(available)} available" + (f", limited to {human_bytes(limit)}" if limit is not None else "")
-        advice = "the arena holds two saves of every rank of this node; give the machine or its container more"
+        advice = (
+            "the arena needs room for two saves of every rank of this node; give the machine or its container more memory"
+        )
         yield Finding("memory", "ok", what) if room >= MEMORY_WARN_BYTES else Finding("memory", "warn", what, advice)
     if os.path.isdir("/dev/shm"):
         free = human_bytes(shutil.disk_usage("/dev/shm").free)
-        yield Finding("/dev/shm", "ok", f"{free} free (the arena does not need it: it lies in memfd)")
+        yield Finding("/dev/shm", "ok", f"{free} free (not used by the arena, which uses memfd)")
     else:
-        yield Finding("/dev/shm", "warn", "not mounted", "the arena does not need it, but data loaders may")
+        yield Finding("/dev/shm", "warn", "not mounted", "not needed by the arena, but data loaders may need it")
 
 
 def available_bytes(meminfo: Path) -> int | None:
-    """MemAvailable of a meminfo file, None when it does not say."""
+    """MemAvailable from a meminfo file; None if it is not there."""
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:
@@ -119,7 +127,7 @@ def available_bytes(meminfo: Path) -> int | None:
 
 
 def cgroup_limit_bytes(hierarchy: Path, membership: Path) -> int | None:
-    """The smallest memory limit on this process's cgroup and those above it, v2 or v1; None when there is none."""
+    """The smallest memory limit on this process's cgroup and its parents, v2 or v1; None without a limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -150,18 +158,20 @@ def _storage(root: Path | None) -> Iterator[Finding]:
     place = root or DEFAULT_ROOT
     if not place.is_dir():
         if root is not None:
-            yield Finding("root", "fail", f"{place} is not a directory", "create it, or name another with --root")
+            yield Finding("root", "fail", f"{place} is not a directory", "create it, or pass another with --root")
         else:
-            yield Finding("root", "warn", f"./{place} is not there", "`holdfast serve` makes it; or name one with --root")
+            yield Finding(
+                "root", "warn", f"./{place} does not exist", "`holdfast serve` creates it; or pass another with --root"
+            )
         return
     if not os.access(place, os.W_OK | os.X_OK):
-        yield Finding("root", "fail", f"{place} is not writable", "let the daemon's user write there")
+        yield Finding("root", "fail", f"{place} is not writable", "give the daemon's user write permission")
         return
     yield Finding("root", "ok", f"{place} is writable")
     yield probes.file_system(place)
     usage = shutil.disk_usage(place)
     free = f"{human_bytes(usage.free)} of {human_bytes(usage.total)} free"
-    advice = "a save needs room for a whole checkpoint beside those that are kept"
+    advice = "a save needs free space for one more whole checkpoint"
     yield Finding("disk", "ok", free) if usage.free >= DISK_WARN_BYTES else Finding("disk", "warn", free, advice)
     yield from _probe(place)
 
@@ -185,15 +195,15 @@ def _probe(place: Path) -> Iterator[Finding]:
     finally:
         os.unlink(name)
     what = f"{human_bytes(PROBE_BYTES)} durable in {took * 1000:.0f} ms"
-    slow = "slow storage delays commits, not the training; see that saves do not come faster than it writes"
+    slow = "slow storage delays commits, not training; make sure that saves do not come faster than it can write them"
     yield Finding("write", "ok", what) if took < PROBE_WARN_S else Finding("write", "warn", what, slow)
     yield from tried
     if time.time() < CLOCK_MIN_S:
         yield Finding("clock", "fail", time.strftime("%Y-%m-%d %H:%M:%S"), "set this machine's clock")
     elif skew > CLOCK_SKEW_WARN_S:
-        yield Finding("clock", "warn", f"{skew:.0f} s apart from the storage's", "synchronise both clocks (NTP)")
+        yield Finding("clock", "warn", f"{skew:.0f} s off the storage's clock", "synchronise both clocks (NTP)")
     else:
-        yield Finding("clock", "ok", "agrees with the storage's")
+        yield Finding("clock", "ok", "agrees with the storage's clock")
 
 
 def _socket(path: Path) -> Finding:
@@ -204,7 +214,7 @@ def _socket(path: Path) -> Finding:
     except OSError as error:
         advice = "start the daemon with `holdfast serve`; a trainer without one starts its own"
         return Finding("socket", "warn", f"{path}: {error.strerror or error}", advice)
-    return Finding("socket", "ok", f"a daemon listens at {path}")
+    return Finding("socket", "ok", f"a daemon is listening at {path}")
 
 
 def _service(url: str, named: bool) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
-"""What this machine can do at best, and what that means for checkpoints: `holdfast bench`.
+"""Measurements of `holdfast bench`: the limits of this machine and what they mean for checkpoints.
 
-Every limit is measured with random bytes, since disks and file systems may treat zeros better than what a model holds.
+Random bytes are used, because disks and file systems may treat zeros better than real weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESTORE_OF_READ = 0.75
 
 
 class Limits(NamedTuple):
-    """Bytes per second; `direct` says whether the file system let writes past the page cache."""
+    """Bytes per second; `direct` says whether the file system supports O_DIRECT writes."""
 
     copy: float
     digest: float
@@ -51,12 +51,13 @@ class Expectation(NamedTuple):
 
 
 def measure(directory: Path, size: int, on_step: Callable[[str], None] = lambda _: None) -> Limits:
-    """Measure in `directory` with so many bytes, whole blocks of 8 MiB; each figure is the median of three runs.
+    """Measure in `directory` with this many bytes, in whole blocks of 8 MiB; each figure is the median of three runs.
 
-    Raises `InvalidRequest` for less than one block, `NoSpace` or `StorageFailed` when the directory cannot take them.
+    Raises `InvalidRequest` for less than one block, and `NoSpace` or `StorageFailed` if the directory cannot take
+    them.
     """
     if size < BLOCK_BYTES:
-        raise InvalidRequest(f"{size} bytes are too few to measure with", hint=f"use at least {BLOCK_BYTES}")
+        raise InvalidRequest(f"{size} bytes are too few for a measurement", hint=f"use at least {BLOCK_BYTES}")
     size -= size % BLOCK_BYTES
     on_step("preparing random bytes")
     source, target = _touched(size), _touched(size)
@@ -76,7 +77,9 @@ def measure(directory: Path, size: int, on_step: Callable[[str], None] = lambda 
 
 
 def expect(limits: Limits, size: int) -> Expectation:
-    """What to expect of so many bytes on one node. A save digests what it writes, so the slower of the two counts."""
+    """Estimate save and restore times of this many bytes on one node. A save digests while it writes, so the
+    slower limit counts.
+    """
     durable = min(limits.write, limits.digest) * DURABLE_OF_WRITE
     restore = min(limits.read, limits.digest) * RESTORE_OF_READ
     return Expectation(size, size / (limits.copy * STAGED_OF_COPY), size / durable, size / restore)
@@ -99,7 +102,7 @@ def _median(act: Callable[[], object]) -> float:
 
 @contextmanager
 def _file(directory: Path) -> Iterator[Path]:
-    """A file of our own there, gone at the end, with what the disk says in our words."""
+    """A temporary file there; OS errors become our own."""
     path = None
     try:
         descriptor, name = tempfile.mkstemp(prefix=".holdfast-bench-", dir=directory)
@@ -107,7 +110,7 @@ def _file(directory: Path) -> Iterator[Path]:
         path = Path(name)
         yield path
     except OSError as error:
-        hint = "name another directory with --root, or use fewer bytes with --size-mib"
+        hint = "pass another directory with --root, or fewer bytes with --size-mib"
         if error.errno in (28, 122):  # ENOSPC, EDQUOT
             raise NoSpace(f"{directory}: {error.strerror}", hint=hint) from error
         raise StorageFailed(f"{directory}: {error.strerror}", hint=hint) from error
@@ -125,7 +128,9 @@ def _has_direct(path: Path) -> bool:
 
 
 def _write(path: Path, source: mmap.mmap, direct: bool) -> None:
-    """As a save does: blocks into a preallocated file, past the cache where that can be, two at a time, then fdatasync."""
+    """Write as a save does: blocks into a preallocated file, with O_DIRECT if possible, two at a time, then
+    fdatasync.
+    """
     view = memoryview(source)
     descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | (os.O_DIRECT if direct else 0))
     try:
@@ -146,7 +151,7 @@ def _put(descriptor: int, view: memoryview, at: int) -> None:
 
 
 def _read(path: Path, target: mmap.mmap, direct: bool) -> None:
-    """As a restore from a cold disk does; without O_DIRECT the page cache is asked to forget the file first."""
+    """Read as a restore from a cold disk does; without O_DIRECT the file is dropped from the page cache first."""
     view = memoryview(target)
     descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:

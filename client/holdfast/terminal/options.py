@@ -10,8 +10,8 @@ import typer
 from holdfast.terminal import completion
 
 SELECTED = "RUN@STEP, RUN@latest (or RUN), RUN@latest-healthy, RUN@best, or RUN@best:METRIC[:max]"
-Root = Annotated[Path | None, typer.Option("--root", metavar="DIR", help="Read this directory; no service is asked.")]
-Url = Annotated[str | None, typer.Option("--url", metavar="URL", help="Ask the service at this address.")]
+Root = Annotated[Path | None, typer.Option("--root", metavar="DIR", help="Read this directory directly, without a service.")]
+Url = Annotated[str | None, typer.Option("--url", metavar="URL", help="Use the service at this URL.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Checkpoint = Annotated[
     str,

@@ -1,4 +1,4 @@
-"""What `holdfast doctor` tries out: the file system under the root, its fsync, and the way to the service."""
+"""Probes of `holdfast doctor`: the file system under the root, fsync, and the connection to the service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NETWORKED = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "beegfs", "gpfs", 
 
 
 class Finding(NamedTuple):
-    """One thing looked at. `advice` says what to do, and is empty when there is nothing to do."""
+    """The result of one check. `advice` says what to do; it is empty if there is nothing to do."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
@@ -33,22 +33,27 @@ class Finding(NamedTuple):
 
 
 def file_system(place: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Finding:
-    """What the root lies on: whether it outlives the machine, and whether it is on a network."""
+    """Check the root's file system: whether it survives a reboot, and whether it is on a network."""
     kind = mounted_as(place.resolve(), mounts)
     if kind is None:
-        return Finding("file system", "warn", f"what {place} lies on cannot be told", "see that it is a durable one")
+        return Finding(
+            "file system", "warn", f"cannot find the file system of {place}", "make sure that it is durable storage"
+        )
     if kind in VOLATILE:
         return Finding(
-            "file system", "warn", f"{kind}: it is memory", "name a root on a disk: this one ends with the machine"
+            "file system",
+            "warn",
+            f"{kind}: it is in memory",
+            "use a root on a disk: this one is lost when the machine reboots",
         )
     if kind.partition(".")[0] in NETWORKED:
-        advice = "see that it is mounted `hard` and `sync` on close, and that renames within it are atomic"
+        advice = "make sure that it is mounted `hard`, syncs on close, and has atomic renames"
         return Finding("file system", "warn", f"{kind}, on a network", advice)
     return Finding("file system", "ok", kind)
 
 
 def mounted_as(place: Path, mounts: Path) -> str | None:
-    """The type of the mount that a path lies on, by the kernel's list; None when it does not say."""
+    """The file system type at a path, from the kernel's mount list; None if unknown."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -65,7 +70,7 @@ def mounted_as(place: Path, mounts: Path) -> str | None:
 
 
 def fsync(path: Path) -> Finding:
-    """How long a small durable write takes: a commit is about ten of them. The file is there already, and stays."""
+    """Time small durable writes: a commit needs about ten of them. The file exists and is kept."""
     times = []
     descriptor = os.open(path, os.O_WRONLY)
     try:
@@ -80,21 +85,21 @@ def fsync(path: Path) -> Finding:
     what = f"median {median * 1000:.1f} ms, worst {worst * 1000:.1f} ms of {FSYNCS}"
     if median < FSYNC_WARN_S:
         return Finding("fsync", "ok", what)
-    return Finding("fsync", "warn", what, "every commit takes about ten of these; training does not wait for it")
+    return Finding("fsync", "warn", what, "every commit needs about ten of these; training does not wait for them")
 
 
 def direct_io(path: Path) -> Finding:
-    """Whether large writes can go past the page cache."""
+    """Check whether the file system supports O_DIRECT."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_DIRECT))
     except OSError:
-        advice = "saves are written through the page cache, which is slower and takes memory for a while"
-        return Finding("O_DIRECT", "warn", "this file system has none", advice)
-    return Finding("O_DIRECT", "ok", "large files go past the page cache")
+        advice = "saves go through the page cache, which is slower and uses memory for a while"
+        return Finding("O_DIRECT", "warn", "not supported by this file system", advice)
+    return Finding("O_DIRECT", "ok", "large files bypass the page cache")
 
 
 def descriptors() -> Finding:
-    """How many files this user's processes may hold open."""
+    """Check the limit of open files for this user's processes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     what = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
     if soft == resource.RLIM_INFINITY or soft >= DESCRIPTORS_MIN:
@@ -103,7 +108,7 @@ def descriptors() -> Finding:
 
 
 def service(api: Api, version: str) -> Iterator[Finding]:
-    """The service that answers: its version beside ours, the way to it, and whether catalog and storage work."""
+    """Check the service: its version, the latency, and whether catalog and storage work."""
     times = []
     health = api.health()
     for _ in range(ROUND_TRIPS):
@@ -111,7 +116,7 @@ def service(api: Api, version: str) -> Iterator[Finding]:
         api.health()
         times.append(time.perf_counter() - began)
     told = (
-        "it tells its version to whoever has a token"
+        "it answers; the version is shown only with a token"
         if health.version is None
         else f"version {health.version}{f', {health.root}' if health.root else ''}"
     )
@@ -120,14 +125,16 @@ def service(api: Api, version: str) -> Iterator[Finding]:
         advice = "use the same minor version on both sides: pip install -U holdfast-checkpoint"
         yield Finding("versions", "warn", f"the service is {health.version}, this is {version}", advice)
     median = statistics.median(times)
-    what = f"{median * 1000:.1f} ms a request"
-    slow = "saves of ranks that share no memory with the daemon go this way"
+    what = f"{median * 1000:.1f} ms per request"
+    slow = "ranks that share no memory with the daemon save over this connection"
     yield Finding("network", "ok", what) if median < ROUND_TRIP_WARN_S else Finding("network", "warn", what, slow)
     try:
         api.request("GET", "/readyz")
         if health.status != "ok":
-            waits = "; ".join(node.catalog for node in api.nodes() if node.catalog) or "it was away a moment ago"
-            yield Finding("catalog", "warn", waits, "saves go on; see to its database, and it is told what it missed")
+            waits = "; ".join(node.catalog for node in api.nodes() if node.catalog) or "it did not answer a moment ago"
+            yield Finding(
+                "catalog", "warn", waits, "saves continue; check its database: the missing records are added when it answers"
+            )
             return
         yield Finding("catalog", "ok", "catalog and storage answer")
     except CheckpointError as error:

@@ -64,14 +64,14 @@ def _end() -> None:
     ends: dict[str, str] = {}
     while (save := _next_unfinished()) is not None:  # sealed saves go out after that, to a daemon on another machine
         done = save.join(EXIT_WAIT_S)
-        ends[str(save)] = "was completed now" if done else f"got no further for {EXIT_WAIT_S:.0f} s: it is lost"
+        ends[str(save)] = "was completed before exit" if done else f"made no progress for {EXIT_WAIT_S:.0f} s and is lost"
     failed_saves: list[str] = []
     for tickets in list(_tickets):
         while (failed := tickets.take_failure()) is not None:
             ends.pop(f"{failed.run}@{failed.step}", None)
             failed_saves.append(f"the save of {failed.run}@{failed.step} failed: {failed.error}")
     open_saves = [
-        f"the process ends without close(): the save of {save}, which was still under way, {end}"
+        f"the process exits without close(): the save of {save} was still in progress and {end}"
         for save, end in ends.items()
     ]
     for text in open_saves + failed_saves:

@@ -49,8 +49,10 @@ class Calls:
         """
         if self.forked:
             raise InvalidRequest(
-                f"{name} in process {os.getpid()}: this checkpointer belongs to process {self._pid}, which forked it",
-                hint="save and restore in the process that made the checkpointer, or make one in the child, of another run",
+                f"{name} called in process {os.getpid()}, but this checkpointer belongs to process "
+                f"{self._pid}, from which this one was forked",
+                hint="save and restore in the process that created the checkpointer, or create one for another run "
+                "in the child",
             )
         with self._lock:
             if self._running:

@@ -129,4 +129,4 @@ def test_watch_says_what_is_forgotten(service: Served, monkeypatch: pytest.Monke
         service.services.events.add("checkpoint-committed", "it is", "a", step)
     lines = call("watch", "--after", 1, "-n", 1, "--json").output.splitlines()
     assert [json.loads(line).get("gap") for line in lines] == [{"asked": 1, "oldest": 5}, None]
-    assert "not kept any more; going on with 5" in call("watch", "--after", 1, "-n", 1).output
+    assert "no longer stored; continuing with 5" in call("watch", "--after", 1, "-n", 1).output

@@ -299,7 +299,7 @@ def test_what_says_itself_where_it_lies_is_left_alone(whole: llama.Arrays) -> No
 
 def test_what_does_not_fit_is_refused_by_name(whole: llama.Arrays) -> None:
     """Wrong worlds, shapes, memory and optimizer state are refused, naming the tensor, and change nothing."""
-    with pytest.raises(InvalidRequest, match="2 ranks, and there are 3"):
+    with pytest.raises(InvalidRequest, match="2 ranks, but this launch has 3"):
         declare("tp=2", Launch(0, 3, "l", 3), None, {}, None)
     local = llama.fused(llama.cut(whole, 2, 0))
     name = "model.layers.0.self_attn.qkv_proj.weight"

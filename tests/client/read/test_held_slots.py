@@ -148,7 +148,7 @@ def test_a_damaged_slot_is_made_good_from_the_directory(daemon: RunningDaemon, w
     damage_slots(daemon, where)
     checkpointer = restored(daemon)
     assert checkpointer.last_restore.source == "directory"
-    assert "held in memory" in checkpointer.last_restore.notes[-1] and "'w'" in checkpointer.last_restore.notes[-1]
+    assert "in-memory checkpoint" in checkpointer.last_restore.notes[-1] and "'w'" in checkpointer.last_restore.notes[-1]
     checkpointer.close()
 
 

@@ -280,6 +280,6 @@ def test_what_memory_has_no_room_for_each_rank_reads(tmp_path: Path, monkeypatch
             for report in (checkpointer.last_restore for checkpointer in checkpointers):
                 assert 100_000 < report.node_bytes < 1_000_000
                 assert report.node_bytes + report.own_bytes == model_bytes(daemon)
-                assert "memory has room for 0." in report.notes[-1] and "reads for itself" in report.notes[-1]
+                assert "memory has room for 0." in report.notes[-1] and "reads the rest separately" in report.notes[-1]
     for state in states:
         assert all(torch.equal(state["model"][name], tensor) for name, tensor in weights().items())

@@ -123,7 +123,7 @@ def test_where_the_token_comes_from(home: Path, monkeypatch: pytest.MonkeyPatch)
     kept.parent.mkdir(parents=True)
     kept.write_text("hf_kept\n")
     kept.chmod(0o640)
-    with pytest.raises(InvalidRequest, match="can be read by other users") as caught:
+    with pytest.raises(InvalidRequest, match="is readable by other users") as caught:
         given_token()
     assert "chmod 600" in caught.value.hint
     kept.chmod(0o600)
@@ -133,7 +133,7 @@ def test_where_the_token_comes_from(home: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HOLDFAST_TOKEN", " hf_stated ")
     assert given_token() == "hf_stated"
     for wrong in ("hf_a\r\nX-Evil: 1", "hf a", "hf_é"):
-        with pytest.raises(InvalidRequest, match="holds no token") as caught:
+        with pytest.raises(InvalidRequest, match="does not contain a token") as caught:
             Api("http://127.0.0.1:9", token=wrong)
         assert wrong not in str(caught.value)
 

@@ -94,7 +94,7 @@ def test_with_a_daemon_it_is_marked(daemon: RunningDaemon, name: str) -> None:
     for _ in range(2):
         trainer = Trainer(socket=daemon.socket)
         assert trainer.restored() == 200
-        assert len(trainer.said()) == 1 and "step 200 is restored instead" in trainer.said()[0]
+        assert len(trainer.said()) == 1 and "restored step 200 instead" in trainer.said()[0]
         trainer.checkpointer.close()
     with Api(daemon.url) as api:
         assert api.checkpoint("r", 300).state == "damaged" and api.checkpoint("r", "latest").step == 200

@@ -69,7 +69,9 @@ def test_new_positions_and_lost_ones_are_told() -> None:
     made, encoded = saved("dp=4", 4)
     fewer = state_of_rank(made, encoded, 1, mesh("dp=2"))
     assert fewer.values["extra"]["loader"] == "1"
-    assert any("extra/loader" in note and "indices 2 to 3 of 4 are continued by nobody" in note for note in fewer.notes)
+    assert any(
+        "extra/loader" in note and "indices 2 to 3 of 4 were saved but are not continued" in note for note in fewer.notes
+    )
 
 
 @pytest.mark.parametrize(("layout", "now"), [(None, "dp=2"), ("dp=2", None), ("dp=3", "dp=2")])

@@ -74,7 +74,7 @@ def test_staging_through_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     ):
         save_and_check(checkpointer, state, range(1, 5))
         (notice,) = checkpointer.notices
-        assert "staging goes through" in notice and str(daemon.root) in notice and "MiB/s" in notice
+        assert "staging uses" in notice and str(daemon.root) in notice and "MiB/s" in notice
         assert notice in caplog.text
         assert not (daemon.root / ".scratch").exists()
 
@@ -86,7 +86,7 @@ def test_without_the_disk_it_is_refused(tmp_path: Path) -> None:
         running(tmp_path / "root", "--arena-bytes-max", str(5 * MIB), "--spill", "never") as daemon,
         Checkpointer("r", state, socket=daemon.socket) as checkpointer,
     ):
-        with pytest.raises(LimitExceeded, match=rf"0 are taken, and {5 * MIB * 96 // 100} are left of --arena-bytes-max"):
+        with pytest.raises(LimitExceeded, match=rf"0 are reserved, and {5 * MIB * 96 // 100} are left of --arena-bytes-max"):
             checkpointer.save(1)
         for name in list(state["weights"])[2:]:
             del state["weights"][name]
@@ -108,9 +108,8 @@ def test_a_state_that_grows_says_so_and_loses_no_save(tmp_path: Path, caplog: py
         model.register_parameter("lora_b", nn.Parameter(torch.randn(512, 512)))
         tickets += [checkpointer.save(step) for step in (3, 4)]
         (notice,) = checkpointer.notices
-        assert (
-            "outgrown its slots of 1.1 MiB (tensors: 2 added, as model/lora_a, model/lora_b): new ones of 3.1 MiB" in notice
-        )
+        added = "tensors: 2 added, for example model/lora_a, model/lora_b"
+        assert f"no longer fits its slots of 1.1 MiB ({added}): reserved new slots of 3.1 MiB" in notice
         model.to(torch.float64)
         tickets.append(checkpointer.save(5))
         assert len(checkpointer.notices) == 3 and "3 changed, as model/weight" in checkpointer.notices[1]
@@ -120,8 +119,8 @@ def test_a_state_that_grows_says_so_and_loses_no_save(tmp_path: Path, caplog: py
         tickets.append(checkpointer.save(6))
         assert len(checkpointer.notices) == 3
         assert (
-            "this save is of other tensors than the last one, and fits its slots (tensors: 1 removed, as model/lora_a)"
-            in caplog.text
+            "this save has other tensors than the last one and still fits its slots "
+            "(tensors: 1 removed, for example model/lora_a)" in caplog.text
         )
         for ticket in tickets:
             assert ticket.result() is not None

@@ -327,7 +327,7 @@ def test_masters_do_not_stay_behind_their_weights(make: Callable[[int], Made]) -
         assert "from-model" in told.value.hint
     assert held(twin) == before
     done = restore(checkpoint, twin, groups=["model"], from_model="from-model")
-    assert any("set from the restored weights" in note for note in done.notes)
+    assert any("copied from the restored weights" in note for note in done.notes)
     masters = twin.get("master") or {
         name: twin["optim"].state[parameter]["master_param"] for name, parameter in twin["model"].named_parameters()
     }

@@ -391,7 +391,7 @@ def test_one_memory_for_what_was_saved_as_two_is_noted():
         live["critic"].bias, saved["critic"].bias
     )
     assert done.notes == [
-        "critic/weight and actor/weight are one tensor here and were saved as two: actor/weight is in both"
+        "critic/weight and actor/weight are one tensor in the live state but were saved as two: restored from actor/weight"
     ]
     again = make(4, shared=True)
     assert not restore(save(live), again).notes and held(again)[:3] == held(live)[:3]

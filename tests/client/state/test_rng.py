@@ -104,7 +104,7 @@ def test_a_checkpoint_without_streams_is_noted():
     checkpoint = save({}, groups=())
     expected = (rng.capture().tensors["torch"]).clone()
     restoration = restore(checkpoint, {})
-    assert "no random streams" in restoration.notes[0] and not restoration.missing
+    assert "no random states" in restoration.notes[0] and not restoration.missing
     assert torch.equal(torch.get_rng_state(), expected)
 
 
@@ -119,7 +119,7 @@ def test_streams_can_be_ignored():
 def test_streams_that_cannot_be_continued_are_refused():
     """A stream of a wrong form is a named error."""
     streams = rng.capture()
-    with pytest.raises(CorruptManifest, match="random streams"):
+    with pytest.raises(CorruptManifest, match="random states"):
         rng.Random().go_on_from(streams._replace(tensors={**streams.tensors, "python": torch.zeros(3, dtype=torch.int64)}))
 
 
@@ -153,5 +153,5 @@ def test_streams_follow_the_place():
         checkpoint.fill(restoration)
         restoration.apply()
         assert (draw() == expected[1]) == heir.exact
-        assert ("stood at its place" in restoration.notes[0]) == heir.exact
+        assert ("its counterpart in the saved layout" in restoration.notes[0]) == heir.exact
         assert "rank 2" in restoration.notes[0] and "rank 1" in restoration.notes[0]

@@ -426,7 +426,7 @@ def test_entries_that_cannot_be_named_are_refused(state, message):
         ({"model": nn.LazyLinear(2)}, "lazy"),
         ({"loader": Loader({"sampler": {"fn": len}})}, r"^loader\.sampler\.fn: a value of type builtin_function"),
         ({"loader": Loader({"names": np.array(["a"])})}, r"^loader\.names: a numpy array of <U1"),
-        ({"master": {"ranks/w": torch.zeros(1)}}, "names beginning with 'ranks/'"),
+        ({"master": {"ranks/w": torch.zeros(1)}}, "names that begin with 'ranks/'"),
         ({"both": [torch.optim.SGD([torch.zeros(1)]), 3]}, r"^both\[0\]: a value of type torch\.optim\.sgd\.SGD"),
     ],
 )

@@ -332,7 +332,7 @@ def test_a_read_only_state_takes_what_its_objects_can_take():
     restore(save({"q": deque([1]), "s": {1}, "o": OrderedDict(a=1), "x": np.ones(1)}), live)
     assert repr(dict(live)) == repr({"q": deque([1]), "s": {1}, "o": OrderedDict(a=1), "x": np.ones(1)})
     for other, kind in (((1,), "tuple"), ([1], "list"), (1, "int")):
-        with pytest.raises(InvalidRequest, match=f"q: a plain {kind} cannot be put into a state that is read-only"):
+        with pytest.raises(InvalidRequest, match=f"q: a plain {kind} cannot be restored into a read-only state"):
             TrainState(MappingProxyType({"q": live["q"]}), 0, 1).prepare(save({"q": other}).stored())
     assert live["q"] == deque([1])
 
