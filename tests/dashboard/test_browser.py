@@ -101,7 +101,7 @@ def test_timeline_zooms(shown: Window) -> None:
 def test_search_goes_on_while_typing(shown: Window, at: Live) -> None:
     """The list follows what is typed; sorting says which way it goes."""
     page = shown.go(f"/runs/{RUN}/checkpoints/{at.steps()[1]}/tensors")
-    page.get_by_label("Name has").press_sequentially("down_proj exp_avg_sq")
+    page.get_by_label("Name contains").press_sequentially("down_proj exp_avg_sq")
     expect(page.locator("#found tbody tr")).to_have_count(6)
     page.goto(f"{at.url}/runs/{RUN}/checkpoints/{at.steps()[1]}/tensors")
     page.get_by_role("link", name="Bytes").click()
@@ -121,12 +121,12 @@ def test_pin_label_and_remove(shown: Window, at: Live) -> None:
     expect(page.get_by_role("alert")).to_contain_text("may not be removed")
     page.get_by_role("link", name=f"step {step}", exact=True).click()
     page.get_by_role("button", name="Remove label golden").click()
-    expect(page.get_by_role("status")).to_contain_text("The label is gone")
-    page.get_by_role("button", name="Take the pin away").click()
-    expect(page.get_by_role("status")).to_contain_text("The pin is gone")
+    expect(page.get_by_role("status")).to_contain_text("Label removed")
+    page.get_by_role("button", name="Unpin").click()
+    expect(page.get_by_role("status")).to_contain_text("Unpinned")
     page.get_by_role("link", name="Remove this checkpoint").click()
     page.get_by_label("Type the step to confirm").fill(str(step))
-    page.get_by_role("button", name="Remove for good").click()
+    page.get_by_role("button", name="Remove permanently").click()
     expect(page.get_by_role("status")).to_contain_text("was removed")
     assert step not in at.steps()
 
@@ -138,8 +138,8 @@ def test_policy_is_seen_before_it_is_set(shown: Window, at: Live) -> None:
     page.get_by_label("Quota").fill("5")
     page.get_by_role("button", name="Preview").click()
     expect(page.get_by_role("heading", name="What this would keep and remove")).to_be_visible()
-    page.get_by_role("button", name="Put in force").click()
-    expect(page.get_by_role("status")).to_contain_text("in force")
+    page.get_by_role("button", name="Apply").click()
+    expect(page.get_by_role("status")).to_contain_text("policy was set")
     expect(page.get_by_label("The newest")).to_have_value("50")
     expect(page.get_by_label("Quota")).to_have_value("5.0")
 
@@ -161,7 +161,7 @@ def test_a_layout_is_picked_and_copied(shown: Window, at: Live) -> None:
     page = shown.go(f"/runs/{RUN}/checkpoints/{at.steps()[1]}/restore")
     page.get_by_label("Tensor parallel").fill("2")
     page.get_by_label("Data parallel").fill("2")
-    page.get_by_role("button", name="Show what each rank holds").click()
+    page.get_by_role("button", name="Show the shards").click()
     expect(page.get_by_role("heading", name="4 ranks, group model")).to_be_visible()
     expect(page.locator("#line-1")).to_contain_text("--layout tp=2,dp=2 --all-ranks")
     page.get_by_role("button", name="Copy").first.click()
@@ -210,7 +210,7 @@ def test_a_token_is_shown_once_and_revoked(shown: Window, at: Live) -> None:
         expect(page.get_by_text("not available here")).to_be_visible()
         return
     page.get_by_label("Name", exact=True).fill("ci")
-    page.get_by_role("button", name="Make it").click()
+    page.get_by_role("button", name="Create token").click()
     text = page.locator("#token").inner_text()
     assert len(text) > 20
     assert text not in shown.go("/tokens").content()

@@ -19,13 +19,13 @@ from .reading import Page
 
 STEP = "/runs/tiny/checkpoints/5"
 PAGES = {
-    "/": ("tiny", "other", "Saves under way"),
+    "/": ("tiny", "other", "Saves in progress"),
     "/?q=ti&sort=name": ("tiny",),
     "/runs/tiny": ("Timeline of saves", "no rule limits what is kept", "20", "Compare a with b", "not measured"),
-    "/runs/tiny/policy": ("A checkpoint stays when", "no rule limits what is kept", "Preview"),
+    "/runs/tiny/policy": ("A checkpoint stays if", "no rule limits what is kept", "Preview"),
     "/runs/tiny/health": ("Health by layer",),
     "/runs/tiny/compare": ("From step",),
-    "/runs/tiny/compare?a=5&b=10": ("equal", "embed.weight", "Equal and changed are told from digests"),
+    "/runs/tiny/compare?a=5&b=10": ("equal", "embed.weight", "Equal and changed follow from the digests"),
     "/runs/tiny/compare?a=5&b=10&q=q.weight&sort=bytes&exact=yes": ("layers.0.q.weight",),
     STEP: ("Read back after the commit", "Verify now", "Restore in a layout", "loss", "2.5", "Stays", "not checked yet"),
     "/runs/tiny/checkpoints/latest": ("Step 15", "Compare with 10"),
@@ -94,7 +94,7 @@ def test_runs_are_those_that_the_api_lists(pages: httpx.Client) -> None:
     listed = [run["name"] for run in pages.get("/v1/runs", params={"prefix": "nobody"}).json()["items"]]
     page = Page(pages.get("/?q=nobody").text)
     assert ("/runs/other" in page.addresses()) == ("other" in listed)
-    assert ("No run begins with “nobody”" in page.text) == (not listed)
+    assert ("No run starts with “nobody”" in page.text) == (not listed)
 
 
 def test_failed_saves_say_why(pages: httpx.Client) -> None:

@@ -130,7 +130,7 @@ async def held(api: ViewerApi, run: str, step: int | str) -> ManifestView:
     try:
         manifest = await asyncio.to_thread(_decode, answer.content)
     except msgspec.ValidationError as error:
-        raise CorruptManifest(f"the manifest of {run}@{step} cannot be read: {error}") from error
+        raise CorruptManifest(f"cannot read the manifest of {run}@{step}: {error}") from error
     made = ManifestView(manifest, answer.headers.get("etag", ""))
     _kept.put(path, made)
     return made
@@ -141,7 +141,7 @@ async def statistics(api: ViewerApi, contents: ManifestView) -> Shown[dict[tuple
     if contents.measured is not None:
         return Shown(contents.measured)
     if contents.tensors > STATISTICS_MAX:
-        return Shown(None, LimitExceeded("too many tensors to show them all at once: sort by what was measured"))
+        return Shown(None, LimitExceeded("there are too many tensors for this order: sort by a measured value"))
     path = at(contents.manifest.run, contents.manifest.step, "statistics")
     try:
         items, _ = await api.walk(TensorStatistics, path, STATISTICS_MAX)

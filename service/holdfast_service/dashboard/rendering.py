@@ -29,15 +29,15 @@ HEADERS = {
 }
 # What a page says after an action that ended in a redirect; an address can choose one of these and nothing else.
 SAID = {
-    "pinned": "Pinned. Nothing removes this checkpoint until the pin is taken away.",
-    "unpinned": "The pin is gone. The retention policy decides again.",
-    "labelled": "Labelled. Nothing removes a checkpoint that has a label.",
-    "unlabelled": "The label is gone.",
+    "pinned": "Pinned. This checkpoint is not removed until you unpin it.",
+    "unpinned": "Unpinned. The retention policy applies again.",
+    "labelled": "Labelled. A checkpoint with a label is not removed.",
+    "unlabelled": "Label removed.",
     "removed": "The checkpoint was removed.",
-    "policy": "The policy is in force.",
+    "policy": "The policy was set.",
     "job": "The job is queued. Its progress is shown here.",
     "cancelled": "The job was asked to stop.",
-    "revoked": "The token was revoked. It opens nothing any more.",
+    "revoked": "The token was revoked. It is no longer accepted.",
     "signed-in": "Signed in.",
 }
 

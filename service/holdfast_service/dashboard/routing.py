@@ -71,7 +71,9 @@ async def _posted(request: Request) -> Form:
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     foreign = site not in _OWN_SITE if site is not None else origin is not None and not _same(origin, request)
     if foreign:
-        raise InvalidRequest("this form was sent from another site", hint="open the page here and send it again")
+        raise InvalidRequest(
+            "this form was sent from another website", hint="open the page on this service and send the form again"
+        )
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -80,7 +82,7 @@ async def _posted(request: Request) -> Form:
     try:
         return Form(parse_qs(body.decode(), keep_blank_values=True, max_num_fields=FIELDS_MAX))
     except ValueError as error:
-        raise InvalidRequest("the form cannot be read", hint="open the page again") from error
+        raise InvalidRequest("the form is not valid", hint="open the page again") from error
 
 
 def _same(origin: str, request: Request) -> bool:

@@ -40,7 +40,7 @@ class Asset(NamedTuple):
 def asset(name: str) -> Asset:
     """One of the files that are served; `NoSuchResource` for any other name."""
     if name not in SERVED:
-        raise NoSuchResource(f"there is nothing at /static/{name}")
+        raise NoSuchResource(f"/static/{name} does not exist")
     data = files(__package__).joinpath("static", *name.split("/")).read_bytes()
     return Asset(data, _TYPES[name.rpartition(".")[2]], hashlib.sha256(data).hexdigest()[:16])
 

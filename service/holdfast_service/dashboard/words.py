@@ -8,7 +8,7 @@ from markupsafe import Markup, escape
 
 from holdfast_formats import moments
 
-NONE = Markup('<span class="quiet" title="not known">–</span>')
+NONE = Markup('<span class="quiet" title="unknown">–</span>')
 _DECIMALS_FROM = 100
 _AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (60 * 2, 60, "min"))
 

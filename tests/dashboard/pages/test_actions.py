@@ -29,8 +29,8 @@ def test_pin(browser: httpx.Client) -> None:
     """Pinned and unpinned from the checkpoint's page and from the run's table."""
     page = Page(browser.post(f"{STEP}/pin").text)
     assert verdict(browser, 5)["pinned"]
-    assert "Take the pin away" in page.text
-    assert "Pinned. Nothing removes this checkpoint" in page.text
+    assert "Unpin" in page.text
+    assert "Pinned. This checkpoint is not removed" in page.text
     table = browser.post(f"{STEP}/pin", data={"pinned": "no", "back": "run"})
     assert table.url.path == "/runs/tiny"
     assert not verdict(browser, 5)["pinned"]
@@ -92,16 +92,21 @@ def test_the_newest_healthy_one_wants_a_second_yes(service: Served, browser: htt
 def test_a_check_that_has_not_run_is_said(service: Served, browser: httpx.Client) -> None:
     """Until somebody has read a checkpoint back its page says so, in words; then what was found, and tried."""
     text = Page(browser.get(STEP).text).text
-    for part in ("not checked yet", "never since its commit", "not tried yet", "only its commit speaks for it"):
+    for part in (
+        "not checked yet",
+        "never since its commit",
+        "not tested yet",
+        "Until then it does not replace an older one",
+    ):
         assert part in text
     said = {"verified": True, "checked": "2030-01-01T00:00:00.000Z"}
-    for layouts, told in ((["tp=2 rank 1"], "tp=2 rank 1"), ([], "none of those that are tried fits")):
+    for layouts, told in ((["tp=2 rank 1"], "tp=2 rank 1"), ([], "none of the test layouts fits")):
         with service.services.catalog.database.write() as session:
             at = update(CheckpointRow).where(CheckpointRow.run == "tiny", CheckpointRow.step == 5)
             session.execute(at.values(**said, check={"seconds": 1.5, "layouts": layouts}))
         text = Page(browser.get(STEP).text).text
-        assert "yes, equal to every digest" in text and told in text
-        assert not any(part in text for part in ("not checked yet", "never since", "not tried yet"))
+        assert "yes, every byte matches its digest" in text and told in text
+        assert not any(part in text for part in ("not checked yet", "never since", "not tested yet"))
 
 
 def test_policy_is_previewed_then_set(service: Served, browser: httpx.Client) -> None:
@@ -129,7 +134,7 @@ def test_policy_is_previewed_then_set(service: Served, browser: httpx.Client) ->
     sent = {name: [v for n, v in apply if n == name] for name, _ in apply}
     sent["tag"] = [tag]
     done = browser.post("/runs/tiny/policy", data=sent)
-    assert "The policy is in force" in Page(done.text).text
+    assert "The policy was set" in Page(done.text).text
     policy = browser.get("/v1/runs/tiny/policy").json()
     assert (policy["last"], policy["steps"], policy["quota_bytes"]) == (1, [5], 1_500_000_000)
     assert policy["best"] == [{"metric": "accuracy", "mode": "max", "count": 2, "keep_unmeasured": False}]

@@ -57,7 +57,7 @@ def test_signing_in(browser: httpx.Client) -> None:
     found = browser.get("/nodes?x=1")
     assert (found.url.path, dict(found.url.params)) == ("/login", {"next": "/nodes?x=1"})
     wrong = browser.post("/login", data={"token": "bad", "next": "/nodes"})
-    assert (wrong.status_code, "not known here" in wrong.text, list(browser.cookies)) == (401, True, [])
+    assert (wrong.status_code, "This token is unknown" in wrong.text, list(browser.cookies)) == (401, True, [])
     inside = browser.post("/login", data={"token": "good", "next": "/nodes"})
     assert (inside.status_code, inside.url.path) == (200, "/nodes")
     kept = inside.history[0].headers["set-cookie"].lower()

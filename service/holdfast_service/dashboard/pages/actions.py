@@ -58,7 +58,7 @@ async def remove(api: Asked, run: str, step: int, form: Posted) -> Response:
     """Remove it, when the step was typed once more."""
     if form.number("confirm") != step:
         raise InvalidRequest(
-            f"the step typed was {form.text('confirm')!r}, the checkpoint's is {step}", hint="go back and type the step"
+            f"you typed step {form.text('confirm')!r}, but the checkpoint is step {step}", hint="go back and type the step"
         )
     await api.ask("DELETE", at(run, step), force=form.text("force"))
     return see(to(run), "removed")
@@ -70,7 +70,7 @@ async def submit(api: Asked, run: str, step: int, form: Posted) -> Response:
     target = form.text("to")
     wanted = {"kind": form.text("kind"), "run": run, "step": step, "arguments": {"to": target} if target else {}}
     if wanted["kind"] not in ("verify", "export"):
-        raise InvalidRequest(f"{wanted['kind']!r} is nothing that is done with one checkpoint here")
+        raise InvalidRequest(f"{wanted['kind']!r} jobs cannot be submitted here for one checkpoint")
     answer = await api.ask("POST", "/v1/jobs", body=JobRequest.model_validate(wanted))
     return see(f"/jobs/{Job.model_validate_json(answer.content).id}", "job")
 

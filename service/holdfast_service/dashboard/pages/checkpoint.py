@@ -83,7 +83,7 @@ async def show_map(request: Request, api: Asked, run: str, step: str, name: str,
     held = await contents.held(api, run, made.step)
     entry = held.manifest.file(name)
     if entry is None:
-        raise NoSuchResource(f"the checkpoint has no file {name!r}", hint="the checkpoint's page lists its files")
+        raise NoSuchResource(f"the checkpoint has no file {name!r}", hint="see the list of files on the checkpoint's page")
     lines = await asyncio.to_thread(held.of_file, name)
     part = lines[max(first, 0) : max(first, 0) + TENSORS_DRAWN]
     shades = contents.numbered(line.entry.placement for line in lines)
@@ -128,7 +128,7 @@ async def show_extents(
     held = await contents.held(api, run, made.step)
     line = held.line(group, name)
     if line is None:
-        raise NoSuchResource(f"the checkpoint has no tensor {name!r} in {group!r}", hint="look at its list of tensors")
+        raise NoSuchResource(f"the checkpoint has no tensor {name!r} in {group!r}", hint="see its list of tensors")
     return page(
         request,
         "extents.html",

@@ -43,7 +43,7 @@ class RunLine(NamedTuple):
     def says(self) -> str:
         """The same in words, and what became of the run's ranks."""
         if self.summary is None:
-            return "not known"
+            return "unknown"
         state = self.summary.state or "not training"
         return state if self.level in ("fine", "gone") else f"{self.level}, {state}"
 

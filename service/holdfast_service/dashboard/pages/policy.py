@@ -76,7 +76,7 @@ def as_policy(form: Form) -> RetentionPolicy:
 
 def _counts(form: Form) -> list[int]:
     if not all(text.isascii() and text.isdigit() for text in form.all("count") if text):
-        raise InvalidRequest("count: not a whole number", hint="go back and change the field")
+        raise InvalidRequest("count: not an integer", hint="go back and change the field")
     return [int(text or 1) for text in form.all("count")]
 
 

@@ -19,9 +19,9 @@ router = page_router()
 
 TOKENS_SHOWN = 200
 SCOPES = {
-    "read": "look at everything, and restore",
-    "write": "save, pin, label, and have jobs done",
-    "admin": "remove, set policies, make tokens",
+    "read": "read everything and restore",
+    "write": "save, pin, label, submit jobs",
+    "admin": "remove, set policies, create tokens",
 }
 DAY_S = 86_400
 

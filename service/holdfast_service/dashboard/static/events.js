@@ -56,7 +56,7 @@
     const event = JSON.parse(message.data);
     if (paused) waiting.push(event);
     else show(event);
-    if (paused) pause.textContent = `Go on (${waiting.length} new)`;
+    if (paused) pause.textContent = `Resume (${waiting.length} new)`;
   }
 
   const source = new EventSource(list.dataset.stream);
@@ -65,7 +65,7 @@
   source.addEventListener("message", take);
   for (const kind of list.dataset.kinds.split(" ")) source.addEventListener(kind, take);
   source.addEventListener("gap", () => {
-    list.prepend(element("li", "Some events happened in between that are not kept any more.", "warning"));
+    list.prepend(element("li", "Some events in between are no longer stored.", "warning"));
   });
   window.addEventListener("pagehide", () => source.close());
 
@@ -73,7 +73,7 @@
   pause.addEventListener("click", () => {
     paused = !paused;
     pause.setAttribute("aria-pressed", String(paused));
-    pause.textContent = paused ? "Go on" : "Pause";
+    pause.textContent = paused ? "Resume" : "Pause";
     while (!paused && waiting.length) show(waiting.shift());
   });
 })();
