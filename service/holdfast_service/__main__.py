@@ -1,4 +1,4 @@
-"""`python -m holdfast_service`: wires storage, control, daemon and the REST edge into one process, and ends it again."""
+"""`python -m holdfast_service`: run storage, control, daemon and the REST edge in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEFAULT_URL = f"http://{LISTEN}"
 
 
 class Activity:
-    """When anybody last used this daemon."""
+    """Time of the last use of this daemon."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -51,7 +51,7 @@ class Activity:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until told to stop; the exit status follows the error's branch."""
+    """Serve until told to stop; return the exit status of the error's branch."""
     try:
         config = parse(sys.argv[1:] if arguments is None else arguments)
         start_logging(config.log_level, config.log_format, config.node)
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextmanager
 def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Services, socket.socket | None]]:
-    """All that serves. Before anybody can learn where that is, a signal to end sets `stop`; until then it kills."""
+    """Run all services. Before the address is announced a signal kills; after that it sets `stop`."""
     from holdfast_service.api.door import policy
 
     root = config.root.resolve()
@@ -88,7 +88,7 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
         if listener is not None and door.tokens:
             stack.enter_context(policy.announced(config, listener, services.owner))
         if control.identity.copy_of is not None:
-            text = f"{root} is a copy of another root: it has an id of its own from now on"
+            text = f"{root} is a copy of another root and has a new ID from now on"
             log.warning("%s", text)
             control.decisions.events.add("root-copied", text, level="warning", copy_of=control.identity.copy_of)
         _heed_signals(stop)
@@ -114,7 +114,7 @@ def _bind(address: tuple[str, int]) -> socket.socket:
         listener.close()
         raise RootBusy(
             f"cannot listen at {address[0]}:{address[1]}: {error.strerror}",
-            hint="another daemon may be there: choose another --listen, or stop it",
+            hint="another daemon may be listening there: choose another --listen, or stop that daemon",
         ) from error
 
 
@@ -148,13 +148,13 @@ def _serve(
             if daemon.busy or (services.runner is not None and services.runner.busy):
                 activity.touch()
             if exit_when_idle is not None and activity.idle_s > exit_when_idle:
-                log.info("idle for %.0f s, ending", activity.idle_s)
+                log.info("idle for %.0f s, shutting down", activity.idle_s)
                 return
 
 
 @contextmanager
 def _http(listener: socket.socket, services: Services, activity: Activity, stop: threading.Event) -> Iterator[None]:
-    """The REST edge in a thread of its own, so that the main thread stays free for signals."""
+    """Run the REST edge in its own thread, so that the main thread stays free for signals."""
     from holdfast_service.api.app import create_app
     from holdfast_service.api.door.connections import server as bounded
 

@@ -1,6 +1,6 @@
-"""The service's configuration, and its only reader of the environment.
+"""Configuration of the service, and the only place that reads its environment.
 
-Every setting is a flag of `holdfast serve`; its default can be set as HOLDFAST_<FLAG>, e.g. HOLDFAST_ROOT.
+Every setting is a flag of `holdfast serve`; its default can be set as HOLDFAST_<FLAG>, for example HOLDFAST_ROOT.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ SCRUB_BYTES_PER_SECOND = 20_000_000
 RUN_SHARE_PERCENT = 96  # of an automatic --arena-bytes-max that is 90 % of the machine; the rest is for who comes next
 SCRUB_EVERY_S = 7 * 86_400.0
 FIRST_INHERITED = 3  # the first descriptor that a service manager passes (sd_listen_fds)
-_DESCRIPTION = "Run the checkpoint daemon of this machine, until it is interrupted."
+_DESCRIPTION = "Run this machine's checkpoint daemon until it is interrupted."
 _EPILOG = (
-    "Every flag can be set in the environment instead: HOLDFAST_ROOT, HOLDFAST_LISTEN, and so on. "
-    "Exit status: 0 done, 1 failed, 2 a flag is wrong, 4 root, socket or address is taken, 6 storage cannot be used."
+    "Every flag can also be set in the environment: HOLDFAST_ROOT, HOLDFAST_LISTEN, and so on. Exit status: 0 "
+    "done, 1 failed, 2 a flag is wrong, 4 root, socket or address is in use, 6 storage cannot be used."
 )
 
 
 class Config(BaseModel):
-    """What one daemon needs to know. `listen` is None when there is no REST listener (an embedded daemon)."""
+    """Settings of one daemon. `listen` is None without a REST listener (an embedded daemon)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -99,35 +99,35 @@ class Config(BaseModel):
 
 
 def catalog_url(root: Path) -> str:
-    """Where a root's catalog is unless --catalog says otherwise."""
+    """The default catalog URL of a root."""
     return f"sqlite:///{root.resolve() / 'catalog.sqlite'}"
 
 
 def parse_replicas(given: Sequence[str]) -> tuple[tuple[str, Path], ...]:
-    """NAME=DIR or DIR, several of them separated by commas: names and directories. `ValueError` for a name given twice."""
+    """Parse NAME=DIR or DIR, separated by commas; `ValueError` for a name that appears twice."""
     found: dict[str, Path] = {}
     for text in (part.strip() for one in given for part in one.split(",") if part.strip()):
         named, equals, directory = text.partition("=")
         path = Path(directory if equals else text)
         name = named if equals else path.name
         if (not directory and equals) or not re.fullmatch(REPLICA_NAME, name):
-            raise ValueError(f"{text!r} is not NAME=DIR, with a name of letters, digits and . _ -")
+            raise ValueError(f"{text!r} is not NAME=DIR; the name may have letters, digits and . _ -")
         if name in found:
-            raise ValueError(f"two replicas are called {name!r}: give them names, NAME=DIR")
+            raise ValueError(f"two replicas have the name {name!r}: name them, NAME=DIR")
         found[name] = path
     return tuple(found.items())
 
 
 def check_apart(root: Path, replicas: Sequence[tuple[str, Path]]) -> None:
-    """`InvalidRequest` for a replica in the root, around it, or in another one: it would copy itself, and die with it."""
+    """`InvalidRequest` if a replica is inside the root, contains it, or overlaps another replica."""
     known = [("the root", root.resolve())]
     for name, path in replicas:
         place = path.resolve()
         for other, there in known:
             if place == there or place in there.parents or there in place.parents:
                 raise InvalidRequest(
-                    f"--replica: {path} and {other} ({there}) lie in one another",
-                    hint="give a directory of its own, on another disk",
+                    f"--replica: one of {path} and {other} ({there}) is inside the other",
+                    hint="use a separate directory, on another disk",
                 )
         known.append((f"replica {name}", place))
 
@@ -138,20 +138,20 @@ def default_socket(environment: Mapping[str, str]) -> Path:
 
 
 def runtime_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """Where this user's programs leave what others of the user are to find."""
+    """Directory for files that other programs of the same user must find."""
     runtime = (os.environ if environment is None else environment).get("XDG_RUNTIME_DIR")
     return Path(runtime) / "holdfast" if runtime else Path(f"/tmp/holdfast-{os.getuid()}")
 
 
 class StoredDescriptors(NamedTuple):
-    """The service manager's fd store: where to talk to it, and what it kept of the last start, by name."""
+    """The service manager's fd store: its address, and the descriptors kept from the last start, by name."""
 
     notify: str
     inherited: tuple[tuple[str, int], ...]
 
 
 def fd_store(environment: Mapping[str, str] | None = None) -> StoredDescriptors | None:
-    """The fd store if this process is a service that has one (systemd with FileDescriptorStoreMax=), else None."""
+    """The fd store, if the service manager provides one (systemd with FileDescriptorStoreMax=); otherwise None."""
     known = os.environ if environment is None else environment
     notify, room = known.get("NOTIFY_SOCKET", ""), known.get("FDSTORE", "")
     if not notify or not room.isdigit() or int(room) == 0:
@@ -163,12 +163,12 @@ def fd_store(environment: Mapping[str, str] | None = None) -> StoredDescriptors 
 
 
 def notify_socket(environment: Mapping[str, str] | None = None) -> str | None:
-    """Where a service manager waits to hear that the daemon serves (sd_notify); None where there is none."""
+    """The socket on which a service manager waits for readiness (sd_notify); None without one."""
     return (os.environ if environment is None else environment).get("NOTIFY_SOCKET") or None
 
 
 def otel_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that say whether and where to spans go. The OpenTelemetry SDK reads them itself."""
+    """The OTEL_* variables that are set. The OpenTelemetry SDK reads them itself."""
     known = os.environ if environment is None else environment
     return {name: value for name, value in known.items() if name.startswith("OTEL_")}
 
@@ -179,7 +179,7 @@ def default_node() -> str:
 
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Config:
-    """The configuration from flags and environment; `InvalidRequest` names the flag that is wrong."""
+    """Build the configuration from flags and environment; `InvalidRequest` names the wrong flag."""
     known = dict(os.environ if environment is None else environment)
     given = vars(_parser().parse_args(arguments))
     settings: dict[str, object] = {
@@ -200,62 +200,69 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="holdfast serve", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--root", metavar="DIR", help=f"where checkpoints rest (default: ./{ROOT})")
+    parser.add_argument("--root", metavar="DIR", help=f"directory of the checkpoints (default: ./{ROOT})")
     parser.add_argument("--listen", metavar="HOST:PORT", help=f"REST address, or 'none' (default: {LISTEN})")
     parser.add_argument("--socket", metavar="PATH", help="unix socket for ranks (default: in the user's runtime directory)")
     parser.add_argument("--node", metavar="NAME", help="this machine's name in receipts (default: the host name)")
-    parser.add_argument("--keep", metavar="N", help="keep the newest N verified checkpoints of a run (default: all)")
+    parser.add_argument("--keep", metavar="N", help="keep the newest N verified checkpoints of each run (default: all)")
     parser.add_argument("--catalog", metavar="URL", help="SQLAlchemy URL of the catalog (default: SQLite under --root)")
     parser.add_argument(
-        "--arena-bytes-max", metavar="BYTES", help="limit on shared memory (default: 94%% of what machine and cgroup have)"
+        "--arena-bytes-max",
+        metavar="BYTES",
+        help="limit on shared memory (default: 94%% of the memory of machine and cgroup)",
     )
     parser.add_argument(
         "--run-share",
         metavar="PERCENT",
-        help=f"how much of it a run may have, of what other runs do not hold (default: {RUN_SHARE_PERCENT})",
+        help="share of the shared memory that one run may reserve, of what other runs have not reserved (default: "
+        f"{RUN_SHARE_PERCENT})",
     )
     parser.add_argument(
-        "--spill", metavar="auto|never", help="stage on the root's disk what memory has no room for (default: auto)"
+        "--spill", metavar="auto|never", help="stage on the root's disk if memory has no room (default: auto)"
     )
-    parser.add_argument("--write-bytes-per-second", metavar="BYTES", help="write no faster than this (default: no limit)")
+    parser.add_argument("--write-bytes-per-second", metavar="BYTES", help="limit of the write rate (default: no limit)")
     parser.add_argument(
         "--replica",
         metavar="[NAME=]DIR",
         action="append",
-        help="copy verified checkpoints there too; can be given several times",
+        help="also copy verified checkpoints to this directory; repeatable",
     )
-    parser.add_argument("--replica-bytes-per-second", metavar="BYTES", help="copy no faster than this (default: no limit)")
-    parser.add_argument("--export-root", metavar="DIR", help="where jobs may export to and import from (default: nowhere)")
+    parser.add_argument("--replica-bytes-per-second", metavar="BYTES", help="limit of the copy rate (default: no limit)")
+    parser.add_argument(
+        "--export-root", metavar="DIR", help="directory for export and import jobs (default: none, these jobs are refused)"
+    )
     parser.add_argument(
         "--scrub-bytes-per-second",
         metavar="BYTES",
-        help="read checkpoints back no faster than this, 'none': not at all (default: 20000000)",
+        help="rate at which old checkpoints are verified again; 'none' switches it off (default: 20000000)",
     )
     parser.add_argument(
-        "--scrub-every", metavar="SECONDS", help="leave alone what was read back within so long (default: 604800, 7 days)"
+        "--scrub-every", metavar="SECONDS", help="verify each checkpoint again after this time (default: 604800, 7 days)"
     )
     _add_doors(parser)
-    parser.add_argument("--silence-max", metavar="SECONDS", help="give up remote ranks silent for this long (default: 60)")
-    parser.add_argument("--exit-when-idle", metavar="SECONDS", help="end when nobody used the daemon for this long")
+    parser.add_argument(
+        "--silence-max", metavar="SECONDS", help="a remote rank that is silent for this long counts as dead (default: 60)"
+    )
+    parser.add_argument("--exit-when-idle", metavar="SECONDS", help="exit after this time without use")
     parser.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error (default: info)")
-    parser.add_argument("--log-format", metavar="text|json", help="lines for people, or JSON for programs (default: text)")
+    parser.add_argument("--log-format", metavar="text|json", help="log lines as text, or as JSON (default: text)")
     return parser
 
 
 def _add_doors(parser: argparse.ArgumentParser) -> None:
-    """Flags that say who may come in; those without a value are `true` or `false` in the environment."""
+    """Add the flags about authentication; those without a value are `true` or `false` in the environment."""
     for flag, meaning in (
-        ("--loopback-open", "ask nobody for a token on a loopback address: every user of this machine is an admin"),
-        ("--behind-tls", "a proxy in front of --listen speaks TLS; tokens are asked for"),
-        ("--insecure-no-tokens", "whoever reaches --listen may do everything, from any machine"),
-        ("--metrics-open", "show /metrics without a token"),
+        ("--loopback-open", "require no tokens on a loopback address: every user of this machine is an admin"),
+        ("--behind-tls", "a proxy in front of --listen terminates TLS; tokens are required"),
+        ("--insecure-no-tokens", "require no tokens at all: everybody who reaches --listen is an admin"),
+        ("--metrics-open", "serve /metrics without a token"),
     ):
         parser.add_argument(flag, action="store_const", const="true", help=meaning)
     parser.add_argument(
         "--allowed-hosts",
         metavar="NAME,…",
-        help="names by which browsers ask, beside addresses, localhost and this machine's",
+        help="further host names that browsers may use, besides IP addresses, localhost and this machine's name",
     )
     parser.add_argument(
-        "--socket-group", metavar="GROUP", help="whose members may use --socket, too (default: this user alone)"
+        "--socket-group", metavar="GROUP", help="members of this group may use --socket, too (default: only this user)"
     )

@@ -1,1 +1,1 @@
-"""The HTTP edge: routes, problems, files with ranges. It decides nothing and keeps nothing; `docs/api.md` states it."""
+"""The HTTP edge: routes, problems, files with ranges. It takes no decisions and stores nothing; see `docs/api.md`."""

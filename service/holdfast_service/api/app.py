@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, problems, and nothing that decides."""
+"""Create the FastAPI application: routes and problems, no decisions."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ from .services import Services
 
 __all__ = ["Services", "create_app"]
 
-_DESCRIPTION = """Committed checkpoints of training runs: what there is, and its proven bytes.
-
-Errors are problems (RFC 9457) with `code`, `retryable` and `hint`. Lists come in pages: pass `next` back as `cursor`."""
+_DESCRIPTION = (
+    "Committed checkpoints of training runs: lists, metadata and verified bytes.\n\nErrors are problems (RFC 9457) "
+    "with `code`, `retryable` and `hint`. Lists are paged: pass `next` back as `cursor`."
+)
 _TAGS = [
     {"name": "runs", "description": "Training runs and their committed checkpoints"},
-    {"name": "retention", "description": "What a run keeps and why: policy, pins, labels, removal"},
-    {"name": "replicas", "description": "Copies of a checkpoint in other tiers"},
-    {"name": "contents", "description": "Manifest, tensors and files of a checkpoint; files take single ranges"},
+    {"name": "retention", "description": "Retention: policy, pins, labels and removal, with reasons"},
+    {"name": "replicas", "description": "Copies of a checkpoint in other storage tiers"},
+    {"name": "contents", "description": "Manifest, tensors and files of a checkpoint; files support a single byte range"},
     {
         "name": "shards",
-        "description": "What a rank of any layout holds: a safetensors file, or the plan to read it from storage",
+        "description": "One rank's shard in any parallel layout: a safetensors file, or the plan to read it from storage",
     },
-    {"name": "uploads", "description": "Saves of ranks that share no memory with the daemon: slots brought in chunks"},
-    {"name": "jobs", "description": "Work that outlasts a request: submitted, watched, cancelled"},
-    {"name": "events", "description": "What happens, as a live stream or page by page"},
+    {"name": "uploads", "description": "Saves from ranks that share no memory with the daemon: slots uploaded in chunks"},
+    {"name": "jobs", "description": "Background jobs: submit, watch, cancel"},
+    {"name": "events", "description": "Events, as a live stream or in pages"},
     {"name": "tokens", "description": "Bearer tokens: who may read, write and administer, and which runs"},
-    {"name": "operations", "description": "Rounds under way, nodes, health and metrics"},
+    {"name": "operations", "description": "Saves, nodes, health and metrics"},
 ]
 
 
@@ -79,7 +80,7 @@ ROOMS = (
 
 
 def create_app(services: Services) -> FastAPI:
-    """The REST API over these services; every app has its own state."""
+    """Create the REST API over these services; every app has its own state."""
     app = FastAPI(
         title="Holdfast",
         version=services.version,

@@ -1,4 +1,4 @@
-"""The metrics of one daemon, read from catalog, storage and arena at the moment of the scrape."""
+"""Collect the metrics of one daemon from catalog, storage and arena at the scrape."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Collected(Collector):
         try:
             known: Samples = {name: list(found) for name, found in self._gauges.by_run().items()}
         except CatalogUnavailable as away:
-            log.info("there are no metrics of runs: %s", away.detail)
+            log.info("metrics of runs are not available: %s", away.detail)
             known = {}
         return {**known, **self._held()}
 
@@ -71,7 +71,7 @@ class Collected(Collector):
         try:
             told = self._told() if book is None else book.ask(self._told, TOLD_S)
         except CatalogUnavailable as away:
-            log.info("metrics are without what the catalog knows: %s", away.detail)
+            log.info("metrics from the catalog are not available: %s", away.detail)
             told = {}
         return {
             **told,

@@ -1,4 +1,4 @@
-"""Every request is measured as it is answered: how long it took, by route and status, and how many bytes went out."""
+"""Measure every request: duration by route and status, and bytes sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors become RFC 9457 problems here and nowhere else; what is not one of ours is logged with an id and stays opaque."""
+"""Turn errors into RFC 9457 problems. Unexpected errors are logged with an ID and their cause is not sent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Problem(BaseModel):
 
 
 _DESCRIBED: dict[str, Any] = {
-    "description": "A problem: `code` says what happened, `hint` what to do, `retryable` whether trying again may help",
+    "description": "A problem: `code` says what happened, `hint` what to do, `retryable` whether a retry may succeed",
     "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
     "model": Problem,
 }
@@ -45,21 +45,21 @@ RESPONSES: dict[int | str, dict[str, Any]] = {"default": _DESCRIBED, 422: _DESCR
 
 
 class TransferAborted(Exception):
-    """An answer cannot go on after its first bytes have left: all that is left to do is to cut the connection.
+    """An answer fails after its first bytes were sent, so the connection is cut.
 
-    Whoever raises it has logged why; the server says nothing more of it.
+    The raiser has logged the cause; the server logs nothing more.
     """
 
 
 def problem_response(error: CheckpointError, status: int = 0, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The response that carries this error, by its own status unless HTTP has a more exact one."""
+    """The response for this error, with its own status unless HTTP has a more precise one."""
     body = error.problem()
     body["status"] = status or error.members.get("status", error.status)
     return JSONResponse(body, body["status"], dict(headers or {}), MEDIA_TYPE)
 
 
 def install(app: FastAPI) -> None:
-    """Map every error that a route can end with."""
+    """Register handlers for every error that a route can raise."""
     app.add_exception_handler(CheckpointError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
@@ -86,7 +86,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return problem_response(
-            NoSuchResource(f"there is nothing at {request.url.path}", hint="/openapi.json lists every route")
+            NoSuchResource(f"the path {request.url.path} does not exist", hint="/openapi.json lists every route")
         )
     refused = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}", hint="/openapi.json lists every route")
     headers = dict(error.headers or {})
@@ -109,5 +109,5 @@ async def _unknown(request: Request, error: Exception) -> JSONResponse:
     reference = uuid.uuid4().hex
     if not isinstance(error, TransferAborted):
         log.error("%s %s failed, reference %s", request.method, request.url.path, reference, exc_info=error)
-    hint = "the service's log has this reference beside the cause"
+    hint = "search the service's log for this reference to find the cause"
     return problem_response(CheckpointError(f"internal error, reference {reference}", hint=hint, reference=reference))

@@ -1,4 +1,4 @@
-"""Requests as readers: what a request has opened stays until its last byte has left, and a while longer for the next one."""
+"""Protect checkpoints from removal while requests read them, and a while longer for the next request."""
 
 from __future__ import annotations
 

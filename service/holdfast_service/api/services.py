@@ -1,4 +1,4 @@
-"""What the HTTP edge is given by whoever wires it."""
+"""The services that the HTTP edge uses, passed in by the wiring."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def _services(request: Request) -> Services:
 
 Wired = Annotated[Services, Depends(_services)]
 Viewer = Annotated[Principal, Depends(_viewer)]
-Limit = Annotated[int, Query(ge=1, le=LIMIT_MAX, description="most items of a page")]
-Cursor = Annotated[str | None, Query(max_length=4096, description="`next` of the page before; opaque")]
-StepMin = Annotated[int | None, Query(ge=0, le=STEP_MAX, description="only this step and above")]
-StepMax = Annotated[int | None, Query(ge=0, le=STEP_MAX, description="only up to this step")]
+Limit = Annotated[int, Query(ge=1, le=LIMIT_MAX, description="maximum number of items on a page")]
+Cursor = Annotated[str | None, Query(max_length=4096, description="`next` of the previous page; opaque")]
+StepMin = Annotated[int | None, Query(ge=0, le=STEP_MAX, description="only this step and later ones")]
+StepMax = Annotated[int | None, Query(ge=0, le=STEP_MAX, description="only steps up to this one")]
 Since = Annotated[str | None, Query(max_length=40, description="only from this time on, RFC 3339: 2030-01-31T12:00:00Z")]

@@ -1,7 +1,7 @@
-"""How the service logs: one line a record, for people or as JSON for programs, with the same fields.
+"""Logging of the service: one line per record, as text or JSON, with the same declared fields.
 
-Whoever logs of a save names it RUN@STEP or gives its place by `about`. docs/api.md lists the fields; nothing else of what a
-record carries is written, so that no secret gets out by way of a field.
+Messages name a save as RUN@STEP, or the caller passes it with `about`. Only the fields that docs/api.md
+lists are written, so that no secret leaks through a field.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ARGUMENT = re.compile(r"%(?!%)")
 
 
 def about(run: str | None = None, step: int | None = None, attempt: int | None = None, **more: Any) -> dict[str, Any]:
-    """The `extra` of a log record: which save it is about, and the `code` or `error` of what went wrong."""
+    """The `extra` of a log record: the save concerned, and the `code` or `error`."""
     error = more.pop("error", None)
     if isinstance(error, CheckpointError):
         more["code"] = error.code
@@ -38,7 +38,9 @@ def about(run: str | None = None, step: int | None = None, attempt: int | None =
 
 
 def fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What a record is about: as given by `about`, else as its message names it, and the code of an error in it."""
+    """The fields of a record: as given by `about`, otherwise parsed from its message, and the code of an error in
+    it.
+    """
     found = {name: vars(record)[name] for name in _GIVEN if vars(record).get(name) is not None}
     arguments = record.args if isinstance(record.args, tuple) else ()
     place = _PLACE.search(record.msg) if isinstance(record.msg, str) else None
@@ -77,7 +79,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """A record as a line for people; what it is about stands behind the message unless the message names it."""
+    """Format a record as a text line; run, step and code are appended unless the message names them."""
 
     def __init__(self) -> None:
         super().__init__(LOG_FORMAT)
@@ -89,7 +91,7 @@ class TextLines(logging.Formatter):
 
 
 def start_logging(level: str, form: LogFormat = "text", node: str = "node") -> None:
-    """Log to stderr from `level` on; `ValueError` for a level that does not exist. Libraries speak up only to warn."""
+    """Log to stderr from `level` on; `ValueError` for an unknown level. Libraries log only warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(node) if form == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler])
@@ -99,7 +101,7 @@ def start_logging(level: str, form: LogFormat = "text", node: str = "node") -> N
 
 
 def log_what_nobody_catches() -> None:
-    """Log exceptions that no code of ours expected, which end the process or a thread of it."""
+    """Log uncaught exceptions that end the process or a thread."""
     log = logging.getLogger("holdfast_service")
 
     def ended(kind: type[BaseException], error: BaseException, trace: Any) -> None:

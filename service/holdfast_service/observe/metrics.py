@@ -1,4 +1,4 @@
-"""Every metric the service exposes, declared in one table, and the histograms behind some of them. `logs` is how it logs."""
+"""Table of all metrics that the service exposes, and the histograms behind some of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PHASES = ("stall", "stage", "queue", "write", "fsync", "commit", "durable", "ver
 
 
 class Metric(NamedTuple):
-    """A Prometheus metric: what kind it is, what it says, and by which labels it is split."""
+    """A Prometheus metric: kind, help text and labels."""
 
     kind: Literal["gauge", "counter", "histogram"]
     help: str
@@ -24,55 +24,57 @@ class Metric(NamedTuple):
 
 
 METRICS: dict[str, Metric] = {
-    "holdfast_info": Metric("gauge", "1, labelled with node and version", ("node", "version")),
+    "holdfast_info": Metric("gauge", "Always 1, labelled with node and version", ("node", "version")),
     "holdfast_rounds": Metric(
-        "counter", "Rounds that ended, by how; dropped are generations that the policy let go", ("state",)
+        "counter", "Saves that ended, by outcome; dropped: storage was slower than the saves", ("state",)
     ),
-    "holdfast_rounds_failed": Metric(
-        "counter", "Rounds that ended without a checkpoint, by the code of the error", ("code",)
-    ),
-    "holdfast_checkpoints_removed": Metric("counter", "Checkpoints removed since the start, by why", ("why",)),
-    "holdfast_rounds_open": Metric("gauge", "Rounds that are under way"),
+    "holdfast_rounds_failed": Metric("counter", "Saves that ended without a checkpoint, by error code", ("code",)),
+    "holdfast_checkpoints_removed": Metric("counter", "Checkpoints removed since the start, by reason", ("why",)),
+    "holdfast_rounds_open": Metric("gauge", "Saves in progress"),
     "holdfast_save_seconds": Metric(
         "histogram",
-        "Seconds of each phase of the saves that this node wrote: "
-        "stall, stage, queue, write, fsync (a part of write), commit, verify; durable is from begin to commit",
+        "Seconds of each phase of the saves that this node wrote: stall, stage, queue, write, fsync (a part of "
+        "write), commit, verify; durable is from start to commit",
         ("phase",),
     ),
     "holdfast_saved_bytes": Metric("counter", "Bytes of the checkpoints that this node committed since its start"),
     "holdfast_last_commit_age_seconds": Metric("gauge", "Age of the newest checkpoint", ("run",)),
     "holdfast_last_verified_age_seconds": Metric("gauge", "Age of the newest verified checkpoint", ("run",)),
-    "holdfast_run_lost": Metric("gauge", "1 where ranks of a run are gone without a goodbye", ("run",)),
+    "holdfast_run_lost": Metric("gauge", "1 if ranks of a run disappeared without closing their Checkpointer", ("run",)),
     "holdfast_exposed_seconds": Metric(
-        "gauge", "Training time that a crash now would lose; 0 where nobody trains", ("run",)
+        "gauge", "Training time that a crash now would lose; 0 if no training is active", ("run",)
     ),
-    "holdfast_exposed_steps": Metric("gauge", "Steps behind the newest checkpoint that ranks have begun to save", ("run",)),
-    "holdfast_save_interval_seconds": Metric("gauge", "Median time between the newest saves", ("run",)),
-    "holdfast_save_failures": Metric("gauge", "How many of the newest saves failed, one after the other", ("run",)),
+    "holdfast_exposed_steps": Metric(
+        "gauge", "Steps since the newest checkpoint, counted to the newest step that ranks started to save", ("run",)
+    ),
+    "holdfast_save_interval_seconds": Metric("gauge", "Median time between recent saves", ("run",)),
+    "holdfast_save_failures": Metric("gauge", "Consecutive failed saves, up to the newest", ("run",)),
     "holdfast_run_bytes": Metric("gauge", "Bytes of the checkpoints of a run", ("run",)),
-    "holdfast_run_quota_bytes": Metric("gauge", "Bytes that a run may have, where it has a quota", ("run",)),
-    "holdfast_checkpoints": Metric("gauge", "Checkpoints, by the worst that is known of them", ("state",)),
-    "holdfast_scrub_lag_seconds": Metric("gauge", "How long ago the checkpoint was last read back that has waited longest"),
+    "holdfast_run_quota_bytes": Metric("gauge", "Quota of a run in bytes, if it has one", ("run",)),
+    "holdfast_checkpoints": Metric("gauge", "Checkpoints, by the worst known finding", ("state",)),
+    "holdfast_scrub_lag_seconds": Metric("gauge", "Age in seconds of the oldest verification"),
     "holdfast_replica_missing": Metric("gauge", "Committed checkpoints without a copy in a tier", ("tier",)),
     "holdfast_replica_damaged": Metric("gauge", "Copies in a tier that are damaged", ("tier",)),
-    "holdfast_arena_bytes": Metric("gauge", "Shared memory held for staging"),
-    "holdfast_arena_bytes_max": Metric("gauge", "Shared memory that may be held for staging"),
-    "holdfast_run_arena_bytes": Metric("gauge", "Shared memory that a run holds for staging and restores", ("run",)),
-    "holdfast_arena_slots": Metric("gauge", "Slots of the arena, by what they are in use for", ("state",)),
+    "holdfast_arena_bytes": Metric("gauge", "Shared memory reserved for staging"),
+    "holdfast_arena_bytes_max": Metric("gauge", "Shared memory that may be reserved for staging"),
+    "holdfast_run_arena_bytes": Metric("gauge", "Shared memory that a run has reserved for staging and restores", ("run",)),
+    "holdfast_arena_slots": Metric("gauge", "Slots of the arena, by use", ("state",)),
     "holdfast_ranks": Metric("gauge", "Ranks connected to this daemon"),
     "holdfast_restore_read_bytes": Metric(
         "counter",
-        "Bytes read for restores by ranks of one machine: by the node for several, or by a rank for itself",
+        "Bytes read for restores on this machine: by the node for several ranks, or by a rank for itself",
         ("by",),
     ),
     "holdfast_requests_refused": Metric(
-        "counter", "Requests refused at the door since the start, by the code of the error", ("code",)
+        "counter", "Requests refused for authentication or authorisation since the start, by error code", ("code",)
     ),
-    "holdfast_storage_free_bytes": Metric("gauge", "Bytes that can still be written"),
-    "holdfast_jobs": Metric("gauge", "Jobs that are kept, by state", ("state",)),
-    "holdfast_catalog_up": Metric("gauge", "1 while the catalog answers; 0: saves go on, and what it knows is not exported"),
-    "holdfast_catalog_waiting": Metric("gauge", "Notes of saves and events that wait to be told to the catalog"),
-    "holdfast_events": Metric("counter", "Events that this node recorded since its start, by kind", ("kind",)),
+    "holdfast_storage_free_bytes": Metric("gauge", "Free bytes on the storage"),
+    "holdfast_jobs": Metric("gauge", "Stored jobs, by state", ("state",)),
+    "holdfast_catalog_up": Metric(
+        "gauge", "1 while the catalog answers; at 0 saves continue, but metrics from the catalog are missing"
+    ),
+    "holdfast_catalog_waiting": Metric("gauge", "Records of saves and events that wait for the catalog"),
+    "holdfast_events": Metric("counter", "Events recorded by this node since its start, by kind", ("kind",)),
     "holdfast_http_request_seconds": Metric(
         "histogram",
         "Seconds until a request was answered, by route, method and class of status",

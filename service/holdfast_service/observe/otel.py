@@ -1,4 +1,4 @@
-"""Spans for OpenTelemetry. Imported by `tracing` alone, and only where the SDK is installed and asked for."""
+"""OpenTelemetry spans. Imported only by `tracing`, and only if the SDK is installed and configured."""
 
 from __future__ import annotations
 

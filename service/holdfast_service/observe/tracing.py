@@ -1,7 +1,7 @@
-"""Traces, where somebody wants them: OTEL_* names a place for spans, and the OpenTelemetry SDK is installed.
+"""Optional tracing: active if OTEL_* sets an endpoint and the OpenTelemetry SDK is installed.
 
-The rest of the program knows `span`, for what goes on now, and `record`, for what is over and was measured. Neither costs
-more than a look at one variable while nobody traces.
+Other code calls `span` for work in progress and `record` for finished, measured work. Without tracing both cost
+only a look at one variable.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NOTHING: Attributes = MappingProxyType({})
 
 
 class SpanPart(NamedTuple):
-    """A stretch of something that is over, in seconds since the epoch."""
+    """A finished time span, in seconds since the epoch."""
 
     name: str
     began: float
@@ -27,7 +27,7 @@ class SpanPart(NamedTuple):
 
 
 class Tracer(Protocol):
-    """What takes spans."""
+    """Receiver of spans."""
 
     @contextmanager
     def span(self, name: str, headers: Iterable[tuple[bytes, bytes]], attributes: Attributes) -> Iterator[Tell]:
@@ -41,7 +41,7 @@ _tracer: Tracer | None = None
 
 
 def trace_with(tracer: Tracer) -> Callable[[], None]:
-    """Give spans to `tracer` until what is returned is called, which closes it."""
+    """Send spans to `tracer` until the returned function is called, which closes it."""
     global _tracer
     _tracer = tracer
 
@@ -54,7 +54,7 @@ def trace_with(tracer: Tracer) -> Callable[[], None]:
 
 
 def tracing() -> bool:
-    """Whether anybody takes spans."""
+    """Whether tracing is active."""
     return _tracer is not None
 
 
@@ -69,7 +69,7 @@ def span(name: str, attributes: Attributes = NOTHING, headers: Iterable[tuple[by
 
 
 def record(whole: SpanPart, parts: Iterable[SpanPart] = (), error: str | None = None) -> None:
-    """Trace what is over: a stretch of time and those within it; `error` is the code that it ended with."""
+    """Record a finished span and its parts; `error` is its error code, if it failed."""
     if _tracer is not None:
         _tracer.record(whole, parts, error)
 

@@ -404,7 +404,9 @@ def test_what_lasts_ends_with_its_token(closed: Guarded, what: str, how: str, ca
     if "stream" not in what:
         assert b" 401 " in answer.partition(b"\r\n")[0], answer
     assert not answer.endswith(b"0\r\n\r\n")  # the end of a body that is whole
-    assert [record.levelname for record in caplog.records if "ends with its token" in record.getMessage()] == ["INFO"]
+    assert [record.levelname for record in caplog.records if "was ended together with its token" in record.getMessage()] == [
+        "INFO"
+    ]
     assert not [record.getMessage() for record in caplog.records if record.exc_info]
 
 

@@ -37,7 +37,7 @@ def test_everybody_needs_a_token(host: str) -> None:
 def test_a_loopback_address_may_be_open() -> None:
     """On a machine of one user, when that is said; never at an address that others reach."""
     assert policy("127.0.0.1", "--loopback-open") == Policy(hosts=OWN)
-    with pytest.raises(InvalidRequest, match="--loopback-open is for a loopback address"):
+    with pytest.raises(InvalidRequest, match="--loopback-open needs a loopback address"):
         policy("0.0.0.0", "--loopback-open")
 
 

@@ -156,7 +156,7 @@ def test_names_of_checkpoints(api: Api) -> None:
     with pytest.raises(NoSuchCheckpoint):
         api.checkpoint("other", "latest-healthy")
     for path in (f"/v1/runs/{RUN}/checkpoints/best", f"/v1/runs/{RUN}/checkpoints/best/manifest"):
-        with pytest.raises(InvalidRequest, match="which metric"):
+        with pytest.raises(InvalidRequest, match="needs a metric"):
             api.request("GET", path)
 
 

@@ -59,7 +59,7 @@ def fetch_posix(directory: Path) -> Fetch:
         except FileNotFoundError as error:
             raise CorruptManifest(f"{name} is missing", file=name) from error
         except OSError as error:
-            raise StorageFailed(f"{name} cannot be read: {error.strerror}", file=name, errno=error.errno) from error
+            raise StorageFailed(f"cannot read {name}: {error.strerror}", file=name, errno=error.errno) from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     return fetch
@@ -92,7 +92,7 @@ def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
         if match[2] and int(match[2]) < start:
             return None
     if start >= stop:
-        raise InvalidRequest(f"range {header!r} holds no byte of a file of {size} bytes")
+        raise InvalidRequest(f"the range {header!r} lies outside a file of {size} bytes")
     return start, stop
 
 
@@ -209,7 +209,7 @@ async def _rest(first: bytes, body: AsyncGenerator[bytes, None]) -> AsyncGenerat
             async for part in body:
                 yield part
         except (Damaged, StorageFailed) as error:
-            log.error("transfer cut: %s", error)
+            log.error("transfer cut off: %s", error)
             if isinstance(error, Damaged):
                 met(error)
             raise problems.TransferAborted(error.detail) from error

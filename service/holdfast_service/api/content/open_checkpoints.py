@@ -148,14 +148,14 @@ def find(services: Services, run: str, step: str) -> bodies.CheckpointInfo:
         known = services.catalog.run(run)
         newest = services.catalog.newest(run)
         if newest is None and known.checkpoints:
-            raise NoSuchCheckpoint(f"run {run!r} has no sound checkpoint", hint=f"holdfast ls {run} says what is damaged")
+            raise NoSuchCheckpoint(f"run {run!r} has no sound checkpoint", hint=f"`holdfast ls {run}` shows what is damaged")
         if newest is None:
             raise NoSuchCheckpoint(f"run {run!r} has no checkpoint yet")
         return services.catalog.checkpoint(run, newest)
     if step in selectors.NAMES:
         return selectors.find(services, run, step)
     if not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
-        raise InvalidRequest(f"step {step!r} is not a whole number", hint=f"use a number or {LATEST!r}")
+        raise InvalidRequest(f"step {step!r} is not an integer", hint=f"use a number or {LATEST!r}")
     return services.catalog.checkpoint(run, int(step))
 
 
@@ -208,5 +208,5 @@ def decode_cursor(cursor: str, parts: int) -> list[str]:
     except (ValueError, binascii.Error, RecursionError):
         position = None
     if not isinstance(position, list) or len(position) != parts or not all(isinstance(part, str) for part in position):
-        raise InvalidRequest("the cursor is not one that this list gave out", hint="begin again without a cursor")
+        raise InvalidRequest("the cursor does not belong to this list", hint="start again without a cursor")
     return position

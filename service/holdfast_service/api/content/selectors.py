@@ -14,8 +14,10 @@ from holdfast_service.control.findings import selection
 LATEST_HEALTHY, BEST = "latest-healthy", "best"
 NAMES = (LATEST_HEALTHY, BEST)
 
-Metric = Annotated[str | None, Query(max_length=128, description="with `best`: a name in the `metrics` given at save")]
-Mode = Annotated[Literal["min", "max"], Query(description="with `best`: whether low or high is good")]
+Metric = Annotated[
+    str | None, Query(max_length=128, description="with `best`: name of a metric in the `metrics` of the save")
+]
+Mode = Annotated[Literal["min", "max"], Query(description="with `best`: whether the lowest or the highest value is best")]
 
 
 def find(
@@ -25,10 +27,10 @@ def find(
     services.catalog.run(run)
     database = services.catalog.database
     if name == LATEST_HEALTHY:
-        step, what = selection.newest_healthy(database, run), "that is verified and not unhealthy"
+        step, what = selection.newest_healthy(database, run), "that is verified and not known to be unhealthy"
     elif metric is None:
         raise InvalidRequest(
-            "best by which metric?", hint=f"GET /v1/runs/{run}/checkpoints/best?metric=loss&mode=min says which step it is"
+            "`best` needs a metric", hint=f"GET /v1/runs/{run}/checkpoints/best?metric=loss&mode=min returns the best step"
         )
     else:
         step, what = selection.best(database, run, metric, mode), f"with the metric {metric!r} among the healthy ones"

@@ -178,7 +178,7 @@ class PlannedShards:
             config = None
         if not isinstance(config, dict):
             raise StateMismatch(
-                f"{CONFIG} of this checkpoint is not a JSON object", hint="name the rules: rules=llama, or none"
+                f"{CONFIG} of this checkpoint is not a JSON object", hint="choose the rules: rules=llama, or rules=none"
             )
         return config
 

@@ -115,9 +115,9 @@ class ShardStreams:
                 await held.enter_async_context(self._places.awaited(asking(), STREAM_WAIT_MAX_S))
             except asyncio.TimeoutError:
                 raise DeadlineExceeded(
-                    f"{STREAMS_MAX} shards are being sent, or too many to this token or address, and none of them ended in "
-                    f"{STREAM_WAIT_MAX_S:.0f} s",
-                    hint="ask again later; with Accept: application/json the service says which bytes to read from storage",
+                    f"{STREAMS_MAX} shard downloads are running, or too many by this token or address, and "
+                    f"none of them ended within {STREAM_WAIT_MAX_S:.0f} s",
+                    hint="try again later, or send Accept: application/json to get a plan to read the shard from storage",
                 ) from None
             with self.extents.opened():
                 yield

@@ -25,8 +25,8 @@ class StallLimit:
             with anyio.move_on_after(STALL_MAX_S) as limit:
                 await send(message)
             if limit.cancelled_caught:
-                why = f"{scope['path']}: the client took nothing for {STALL_MAX_S:.0f} s"
-                log.info("transfer cut: %s", why)
+                why = f"{scope['path']}: the client read nothing for {STALL_MAX_S:.0f} s"
+                log.info("transfer cut off: %s", why)
                 raise TransferAborted(why)
 
         await self._app(scope, receive, send_in_time)

@@ -44,7 +44,7 @@ def kind_of(content_type: str | None) -> Kind | None:
     spelled = _MEDIA_TYPE.fullmatch(content_type)
     kind = MEDIA_TYPES.get(spelled[1].lower()) if spelled else None
     if kind is None:
-        raise unknown(f"nothing here reads a body of the type {content_type[:80]!r}", _named())
+        raise unknown(f"no route reads a body of type {content_type[:80]!r}", _named())
     return kind
 
 
@@ -52,7 +52,7 @@ def check_kind(given: Kind | None, read: Kind) -> None:
     """`InvalidRequest`, 415, unless a body that is there is of the kind that is read; octets need no name."""
     if given != read and not (given is None and read == OCTETS):
         what = "without a Content-Type" if given is None else f"of the type {media_type(given)}"
-        raise unknown(f"a body {what} is not read here", f"send it as Content-Type: {media_type(read)}")
+        raise unknown(f"this route does not read a body {what}", f"send it as Content-Type: {media_type(read)}")
 
 
 def unknown(detail: str, hint: str) -> InvalidRequest:
@@ -76,7 +76,7 @@ async def read(scope: Scope, receive: Receive) -> bytes:
     try:
         return await asyncio.wait_for(_read(receive), BODY_WAIT_MAX_S)
     except asyncio.TimeoutError:
-        raise DeadlineExceeded(f"the body did not arrive in {BODY_WAIT_MAX_S:.0f} s", hint="send it faster") from None
+        raise DeadlineExceeded(f"the body did not arrive within {BODY_WAIT_MAX_S:.0f} s", hint="send it faster") from None
 
 
 async def _read(receive: Receive) -> bytes:
@@ -113,7 +113,7 @@ def parse(body: bytes) -> Any:
         value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number, parse_int=_integer, parse_float=_real)
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest("the body has half of a surrogate pair in a text") from error
+        raise InvalidRequest("the body has an unpaired surrogate in a string") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}", hint="/openapi.json describes every body") from error
     return value
@@ -135,12 +135,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the member {twice[:80]!r} stands there twice")
+        raise ValueError(f"the member {twice[:80]!r} appears twice")
     return made
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _integer(digits: str) -> int:

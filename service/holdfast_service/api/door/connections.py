@@ -70,7 +70,7 @@ class Bounded(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > connections_max() and not self._make_room():
-            log.warning("%s is turned away: %d connections are open", self.client, len(self.connections) - 1)
+            log.warning("connection from %s refused: %d connections are open", self.client, len(self.connections) - 1)
             self._end_with(DaemonGone("too many connections are open", hint="try again in a moment"))
             return
         self._wait_for_head()
@@ -82,7 +82,7 @@ class Bounded(H11Protocol):
         if not waiting:
             return False
         given_up = min(waiting, key=lambda one: (-counts[one._address], one._late.when() if one._late is not None else 0.0))
-        log.info("%s is given up for a new connection: it sends no request", given_up.client)
+        log.info("closed the connection from %s to make room for a new one: it sent no request", given_up.client)
         given_up._stop_waiting()
         given_up.transport.abort()
         return True
@@ -110,7 +110,7 @@ class Bounded(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is told so by a problem as well."""
-        self._end_with(InvalidRequest("this is not a request of HTTP/1.1", hint="or its head is too long"))
+        self._end_with(InvalidRequest("this is not an HTTP/1.1 request", hint="or its head is too long"))
 
     def _end_with(self, error: CheckpointError) -> None:
         body = json.dumps(error.problem()).encode()

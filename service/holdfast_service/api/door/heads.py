@@ -47,12 +47,12 @@ def read(scope: Scope) -> dict[str, str]:
     counts = Counter(name for name, _ in given)
     twice = [name for name, count in counts.items() if count > 1 and (name in _ONCE or name.startswith(_OURS))]
     if twice:
-        raise InvalidRequest(f"the header {twice[0]!r} stands there twice", hint="send it once")
+        raise InvalidRequest(f"the header {twice[0]!r} appears twice", hint="send it once")
     headers = dict(given)
     if "transfer-encoding" in headers and "content-length" in headers:
-        raise InvalidRequest("Transfer-Encoding and Content-Length are two lengths of one body", hint="send one of them")
+        raise InvalidRequest("Transfer-Encoding and Content-Length cannot be combined", hint="send only one of them")
     if len(cookies(headers.get("cookie", ""))) > 1:
-        raise InvalidRequest(f"the cookie {COOKIE!r} stands there twice", hint="sign out, and sign in again")
+        raise InvalidRequest(f"the cookie {COOKIE!r} appears twice", hint="sign out, and sign in again")
     return headers
 
 

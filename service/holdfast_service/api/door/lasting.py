@@ -46,10 +46,10 @@ class Lasting:
             finally:
                 del self._open[limit]
         if limit.cancelled_caught:
-            log.info("%s %s ends with its token", scope["method"], scope["path"])
+            log.info("%s %s was ended together with its token", scope["method"], scope["path"])
             if begun:
-                raise TransferAborted(f"{scope['path']}: the token was revoked, or has expired, while it was being answered")
-            raise Unauthenticated("the token was revoked, or has expired, meanwhile", hint="use another token")
+                raise TransferAborted(f"{scope['path']}: the token was revoked or expired during the request")
+            raise Unauthenticated("the token was revoked or expired during the request", hint="use another token")
 
     async def _look(self) -> None:
         try:
@@ -59,7 +59,7 @@ class Lasting:
                 try:
                     still = await anyio.to_thread.run_sync(self._in_force, asked, limiter=self._thread) if asked else asked
                 except CheckpointError as error:  # nobody revokes anything in a catalog that is away; asked again
-                    log.warning("whether tokens are still in force cannot be told: %s", error.detail)
+                    log.warning("cannot check whether tokens are still valid: %s", error.detail)
                     continue
                 for limit, token in list(self._open.items()):
                     if token in asked - still:

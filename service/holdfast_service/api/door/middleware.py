@@ -76,7 +76,7 @@ class Doors:
             except CheckpointError as error:
                 await (await self._refusal(scope, error))(scope, receive, send)
             except bodies.Gone:
-                log.debug("%s hung up in the middle of its body", _peer(scope))
+                log.debug("%s disconnected in the middle of its request body", _peer(scope))
 
     async def _answer(
         self, headers: dict[str, str], principal: Principal, scope: Scope, receive: Receive, send: Send
@@ -101,7 +101,7 @@ class Doors:
         peer = RequestPeer(f"probe {name}" if scope["path"] in scopes.PROBES else name, first)
         held.enter_context(asked_by(peer))
         if not held.enter_context(self._places.held(peer)):
-            raise DaemonGone("too many requests are being answered", hint="try again in a moment")
+            raise DaemonGone("too many requests are in progress", hint="try again in a moment")
 
     async def _admit(self, scope: Scope, headers: dict[str, str]) -> Principal:
         method, path = scope["method"], scope["path"]
@@ -135,7 +135,7 @@ class Doors:
             if not self._policy.tokens:
                 return ANYBODY
         except CheckpointError as error:
-            log.debug("asked as anybody: %s", error.detail)
+            log.debug("treated as a request without a token: %s", error.detail)
         return PROBE
 
     def _check_host(self, headers: dict[str, str]) -> None:
@@ -145,8 +145,8 @@ class Doors:
             return
         host = _host_name(named)
         if not (_is_address(host) or host == "localhost" or host.endswith(".localhost") or host in self._policy.hosts):
-            hint = "ask by address or as localhost, allow the name with --allowed-hosts, or show a token"
-            raise Forbidden(f"this door is not known as {host[:80]!r}", hint=hint)
+            hint = "use the IP address or localhost, allow the name with --allowed-hosts, or send a token"
+            raise Forbidden(f"the host name {host[:80]!r} is not allowed here", hint=hint)
 
     def _check_origin(self, headers: dict[str, str], told: bool) -> None:
         """`Forbidden` when a page of another site is behind a change; `told`: when the browser does not say that none is."""
@@ -161,7 +161,7 @@ class Doors:
             or (origin is not None and not same)
             or not (site or origin)
         ):
-            raise Forbidden("changes have to come from a page of this service", hint="use Authorization: Bearer …")
+            raise Forbidden("changes must come from a page of this service", hint="use Authorization: Bearer …")
 
     async def _refusal(self, scope: Scope, error: CheckpointError) -> Response:
         add = partial(self._refusals.add, _peer(scope), scope["method"], scope["path"], error)
@@ -186,7 +186,7 @@ async def _checked_body(scope: Scope, headers: dict[str, str], receive: Receive,
         _tell(scope, read)
         return receive
     if headers.get("content-encoding", "identity").lower() != "identity":
-        raise bodies.unknown("a body here is sent as it is", "leave Content-Encoding out")
+        raise bodies.unknown("this route does not take an encoded body", "leave Content-Encoding out")
     body = await bodies.read(scope, receive)
     if not body:
         _tell(scope, None)

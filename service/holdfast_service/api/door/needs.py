@@ -47,7 +47,7 @@ class Needs:
             if request.method not in scopes.SAFE:
                 principal.require_run(run)
             elif not principal.sees(run):
-                raise NoSuchRun(f"there is no run {run!r}", hint="holdfast ls lists the runs")
+                raise NoSuchRun(f"the run {run!r} does not exist", hint="`holdfast ls` lists the runs")
         given = getattr(request.state, "body", None)  # what the door has taken the body for; None: there is none
         if given is not None and self.body is not None:
             bodies.check_kind(given, self.body)

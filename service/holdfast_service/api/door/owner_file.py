@@ -24,7 +24,9 @@ def left_for_owner(key: OwnerKey, directories: list[Path]) -> Iterator[None]:
     with ExitStack() as stack:
         left = [directory for directory in directories if _leave(key, directory, stack)]
         if not left:
-            log.warning("the owner's token could be left nowhere: make one with `holdfast token create NAME --scope admin`")
+            log.warning(
+                "the owner's token file could not be written: create a token with `holdfast token create NAME --scope admin`"
+            )
         yield
 
 
@@ -38,7 +40,7 @@ def _leave(key: OwnerKey, directory: Path, stack: ExitStack) -> bool:
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except (OSError, CheckpointError) as error:
-        log.debug("no token is left in %s: %s", directory, error)
+        log.debug("cannot write the token file %s: %s", directory, error)
         return False
     stack.callback(os.close, descriptor)
     fcntl.flock(descriptor, fcntl.LOCK_EX)  # while we live: a successor sweeps what nobody holds

@@ -29,16 +29,16 @@ def policy(config: Config, listener: socket.socket | None) -> Policy:
     host = str(listener.getsockname()[0]) if listener is not None else "127.0.0.1"
     here, names = ip_address(host.partition("%")[0]).is_loopback, _names(config)
     if config.insecure_no_tokens:
-        log.warning("whoever reaches this service may do everything: --insecure-no-tokens")
+        log.warning("--insecure-no-tokens: everybody who reaches this service is an admin")
         return Policy(metrics_open=True, hosts=names)
     if config.loopback_open:
         if not here:
-            hint = "leave it out: `holdfast` of the same user finds a token by itself"
-            raise InvalidRequest(f"--loopback-open is for a loopback address, and --listen is {host}", hint=hint)
-        log.warning("every user of this machine may do everything: --loopback-open")
+            hint = "leave it out: the `holdfast` command of the same user finds its token automatically"
+            raise InvalidRequest(f"--loopback-open needs a loopback address, but --listen is {host}", hint=hint)
+        log.warning("--loopback-open: every user of this machine is an admin")
         return Policy(metrics_open=config.metrics_open, hosts=names)
     if not here and not config.behind_tls:
-        log.warning("tokens travel to %s in clear text; if a proxy speaks TLS in front of it, say --behind-tls", host)
+        log.warning("tokens are sent to %s in clear text; pass --behind-tls if a proxy terminates TLS in front of it", host)
     return Policy(tokens=True, tls=config.behind_tls, metrics_open=config.metrics_open, hosts=names)
 
 

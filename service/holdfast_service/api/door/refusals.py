@@ -38,7 +38,7 @@ class Refusals:
         if untold is None:
             return
         shown = f"{method[:16]} {path[:SHOWN_CHARACTERS]!r}"
-        more = f", and {untold} more since the last" if untold else ""
+        more = f", and {untold} more since the last message" if untold else ""
         log.warning("refused %s from %s: %s [%s]%s", shown, peer, error.detail[:SHOWN_CHARACTERS], error.code, more)
         text = f"refused {shown} from {peer}: {error.code}"
         self._events.add("request-refused", text, None, None, "warning", peer=peer, code=error.code, untold=untold)

@@ -59,7 +59,7 @@ def check(principal: Principal, method: str, path: str, query: bytes) -> None:
         if method not in SAFE:
             principal.require_run(run)
         elif not principal.sees(run):
-            raise NoSuchRun(f"there is no run {run!r}", hint="holdfast ls lists the runs")
+            raise NoSuchRun(f"the run {run!r} does not exist", hint="`holdfast ls` lists the runs")
     if method not in SAFE and needed(method, path) == "admin" and at is None:
         principal.require_run(None)
 

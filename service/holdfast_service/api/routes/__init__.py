@@ -1,1 +1,1 @@
-"""One file for each kind of resource."""
+"""REST routes, one file per kind of resource."""

@@ -1,4 +1,4 @@
-"""Routes: two checkpoints side by side, tensor by tensor."""
+"""Route: compare two checkpoints tensor by tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ StepText = Annotated[str, Query(max_length=32, description="a step, or a selecto
 
 
 class ComparisonRequest(NamedTuple):
-    """Which tensors of which two checkpoints."""
+    """Query parameters: the two checkpoints and the tensors to compare."""
 
     left: bodies.CheckpointInfo
     right: bodies.CheckpointInfo
@@ -45,33 +45,39 @@ def _two(
     run: str,
     a: StepText,
     b: StepText,
-    run_b: Annotated[str | None, Query(max_length=128, description="the run of b; the same one unless given")] = None,
+    run_b: Annotated[str | None, Query(max_length=128, description="the run of b; default: the same run")] = None,
 ) -> tuple[bodies.CheckpointInfo, bodies.CheckpointInfo]:
     return open_checkpoints.find(services, run, a), open_checkpoints.find(services, run_b or run, b)
 
 
 def _asked(
     two: Annotated[tuple[bodies.CheckpointInfo, bodies.CheckpointInfo], Depends(_two)],
-    group: Annotated[str | None, Query(max_length=64, description="of this group only")] = None,
-    state: Annotated[DifferenceState | None, Query(description="in this state only, as the manifests tell it")] = None,
-    q: Annotated[str, Query(max_length=256, description="whose names contain this")] = "",
+    group: Annotated[str | None, Query(max_length=64, description="only this group")] = None,
+    state: Annotated[
+        DifferenceState | None, Query(description="only tensors in this state, according to the manifests")
+    ] = None,
+    q: Annotated[str, Query(max_length=256, description="only tensors whose names contain this")] = "",
 ) -> ComparisonRequest:
     left, right = two
     return ComparisonRequest(left, right, group, state, q)
 
 
-@router.get("/runs/{run}/compare", dependencies=READS_RUN, summary="Two checkpoints, tensor by tensor")
+@router.get("/runs/{run}/compare", dependencies=READS_RUN, summary="Compare two checkpoints tensor by tensor")
 def compare_checkpoints(
     request: Request,
     services: Wired,
     asked: Annotated[ComparisonRequest, Depends(_asked)],
-    exact: Annotated[bool, Query(description="read what changed and say how far it is apart; at most 1 GiB a page")] = False,
+    exact: Annotated[
+        bool, Query(description="read the changed tensors and compute how much they differ; at most 1 GiB per page")
+    ] = False,
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> bodies.Page[Difference]:
-    """By group, in natural order of names. Digests say what is equal; `exact` reads the rest, every byte proven.
+    """Sorted by group, then by name in natural order. Digests decide what is equal; `exact` reads the rest and
+    verifies every byte.
 
-    `unknown` is what was cut into other extents, so that only its bytes can tell. A `compare` job reads without a limit.
+    The state `unknown` means that a tensor is split into other extents, so that only its bytes can decide. A
+    `compare` job reads without a limit.
     """
     shown, behind = _page(asked.pairs(request.app.state.opened), cursor, limit)
     if not exact:
@@ -79,8 +85,8 @@ def compare_checkpoints(
     size = bytes_to_read(shown)
     if size > EXACT_BYTES_MAX:
         raise LimitExceeded(
-            f"this page would read {size} bytes, one request at most {EXACT_BYTES_MAX}",
-            hint='ask for fewer with `limit`, or have it done as a job: POST /v1/jobs {"kind": "compare", …}',
+            f"this page would read {size} bytes; one request may read at most {EXACT_BYTES_MAX}",
+            hint='use a smaller `limit`, or submit a job: POST /v1/jobs {"kind": "compare", …}',
             bytes=size,
         )
     sides = ComparedCheckpoint(asked.left.run, asked.left.step), ComparedCheckpoint(asked.right.run, asked.right.step)

@@ -1,4 +1,4 @@
-"""Routes: events, as a stream that goes on where it was left (server-sent events), or page by page."""
+"""Routes: events as a resumable stream (server-sent events) or in pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Id = Annotated[int, Query(ge=0, le=INTEGER_MAX)]
 
 
 class WantedEvents(NamedTuple):
-    """What a stream is asked for: events behind an id, None for those from now on, of one run or one kind."""
+    """Filter of a stream: events after an ID (None: only new ones), of one run or one kind."""
 
     after: int | None
     run: str | None
@@ -43,16 +43,17 @@ class WantedEvents(NamedTuple):
 
 
 class EventStreams:
-    """The streams that are open, and how many there may be."""
+    """Open event streams and their limit."""
 
     def __init__(self, events: Events, streams_max: int = STREAMS_MAX) -> None:
         self._events, self._streams_max = events, streams_max
         self._places = Places(lambda: streams_max)
 
     async def body(self, wanted: WantedEvents) -> AsyncGenerator[str, None]:
-        """Frames, until the service closes or the client goes; the first one says where the stream begins.
+        """Yield frames until the service shuts down or the client disconnects; the first frame has the start
+        position.
 
-        `DeadlineExceeded` where too many others are open.
+        Raises `DeadlineExceeded` if too many other streams are open.
         """
         async with self._admitted():
             with listening(self._events) as listener:
@@ -72,7 +73,7 @@ class EventStreams:
                         await listener.wait(max(said + HEARTBEAT_S - time.monotonic(), 0.01))
 
     def _read(self, wanted: WantedEvents, position: int) -> tuple[str, int, bool]:
-        """Frames of what is behind `position`, where the stream then is, and whether there may be more already."""
+        """Frames after `position`, the new position of the stream, and whether there may be more already."""
         found = self._events.following(position, READ_MAX, wanted.run, wanted.kind)
         frames: list[str] = []
         # Behind the newest one: the catalog was made anew, and counts from the beginning again.
@@ -94,24 +95,22 @@ class EventStreams:
                 await held.enter_async_context(self._places.awaited(asking(), STREAM_WAIT_MAX_S))
             except asyncio.TimeoutError:
                 raise DeadlineExceeded(
-                    f"{self._streams_max} event streams are open, or too many by this token or address",
-                    hint="ask again later; without Accept: text/event-stream the events come page by page",
+                    f"{self._streams_max} event streams are open, or too many for this token or address",
+                    hint="try again later, or leave out Accept: text/event-stream to get pages of events",
                 ) from None
             yield
 
 
 def _asked(
-    after: Annotated[
-        Id | None, Query(description="events behind this id only; a stream begins with the one behind it")
-    ] = None,
-    run: Annotated[str | None, Query(description="of this run only")] = None,
-    kind: Annotated[str | None, Query(description="of this kind only")] = None,
+    after: Annotated[Id | None, Query(description="only events after this ID; a stream starts with the next one")] = None,
+    run: Annotated[str | None, Query(description="only events of this run")] = None,
+    kind: Annotated[str | None, Query(description="only events of this kind")] = None,
     last_event_id: Annotated[
-        str | None, Header(description="where a stream that broke goes on; it outranks `after`")
+        str | None, Header(description="the last event received, to resume a broken stream; takes precedence over `after`")
     ] = None,
 ) -> WantedEvents:
     if kind is not None and kind not in EVENTS:
-        raise InvalidRequest(f"there are no events of the kind {kind!r}", hint=f"one of {', '.join(EVENTS)}")
+        raise InvalidRequest(f"{kind!r} is not a kind of event", hint=f"one of {', '.join(EVENTS)}")
     return WantedEvents(_parse_id(last_event_id) if last_event_id else after, run, kind)
 
 
@@ -121,16 +120,16 @@ Asked = Annotated[WantedEvents, Depends(_asked)]
 @router.get(
     "/events",
     dependencies=READS,
-    summary="Events: a live stream with `Accept: text/event-stream`, else a page, newest first",
+    summary="Events: a live stream with `Accept: text/event-stream`, otherwise a page, newest first",
     response_model=bodies.Page[Event],
     responses={200: {"description": "A page, or a stream", "content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}},
 )
 async def get_events(
     request: Request, services: Wired, wanted: Asked, cursor: Cursor = None, limit: Limit = 100
 ) -> Response:
-    """A stream begins with what happens from now on, unless `after` or `Last-Event-ID` says where.
+    """A stream starts with new events, unless `after` or `Last-Event-ID` gives a position.
 
-    An `event: gap` says that events it should begin with are not kept any more, and which is the oldest that is.
+    An `event: gap` means that events at the start are no longer stored; it contains the oldest stored ID.
     """
     accepted = weights(request.headers.get("accept", ""))
     if accepted.get(MEDIA_TYPE, 0.0) <= accepted.get("application/json", 0.0):
@@ -155,7 +154,7 @@ async def _all(first: str, rest_of_it: AsyncGenerator[str, None]) -> AsyncIterat
 
 def _parse_id(header: str) -> int:
     if not (header.isascii() and header.isdigit() and len(header) <= 19 and int(header) <= INTEGER_MAX):
-        raise InvalidRequest(f"Last-Event-ID {header!r} is not an event's id")
+        raise InvalidRequest(f"Last-Event-ID {header!r} is not an event ID")
     return int(header)
 
 
@@ -168,5 +167,7 @@ def _gap(gap: Gap) -> str:
 
 
 def _heartbeat(position: int) -> str:
-    """A comment; and an id without data, which is no event but where a broken stream goes on (filters pass events by)."""
+    """A comment, and an ID without data, which is not an event but the position from which a broken stream
+    resumes.
+    """
     return f": \nid: {position}\n\n"

@@ -1,4 +1,4 @@
-"""Routes: what a checkpoint holds. Manifest, tensors, and files of which every byte that leaves was proven (I7)."""
+"""Routes: manifest, tensors and files of a checkpoint. Every byte is verified before it is sent (I7)."""
 
 from __future__ import annotations
 
@@ -49,11 +49,9 @@ def _held(request: Request, services: Wired, run: str, step: str) -> Contents:
 Held = Annotated[Contents, Depends(_held)]
 
 
-@router.get(
-    f"{_CHECKPOINT}/manifest", dependencies=READS_RUN, response_class=Response, summary="The manifest, as it is stored"
-)
+@router.get(f"{_CHECKPOINT}/manifest", dependencies=READS_RUN, response_class=Response, summary="The stored manifest")
 def get_manifest(request: Request, services: Wired, run: str, step: str) -> Response:
-    """The ETag is the manifest's SHA-256, which COMMIT states too. Sent with zstd where Accept-Encoding names it."""
+    """The ETag is the manifest's SHA-256, as in COMMIT. Compressed with zstd if Accept-Encoding contains it."""
     found = open_checkpoints.find(services, run, step)
     opened = _opened(request)
     commit = opened.commit_bytes(run, found.step)
@@ -70,17 +68,17 @@ def get_manifest(request: Request, services: Wired, run: str, step: str) -> Resp
     return Response(encoded, media_type="application/json", headers=headers)
 
 
-@router.get(f"{_CHECKPOINT}/tensors", dependencies=READS_RUN, summary="Tensors and aliases, by group and name")
+@router.get(f"{_CHECKPOINT}/tensors", dependencies=READS_RUN, summary="Tensors and aliases, sorted by group and name")
 def list_tensors(
     held: Held,
-    group: Annotated[str | None, Query(description="this group only")] = None,
+    group: Annotated[str | None, Query(description="only this group")] = None,
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> bodies.Page[bodies.Tensor]:
     return open_checkpoints.page_of_tensors(held, group, cursor, limit)
 
 
-@router.get(f"{_CHECKPOINT}/files", dependencies=READS_RUN, summary="Files, by name, with their lengths on storage")
+@router.get(f"{_CHECKPOINT}/files", dependencies=READS_RUN, summary="Files, sorted by name, with their lengths on storage")
 def list_files(services: Wired, held: Held, cursor: Cursor = None, limit: Limit = 100) -> bodies.Page[bodies.File]:
     return open_checkpoints.page_of_files(services.tier, held, cursor, limit)
 
@@ -90,13 +88,14 @@ def list_files(services: Wired, held: Held, cursor: Cursor = None, limit: Limit 
     dependencies=READS_RUN,
     response_class=Response,
     responses=_BYTES,
-    summary="A file, or a range of it",
+    summary="Download a file or a byte range of it",
 )
 async def get_file(request: Request, services: Wired, run: str, step: str, name: str) -> Response:
     """Whole extents are read and checked before their bytes are sent.
 
-    Damage found before the first byte is a `corrupt-extent` problem; found later, it cuts the connection. One range a
-    request; others are ignored. Sent with zstd where Accept-Encoding prefers it, and then without a length.
+    Damage that is found before the first byte is a `corrupt-extent` problem; damage found later cuts the
+    connection. One range per request; several ranges are ignored. Compressed with zstd if Accept-Encoding prefers
+    it; then there is no length.
     """
     whole = "range" not in request.headers
     sending = await asyncio.to_thread(_delivery, _opened(request), services, (run, step, name), whole)
@@ -104,14 +103,14 @@ async def get_file(request: Request, services: Wired, run: str, step: str, name:
 
 
 @router.head(
-    f"{_CHECKPOINT}/files/{{name}}", dependencies=READS_RUN, response_class=Response, summary="A file's length and validator"
+    f"{_CHECKPOINT}/files/{{name}}", dependencies=READS_RUN, response_class=Response, summary="A file's length and ETag"
 )
 def head_file(request: Request, services: Wired, run: str, step: str, name: str) -> Response:
     return delivery.deliver_head(_delivery(_opened(request), services, (run, step, name), True), request.headers)
 
 
 def _delivery(opened: OpenedCheckpoints, services: Services, path: tuple[str, str, str], whole: bool) -> Delivery:
-    """How to send a file; with `whole`, `CorruptManifest` when it is missing or of another length."""
+    """How to send a file; with `whole`, raises `CorruptManifest` if it is missing or has another length."""
     run, step, name = path
     number = open_checkpoints.find(services, run, step).step
     if name in (naming.COMMIT, naming.MANIFEST):
@@ -119,7 +118,7 @@ def _delivery(opened: OpenedCheckpoints, services: Services, path: tuple[str, st
     held = opened.open(run, number)
     entry = held.manifest.file(name)
     if entry is None:
-        raise NoSuchResource(f"checkpoint {run}@{number} has no file {name!r}", hint="…/files lists them")
+        raise NoSuchResource(f"checkpoint {run}@{number} has no file {name!r}", hint="GET …/files lists the files")
     if whole:
         verification.check_size(held.manifest, name, services.tier.size(f"{held.directory}/{name}"))
     etag = f'"{held.sha256[:32]}-{entry.digest}"'
@@ -131,7 +130,7 @@ def _delivery(opened: OpenedCheckpoints, services: Services, path: tuple[str, st
 
 
 def _unlisted(opened: OpenedCheckpoints, run: str, step: int, name: str) -> Delivery:
-    """COMMIT or the manifest, which no manifest lists: as they lie on storage, once they were found to fit together."""
+    """COMMIT or the manifest, which no manifest lists: the stored bytes, after a check that both match."""
     commit = opened.commit_bytes(run, step)
     encoded = opened.manifest_bytes(run, step, commit)
     data = commit if name == naming.COMMIT else encoded

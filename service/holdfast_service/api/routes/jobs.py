@@ -1,4 +1,4 @@
-"""Routes: jobs. A request that takes long answers at once with where to look."""
+"""Routes: background jobs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ router = APIRouter(prefix="/v1", tags=["jobs"], responses=problems.RESPONSES)
 
 def _runner(services: Wired) -> JobRunner:
     if services.runner is None:
-        raise NoSuchResource("this service does no jobs", hint="ask one that runs with a daemon")
+        raise NoSuchResource("this service runs no jobs", hint="use a service that runs with a daemon")
     return services.runner
 
 
 Runner = Annotated[JobRunner, Depends(_runner)]
 JobId = Annotated[int, Path(ge=0, description="the job's `id`")]
-IfNoneMatch = Annotated[str | None, Header(description="the ETag of the job that is known already")]
-_THERE = {"model": Job, "description": "A job like it is queued or running: it is that one"}
+IfNoneMatch = Annotated[str | None, Header(description="the ETag of the job as you know it")]
+_THERE = {"model": Job, "description": "An identical job is already queued or running; it is returned"}
 
 
 def _permitted(viewer: Viewer, wanted: JobRequest) -> JobRequest:
@@ -50,12 +50,14 @@ def _permitted(viewer: Viewer, wanted: JobRequest) -> JobRequest:
     "/jobs",
     dependencies=WRITES_STATED_JSON,
     status_code=202,
-    summary="Submit a job; `Location` says where it is",
+    summary="Submit a job; `Location` is its URL",
     response_model=Job,
     responses={200: _THERE},
 )
 def post_job(runner: Runner, wanted: Annotated[JobRequest, Depends(_permitted)]) -> Response:
-    """The same request while a job like it is queued or running is that job: 200. What cannot work is refused first."""
+    """An identical request returns the same job with 200 while it is queued or running. Impossible requests are
+    refused at once.
+    """
     job, new = runner.submit(wanted)
     headers = {"Location": f"/v1/jobs/{job.id}", "ETag": _tag(job)}
     return JSONResponse(job.model_dump(), 202 if new else 200, headers)
@@ -65,9 +67,9 @@ def post_job(runner: Runner, wanted: Annotated[JobRequest, Depends(_permitted)])
 def list_jobs(  # noqa: PLR0913 — one a filter
     runner: Runner,
     viewer: Viewer,
-    kind: Annotated[JobKind | None, Query(description="of this kind only")] = None,
-    state: Annotated[JobState | None, Query(description="in this state only")] = None,
-    run: Annotated[str | None, Query(description="of this run only")] = None,
+    kind: Annotated[JobKind | None, Query(description="only jobs of this kind")] = None,
+    state: Annotated[JobState | None, Query(description="only jobs in this state")] = None,
+    run: Annotated[str | None, Query(description="only jobs of this run")] = None,
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> bodies.Page[Job]:
@@ -78,19 +80,23 @@ def list_jobs(  # noqa: PLR0913 — one a filter
 @router.get(
     "/jobs/{job_id}",
     dependencies=READS,
-    summary="One job: how far it is, and what came of it",
+    summary="One job: its progress and result",
     response_model=Job,
-    responses={304: {"description": "It is as `If-None-Match` says"}},
+    responses={304: {"description": "Not changed since `If-None-Match`"}},
 )
 async def get_job(
     services: Wired,
     runner: Runner,
     viewer: Viewer,
     job_id: JobId,
-    wait_s: Annotated[float, Query(ge=0, le=WAIT_MAX_S, description="wait so long for its end, or for a change")] = 0,
+    wait_s: Annotated[
+        float, Query(ge=0, le=WAIT_MAX_S, description="wait up to this many seconds for its end, or for a change")
+    ] = 0,
     if_none_match: IfNoneMatch = None,
 ) -> Response:
-    """With `wait_s` the answer comes once the job has ended, or differs from `If-None-Match`, or when the time is up."""
+    """With `wait_s`, answers when the job has ended, when it differs from `If-None-Match`, or when the time is
+    over.
+    """
     until = time.monotonic() + wait_s
     with listening(services.events) as listener:
         while True:
@@ -111,12 +117,12 @@ async def get_job(
     dependencies=WRITES_STATED,
     status_code=204,
     summary="Cancel a job",
-    responses={202: {"model": Job, "description": "It is running, and was asked to stop"}},
+    responses={202: {"model": Job, "description": "It is running and was asked to stop"}},
 )
 def cancel_job(runner: Runner, job_id: JobId, viewer: Viewer) -> Response:
-    """204 when it has ended, by this or before; 202 while it is asked to stop. What it has done by then stays done.
+    """204 if the job has ended, by this request or before; 202 if it was asked to stop. Finished work is kept.
 
-    Whoever may not submit such a job may not cancel it.
+    Callers that may not submit such a job may not cancel it.
     """
     known = runner.jobs.get(job_id)  # read first: who may not see its run is told that there is no such job
     scopes.check_job(viewer, known.kind, known.run)
@@ -127,7 +133,9 @@ def cancel_job(runner: Runner, job_id: JobId, viewer: Viewer) -> Response:
 
 
 def _shown(job: Job, viewer: Principal) -> Job:
-    """The job, and of one that compares with another run no more than that it is there, to who may not see that run."""
+    """The job as this caller may see it: of a comparison with another run only its existence, without access to
+    that run.
+    """
     other = second_run(job)
     if other is None or viewer.sees(other):
         return job

@@ -1,4 +1,4 @@
-"""Routes: a one-time link that takes a browser in, with no token in any address."""
+"""Routes: one-time sign-in links for browsers, so that no URL contains a token."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ _OUT = '<!doctype html><meta charset="utf-8"><title>Holdfast</title><p>{detail}.
 
 
 @router.post(
-    "/v1/links", dependencies=READS, status_code=201, summary="A link that takes a browser in, once and within a minute"
+    "/v1/links",
+    dependencies=READS,
+    status_code=201,
+    summary="Create a one-time sign-in link for a browser, valid for a minute",
 )
 def create_link(request: Request, services: Wired, response: Response) -> Link:
-    """For whoever shows a token in `Authorization`: the session may do what that token may, and ends with it."""
+    """Needs a token in `Authorization`. The session has the rights of that token, and ends with it."""
     response.headers["Cache-Control"] = "no-store"
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not token.strip():

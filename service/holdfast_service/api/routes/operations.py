@@ -1,4 +1,4 @@
-"""Routes: what the service is doing. Rounds, nodes, health, metrics."""
+"""Routes: saves, nodes, health and metrics."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ router = APIRouter(tags=["operations"], responses=problems.RESPONSES)
 RoundState = Literal["open", "sealed", "committed", "aborted", "dropped"]
 
 
-@router.get("/v1/rounds", dependencies=READS, summary="Rounds, newest first")
+@router.get("/v1/rounds", dependencies=READS, summary="Saves, newest first")
 def list_rounds(  # noqa: PLR0913 — one a filter
     services: Wired,
-    run: Annotated[str | None, Query(description="of this run only")] = None,
-    state: Annotated[RoundState | None, Query(description="in this state only")] = None,
+    run: Annotated[str | None, Query(description="only saves of this run")] = None,
+    state: Annotated[RoundState | None, Query(description="only saves in this state")] = None,
     step_min: StepMin = None,
     step_max: StepMax = None,
     since: Since = None,
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> bodies.Page[bodies.Round]:
-    """All filters that are given hold together; `since` looks at when a round was opened."""
+    """All given filters apply together; `since` filters by start time."""
     return services.catalog.rounds(run, state, cursor, limit, Within(step_min, step_max, since))
 
 
-@router.get("/v1/nodes", dependencies=READS, summary="Daemons that write here")
+@router.get("/v1/nodes", dependencies=READS, summary="Daemons that write to this catalog")
 def list_nodes(services: Wired, viewer: Viewer) -> bodies.Page[bodies.Node]:
-    """Where things are on its machine is for tokens of all runs; the socket also for those that may save."""
+    """Process and root are shown only to tokens for all runs; the socket also to tokens that may save."""
     node = services.node()
     return bodies.Page(items=[node if viewer.sees_all else _of_own_runs(node, services, viewer)])
 
@@ -49,21 +49,23 @@ def _of_own_runs(node: bodies.Node, services: Services, viewer: Principal) -> bo
         "root": None,
         "arena_bytes": sum(size for run, size in services.held().items() if viewer.sees(run)),
         "ranks": sum(count for run, count in services.ranks().items() if viewer.sees(run)),
-        "catalog": "the catalog is away; saves go on" if node.catalog else None,
+        "catalog": "the catalog does not answer; saves continue" if node.catalog else None,
     }
     if not viewer.may("write"):
         told |= {"socket": None, "socket_id": None}
     return node.model_copy(update=told)
 
 
-@router.get("/healthz", dependencies=OPEN, summary="The process answers; `degraded` while the catalog is away")
+@router.get("/healthz", dependencies=OPEN, summary="Liveness; `degraded` while the catalog does not answer")
 async def get_health(services: Wired, viewer: Viewer) -> bodies.Health:
-    """The version is for those who may read, the root for tokens of all runs. Nothing is waited for, not even a thread."""
+    """The version is shown only with scope `read`, the root only to tokens for all runs. The answer waits for
+    nothing.
+    """
     away = services.book is not None and services.book.trouble is not None
     return _health("degraded" if away else "ok", services, viewer)
 
 
-@router.get("/readyz", dependencies=OPEN, summary="Catalog and storage answer; a 5xx problem when one does not")
+@router.get("/readyz", dependencies=OPEN, summary="Readiness: catalog and storage answer; otherwise a 5xx problem")
 def get_readiness(services: Wired, viewer: Viewer) -> bodies.Health:
     try:
         services.catalog.round_counts()
@@ -72,7 +74,7 @@ def get_readiness(services: Wired, viewer: Viewer) -> bodies.Health:
         if viewer.known and viewer.sees_all:
             raise
         raise StorageFailed(
-            "catalog or storage does not answer", hint="the log says which; so does this, to a token for all runs"
+            "catalog or storage does not answer", hint="see the log; a token for all runs sees the details here"
         ) from error
     return _health("ready", services, viewer)
 
@@ -84,9 +86,7 @@ def _health(status: str, services: Services, viewer: Principal) -> bodies.Health
     return bodies.Health(status=status, version=services.version, root=root)
 
 
-@router.get(
-    "/metrics", dependencies=READS, response_class=Response, summary="Prometheus metrics, read when they are scraped"
-)
+@router.get("/metrics", dependencies=READS, response_class=Response, summary="Prometheus metrics, computed at the scrape")
 def get_metrics(request: Request) -> Response:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(request.app.state.collected)

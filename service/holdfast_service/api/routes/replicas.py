@@ -18,9 +18,9 @@ router = APIRouter(prefix="/v1", tags=["replicas"], responses=problems.RESPONSES
 @router.get(
     "/runs/{run}/checkpoints/{step}/replicas",
     dependencies=READS_RUN,
-    summary="A checkpoint's copies in other tiers, by tier",
+    summary="Copies of a checkpoint in other tiers, sorted by tier",
 )
 def list_replicas(services: Wired, run: str, step: str) -> bodies.Page[Replica]:
-    """All on one page: there are as many as tiers. What is being copied, or could not be, is among them with its problem."""
+    """One page with one item per tier. Copies in progress and failed copies are included, with their problem."""
     found = open_checkpoints.find(services, run, step)
     return bodies.Page(items=replicas.listed(services.catalog.database, found.run, found.step))

@@ -1,4 +1,4 @@
-"""Routes: what a run keeps. Its policy, which is changed with If-Match; previews; pins, labels and removal."""
+"""Routes: retention policy (changed with If-Match), previews, pins, labels and removal."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ from holdfast_service.control.checkpoints import run_files
 _CHECKPOINT = "/runs/{run}/checkpoints/{step}"
 
 router = APIRouter(prefix="/v1", tags=["retention"], responses=problems.RESPONSES)
-IfMatch = Annotated[str | None, Header(description="the ETag of the policy that was read; needed to change it")]
-IfNoneMatch = Annotated[str | None, Header(description="the ETag of the policy that is known already")]
-DryRun = Annotated[bool, Query(description="change nothing, only say what would happen")]
-Forced = Annotated[Force | None, Query(description="remove even the newest verified, or the newest healthy checkpoint")]
+IfMatch = Annotated[str | None, Header(description="the ETag of the policy that you read; required for a change")]
+IfNoneMatch = Annotated[str | None, Header(description="the ETag of the policy as you know it")]
+DryRun = Annotated[bool, Query(description="change nothing; only report what would happen")]
+Forced = Annotated[
+    Force | None, Query(description="remove it although it is the newest verified or the newest healthy checkpoint")
+]
 
 
-@router.get("/runs/{run}/policy", dependencies=READS_RUN, summary="The policy in force", response_model=RetentionPolicy)
+@router.get(
+    "/runs/{run}/policy", dependencies=READS_RUN, summary="The retention policy in force", response_model=RetentionPolicy
+)
 def get_policy(services: Wired, run: str, if_none_match: IfNoneMatch = None) -> Response:
-    """Its ETag is what `If-Match` has to say to change it. Until one is set, it is the trainer's `keep_last`."""
+    """Send its ETag as `If-Match` to change the policy. Until one is set, it is the trainer's `keep_last`."""
     file = services.rotation.file(run)
     if delivery.not_modified(if_none_match, file.tag):
         return Response(status_code=304, headers={"ETag": file.tag})
@@ -37,13 +41,15 @@ def get_policy(services: Wired, run: str, if_none_match: IfNoneMatch = None) -> 
 @router.put(
     "/runs/{run}/policy",
     dependencies=ADMINS_RUN_JSON,
-    summary="Set the policy; what it keeps and removes",
+    summary="Set the retention policy; returns what it keeps and removes",
     response_model=Preview,
 )
 def put_policy(
     services: Wired, run: str, policy: RetentionPolicy, if_match: IfMatch = None, dry_run: DryRun = False
 ) -> Response:
-    """428 without `If-Match`, 412 when the policy has been changed since. `dry_run` changes nothing, and needs none."""
+    """428 without `If-Match`, 412 if the policy has changed since. `dry_run` changes nothing and needs no
+    `If-Match`.
+    """
     rotation = services.rotation
     if dry_run:
         file = rotation.file(run)
@@ -52,26 +58,33 @@ def put_policy(
         return JSONResponse(rotation.preview(run, policy).model_dump(), headers={"ETag": file.tag})
     if if_match is None:
         raise PreconditionRequired(
-            f"the policy of {run} can be changed only with If-Match",
-            hint=f"GET /v1/runs/{run}/policy, and give back its ETag",
+            f"changing the policy of {run} needs If-Match",
+            hint=f"GET /v1/runs/{run}/policy, and send its ETag",
         )
     preview = rotation.preview(run, policy)
     file = rotation.set_policy(run, policy, if_match)
     return JSONResponse(preview.model_dump(), headers={"ETag": file.tag})
 
 
-@router.get("/runs/{run}/retention", dependencies=READS_RUN, summary="What the policy in force keeps and removes, and why")
+@router.get(
+    "/runs/{run}/retention", dependencies=READS_RUN, summary="What the retention policy keeps and removes, with reasons"
+)
 def get_retention(services: Wired, run: str) -> Preview:
-    """All checkpoints of the run in one document: a verdict holds for the others beside it, at one moment."""
+    """All checkpoints of the run in one document, because their verdicts depend on each other."""
     return services.rotation.preview(run)
 
 
-@router.put(f"{_CHECKPOINT}/pin", dependencies=WRITES_RUN, status_code=204, summary="Pin a checkpoint: nothing removes it")
+@router.put(
+    f"{_CHECKPOINT}/pin",
+    dependencies=WRITES_RUN,
+    status_code=204,
+    summary="Pin a checkpoint, which protects it from removal",
+)
 def put_pin(services: Wired, run: str, step: int) -> None:
     services.rotation.mark(run, step, lambda file: run_files.pinned(file, step))
 
 
-@router.delete(f"{_CHECKPOINT}/pin", dependencies=WRITES_RUN, status_code=204, summary="Take the pin away")
+@router.delete(f"{_CHECKPOINT}/pin", dependencies=WRITES_RUN, status_code=204, summary="Unpin a checkpoint")
 def delete_pin(services: Wired, run: str, step: int) -> None:
     services.rotation.unmark(run, lambda file: run_files.unpinned(file, step))
 
@@ -80,14 +93,14 @@ def delete_pin(services: Wired, run: str, step: int) -> None:
     f"{_CHECKPOINT}/labels/{{label}}",
     dependencies=WRITES_RUN,
     status_code=204,
-    summary="Label a checkpoint: nothing removes it",
+    summary="Label a checkpoint, which protects it from removal",
 )
 def put_label(services: Wired, run: str, step: int, label: str) -> None:
     check_label(label)
     services.rotation.mark(run, step, lambda file: run_files.labelled(file, step, label))
 
 
-@router.delete(f"{_CHECKPOINT}/labels/{{label}}", dependencies=WRITES_RUN, status_code=204, summary="Take the label away")
+@router.delete(f"{_CHECKPOINT}/labels/{{label}}", dependencies=WRITES_RUN, status_code=204, summary="Remove a label")
 def delete_label(services: Wired, run: str, step: int, label: str) -> None:
     services.rotation.unmark(run, lambda file: run_files.unlabelled(file, step, label))
 
@@ -100,7 +113,7 @@ def delete_label(services: Wired, run: str, step: int, label: str) -> None:
     responses={200: {"model": bodies.CheckpointInfo, "description": "With `dry_run`: what would be removed"}},
 )
 def remove_checkpoint(services: Wired, run: str, step: int, force: Forced = None, dry_run: DryRun = False) -> Response:
-    """409 when it is pinned, labelled, being read, or the newest verified or healthy one and `force` does not say so."""
+    """409 if it is pinned, labelled, being read, or the newest verified or healthy one without a matching `force`."""
     newest, healthy = force == "newest-verified", force == "newest-healthy"
     found = services.rotation.remove(run, step, newest, dry_run, healthy)
     return JSONResponse(found.model_dump()) if dry_run else Response(status_code=204)

@@ -17,12 +17,14 @@ from holdfast_service.control.catalog.listing import Within
 from holdfast_service.control.insight.facts import UNKNOWN, Lived
 
 router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
-Prefix = Annotated[str, Query(max_length=128, description="only runs whose names begin so")]
-Label = Annotated[str | None, Query(max_length=128, description="only those that have this label")]
-State = Annotated[bodies.CheckpointState | None, Query(description="only those in this state; the worst that is known")]
+Prefix = Annotated[str, Query(max_length=128, description="only runs whose names start with this")]
+Label = Annotated[str | None, Query(max_length=128, description="only checkpoints with this label")]
+State = Annotated[
+    bodies.CheckpointState | None, Query(description="only checkpoints in this state, which is the worst known finding")
+]
 
 
-@router.get("/runs", dependencies=READS, summary="Runs, by name")
+@router.get("/runs", dependencies=READS, summary="Runs, sorted by name")
 def list_runs(services: Wired, cursor: Cursor = None, limit: Limit = 100, prefix: Prefix = "") -> bodies.Page[bodies.Run]:
     page, lives = services.catalog.runs(cursor, limit, prefix), services.lives()
     return page.model_copy(update={"items": [_alive(run, lives) for run in page.items]})
@@ -49,18 +51,20 @@ def list_checkpoints(  # noqa: PLR0913 — one a filter
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> bodies.Page[bodies.CheckpointInfo]:
-    """All filters that are given hold together. A label that nothing has makes an empty list."""
+    """All given filters apply together. An unknown label gives an empty list."""
     marks = Marks(services.tier, run)
     within = Within(step_min, step_max, since, None if label is None else marks.labelled(label))
     page = services.catalog.checkpoints(run, cursor, limit, state, within)
     return page.model_copy(update={"items": [marks.on(checkpoint) for checkpoint in page.items]})
 
 
-@router.get("/runs/{run}/checkpoints/{step}", dependencies=READS_RUN, summary="One checkpoint, by step or by what it is")
+@router.get("/runs/{run}/checkpoints/{step}", dependencies=READS_RUN, summary="One checkpoint, by step or selector")
 def get_checkpoint(
     services: Wired, run: str, step: str, metric: selectors.Metric = None, mode: selectors.Mode = "min"
 ) -> bodies.CheckpointInfo:
-    """`latest`, `latest-healthy`, or `best` with `?metric=` and `?mode=`: of those verified and healthy."""
+    """Selectors are `latest`, `latest-healthy`, or `best` with `?metric=` and `?mode=`, which considers verified,
+    healthy checkpoints.
+    """
     if step == selectors.BEST:
         found = selectors.find(services, run, step, metric, mode)
     else:

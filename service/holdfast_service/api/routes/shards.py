@@ -1,4 +1,4 @@
-"""Routes: what a rank holds of a checkpoint in any layout, as a safetensors file or as the plan to read it from storage."""
+"""Routes: one rank's shard in any parallel layout, as a safetensors file or as a plan to read it from storage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
         "model": bodies.ShardPlan,
     },
     206: {"description": "The bytes of the range"},
-    304: {"description": "The asker has it already"},
+    304: {"description": "Not changed"},
     416: problems.RESPONSES["default"],
 }
 
@@ -43,16 +43,16 @@ def _asked(
         str,
         Query(
             max_length=LAYOUT_CHARACTERS_MAX,
-            description="the layout, as text or JSON; empty: one rank that holds everything",
+            description="the parallel layout, as text or JSON; empty: a single rank with everything",
             openapi_examples={
                 "one rank": {"value": ""},
-                "tensor and pipeline parallel": {"value": "tp=4,pp=2"},
-                "experts, and parameters sharded by rows": {"value": "tp=2,ep=4,sharding=8:stage3:dim0"},
+                "tensor and pipeline parallelism": {"value": "tp=4,pp=2"},
+                "expert parallelism, and parameters sharded by rows": {"value": "tp=2,ep=4,sharding=8:stage3:dim0"},
             },
         ),
     ] = "",
     rank: Annotated[int, Query(ge=0, le=RANK_MAX, description="the rank in this layout")] = 0,
-    group: Annotated[str, Query(max_length=64, description="the group of tensors")] = "model",
+    group: Annotated[str, Query(max_length=64, description="the group of tensors, such as `model`")] = "model",
 ) -> ShardKey:
     return ShardKey(layout, rank, group)
 
@@ -73,25 +73,26 @@ Shard = Annotated[PlannedShard, Depends(_shard)]
     dependencies=READS_RUN,
     response_class=Response,
     responses=_ANSWERS,
-    summary="A rank's shard in any layout, or the plan of it",
+    summary="A rank's shard in any parallel layout, or the plan to read it",
 )
 async def get_shard(request: Request, shard: Shard, cursor: Cursor = None, limit: Limit = 100) -> Response:
-    """A standard safetensors file of what the rank holds, put together while it is sent, every extent proven before.
+    """A standard safetensors file of one rank's shard, assembled while it is sent. Every extent is verified first.
 
-    Single ranges and `If-Range` work as for files. The same checkpoint, layout, rank and group have the same strong ETag and
-    the same bytes, however the layout is spelled. `Accept-Encoding: zstd` is understood; then there is no length.
+    Single ranges and `If-Range` work as for files. The same checkpoint, layout, rank and group give the same
+    strong ETag and the same bytes, whatever the spelling of the layout. `Accept-Encoding: zstd` is supported; then
+    there is no length.
 
-    With `Accept: application/json` the answer is the plan: a page of local tensors, what they are made of, and which extents
-    of which files to read, with their digests. `cursor` and `limit` count for plans alone.
+    With `Accept: application/json` the answer is the plan: a page of local tensors, their parts, and the extents
+    to read, with their digests. `cursor` and `limit` apply only to plans.
     """
     if _prefers_plan(request.headers.get("accept", "")):
         return await asyncio.to_thread(_plan, shard, request.headers.get("if-none-match"), cursor, limit)
     return await delivery.deliver(_delivery(request, shard), request.headers)
 
 
-@router.head(SHARD, dependencies=READS_RUN, response_class=Response, summary="A shard's length and validator")
+@router.head(SHARD, dependencies=READS_RUN, response_class=Response, summary="A shard's length and ETag")
 def head_shard(request: Request, shard: Shard, cursor: Cursor = None, limit: Limit = 100) -> Response:
-    """The headers that GET answers with. No extent is read for them."""
+    """The headers of the GET answer. No extent is read."""
     if _prefers_plan(request.headers.get("accept", "")):
         return _plan(shard, request.headers.get("if-none-match"), cursor, limit)
     return delivery.deliver_head(_delivery(request, shard), request.headers)
@@ -111,6 +112,8 @@ def _plan(shard: PlannedShard, known: str | None, cursor: str | None, limit: int
 
 
 def _prefers_plan(accept: str) -> bool:
-    """Whether an Accept header names JSON, and not the bytes with as much weight. Ranges of types, as in */*, mean bytes."""
+    """Whether an Accept header asks for JSON with a higher weight than for bytes. Wildcards such as */* mean
+    bytes.
+    """
     named = delivery.weights(accept)
     return named.get(JSON, 0.0) > named.get(MEDIA_TYPE, 0.0)

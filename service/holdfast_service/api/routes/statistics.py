@@ -1,4 +1,4 @@
-"""Routes: what was found of a checkpoint's tensors while it was read back, tensor by tensor and layer by layer."""
+"""Routes: statistics that verification computed, per tensor and per layer."""
 
 from __future__ import annotations
 
@@ -20,19 +20,15 @@ from holdfast_service.api.services import Cursor, Limit, Wired
 from holdfast_service.control.catalog.statistics import LAST_MAX, StatisticsStore
 
 Sort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
-Group = Annotated[str | None, Query(max_length=64, description="this group only")]
-By = Annotated[
-    Sort, Query(description="names ascend; everything else begins with the most, and what is not known comes last")
-]
-Text = Annotated[str, Query(alias="q", max_length=256, description="only tensors whose name has this in it")]
-Last = Annotated[int, Query(ge=1, le=LAST_MAX, description="so many steps, the newest ones")]
+Group = Annotated[str | None, Query(max_length=64, description="only this group")]
+By = Annotated[Sort, Query(description="`name` sorts ascending; all others sort descending, with unknown values last")]
+Text = Annotated[str, Query(alias="q", max_length=256, description="only tensors whose names contain this")]
+Last = Annotated[int, Query(ge=1, le=LAST_MAX, description="number of newest steps")]
 
 router = APIRouter(prefix="/v1", tags=["contents"], responses=problems.RESPONSES)
 
 
-@router.get(
-    "/runs/{run}/checkpoints/{step}/statistics", dependencies=READS_RUN, summary="What the tensors' numbers are like"
-)
+@router.get("/runs/{run}/checkpoints/{step}/statistics", dependencies=READS_RUN, summary="Statistics of the tensors' values")
 def list_statistics(  # noqa: PLR0913 — one parameter a filter
     request: Request,
     services: Wired,
@@ -44,7 +40,7 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> bodies.Page[TensorStatistics]:
-    """They are made when the checkpoint is read back after its commit; before, 404. They never change."""
+    """Computed when the checkpoint is verified after its commit; 404 before that. They never change."""
     opened = request.app.state.opened
     assert isinstance(opened, OpenedCheckpoints)
     held = opened.open(run, open_checkpoints.find(services, run, step).step)
@@ -53,7 +49,7 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     found = StatisticsStore(services.catalog.database).load(run, held.manifest.step)
     listed = held.columns.listed
     if len(listed) != len(found):
-        raise CorruptStatistics(f"the statistics of {run}@{step} are those of another checkpoint")
+        raise CorruptStatistics(f"the stored statistics of {run}@{step} belong to another checkpoint")
     order = _ordered(_by_name(held.columns, group, q), sort, found, held.columns)
     first = 0 if cursor is None else _behind(cursor, sort, order)
     shown = order[first : first + limit].tolist()
@@ -62,9 +58,9 @@ def list_statistics(  # noqa: PLR0913 — one parameter a filter
     return bodies.Page(items=items, next=open_checkpoints.encode_cursor(sort, str(shown[-1])) if more else None)
 
 
-@router.get("/runs/{run}/layers", dependencies=READS_RUN, summary="Health by layer over the newest steps: a heat map")
+@router.get("/runs/{run}/layers", dependencies=READS_RUN, summary="Health per layer over the newest steps, for a heat map")
 def get_layers(services: Wired, run: str, group: Annotated[str, Query(max_length=64)] = "model", last: Last = 50) -> Layers:
-    """Steps ascend. Those of checkpoints that are gone are there too, as long as they are among the newest ones."""
+    """Steps ascend. Steps of removed checkpoints are included if they are among the newest."""
     services.catalog.run(run)
     return StatisticsStore(services.catalog.database).layers(run, group, last)
 
@@ -98,5 +94,5 @@ def _behind(cursor: str, sort: Sort, order: NDArray[np.int64]) -> int:
     number = int(position) if position.isascii() and position.isdigit() and len(position) < 12 else -1
     at = np.flatnonzero(order == number)
     if by != sort or len(at) != 1:
-        raise InvalidRequest("the cursor is not one of this list", hint="use `next` of the page before, unchanged")
+        raise InvalidRequest("the cursor does not belong to this list", hint="use `next` of the page before, unchanged")
     return int(at[0]) + 1

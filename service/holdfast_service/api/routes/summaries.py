@@ -1,4 +1,4 @@
-"""Routes: how the checkpointing of runs goes."""
+"""Routes: summaries of runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ router = APIRouter(prefix="/v1", tags=["runs"], responses=problems.RESPONSES)
 @router.get(
     "/summaries",
     dependencies=READS,
-    summary="How the checkpointing of all runs goes, by name or by how much they need attention",
+    summary="Summaries of all runs, sorted by name or by need for attention",
 )
 def list_summaries(
     request: Request,
-    prefix: Annotated[str, Query(max_length=128, description="runs whose name begins so")] = "",
-    sort: Annotated[Order, Query(description="by name, or those first that need attention (up to a minute old)")] = "name",
+    prefix: Annotated[str, Query(max_length=128, description="only runs whose names start with this")] = "",
+    sort: Annotated[Order, Query(description="sort by name, or by need for attention (up to a minute old)")] = "name",
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> bodies.Page[RunSummary]:
@@ -34,7 +34,7 @@ def list_summaries(
 @router.get(
     "/runs/{run}/summary",
     dependencies=READS_RUN,
-    summary="How a run's checkpointing goes: exposure, stall, interval, what needs attention",
+    summary="Summary of a run: exposure, stall, save interval, and what needs attention",
 )
 def get_summary(request: Request, run: str) -> RunSummary:
     return _summaries(request).one(run)

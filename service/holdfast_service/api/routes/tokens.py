@@ -1,4 +1,4 @@
-"""Routes: bearer tokens, for admins of all runs; and the page on which a browser shows one."""
+"""Routes: bearer tokens, for admins of all runs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from holdfast_service.api.services import Cursor, Limit, Wired
 router = APIRouter(prefix="/v1", tags=["tokens"], responses=problems.RESPONSES)
 
 
-@router.get("/tokens", dependencies=ADMINS, summary="Tokens, newest first; never their text")
+@router.get("/tokens", dependencies=ADMINS, summary="Tokens, newest first, without their text")
 def list_tokens(services: Wired, cursor: Cursor = None, limit: Limit = 100) -> bodies.Page[operations.Token]:
     return services.tokens.page(cursor, limit)
 
 
-@router.post(
-    "/tokens", dependencies=ADMINS_JSON, status_code=201, summary="Make a token; its text is in this answer and nowhere else"
-)
+@router.post("/tokens", dependencies=ADMINS_JSON, status_code=201, summary="Create a token; its text is only in this answer")
 def create_token(services: Wired, wanted: operations.TokenRequest, response: Response) -> operations.NewToken:
     response.headers["Cache-Control"] = "no-store"
     return services.tokens.create(wanted)
 
 
-@router.delete("/tokens/{name}", dependencies=ADMINS, status_code=204, summary="Revoke a token, at once and for good")
+@router.delete("/tokens/{name}", dependencies=ADMINS, status_code=204, summary="Revoke a token, at once and permanently")
 def revoke_token(services: Wired, name: Annotated[str, Path(max_length=63)]) -> None:
     services.tokens.revoke(name)

@@ -1,4 +1,4 @@
-"""Route: whether the catalog says what the directories say."""
+"""Route: compare the catalog with the directories."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from holdfast_service.api.services import Wired
 from holdfast_service.control.checkpoints import consistency
 
 router = APIRouter(prefix="/v1", tags=["operations"], responses=problems.RESPONSES)
-Thorough = Annotated[bool, Query(description="read every manifest, also where storage says that nothing has changed")]
+Thorough = Annotated[bool, Query(description="read every manifest, also those that did not change on storage")]
 
 
-@router.get("/catalog/check", dependencies=ADMINS, summary="Whether the catalog says what the directories say")
+@router.get("/catalog/check", dependencies=ADMINS, summary="Compare the catalog with the directories")
 def check_catalog(services: Wired, thorough: Thorough = False) -> CatalogCheck:
-    """Every contradiction that lasts while saves and removals go on; `count` is 0 when there is none. Nothing is changed."""
+    """Lists contradictions that last while saves and removals continue; `count` is 0 if there are none. Changes
+    nothing.
+    """
     return consistency.check(services.tier, services.catalog, [services.node().name], thorough)

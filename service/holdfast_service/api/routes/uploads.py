@@ -1,4 +1,4 @@
-"""Routes: ranks that share no memory with the daemon bring their slots in chunks, and hear what became of them."""
+"""Routes for ranks that share no memory with the daemon: they upload their slots in chunks and ask for outcomes."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ router = APIRouter(prefix="/v1", tags=["uploads"], responses=problems.RESPONSES)
 
 def _ranks(services: Wired) -> RemoteRanks:
     if services.remote is None:
-        raise NoSuchResource("this service takes no uploads", hint="ask one that runs with a daemon")
+        raise NoSuchResource("this service takes no uploads", hint="use a service that runs with a daemon")
     return services.remote
 
 
 Ranks = Annotated[RemoteRanks, Depends(_ranks)]
 RankId = Annotated[
-    str, Path(pattern=r"^[0-9a-f]{32}$", description="chosen by the rank at random: whoever knows it is the rank")
+    str, Path(pattern=r"^[0-9a-f]{32}$", description="random ID chosen by the rank; whoever knows it can act as the rank")
 ]
-Number = Annotated[int, Path(ge=0, le=2**53, description="the rank's own count of its uploads")]
+Number = Annotated[int, Path(ge=0, le=2**53, description="number of the upload, counted by the rank")]
 
 
 def _rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> RemoteRank:
-    """The rank, for who may see its run; to others there is none of this id."""
+    """The rank with this ID, if the caller may see its run; otherwise it does not exist."""
     rank = ranks.find(rank_id)
     if not viewer.sees(rank.who.run):
-        raise NoSuchResource(f"no rank has the id {rank_id}", hint="say hello first: PUT /v1/ranks/{id}")
+        raise NoSuchResource(f"no rank has the ID {rank_id}", hint="register the rank first: PUT /v1/ranks/{id}")
     return rank
 
 
@@ -76,13 +76,13 @@ def _own(viewer: Viewer, hello: bodies.RankHello) -> bodies.RankHello:
 Known = Annotated[RemoteRank, Depends(_rank)]
 
 
-@router.put(_RANK, dependencies=WRITES_STATED_JSON, summary="A rank says hello; repeating it is harmless")
+@router.put(_RANK, dependencies=WRITES_STATED_JSON, summary="Register a rank; can be repeated safely")
 def put_rank(
     services: Wired, ranks: Ranks, rank_id: RankId, hello: Annotated[bodies.RankHello, Depends(_own)], viewer: Viewer
 ) -> bodies.RankWelcome:
-    """Ranks with the same `launch` share an attempt. A rank that begins anew under another id takes its old one's place.
+    """Ranks with the same `launch` share an attempt. A rank that restarts under another ID replaces its old one.
 
-    `keep_last` of a token that is no admin's is a wish, which removes nothing: `notices` says so.
+    Without the scope `admin`, `keep_last` removes nothing; `notices` says so.
     """
     asker = Asker(viewer.tenant, owner=viewer.scope == "admin")
     rank = ranks.hello(rank_id, hello, asker)
@@ -98,7 +98,7 @@ def put_rank(
     )
 
 
-@router.delete(_RANK, dependencies=WRITES_STATED, status_code=204, summary="A rank parts; what it has sealed is saved")
+@router.delete(_RANK, dependencies=WRITES_STATED, status_code=204, summary="Disconnect a rank; sealed slots are still saved")
 def delete_rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> None:
     try:
         rank = ranks.find(rank_id)
@@ -112,7 +112,7 @@ def delete_rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> None:
     f"{_RANK}/segment",
     dependencies=WRITES_STATED_JSON,
     status_code=204,
-    summary="Keep memory for a rank's slots; 413 when the arena has not that much",
+    summary="Reserve memory for a rank's slots; 413 if the arena has too little",
 )
 def put_segment(rank: Known, room: bodies.Room) -> None:
     rank.reserve(room)
@@ -121,38 +121,39 @@ def put_segment(rank: Known, room: bodies.Room) -> None:
 @router.put(
     _UPLOAD,
     dependencies=WRITES_STATED_JSON,
-    summary="Begin an upload: lease a slot for a step; 409 when the step may not be saved",
+    summary="Start an upload: lease a slot for a step; 409 if the step may not be saved",
 )
 def put_upload(rank: Known, number: Number, wanted: bodies.UploadRequest) -> bodies.Upload:
-    """Where no slot is free, since storage has not taken the saves before, the policy decides: an older one or this one is
-    dropped, the latter with 503 `generation-dropped`; under `wait` it is 429 `arena-full`: try again. Repeating is harmless.
+    """If no slot is free because storage is behind, the policy decides: an older save or this one is dropped (this
+    one with 503 `generation-dropped`); under `wait` it is 429 `arena-full`: try again. Safe to repeat.
     """
     return rank.open(number, wanted.step, wanted.policy, wanted.intent)
 
 
-@router.get(_UPLOAD, dependencies=READS_STATED, summary="How far an upload is, and what became of it")
+@router.get(_UPLOAD, dependencies=READS_STATED, summary="Progress and outcome of an upload")
 def get_upload(rank: Known, number: Number) -> bodies.Upload:
     return rank.state(number)
 
 
-@router.put(f"{_UPLOAD}/{{part}}", dependencies=WRITES_CHUNKS, summary="A chunk of a slot's data or of its table")
+@router.put(f"{_UPLOAD}/{{part}}", dependencies=WRITES_CHUNKS, summary="Upload a chunk of a slot's data or table")
 async def put_chunk(
     request: Request,
     rank: Known,
     number: Number,
     part: Literal["data", "table"],
-    content_range: Annotated[str, Header(description="bytes FIRST-LAST/TOTAL, where this chunk stands in its part")],
+    content_range: Annotated[str, Header(description="bytes FIRST-LAST/TOTAL: the position of this chunk in its part")],
     x_content_digest: Annotated[str, Header(description="xxh3-64=…, of the chunk before any Content-Encoding")],
 ) -> bodies.Upload:
-    """Chunks come in order; each is taken as a whole, once its digest was found right, or not at all. A repeated one is
-    harmless. `Content-Encoding: zstd` is understood."""
+    """Chunks come in order; each is accepted as a whole after its digest was checked, or not at all. A repeated
+    chunk changes nothing. `Content-Encoding: zstd` is supported.
+    """
     offset, length = _span(content_range)
     stated = _DIGEST.fullmatch(x_content_digest.strip())
     if stated is None:
         raise InvalidRequest(f"X-Content-Digest {x_content_digest!r} is not xxh3-64= and 16 hexadecimal digits")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "zstd"):
-        raise InvalidRequest(f"Content-Encoding {encoding!r} is not understood", hint="send zstd, or none")
+        raise InvalidRequest(f"Content-Encoding {encoding!r} is not supported", hint="use zstd, or no encoding")
     rank.check_room(number, part, offset + length)
     packed = encoding == "zstd"
     async with request.app.state.uploads.taken(2 * length if packed else length):
@@ -164,14 +165,14 @@ async def put_chunk(
 @router.post(
     f"{_UPLOAD}/seal",
     dependencies=WRITES_STATED_JSON,
-    summary="The slot is complete: from here on the daemon saves it, whatever becomes of the rank",
+    summary="Seal the slot: it is complete, and the daemon saves it even if the rank dies",
 )
 def seal_upload(rank: Known, number: Number, whole: bodies.SealRequest) -> bodies.Upload:
     return rank.seal(number, whole)
 
 
 @router.post(
-    f"{_UPLOAD}/abandon", dependencies=WRITES_STATED_JSON, summary="Give an upload up, and with it the save of this step"
+    f"{_UPLOAD}/abandon", dependencies=WRITES_STATED_JSON, summary="Abandon an upload, and with it the save of this step"
 )
 def abandon_upload(rank: Known, number: Number, why: bodies.AbandonRequest) -> bodies.Upload:
     return rank.abandon(number, from_problem(why.problem))
@@ -180,13 +181,13 @@ def abandon_upload(rank: Known, number: Number, why: bodies.AbandonRequest) -> b
 @router.get(
     f"{_RANK}/outcomes",
     dependencies=READS_STATED,
-    summary="Uploads that have ended; waits for one. Also says that the rank is alive",
+    summary="Uploads that have ended; can wait for one. Also counts as a sign of life of the rank",
 )
 async def get_outcomes(
     ranks: Ranks,
     rank: Known,
-    after: Annotated[int, Query(ge=0, description="`next` of the answer before")] = 0,
-    wait_s: Annotated[float, Query(ge=0, le=WAIT_MAX_S, description="how long to wait for an end to tell of")] = 0,
+    after: Annotated[int, Query(ge=0, description="`next` of the previous answer")] = 0,
+    wait_s: Annotated[float, Query(ge=0, le=WAIT_MAX_S, description="seconds to wait for an upload to end")] = 0,
 ) -> bodies.Outcomes:
     loop, heard = asyncio.get_running_loop(), asyncio.Event()
 
@@ -201,31 +202,33 @@ async def get_outcomes(
             except asyncio.TimeoutError:
                 return found
     if ranks.closing:
-        raise DaemonGone("the daemon is ending")
+        raise DaemonGone("the daemon is shutting down")
     return rank.outcomes(after)
 
 
 @router.put(
     f"{_RANK}/choices/{{turn}}",
     dependencies=WRITES_STATED_JSON,
-    summary="Which step to restore: every rank's n-th question has one answer",
+    summary="Which step to restore; all ranks get the same answer to their n-th question",
 )
 def put_choice(
     services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], question: bodies.Question
 ) -> bodies.Answer:
-    """504 while what was saved before is still being written: ask again."""
+    """504 while earlier saves are still being written: ask again."""
     return _ranks(services).choose(rank.who, turn, question)
 
 
 @router.put(
     f"{_RANK}/choices/{{turn}}/end",
     dependencies=WRITES_STATED_JSON,
-    summary="How a restore ended: whether this rank goes on, once those of the other ranks have ended too",
+    summary="Report how a restore ended; answers whether this rank continues, once all ranks have reported",
 )
 async def put_choice_end(
     services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], end: bodies.RestoreEnd
 ) -> bodies.RestoreVerdict:
-    """504 while other ranks are still at it: ask again. A problem of damage is looked into, and ends it for all ranks."""
+    """504 while other ranks have not reported yet: ask again. Reported damage is checked, and ends the turn for
+    all ranks.
+    """
     error = None if end.problem is None else from_problem(end.problem)
     limit = time.monotonic() + end.wait_s
     while True:
@@ -240,7 +243,7 @@ async def put_choice_end(
 
 
 def _span(content_range: str) -> tuple[int, int]:
-    """Offset and length of a chunk; `InvalidRequest` or `LimitExceeded` when there is no such chunk."""
+    """Offset and length of a chunk; `InvalidRequest` or `LimitExceeded` if they are not valid."""
     match = _CONTENT_RANGE.fullmatch(content_range.strip())
     first, last, total = (int(number) for number in match.groups()) if match else (0, 0, 0)
     if not first <= last < total:
@@ -251,11 +254,13 @@ def _span(content_range: str) -> tuple[int, int]:
 
 
 async def _body(request: Request, length: int, exact: bool) -> bytearray:
-    """The request's body: `length` bytes if `exact`, else at most that many (what grows when packed is not sent packed)."""
+    """Read the request's body: `length` bytes if `exact`, otherwise at most that many."""
     try:
         return await asyncio.wait_for(_read(request, length, exact), BODY_WAIT_MAX_S)
     except asyncio.TimeoutError:
-        raise DeadlineExceeded(f"the chunk did not arrive in {BODY_WAIT_MAX_S:.0f} s", hint="send smaller chunks") from None
+        raise DeadlineExceeded(
+            f"the chunk did not arrive within {BODY_WAIT_MAX_S:.0f} s", hint="send smaller chunks"
+        ) from None
     except ClientDisconnect:
         raise InvalidRequest("the connection broke in the middle of a chunk", hint="send it again") from None
 
@@ -277,8 +282,10 @@ def _chunk(body: bytearray, offset: int, length: int, stated: tuple[str, str]) -
 
 
 def _unpack(body: bytearray, length: int) -> bytes:
-    """Exactly `length` bytes out of a zstd frame; a frame that holds more or fewer is refused, and costs no more memory."""
-    wrong = f"the zstd frame does not hold the {length} bytes that the Content-Range states"
+    """Decompress exactly `length` bytes from a zstd frame; a frame with more or fewer is refused without further
+    memory.
+    """
+    wrong = f"the zstd frame does not contain the {length} bytes that Content-Range states"
     try:
         stated = zstandard.frame_content_size(body)
         if stated not in (length, _NOT_STATED):  # what it states is what would be reserved
@@ -288,7 +295,7 @@ def _unpack(body: bytearray, length: int) -> bytes:
             body, max_output_size=length, allow_extra_data=False
         )
     except zstandard.ZstdError as error:
-        raise InvalidRequest(f"the body is not the zstd frame that it claims to be: {error}") from error
+        raise InvalidRequest(f"the body is not a valid zstd frame: {error}") from error
     if len(unpacked) != length:
         raise InvalidRequest(wrong)
     return unpacked
