@@ -155,7 +155,7 @@ def test_everybody_killed_after_the_seals(root: Path, told: bool, flags: tuple[s
     world = World(daemon, "1,7!")
     world.wait_for("committed 1")
     world.wait_for("leased 7")
-    assert ("staging goes through" in daemon.log.read_text()) == bool(flags)
+    assert ("staging uses" in daemon.log.read_text()) == bool(flags)
     if not told:  # the seals stand in shared memory, but no daemon ever hears of them
         daemon.process.send_signal(signal.SIGSTOP)
     world.go()

@@ -116,17 +116,17 @@ def test_everything_may_be_repeated(world: SaverWorld, ranks: RemoteRanks) -> No
     wait_until(lambda: rank.seal(0, whole).state == "committed")
     assert rank.open(0, 1).state == "committed"
     assert world.committed() == [1]
-    with pytest.raises(InvalidRequest, match="committed already"):
+    with pytest.raises(InvalidRequest, match="already committed"):
         rank.write(0, "data", chunk(b"x"))
 
 
 @pytest.mark.parametrize(
     ("offset", "data", "error", "message"),
     [
-        (41, b"gap", InvalidRequest, "goes on at 40"),
-        (39, b"overlap", InvalidRequest, "goes on at 40"),
+        (41, b"gap", InvalidRequest, "continues at 40"),
+        (39, b"overlap", InvalidRequest, "continues at 40"),
         (0, b"other", InvalidRequest, "other contents"),
-        (40, bytes(5000), InvalidRequest, "goes on at 40"),
+        (40, bytes(5000), InvalidRequest, "continues at 40"),
     ],
 )
 def test_a_chunk_that_does_not_fit_changes_nothing(
@@ -203,7 +203,7 @@ def test_memory_and_ranks_are_limited(world: SaverWorld, ranks: RemoteRanks, mon
     """What the arena has not is refused with the numbers; a larger segment takes the place of the one before."""
     rank = join(ranks)
     with pytest.raises(
-        LimitExceeded, match=r"28672 are taken, and 1073713152 are left of --arena-bytes-max, 1073741824 bytes"
+        LimitExceeded, match=r"28672 are reserved, and 1073713152 are left of --arena-bytes-max, 1073741824 bytes"
     ):
         rank.reserve(bodies.Room(slots=64, data_bytes=2**30, table_bytes=0))
     rank.reserve(bodies.Room(slots=1, data_bytes=2 * SIZE, table_bytes=4096))
@@ -230,7 +230,7 @@ def test_a_silent_rank_is_taken_for_dead(world: SaverWorld, ranks: RemoteRanks) 
     rank.heard -= remote.SILENCE_MAX_S + 1
     ranks.expire()
     assert (ranks.count, rank.state(1).state) == (0, "aborted")
-    with pytest.raises(RoundAborted, match="taken for dead"):
+    with pytest.raises(RoundAborted, match="counts as dead"):
         ranks.find(rank_id)
     assert refused(ranks.find, rank_id) is not refused(ranks.find, rank_id), "each goes with who was told so"
     with pytest.raises(RoundAborted):

@@ -79,7 +79,8 @@ def test_memory_over_the_budget_is_refused_with_the_numbers(daemon: RunningDaemo
     greedy = link(daemon)
     hello(greedy)
     with pytest.raises(
-        LimitExceeded, match=r"one slot, 2\d{6} for 2; 0 are taken, and 960000 are left of --arena-bytes-max, 1000000 bytes"
+        LimitExceeded,
+        match=r"one slot, 2\d{6} for 2; 0 are reserved, and 960000 are left of --arena-bytes-max, 1000000 bytes",
     ):
         Slots(greedy, 2, 10**6, 0)
     for _ in range(5):
@@ -108,7 +109,7 @@ def test_only_ones_own_segment_can_be_attached(daemon: RunningDaemon) -> None:
     hello(other, run="attach", rank=1, world=2, launch="a")
     noise = os.memfd_create("noise")
     os.ftruncate(noise, 10_000)
-    for fd, message in ((noise, "no staging arena"), (with_us._segment, "brings a segment of")):
+    for fd, message in ((noise, "not a staging arena"), (with_us._segment, "brings a segment of")):
         reply = other._ask(wire.Attach(id=other.next_id()), time.monotonic() + 60, (fd,))
         assert isinstance(reply, wire.Failed) and message in reply.problem["detail"]
     reply = with_us._ask(wire.Attach(id=with_us.next_id(), open=(3,)), time.monotonic() + 60, (with_us._segment,))

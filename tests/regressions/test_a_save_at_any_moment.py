@@ -1,4 +1,4 @@
-"""A signal handler may save at any moment, and a script that ends without close() loses nothing."""
+"""A signal handler may save at any moment, and a script that exits without close() loses nothing."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_script_that_ends_without_close_keeps_its_last_save(daemon: RunningDae
     assert done.returncode == (1 if ending == "raise" else 0), done.stderr
     directory = daemon.root / ending / naming.CHECKPOINTS
     wait_until(lambda: (directory / "step-00000002" / naming.COMMIT).exists())
-    assert done.stderr.count("ends without close()") <= 1, done.stderr
+    assert done.stderr.count("exits without close()") <= 1, done.stderr
 
 
 @pytest.mark.parametrize("ending", ["exit", "raise"])
@@ -205,7 +205,7 @@ def test_a_script_that_ends_without_close_sends_its_last_save(tmp_path: Path, en
         assert done.returncode == (1 if ending == "raise" else 0), done.stderr
         directory = daemon.root / ending / naming.CHECKPOINTS
         wait_until(lambda: (directory / "step-00000002" / naming.COMMIT).exists())
-    assert done.stderr.count("was completed now") <= 1 and "lost" not in done.stderr, done.stderr
+    assert done.stderr.count("was completed before exit") <= 1 and "lost" not in done.stderr, done.stderr
 
 
 def test_a_process_that_ends_does_not_send_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def test_what_ends_while_the_process_does_disturbs_nothing(monkeypatch: pytest.M
 
 
 def test_a_failure_that_nobody_was_told_of_is_told_at_the_end(daemon: RunningDaemon) -> None:
-    """A script that ends without close() still hears that a save failed in the background."""
+    """A script that exits without close() still hears that a save failed in the background."""
     text = LAST_WORDS + "parameters[-1].add_(1)\ncheckpointer._handover.join()\n"
     for number in range(8):  # on a busy machine the copy may be over before the change
         done = said("-c", text, str(daemon.socket), f"torn-{number}")

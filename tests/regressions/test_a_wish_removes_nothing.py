@@ -42,7 +42,7 @@ def test_a_stranger_s_wish_is_not_in_force(decisions: Decisions) -> None:
     decisions.hello("tiny", "launch", 1, None)
     assert there(decisions) == [5, 10, 15] and decisions.rotation.file("tiny").keep_last is None
     (notice,) = decisions.denied("tiny", 1, owner=False)
-    assert "keep_last=1 is a wish" in notice and decisions.denied("tiny", 1, owner=True) == ()
+    assert "keep_last=1 is not in force" in notice and decisions.denied("tiny", 1, owner=True) == ()
     decisions.rotation.set_policy("tiny", RetentionPolicy(last=1), "*")
     assert decisions.denied("tiny", 1, owner=False) == ()
 

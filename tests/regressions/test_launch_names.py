@@ -38,7 +38,7 @@ def test_every_rank_of_a_start_has_one_attempt_whoever_comes_first() -> None:
 
     assert [declared(0, "a0"), declared(1, "a1"), declared(0, "a0")] == [1, 1, 1]
     assert [declared(1, "b1"), declared(0, "b0"), declared(1, "b1")] == [2, 2, 2]
-    assert declared(0, "a0") == 1, "the earlier start is fenced off; it does not become part of the later one"
+    assert declared(0, "a0") == 1, "the earlier start is shut out; it does not become part of the later one"
     with pytest.raises(StaleAttempt):
         attempts.refuse_older("run", 1)
     assert (declared(0, "c0", "other"), declared(0, "d0")) == (3, 4)

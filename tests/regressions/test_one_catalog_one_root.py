@@ -159,7 +159,7 @@ class TestAnOlderCatalog:
         shutil.copytree(tmp_path / "one", tmp_path / "two")
         put_checkpoint(PosixTier(tmp_path / "three"), a_manifest("run", 1))
         for name in ("two", "three"):
-            with pytest.raises(WrongRoot, match="do not stand in"):
+            with pytest.raises(WrongRoot, match="are not in"):
                 self.claim(tmp_path, catalog, name)
         self.claim(tmp_path, catalog, "one")
 

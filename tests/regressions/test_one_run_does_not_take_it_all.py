@@ -57,7 +57,7 @@ def test_memory(daemon: RunningDaemon) -> None:
     with team, again, other, client(daemon) as owner:
         refused = reserve(team, "team-all", ARENA_BYTES - 50_000)
         assert (refused.status_code, refused.json()["code"]) == (413, "limit-exceeded")
-        assert "may hold 96 % of what others do not" in refused.json()["detail"]
+        assert "may reserve 96 % of what others have not reserved" in refused.json()["detail"]
         assert reserve(team, "team-most", 95 * ARENA_BYTES // 100).status_code == 204
         for http, run in ((team, "team-2"), (again, "team-3")):
             refused = reserve(http, run, ARENA_BYTES // 50)

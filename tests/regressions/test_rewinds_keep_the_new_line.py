@@ -201,7 +201,7 @@ def test_a_named_step_is_that_step_or_an_error(daemon: RunningDaemon, run: str, 
         monkeypatch.setenv("RANK", rank)
         ranks.append(Checkpointer(run, {"model": nn.Linear(4, 4)}, socket=daemon.socket, launch="a"))
     assert ranks[0].restore(step=3) == 3
-    with pytest.raises(StateMismatch, match="another one of its launch restores step 3"):
+    with pytest.raises(StateMismatch, match="another rank of its launch restores step 3"):
         ranks[1].restore(step=2)
     for rank in ranks:
         rank.close(wait=False)

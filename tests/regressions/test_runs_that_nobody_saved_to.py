@@ -95,7 +95,7 @@ def test_nobody_makes_any_number_of_runs(place: Place, monkeypatch: pytest.Monke
         except LimitExceeded as error:
             refusals.append(error)
     assert len(place.known) == 10 and len(refusals) == 20
-    assert "team has made 10" in refusals[0].detail and "save to them first" in refusals[0].hint
+    assert "team already has 10" in refusals[0].detail and "save to them first" in refusals[0].hint
     place.hello("team-3", "team", launch="again")
     place.hello("somebody-else", "others")
     (rank,) = place.world.launch(1)  # of a run that is saved to

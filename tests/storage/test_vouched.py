@@ -99,7 +99,7 @@ def test_a_run_file_that_is_no_plain_file_is_not_an_absent_one(tmp_path: Path, h
     tier.put("run/other", b"")
     assert read_run_file(tier, "run").pins == ()
     _in_place(tmp_path / "run" / naming.RUN_FILE, how)
-    with pytest.raises(CorruptManifest, match="not a plain file"):
+    with pytest.raises(CorruptManifest, match="not a regular file"):
         read_run_file(tier, "run")
 
 

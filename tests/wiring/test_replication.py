@@ -49,7 +49,7 @@ def test_an_empty_mount_point_is_not_the_disk(tmp_path: Path) -> None:
     far.rename(away)
     for make in (lambda: None, far.mkdir):
         make()
-        with pytest.raises(StorageFailed, match="is its disk gone"):
+        with pytest.raises(StorageFailed, match="its disk may be unmounted"):
             place()
     assert list(far.iterdir()) == []
     far.rmdir()
@@ -71,5 +71,5 @@ def test_replicas_stand_apart(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(root)
     check_apart(root, (("far", far), ("near", tmp_path / "near")))
     for wrong in (root, root / "in", tmp_path, tmp_path / "link", far / "in"):
-        with pytest.raises(InvalidRequest, match="lie in one another"):
+        with pytest.raises(InvalidRequest, match="is inside the other"):
             check_apart(root, (("far", far), ("wrong", wrong)))

@@ -1,1 +1,1 @@
-"""Decisions: plans, rounds, commits, retention, and the catalog that remembers them. Tensor bytes never come here."""
+"""Decisions: plans, saves, commits, retention, and the catalog that records them. No tensor bytes here."""

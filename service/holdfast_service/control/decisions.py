@@ -1,6 +1,6 @@
-"""Control as the daemon sees it: the few calls in which it asks what to do. Bytes of tensors never come here.
+"""The interface between the daemon and control: the calls with which it asks what to do. No tensor bytes here.
 
-Nothing that a save waits for waits for the catalog: attempts, rounds and directories are known here, and it is told.
+Saves never wait for the catalog: attempts, saves and directories are known here, and the catalog is updated later.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LOOK_S = 2.0  # how long the catalog is asked which rounds were sealed
 
 
 class Decisions:
-    """Attempts, rounds, commits and removals of one root. Thread-safe."""
+    """Attempts, saves, commits and removals of one root. Thread-safe."""
 
     def __init__(self, tier: Tier, catalog: Catalog, keep_last: int | None, node: str = "node") -> None:
         self._tier, self._catalog, self._keep_last = tier, catalog, keep_last
@@ -85,15 +85,16 @@ class Decisions:
         self._started = False  # what an earlier daemon left in the catalog was put right
 
     def close(self) -> None:
-        """Remove what is due, tell the catalog what it is to know, stop."""
+        """Remove what is due, write the remaining records to the catalog, stop."""
         self.rotation.close()
         self.book.close()
 
     def recover(self, adopt: Callable[[], Collection[int]] = tuple) -> None:
-        """At start: sweep what no commit ever published, make the catalog say what the directories say, end old rounds.
+        """At start: remove leftovers that were never committed, update the catalog from the directories, end old
+        saves.
 
-        Between the two, `adopt` takes up the rounds whose bytes an earlier daemon left in memory. Where the catalog is away
-        that waits until it is back, and nothing else does.
+        Between the two, `adopt` takes over the saves whose bytes an earlier daemon left in memory. If the catalog
+        does not answer, only its part waits.
         """
         for path in commit.put_back(self._tier):
             log.warning("put back %s, which was being replaced", path)
@@ -104,9 +105,9 @@ class Decisions:
         while not self.book.settle() and self.book.trouble is None:
             pass
         adopt()
-        why = "the daemon ended before this round was complete"
+        why = "the daemon ended before this save was complete"
         self.book.tell(
-            "which rounds ended with the last daemon",
+            "which saves ended with the last daemon",
             lambda: self._catalog.abort_open_rounds(utc_now(), "round-aborted", why, keep=self._rounds.ids()),
         )
 
@@ -120,20 +121,20 @@ class Decisions:
             self.events.skip_lost_ids()
         self._rounds.look_again()
         for run, step, problem in roots.reconcile(self._tier, self._catalog):
-            log.error("%s@%s cannot be read: %s", run, step, problem.detail)
+            log.error("cannot read %s@%s: %s", run, step, problem.detail)
         self.attempts.merge(self._catalog.declared())
         self._catalog.note_attempts(self.attempts.known())
         if self._started:
             return
         for found in self._catalog.settle_committed_rounds(utc_now()):
-            text = f"step {found.step} is committed; the daemon ended before it could say so"
+            text = f"step {found.step} is committed; the daemon ended before it could report it"
             self.events.record("checkpoint-committed", text, found.run, found.step)
         self._started = True
 
     def hello(self, run: str, launch: str, world: int, keep_last: int | None, rank: int = 0, session: str = "") -> int:
         """The attempt number of this launch; the first rank of a launch declares it.
 
-        `keep_last` is the run's policy while nobody has set one. One that is new to the run lets nothing go that was
+        `keep_last` is the run's policy until one is set. If it is new to the run, it removes nothing that was
         committed before this launch.
         """
         naming.check_run(run)
@@ -142,10 +143,10 @@ class Decisions:
         if new:
             at = utc_now()
             self.book.tell(
-                f"of attempt {attempt} of {run}",
+                f"that attempt {attempt} of {run} has started",
                 lambda: self._catalog.declare_attempt(run, launch, world, at, attempt),
             )
-            text = f"attempt {attempt} has begun, of {world} {'rank' if world == 1 else 'ranks'}"
+            text = f"attempt {attempt} has started with {world} {'rank' if world == 1 else 'ranks'}"
             self._tell("attempt-declared", text, run, attempt=attempt, world=world, launch=launch)
         try:
             before = self._files.read(run)
@@ -154,7 +155,7 @@ class Decisions:
             now = {"keep_last": wanted, "keep_last_since": since}
             file = self._files.change(run, lambda file: file.model_copy(update=now))
             if file.policy is not None and keep_last not in (None, file.policy.last):
-                log.info("%s: keep_last=%s of the trainer gives way to the run's policy", run, keep_last)
+                log.info("%s: keep_last=%s of the trainer is ignored: the run has a retention policy", run, keep_last)
             if new or file != before:
                 last = file.in_force.last
                 self.book.tell("how much is kept", lambda: self._catalog.set_keep_last(run, last))
@@ -164,11 +165,11 @@ class Decisions:
         return attempt
 
     def admit_run(self, run: str, tenant: str) -> None:
-        """`LimitExceeded` for a new run of somebody who has made too many to which nothing was saved."""
+        """`LimitExceeded` for a new run of a caller who has too many runs without a save."""
         self.empty_runs.admit(run, tenant)
 
     def denied(self, run: str, keep_last: int | None, owner: bool) -> tuple[str, ...]:
-        """What to tell a rank whose `keep_last` is a wish that nobody has granted."""
+        """The notice for a rank whose `keep_last` is not in force without an admin."""
         if owner or keep_last is None:
             return ()
         try:
@@ -179,7 +180,7 @@ class Decisions:
             return ()
         holds = "keeps all checkpoints" if held is None else f"keeps the last {held}"
         return (
-            f"keep_last={keep_last} is a wish: the run {holds}, until an admin grants it (holdfast keep {run} --last N)",
+            f"keep_last={keep_last} is not in force: the run {holds} until an admin runs `holdfast keep {run} --last N`",
         )
 
     def _learn_attempts(self) -> None:
@@ -206,9 +207,11 @@ class Decisions:
         return {run: known.attempt for run, known in self.attempts.known().items() if known.life == "running"}
 
     def became(self, run: str, attempt: int, life: Life) -> None:
-        """The ranks of an attempt are here, have parted or are lost; durable, so that the next daemon knows it too."""
+        """Record that the ranks of an attempt are running, ended or lost; durable, so that the next daemon knows
+        it.
+        """
         if self.attempts.became(run, attempt, life, utc_now()) and life != "running":
-            how = "has ended" if life == "ended" else "is lost: ranks are gone without a goodbye"
+            how = "has ended" if life == "ended" else "is lost: its ranks disappeared without closing their Checkpointer"
             level: Level = "info" if life == "ended" else "error"
             self._tell(f"run-{life}", f"attempt {attempt} {how}", run, level=level, attempt=attempt)
 
@@ -217,7 +220,7 @@ class Decisions:
         return self.attempts.of(run, launch, Member(rank, session)) is not None
 
     def begin(self, run: str, step: int, attempt: int, world: int, intent: Intent = NO_INTENT) -> int:
-        """Open the round of this step, or find it open; `StaleAttempt` (I6) or `AlreadyCommitted` if it may not be."""
+        """Start the save of this step, or find it; `StaleAttempt` (I6) or `AlreadyCommitted` if it is not allowed."""
         naming.check_run(run)
         naming.check_step(step)
         self.attempts.refuse_older(run, attempt)
@@ -231,12 +234,12 @@ class Decisions:
         except AlreadyCommitted:
             raise
         except CheckpointError as error:  # training does not wait for storage, nor fail by it
-            log.warning("it is not known yet whether %s@%s may be saved: %s", run, step, error.detail)
+            log.warning("cannot tell yet whether %s@%s may be saved: %s", run, step, error.detail)
 
     def resume(self, run: str, step: int, attempt: int, world: int, intent: Intent | None = None) -> int:
-        """Go on with the round of an earlier daemon, or open it; refuses as `begin` does, where the `intent` is known.
+        """Continue a save of an earlier daemon, or start it; refuses like `begin`, if the `intent` is known.
 
-        A round that all ranks had sealed goes on though a newer attempt waits for its end (I6).
+        A save that all ranks had sealed continues although a newer attempt waits for its end (I6).
         """
         naming.check_step(step)
         self.attempts.saw(run, attempt)
@@ -252,7 +255,7 @@ class Decisions:
         try:
             return self.book.ask(lambda: self._catalog.is_sealed(run, step, attempt), LOOK_S)
         except CatalogUnavailable as away:
-            log.info("whether %s@%s was complete is not known: %s", run, step, away.detail)
+            log.info("cannot tell whether %s@%s was complete: %s", run, step, away.detail)
             return False
 
     def committed(self, run: str, step: int) -> Launch | None:
@@ -272,19 +275,22 @@ class Decisions:
     def commit(self, round_id: int, plan: WritePlan, measured: Mapping[str, float] | None = None) -> Manifest:
         """Publish, then record, with what was `measured` so far; when this returns the checkpoint may be announced.
 
-        The directory is the truth: a failure to record it does not undo it, the next look at the directories repairs that.
+        The directory is the truth: a failure to record does not undo it; the next scan of the directories repairs
+        that.
         """
         began = time.monotonic()
         try:
             made = self._publish(plan)
         except StorageFailed as error:
             if error.members.get("outcome") == "unknown":
-                self.book.tell("what stands in the directories", lambda: roots.reconcile(self._tier, self._catalog))
+                self.book.tell(
+                    "which checkpoints are in the directories", lambda: roots.reconcile(self._tier, self._catalog)
+                )
             raise
         known = {**(measured or {}), "commit_s": time.monotonic() - began, "bytes": float(made.bytes)}
         self.standing.made(made)
         self.findings.made(made.run, made.step)
-        self.book.tell(f"of the checkpoint {made.run}@{made.step}", lambda: self._list(made))
+        self.book.tell(f"that the checkpoint {made.run}@{made.step} is committed", lambda: self._list(made))
         self._rounds.end(round_id, "committed", measured=known)
         self._clear(naming.staging_path(made.run, made.step, made.attempt))  # what stood there before, if anything did
         self._clear(naming.replaced_path(made.run, made.step))
@@ -307,7 +313,7 @@ class Decisions:
                     about = commit.About(lineage)
                 return commit.publish(self._tier, plan, utc_now(), about=about)
         finally:
-            self.book.tell(f"what stands at {plan.run}@{plan.step}", lambda: self._replaced(plan.run, plan.step))
+            self.book.tell(f"which checkpoint is at {plan.run}@{plan.step}", lambda: self._replaced(plan.run, plan.step))
 
     def _replaced(self, run: str, step: int) -> None:
         """The catalog is told which one stands there now: until then nobody judges it by what is known of the other."""
@@ -339,7 +345,7 @@ class Decisions:
         staging: str | None,
         measured: Mapping[str, float] | None = None,
     ) -> None:
-        """End a round without a checkpoint and remove what it staged; what cannot be removed now, the next sweep removes."""
+        """End a save without a checkpoint and remove its staged files; leftovers are removed by the next sweep."""
         state: Literal["aborted", "dropped"] = "dropped" if isinstance(error, GenerationDropped) else "aborted"
         ended = self._rounds.end(round_id, state, error.code, error.detail, measured or {})
         if ended is not None:

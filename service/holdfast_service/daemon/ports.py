@@ -1,4 +1,6 @@
-"""What the daemon asks of control. `__main__` hands it something that fits; the two rooms do not know each other."""
+"""Interfaces of control that the daemon uses. `__main__` passes the implementation; the two packages do not import
+each other.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from holdfast_service.storage import Tier
 
 
 class Findings(Protocol):
-    """Where it is recorded what reading checkpoints back has found."""
+    """Records the results of reading checkpoints back."""
 
     def sound(
         self,
@@ -41,10 +43,10 @@ class Findings(Protocol):
 
 
 class Repairs(Protocol):
-    """Who has other copies of what was written."""
+    """Repairs damage from other copies."""
 
     def repair(self, run: str, step: int, error: Damaged) -> str | None:
-        """Replace damaged bytes by proven ones; where they came from, None when there are none."""
+        """Replace damaged bytes by verified ones; returns where they came from, None if there is no copy."""
 
 
 class Decisions(Protocol):
@@ -83,7 +85,7 @@ class Decisions(Protocol):
 
 
 class RepairRecords(Protocol):
-    """What a repair asks of the catalog, and tells it."""
+    """What a repair reads from the catalog and records in it."""
 
     def known(self, run: str, step: int) -> bodies.CheckpointInfo | None: ...
     def repaired(self, run: str, step: int, detail: dict[str, Any]) -> None: ...
@@ -91,7 +93,7 @@ class RepairRecords(Protocol):
 
 
 class ReplicaBook(Protocol):
-    """What is copied to which tier, and what becomes of the copies there."""
+    """Which checkpoints to copy to which tier, and the state of the copies there."""
 
     def opened(self, name: str, tier: Tier) -> None: ...
     def removals(self, name: str) -> list[tuple[str, int]]: ...

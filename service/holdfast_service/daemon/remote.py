@@ -1,7 +1,7 @@
-"""Ranks that share no memory with this daemon: it keeps slots for them, and they send what belongs there in chunks.
+"""Ranks that share no memory with this daemon: it reserves slots for them, and they upload chunks over HTTP.
 
-To the saver such a rank is a participant like any other. It is taken for dead when it was not heard of for a while; what it
-had sealed is saved all the same.
+For the saver such a rank is a participant like any other. A silent rank counts as dead after a while; its sealed
+slots are saved all the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REAP_INTERVAL_S = 1.0
 
 
 class RemoteRanks:
-    """All ranks that speak over HTTP, by the ids they chose. Those that fall silent are taken for dead."""
+    """All ranks over HTTP, by their IDs. Silent ones count as dead."""
 
     def __init__(
         self,
@@ -75,17 +75,19 @@ class RemoteRanks:
         return self._closing.is_set()
 
     def hello(self, rank_id: str, hello: bodies.RankHello, asker: Asker = ADMIN) -> RemoteRank:
-        """The rank of this id, new or known. One that begins anew takes its predecessor's place. `asker`: see `shares`."""
+        """Register the rank of this ID, new or known. A restarted rank replaces its old entry. `asker`: see
+        `shares`.
+        """
         if hello.protocol != wire.PROTOCOL:
             raise InvalidRequest(
-                f"the trainer speaks protocol {hello.protocol}, this daemon {wire.PROTOCOL}",
+                f"the trainer uses protocol {hello.protocol}, this daemon {wire.PROTOCOL}",
                 hint="use the same version of holdfast on both sides",
             )
         if not hello.rank < hello.world:
-            raise InvalidRequest(f"rank {hello.rank} of a world of {hello.world}")
+            raise InvalidRequest(f"rank {hello.rank} is not valid in a world of {hello.world}")
         if hello.root_id not in (None, self.root_id):
-            hint = "the daemon at this address is another one than before: start the trainer anew"
-            raise WrongRoot("the daemon serves another root than the one that the trainer means", hint=hint)
+            hint = "another daemon than before answers at this address: restart the trainer"
+            raise WrongRoot("the daemon serves another root than the trainer expects", hint=hint)
         known = self._known(rank_id, hello)
         if known is not None:
             return known
@@ -109,7 +111,7 @@ class RemoteRanks:
             before = [i for i, r in self._ranks.items() if (r.who.run, r.who.attempt, r.who.rank) == place]
             self._ranks[rank_id] = made
         for replaced in before:
-            self._part(replaced, RoundAborted(f"rank {hello.rank} has begun anew"))
+            self._part(replaced, RoundAborted(f"rank {hello.rank} has restarted"))
         self._saver.join(made.who)
         return made
 
@@ -117,15 +119,17 @@ class RemoteRanks:
         held = [(rank.holder, 1) for rank in self._ranks.values()]
         share = left(self._arena.run_share, RANKS_MAX, held, who)
         if self._closing.is_set() or len(held) >= RANKS_MAX or not share.left:
-            hint = "let some end first, or have ranks on the daemon's machine use its socket"
-            raise LimitExceeded(f"{len(held)} ranks speak over HTTP already, of {RANKS_MAX}, {share.name}", hint=hint)
+            hint = "wait until some have ended, or let ranks on the daemon's machine use its socket"
+            raise LimitExceeded(
+                f"{len(held)} ranks are already connected over HTTP, of {RANKS_MAX}, {share.name}", hint=hint
+            )
 
     def _known(self, rank_id: str, hello: bodies.RankHello) -> RemoteRank | None:
         with self._lock:
             known = self._ranks.get(rank_id)
         if known is not None:
             if known.hello.model_copy(update={"root_id": hello.root_id}) != hello:
-                raise InvalidRequest(f"{rank_id} is another rank's id")
+                raise InvalidRequest(f"the ID {rank_id} belongs to another rank")
             known.heard = time.monotonic()
         return known
 
@@ -137,13 +141,13 @@ class RemoteRanks:
         if found is None:
             if departed is not None:
                 raise from_problem(departed)
-            raise NoSuchResource(f"no rank has the id {rank_id}", hint="say hello first: PUT /v1/ranks/{id}")
+            raise NoSuchResource(f"no rank has the ID {rank_id}", hint="register the rank first: PUT /v1/ranks/{id}")
         found.heard = time.monotonic()
         return found
 
     def leave(self, rank_id: str) -> None:
-        """The rank parts; what it has sealed is saved."""
-        self._part(rank_id, RoundAborted("this rank has parted"), parted=True)
+        """Disconnect the rank; its sealed slots are saved."""
+        self._part(rank_id, RoundAborted("this rank has disconnected"), parted=True)
 
     def choose(self, who: Participant, turn: int, question: bodies.Question) -> bodies.Answer:
         """The step that this rank's attempt restores; `DeadlineExceeded` while what was sealed before is being written."""
@@ -153,17 +157,17 @@ class RemoteRanks:
         return bodies.Answer(step=step, notes=self.restores.told(who, turn, step, named=question.step is not None))
 
     def expire(self) -> None:
-        """Give up the ranks that have been silent for too long."""
+        """Give up ranks that have been silent for too long."""
         limit = time.monotonic() - self.silence_max_s
         with self._lock:
             silent = [rank_id for rank_id, rank in self._ranks.items() if rank.heard < limit]
         for rank_id in silent:
-            error = RoundAborted(f"this rank was not heard of for {self.silence_max_s:g} s and was taken for dead")
+            error = RoundAborted(f"nothing was heard from this rank for {self.silence_max_s:g} s; it counts as dead")
             log.warning("%s: %s", rank_id, error.detail)
             self._part(rank_id, error)
 
     def close(self) -> None:
-        """Answer everybody who waits, and wait for nobody any more."""
+        """Answer all waiting requests and stop waiting."""
         self._closing.set()
         self._reaper.join()
         with self._lock:

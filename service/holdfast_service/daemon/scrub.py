@@ -36,21 +36,21 @@ RETRY_S = 3600.0  # what could not be read, for another reason than damage, is l
 
 
 class CheckStopped(BaseException):
-    """The daemon ends, or whoever asked for a check wants it no more, which is the cause then. No failure of a check."""
+    """The daemon shuts down, or the caller cancelled the check (see its cause). Not a failed check."""
 
 
 Progress = Callable[[int], None]  # hears how many bytes are read, and may raise to stop
 
 
 class ScrubPlan(NamedTuple):
-    """How fast and how often: nothing is scrubbed unasked when either is None."""
+    """Rate and interval of scrubbing; it is off if either is None."""
 
     bytes_per_second: int | None
     every_s: float | None
 
 
 class Rate:
-    """So many bytes a second; `wait` sleeps, in short spans, so that an end is noticed."""
+    """A limit in bytes per second; `wait` sleeps in short spans, so that a shutdown is noticed."""
 
     def __init__(self, bytes_per_second: int, sleep: Callable[[float], object]) -> None:
         self._bytes_per_second, self._sleep = bytes_per_second, sleep
@@ -77,7 +77,7 @@ class Scrubbed(NamedTuple):
 
 
 class Scrub:
-    """A thread that checks what was found unchecked at the start, then what is due, the longest unread first."""
+    """A thread that first checks checkpoints that were never verified, then those that are due, the oldest first."""
 
     def __init__(self, checker: Checker, decisions: Decisions, saver: Saver, plan: ScrubPlan) -> None:
         self._checker, self._decisions, self._saver, self._plan = checker, decisions, saver, plan
@@ -90,7 +90,7 @@ class Scrub:
         self._thread.start()
 
     def check_soon(self, found: Iterable[tuple[str, int]]) -> None:
-        """What nobody has checked yet, though it is committed: it is read before all else, and not at the scrub's rate."""
+        """Check committed checkpoints that nobody has verified, first and without the scrub's rate limit."""
         self._found.extend(found)
         self._wake.set()
 
@@ -177,7 +177,7 @@ class Scrub:
 
 
 class CheckJobs:
-    """Checks that somebody asks for, as jobs: what they are asked, and how they say how far they are."""
+    """Checks as jobs: their arguments and progress."""
 
     def __init__(self, checker: Checker, scrub: Scrub, tier: Tier) -> None:
         self._checker, self._scrub, self._tier = checker, scrub, tier
@@ -189,7 +189,7 @@ class CheckJobs:
         what stands in the way of reading, and what `progress` raises to stop.
         """
         if job.run is None or job.step is None:
-            raise InvalidRequest("a check is of a run's step", hint="name `run` and `step`")
+            raise InvalidRequest("a check needs a run and a step", hint="pass `run` and `step`")
         directory = naming.checkpoint_path(job.run, job.step)
         try:
             total = read_manifest(self._tier, directory).bytes
@@ -207,7 +207,7 @@ class CheckJobs:
 
 
 class Reports(Protocol):
-    """How a job says how far it is; it raises where the job is to stop."""
+    """Reports the progress of a job; raises if the job is to stop."""
 
     def report(self, done_bytes: int, total_bytes: int) -> None: ...
 
@@ -229,4 +229,4 @@ def _stopping() -> Iterator[None]:
     try:
         yield
     except CheckStopped as stopped:
-        raise stopped.__cause__ or DaemonGone("the daemon is ending") from None
+        raise stopped.__cause__ or DaemonGone("the daemon is shutting down") from None

@@ -1,4 +1,4 @@
-"""The node's unix socket: one conversation a rank, in a thread of its own."""
+"""The node's unix socket: one connection per rank, each in its own thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONLY_US = Callers()
 
 
 class Daemon:
-    """The data plane of a node: arena, saver, loader, and the socket at which ranks find them."""
+    """The data plane of a node: arena, saver, loader, and the ranks' socket."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Daemon:
 
     @property
     def busy(self) -> bool:
-        """Whether anybody is connected or anything is still to be saved or verified."""
+        """Whether anybody is connected, or anything is still to be saved or verified."""
         return self.ranks > 0 or self.saver.busy
 
     def close(self) -> None:
-        """Stop listening, save what is complete, and part from the ranks."""
+        """Stop listening, write complete saves, and disconnect the ranks."""
         self._closing.set()
         self._threads[1].join()
         self.lives.look()  # before we hang up: who is here now may go on with the next daemon

@@ -1,4 +1,4 @@
-"""What a daemon tells of itself to who says hello, and whether that is who was meant."""
+"""What a daemon reports about itself in its welcome, and the check that it serves the expected root."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast_formats.whereabouts import RootMark
 
 
 class Serving(NamedTuple):
-    """What the daemon tells of itself."""
+    """What the daemon reports about itself."""
 
     node: str
     root: str
@@ -18,7 +18,10 @@ class Serving(NamedTuple):
     url: str | None
 
     def check(self, meant: RootMark | None) -> None:
-        """`WrongRoot` where a rank means another root, before anything is done for it."""
+        """`WrongRoot` if a rank expects another root, before anything is done for it."""
         if meant is not None and not meant.is_of(self.mark):
-            hint = "it was copied, moved or restored: give it a daemon of its own; or name this one with socket= or url="
-            raise WrongRoot(f"the daemon serves {self.root}, which is not the root that the trainer means", hint=hint)
+            hint = (
+                "the root was copied, moved or restored: start a separate daemon for it, or address this daemon "
+                "with socket= or url="
+            )
+            raise WrongRoot(f"the daemon serves {self.root}, which is not the root that the trainer expects", hint=hint)

@@ -38,7 +38,7 @@ def run(work: str, settings: config.Config) -> str:
     """The report as JSON. `RootBusy` while a daemon serves the root, which then has to be asked instead."""
     root = settings.root.resolve()
     if not root.is_dir():
-        raise StorageFailed(f"there is no directory {root}", hint="name the daemon's directory with --root")
+        raise StorageFailed(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
     lock = lock_root(root)
     try:
         return _made(work, root, settings)

@@ -37,7 +37,7 @@ def _done(given: argparse.Namespace) -> dict[str, Any]:
     which = naming.check_run(run), naming.check_step(int(step))
     root = Path(given.root).resolve()
     if given.act == "repair" and not root.is_dir():
-        raise InvalidRequest(f"there is no directory {root}", hint="name the daemon's directory with --root")
+        raise InvalidRequest(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
     others = {str(path): _root_of(Path(path)) for path in (given.sources or ())}
     with _decided(root, listed=given.act == "import") as (tier, decisions):
         repairer = Repairer(tier, decisions, decisions.repair_book(), lambda: others)
@@ -72,11 +72,11 @@ def _decided(root: Path, listed: bool) -> Iterator[tuple[Tier, Decisions]]:
 def _root_of(path: Path) -> Tier:
     """The root that a replica, or a single checkpoint's directory in one, belongs to."""
     if not path.is_dir():
-        raise InvalidRequest(f"there is no directory {path}", hint="name a replica's directory")
+        raise InvalidRequest(f"the directory {path} does not exist", hint="pass a replica's directory")
     found = path.resolve()
     if (found / naming.COMMIT).exists() or (found / naming.MANIFEST).exists():
         if found.parent.name != naming.CHECKPOINTS:
-            raise InvalidRequest(f"{path} is not below a root", hint="name the directory that holds RUN/checkpoints/")
+            raise InvalidRequest(f"{path} is not inside a root", hint="pass the directory that contains RUN/checkpoints/")
         found = found.parents[2]
     return PosixTier(found)
 

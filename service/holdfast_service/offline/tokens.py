@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _done(given: argparse.Namespace) -> Any:
     root = Path(given.root)
     if not root.is_dir() and given.what != "create":
-        raise NoSuchResource(f"there is no directory {root}", hint="name the daemon's directory with --root")
+        raise NoSuchResource(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
     root.mkdir(parents=True, exist_ok=True)
     database = Database.open(given.catalog or catalog_url(root))
     try:

@@ -23,8 +23,8 @@ def check_same(descriptor: int, at: tuple[int, int], root: Path) -> None:
     """`StorageFailed` where a root was moved and another directory put in its place: that is left alone."""
     if identity_of(os.fstat(descriptor)) != at:
         raise StorageFailed(
-            f"{root} is not the directory that it was: it was moved or mounted anew",
-            hint="put it back, or stop the daemon and start it on the directory that you mean",
+            f"{root} is no longer the same directory: it was moved or remounted",
+            hint="put it back, or stop the daemon and start it on the right directory",
         )
 
 

@@ -51,7 +51,7 @@ def take(root: Path, descriptor: int) -> RootLock:
         holder = _holder(descriptor)
         raise RootBusy(
             f"{root} is in use by {f'process {holder}' if holder else 'another process'}",
-            hint="one daemon serves a root: use that one, stop it, or choose another root",
+            hint="only one daemon can serve a root: use that daemon, stop it, or choose another root",
             pid=holder,
         ) from error
     os.ftruncate(descriptor, 0)

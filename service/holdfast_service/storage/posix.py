@@ -126,8 +126,8 @@ class PosixTier:
             self.sync_directory("/".join(source_parent))
         except CheckpointError as error:
             raise StorageFailed(
-                f"{target} was renamed into place, but not made durable: {error.detail}",
-                hint="look whether it is there; the disk may be failing",
+                f"{target} was renamed into place, but fsync of its directory failed: {error.detail}",
+                hint="check whether it exists; the disk may be failing",
                 **{**error.members, "outcome": "unknown"},
             ) from error
 
@@ -372,7 +372,7 @@ def _write_all(descriptor: int, offset: int, views: Sequence[memoryview]) -> Non
     while first < len(pending):
         written = _pwritev(descriptor, pending[first : first + BUFFERS_MAX], offset)
         if written <= 0:
-            raise OSError(errno.EIO, "the file took no bytes")
+            raise OSError(errno.EIO, "write() wrote no bytes")
         offset += written
         while first < len(pending) and written >= pending[first].nbytes:
             written -= pending[first].nbytes

@@ -27,9 +27,9 @@ def open_scratch(root: Path, size: int, beside: int) -> int:
     `NoSpace`, with the numbers, where the disk has not room for it and for `beside` bytes more; `StorageFailed` where the
     file system keeps its files in memory, or cannot reserve: then a write into mapped memory could fail for want of a block.
     """
-    with translated("make scratch in", str(root)):
+    with translated("create scratch file in", str(root)):
         if libc.file_system(root) in _IN_MEMORY:
-            raise StorageFailed(f"{root} is itself in memory", hint="spilling helps only where the root is on a disk")
+            raise StorageFailed(f"{root} is itself in memory", hint="spilling needs a root on a disk")
         free = _free(root)
         if free < size + beside:
             raise NoSpace(

@@ -26,7 +26,7 @@ def translated(operation: str, path: str) -> Iterator[None]:
             raise NoSuchResource(what, **members) from error
         hint = "check the disk and its mount"
         if code in (errno.ENOTDIR, errno.ELOOP):
-            hint = "below the root, nothing may be a symbolic link, and no file may stand in the place of a directory"
+            hint = "inside the root, symbolic links are not allowed, and a file may not take the place of a directory"
         elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
-            hint = "the daemon's user must be allowed to write there"
+            hint = "give the daemon's user permission to write there"
         raise StorageFailed(what, hint=hint, **members) from error

@@ -15,7 +15,7 @@ from holdfast_formats.errors import CorruptManifest, NotCommitted
 from .tier import Readable
 
 _AT_ONCE_BYTES = 16 * 2**20  # manifests up to here are read before they are proven; larger ones are proven piece by piece
-_HINT = "it cannot be a file of ours: give it back from a replica, or restore another step"
+_HINT = "Holdfast writes no such file: restore it from a replica, or restore another step"
 
 
 def read_whole(tier: Readable, path: str, bytes_max: int) -> bytes | None:
@@ -23,7 +23,7 @@ def read_whole(tier: Readable, path: str, bytes_max: int) -> bytes | None:
     size, name = tier.size(path), path.rpartition("/")[2]
     if size is None:
         if name in tier.list(path.rpartition("/")[0]):
-            raise CorruptManifest(f"{path} is not a plain file", hint=_HINT, file=name)
+            raise CorruptManifest(f"{path} is not a regular file", hint=_HINT, file=name)
         return None
     if size <= bytes_max:
         data = tier.read(path, 0, bytes_max + 1)  # it may have been replaced by a longer one
@@ -66,6 +66,4 @@ def _prove_in_pieces(tier: Readable, path: str, stated: str) -> None:
         made.update(piece[:count])
         offset += count
     if made.hexdigest() != stated:
-        raise CorruptManifest(
-            f"{path} does not have the digest that {naming.COMMIT} states", hint=_HINT, file=naming.MANIFEST
-        )
+        raise CorruptManifest(f"the digest of {path} is not the one in {naming.COMMIT}", hint=_HINT, file=naming.MANIFEST)

@@ -88,7 +88,7 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
         catalog = salvage.open_catalog(config.catalog_url).catalog
         ownership.claim(tier, catalog, owner, utc_now())
     except (CatalogUnavailable, NoSpace) as away:
-        log.error("%s; the daemon starts without it: saves go on, and the catalog is told when it answers", away.detail)
+        log.error("%s; the daemon starts without it: saves continue and are recorded when it answers", away.detail)
         catalog = Catalog(Database.at(config.catalog_url))
         catalog.database.trouble = Trouble(time.time(), away.detail, reads=True)
     stack.callback(catalog.close)
@@ -185,7 +185,7 @@ def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver)
     try:
         scrub.check_soon(place for place in decisions.findings.unchecked() if not saver.checks.awaits(*place))
     except CatalogUnavailable as away:
-        log.warning("what was never checked is looked for by the scrub alone: %s", away.detail)
+        log.warning("only the scrub will find checkpoints that were never verified: %s", away.detail)
     return scrub
 
 

@@ -93,6 +93,6 @@ class Comparison:
         assert request.run is not None and request.step is not None  # what is needed is checked first
         run, at, step = str(request.arguments["with"]).rpartition("@")
         if not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
-            raise InvalidRequest("`with` names no checkpoint", hint="give RUN@STEP, or a step of the same run")
+            raise InvalidRequest("`with` does not name a checkpoint", hint="give RUN@STEP, or a step of the same run")
         other = naming.check_run(run) if at else request.run
         return ComparedCheckpoint(request.run, request.step), ComparedCheckpoint(other, naming.check_step(int(step)))

@@ -54,7 +54,7 @@ class MendedAtStart:
                     return
                 self._repairer.run(run, step)
         except CheckpointError as error:
-            log.error("damaged checkpoints could not be looked for: %s", error.detail)
+            log.error("cannot look for damaged checkpoints: %s", error.detail)
 
 
 class Reached:
@@ -76,7 +76,8 @@ class Reached:
             return self._tier
         if self._tier is not None and not (self._path / naming.LOCK).exists():
             raise StorageFailed(
-                f"{self._path} is not what it was when copies began: is its disk gone?", hint="mount it again"
+                f"{self._path} is no longer the same directory as when copying started; its disk may be unmounted",
+                hint="mount it again",
             )
         self.close()
         self._lock = lock_root(self._path)

@@ -136,7 +136,7 @@ class Transfers:
         place = PosixTier(self._place)
         if below and not place.list(below):
             raise InvalidRequest(
-                f"there is no directory {below!r} with files below the export root", hint="look at its path"
+                f"the directory {below!r} with files does not exist below the export root", hint="check its path"
             )
         return PosixTier(self._place / below) if below else place
 
@@ -144,7 +144,7 @@ class Transfers:
 def open_source(path: Path) -> Readable:
     """A directory to import from, a snapshot in a hub's cache too; `InvalidRequest` when it is none."""
     if not path.is_dir():
-        raise InvalidRequest(f"{path} is no directory", hint="name the directory that holds the files")
+        raise InvalidRequest(f"{path} is not a directory", hint="pass the directory that contains the files")
     return snapshot.opened(path.resolve())
 
 
@@ -161,7 +161,9 @@ def _going(progress: Progress, total: int) -> Going:
 
 def _named(job: Job | JobRequest) -> tuple[str, int]:
     if job.run is None or job.step is None:
-        raise InvalidRequest(f"a job of kind {job.kind!r} needs run and step", hint="say which checkpoint is meant")
+        raise InvalidRequest(
+            f"a job of kind {job.kind!r} needs run and step", hint="pass the run and step of the checkpoint"
+        )
     return naming.check_run(job.run), naming.check_step(job.step)
 
 

@@ -42,13 +42,13 @@ def start_tracing(environment: Mapping[str, str], node: str) -> Callable[[], Non
     if not wanted or off:
         return lambda: None
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
-        log.warning("OTEL_* names a place for spans, but the OpenTelemetry SDK is not installed: %s", _HINT)
+        log.warning("OTEL_* sets an endpoint for spans, but the OpenTelemetry SDK is not installed: %s", _HINT)
         return lambda: None
     from holdfast_service.observe.otel import exporting
 
     tracer = exporting(node, __version__)
     if tracer is None:
-        log.warning("OTEL_* names a place for spans, but no OTLP exporter is installed: %s", _HINT)
+        log.warning("OTEL_* sets an endpoint for spans, but no OTLP exporter is installed: %s", _HINT)
         return lambda: None
     return tracing.trace_with(tracer)
 
@@ -62,7 +62,7 @@ def notify_ready(address: str | None = None) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as speaker:
             speaker.sendto(b"READY=1", "\0" + address[1:] if address.startswith("@") else address)
     except OSError as error:
-        log.warning("the service manager at %s could not be told that the daemon serves: %s", address, error.strerror)
+        log.warning("could not notify the service manager at %s that the daemon is ready: %s", address, error.strerror)
 
 
 class Watcher:

@@ -87,7 +87,7 @@ def test_tokens_end(world: World) -> None:
     kept = world.tokens.create(TokenRequest(name="kept"))
     short = world.tokens.create(TokenRequest(name="short", expires_s=60))
     assert world.tokens.verify(short.token).name == "short"
-    with pytest.raises(InvalidRequest, match="there is a token named 'short'"):
+    with pytest.raises(InvalidRequest, match="a token named 'short' already exists"):
         world.tokens.create(TokenRequest(name="short"))
     world.now = "2026-01-01T00:01:00.000Z"
     with pytest.raises(Unauthenticated, match="expired"):

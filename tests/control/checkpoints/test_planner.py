@@ -94,7 +94,7 @@ def test_overlapping_shards_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (table(0, 2, ()), table(0, 2, ()), "not a world"),
+        (table(0, 2, ()), table(0, 2, ()), "but the world size is 2"),
         (table(0, 2, ()), table(1, 2, (), groups=("model", "optim")), "groups"),
         (
             table(0, 2, (StagedFragment(spec(), (), 0),)),

@@ -77,7 +77,9 @@ def test_a_refusal_has_the_numbers() -> None:
     """What one slot needs, what all need, what is taken, what is left, and of which limit."""
     node = Arena(memory_of(ONE.segment_bytes + 100))
     held = node.reserve(ONE, "held")
-    numbers = f"needs {ONE.segment_bytes} .*, {ASKED.segment_bytes} for 2; {ONE.segment_bytes} are taken, and 100 are left"
+    numbers = (
+        f"needs {ONE.segment_bytes} .*, {ASKED.segment_bytes} for 2; {ONE.segment_bytes} are reserved, and 100 are left"
+    )
     with pytest.raises(LimitExceeded, match=numbers) as refused:
         node.reserve(ASKED, "r")
     assert refused.value.members == {"needed": ONE.segment_bytes, "taken": ONE.segment_bytes, "left": 100}
@@ -103,7 +105,7 @@ class TestSpill:
         node = Arena(memory_of(ONE.segment_bytes - 1), None, Spill(tmp_path))
         segment = node.reserve(ASKED, "r")
         assert segment.spilled and segment.geometry == ONE and node.bytes == 0 and list(tmp_path.iterdir()) == []
-        for word in (str(tmp_path), "MiB/s", " s a save", "twice", "more memory"):
+        for word in (str(tmp_path), "MiB/s", "stall training", "twice", "more memory"):
             assert word in segment.notice
         slot = segment.lease(5, 1, 0)
         at = ONE.data_offset(slot)
@@ -147,7 +149,7 @@ class TestSpill:
             for gone in (False, True):
                 if gone:
                     os.unlink(tmp_path / "copy")
-                with pytest.raises(InvalidRequest, match="no staging arena"):
+                with pytest.raises(InvalidRequest, match="not a staging arena"):
                     Arena(memory_of(0)).attach(copy.fileno(), OWNER)
         before.drop(segment)
 

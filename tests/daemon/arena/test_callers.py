@@ -154,7 +154,7 @@ def test_a_directory_in_which_others_may_replace_files(tmp_path: Path) -> None:
     """World-writable is refused by name, but with the sticky bit, as /tmp has it."""
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(InvalidRequest, match="everybody may replace") as refused:
+    with pytest.raises(InvalidRequest, match="is writable by everybody") as refused:
         prepare_directory(tmp_path / "open" / "s.sock")
     assert "--socket" in refused.value.hint
     (tmp_path / "open").chmod(0o1777)
@@ -207,7 +207,7 @@ def test_a_holder_of_somebody_else_is_not_believed(place_: Path) -> None:
     )
     with subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE) as impostor:
         assert impostor.stdout is not None and impostor.stdout.readline()
-        with pytest.raises(PermissionError, match="somebody else's"):
+        with pytest.raises(PermissionError, match="belongs to another user"):
             fd_keeper._connected(path)
         impostor.wait(20)
 

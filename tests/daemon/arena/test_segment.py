@@ -87,7 +87,7 @@ def test_a_slot_that_is_leased_for_another_step_is_not_sealed() -> None:
     with saver_world() as world:
         (rank,) = world.launch(1)
         mine, other = rank.lease(1), rank.lease(2)
-        with pytest.raises(CheckpointError, match="holds no lease"):
+        with pytest.raises(CheckpointError, match="has no lease"):
             rank.fill_and_seal(1, other)
         assert world.committed() == []
         rank.fill_and_seal(1, mine)

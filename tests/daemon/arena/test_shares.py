@@ -62,7 +62,9 @@ def test_one_run_does_not_take_it_all(caplog: pytest.LogCaptureFixture) -> None:
     """Its refusal names the share and what it holds, with no other run's name; the daemon's log names all; others go on."""
     made = node()
     assert fill(made, "greedy") == 96
-    with pytest.raises(LimitExceeded, match=r"the run 'greedy' may hold 96 % of what others do not: .* --run-share"):
+    with pytest.raises(
+        LimitExceeded, match=r"the run 'greedy' may reserve 96 % of what others have not reserved: .* --run-share"
+    ):
         try:
             reserve(made, "greedy", 99)
         except LimitExceeded as error:
@@ -100,7 +102,7 @@ def test_the_disk_is_shared_as_well(tmp_path: Path) -> None:
     """Segments that are staged on disk leave room there: a run gets its share of what is free, by the same rule."""
     made = node(4096, Spill(tmp_path), share=1)
     huge = arena.geometry(1, Spill(tmp_path).free_bytes() // 50, 4096)
-    with pytest.raises(LimitExceeded, match=r"the disk's .* may hold 1 % of what others do not"):
+    with pytest.raises(LimitExceeded, match=r"the disk's .* may reserve 1 % of what others have not reserved"):
         made.reserve(huge, "r", SegmentOwner("r", 0, 1, 1))
     segment = made.reserve(ONE, "r", SegmentOwner("r", 0, 1, 1))
     assert segment.spilled and made.has("r") and not made.has("other")

@@ -206,8 +206,8 @@ def test_what_control_cannot_say(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert found is not None
         assert np.isnan(found["change"]).all()
         report(world.decisions, two.made, examined)
-    assert "nothing to compare tiny@10 with" in caplog.text
-    assert "the statistics of tiny@10 are not recorded" in caplog.text
+    assert "cannot compare tiny@10 with an earlier checkpoint" in caplog.text
+    assert "cannot record the statistics of tiny@10" in caplog.text
 
 
 def test_a_second_check_examines_nothing(world: SaverWorld) -> None:

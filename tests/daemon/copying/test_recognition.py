@@ -129,7 +129,7 @@ def _odd_config(directory: Path) -> None:
     [
         (_bfloat16_as_integers, "bfloat16", StateMismatch),
         (_turned_round, "transposed", StateMismatch),
-        (_codes, "codes of a quantisation", StateMismatch),
+        (_codes, "quantised weights", StateMismatch),
         (_packed_codes, "qweight", StateMismatch),
         (_quantised, "fp8", StateMismatch),
         (_an_entry_without_a_tensor, "nowhere", StateMismatch),

@@ -276,7 +276,7 @@ def test_a_rank_brings_memory_that_nobody_kept(node: Node) -> None:
         node.arena.attach(segment.fd, SegmentOwner(RUN, 0, 1, 2))
     loose = os.memfd_create("loose")
     os.pwrite(loose, bytes(segment.memory), 0)
-    with pytest.raises(Exception, match="no staging arena"):
+    with pytest.raises(Exception, match="not a staging arena"):
         node.arena.attach(loose, SegmentOwner(RUN, 0, 1, 1))
     os.close(loose)
     node.arena.drop(found)

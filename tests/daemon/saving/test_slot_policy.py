@@ -71,7 +71,7 @@ def test_newest_wins_drops_what_waits_and_tells_every_rank(busy: tuple[SaverWorl
     slots = [rank.lease(3, "newest-wins") for rank in ranks]
     for rank, slot in zip(ranks, slots, strict=True):
         assert rank.outcomes[2].problem["code"] == "generation-dropped"
-        assert "gave way to step 3" in rank.outcomes[2].problem["detail"]
+        assert "was dropped for step 3" in rank.outcomes[2].problem["detail"]
         rank.fill_and_seal(3, slot)
     assert ended(world) == {1: ("committed", None), 2: ("dropped", "generation-dropped"), 3: ("committed", None)}
     assert world.committed() == [1, 3]

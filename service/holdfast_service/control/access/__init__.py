@@ -1,1 +1,1 @@
-"""Who may ask: tokens, and the owner of the daemon."""
+"""Access control: tokens, and the owner of the daemon."""

@@ -1,6 +1,6 @@
-"""The owner of a daemon: a token of its own, made at the start and kept in memory, and one-time links into a browser.
+"""The daemon's owner: a token created at the start and kept in memory, and one-time sign-in links for a browser.
 
-Only digests are kept of tokens, codes and sessions that are shown; they are compared in constant time.
+Of tokens, codes and sessions only digests are kept; they are compared in constant time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SESSIONS_MAX = 256
 
 
 class Links:
-    """Codes that are good once and for a minute, and the sessions that they become. Thread-safe.
+    """One-time codes, valid for a minute, and the sessions that they become. Thread-safe.
 
-    A session stands for the token with which its link was made, and ends with it, or with the daemon.
+    A session has the rights of the token that created its link, and ends with it, or with the daemon.
     """
 
     def __init__(self) -> None:
@@ -34,24 +34,24 @@ class Links:
         self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     def offer(self, token: str) -> str:
-        """The code of a new link for whoever has this token."""
+        """The code of a new link for the holder of this token."""
         return self._add(self._codes, secrets.token_urlsafe(CODE_BYTES), token, LINK_WAIT_MAX_S, LINKS_MAX)
 
     def redeem(self, code: str) -> str:
-        """A session for a code, which is used up by that; `Unauthenticated` for one that was, is too old, or is none."""
+        """Exchange a code, once, for a session; `Unauthenticated` for a used, expired or unknown code."""
         with self._lock:
             token, end = self._codes.pop(digest(code), ("", 0.0))
         if not token or time.monotonic() > end:
-            raise Unauthenticated("this link was used, or is too old", hint="`holdfast open` makes another one")
+            raise Unauthenticated("this link was already used, or has expired", hint="`holdfast open` creates a new one")
         session = SESSION_PREFIX + secrets.token_urlsafe(CODE_BYTES)
         return self._add(self._sessions, session, token, SESSION_MAX_S, SESSIONS_MAX)
 
     def token_of(self, session: str) -> str:
-        """The token that a session stands for; `Unauthenticated` when it has ended."""
+        """The token behind a session; `Unauthenticated` if the session has ended."""
         with self._lock:
             token, end = self._sessions.get(digest(session), ("", 0.0))
         if not token or time.monotonic() > end:
-            raise Unauthenticated("this session has ended", hint="`holdfast open` begins another one")
+            raise Unauthenticated("this session has ended", hint="`holdfast open` starts a new one")
         return token
 
     def end(self, session: str) -> None:
@@ -68,7 +68,7 @@ class Links:
 
 
 class Owner:
-    """Who started the daemon, and may do everything: by a token that ends with the process."""
+    """The user who started the daemon and may do everything, by a token that ends with the process."""
 
     def __init__(self, token: str) -> None:
         self.token = token
@@ -76,7 +76,7 @@ class Owner:
         self._digest = digest(token)
 
     def is_shown(self, text: str) -> bool:
-        """Whether this is the owner's token; as long as any other text takes."""
+        """Whether this is the owner's token, in constant time."""
         return hmac.compare_digest(digest(text), self._digest)
 
 

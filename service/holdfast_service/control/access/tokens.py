@@ -1,7 +1,7 @@
-"""Bearer tokens: made, listed, revoked, and told from what is none. Only their SHA-256 is kept.
+"""Bearer tokens: create, list, revoke and verify. Only their SHA-256 is stored.
 
-A token's text is `hf_`, 32 random bytes and a CRC-32 of them, in URL-safe base64. The CRC is no secret: what was cut or
-mistyped is told without asking the database.
+A token's text is `hf_`, 32 random bytes and a CRC-32 of them, in URL-safe base64. The CRC is not secret: it
+detects cut or mistyped tokens without a database query.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ EXPIRES_MAX_S = 100 * 365 * 86_400
 _SCOPES: tuple[Scope, ...] = get_args(Scope)  # each may what those before it may
 _RUNS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}\*?|\*")
 _HINT = (
-    "the daemon's own user needs none: `holdfast` finds that one's, and `holdfast open` takes a browser in; others show one "
-    "as HOLDFAST_TOKEN, or `Authorization: Bearer …`, which that user makes with `holdfast token create NAME`"
+    "the daemon's own user needs none: `holdfast` finds it, and `holdfast open` signs a browser in; other "
+    "users set HOLDFAST_TOKEN, or send `Authorization: Bearer …`, with a token that the daemon's user creates "
+    "with `holdfast token create NAME`"
 )
 
 
 class Principal(NamedTuple):
-    """Who asks: the name of a token, or of an open door, and what it may do to which runs."""
+    """The caller: the name of a token, or of an open door, and its scope and runs."""
 
     name: str
     scope: Scope
@@ -61,24 +62,26 @@ class Principal(NamedTuple):
 
     @property
     def tenant(self) -> str:
-        """Whose share of what all runs hold it counts for, besides its run's: "" for an admin of all runs."""
+        """The tenant whose share counts, besides the run's: "" for an admin of all runs."""
         return "" if self.sees_all and self.scope == "admin" else f"tokens for the runs {self.runs!r}"
 
     def may(self, scope: Scope) -> bool:
-        """Whether it may so much."""
+        """Whether its scope is sufficient."""
         return _SCOPES.index(scope) <= _SCOPES.index(self.scope)
 
     def require(self, scope: Scope) -> None:
-        """`Forbidden` when it may not so much."""
+        """`Forbidden` if its scope is not sufficient."""
         if not self.may(scope):
             hint = f"use a token with the scope {scope!r}"
-            raise Forbidden(f"{self.name} has the scope {self.scope!r}, this needs {scope!r}", hint=hint, needed=scope)
+            raise Forbidden(
+                f"the token {self.name} has scope {self.scope!r}, but this needs {scope!r}", hint=hint, needed=scope
+            )
 
     def require_run(self, run: str | None) -> None:
-        """`Forbidden` when a run, or with None any run at all, is not among its own."""
+        """`Forbidden` if it may not access this run, or, with None, all runs."""
         if not (self.sees_all if run is None else self.sees(run)):
             what = "all runs" if run is None else f"run {run!r}"
-            raise Forbidden(f"{self.name} is for the runs {self.runs!r}, this is about {what}", hint="use another token")
+            raise Forbidden(f"the token {self.name} is for the runs {self.runs!r}, not for {what}", hint="use another token")
 
 
 OWNER = Principal("the owner", "admin")
@@ -95,17 +98,23 @@ class Tokens:
         ] = {}  # by digest, with how long it is trusted, and in force
 
     def create(self, wanted: TokenRequest) -> NewToken:
-        """A new token and, this once, its text. `InvalidRequest` for a name that is in use, and for no pattern of runs."""
+        """Create a token; its text is only in this answer. `InvalidRequest` for a used name or an invalid run
+        pattern.
+        """
         if _RUNS.fullmatch(wanted.runs) is None:
-            raise InvalidRequest(f"{wanted.runs!r} names no runs", hint="give a run's name, a prefix ending in *, or *")
+            raise InvalidRequest(
+                f"{wanted.runs!r} is not a valid pattern of runs", hint="give a run's name, a prefix ending in *, or *"
+            )
         if wanted.expires_s is not None and wanted.expires_s > EXPIRES_MAX_S:
-            raise InvalidRequest(f"a token expires after at most {EXPIRES_MAX_S} seconds", hint="or leave it out: never")
+            raise InvalidRequest(
+                f"a token expires after at most {EXPIRES_MAX_S} seconds", hint="leave it out for a token that never expires"
+            )
         text, now = make_text(), self._now()
         with self._database.write() as session:
             active = select(TokenRow.id).where(TokenRow.name == wanted.name, *_in_force(now)).limit(1)
             if session.scalar(active) is not None:
                 raise InvalidRequest(
-                    f"there is a token named {wanted.name!r}", hint="revoke it first, or name this otherwise"
+                    f"a token named {wanted.name!r} already exists", hint="revoke it first, or choose another name"
                 )
             made = TokenRow(
                 name=wanted.name,
@@ -122,7 +131,7 @@ class Tokens:
         return NewToken(**token.model_dump(), token=text)
 
     def page(self, cursor: str | None, limit: int) -> bodies.Page[Token]:
-        """A page of all tokens, the newest first, revoked and expired ones among them."""
+        """A page of all tokens, newest first, including revoked and expired ones."""
         before = decode_cursor("token", cursor)
         wanted = select(TokenRow).order_by(TokenRow.id.desc()).limit(bounded(limit) + 1)
         if before is not None:
@@ -132,7 +141,7 @@ class Tokens:
         return page("token", found, limit, lambda token: token.id)
 
     def revoke(self, name: str) -> None:
-        """Take the token of this name out of force; one that is revoked already stays so. `NoSuchResource`."""
+        """Revoke the token of this name; safe to repeat. `NoSuchResource` if it does not exist."""
         with self._database.write() as session:
             row = session.scalar(select(TokenRow).where(TokenRow.name == name).order_by(TokenRow.id.desc()).limit(1))
             if row is None:
@@ -145,7 +154,7 @@ class Tokens:
         self._tell(token, "revoked")
 
     def verify(self, text: str) -> Principal:
-        """Whose token or session this is; `Unauthenticated` when it is none, or is not in force any more.
+        """Whose token or session this is; `Unauthenticated` if it is unknown or no longer valid.
 
         The owner's is known without the catalog.
         """
@@ -154,7 +163,7 @@ class Tokens:
         if self._owner is not None and self._owner.is_shown(text):
             return OWNER
         if not well_formed(text):
-            raise Unauthenticated("this is not a token of holdfast", hint=_HINT)
+            raise Unauthenticated("this is not a Holdfast token", hint=_HINT)
         try:
             found, expires = self._looked_up(text)
         except CatalogUnavailable:
@@ -184,7 +193,7 @@ class Tokens:
         return found, expires
 
     def in_force(self, ids: Collection[int]) -> set[int]:
-        """Which of these tokens still are."""
+        """Which of these tokens are still valid."""
         with self._database.read() as session:
             return set(session.scalars(select(TokenRow.id).where(TokenRow.id.in_(ids), *_in_force(self._now()))))
 
@@ -200,7 +209,7 @@ class Tokens:
 
 
 def missing() -> Unauthenticated:
-    """What is said to who shows no token where one is needed."""
+    """The error for a caller without a required token."""
     return Unauthenticated("this needs a token", hint=_HINT)
 
 

@@ -1,1 +1,1 @@
-"""What is recorded: the tables of the catalog, and what it is still to be told."""
+"""Records: the tables of the catalog, and records that still wait for it."""

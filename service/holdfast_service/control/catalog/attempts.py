@@ -1,7 +1,7 @@
-"""Which attempts of a root's runs were declared (I6), and what their ranks were told to restore (docs/format.md § 9).
+"""The attempts of a root's runs (I6), and what their ranks were told to restore. See docs/format.md § 9.
 
-They stand in one small file of the root, which its one daemon owns: so a launch is numbered, older ones are refused, and
-all ranks get the same answer, whether or not the catalog's database is there.
+They are stored in one small file of the root, which belongs to its only daemon. So launches are numbered, older
+ones are shut out, and all ranks get the same answer, even without the catalog's database.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RunAttempts(BaseModel):
 
 
 class Member(NamedTuple):
-    """A rank of a launch, and which checkpointer speaks for it; "" for one that does not say."""
+    """A rank of a launch, and which checkpointer speaks for it; "" if unknown."""
 
     rank: int = 0
     session: str = ""
@@ -148,14 +148,18 @@ class Attempts:
     def declare(
         self, run: str, launch: str, complete: Callable[[], Collection[tuple[int, int]]], member: Member = UNNAMED
     ) -> tuple[int, bool]:
-        """The attempt of this launch, and whether it is new: then it is the next one, which fences off all before it (I6).
+        """The attempt of this launch, and whether it is new: then it gets the next number, which shuts out all older
+        ones (I6).
 
-        `complete` says which steps, of which attempts, are sealed by all ranks and still to be saved.
-        It is durable when this returns: a number that was given out is never given out again, also after a power cut.
+        `complete` returns the steps, by attempt, that all ranks have sealed and that are still to be saved.
+
+        It is durable when this returns: a number is never given out twice, even after a power failure.
         """
         naming.check_run(run)
         if not (1 <= len(launch) <= LAUNCH_LENGTH_MAX and launch.isprintable()):
-            raise InvalidRequest(f"{launch!r} cannot name a launch", hint=f"1 to {LAUNCH_LENGTH_MAX} printable characters")
+            raise InvalidRequest(
+                f"{launch!r} is not a valid launch ID", hint=f"1 to {LAUNCH_LENGTH_MAX} printable characters"
+            )
         with self._writing:
             known = self.of(run, launch, member)
             if known is not None:
@@ -164,8 +168,8 @@ class Attempts:
                 return known, False
             if not self.complete:
                 raise CatalogUnavailable(
-                    f"which attempts of {run!r} were declared only the catalog knows, and it does not answer",
-                    hint="try again when it does; from then on launches begin without it",
+                    f"the attempts of {run!r} are known only to the catalog, which does not answer",
+                    hint="try again when it answers; after that, launches start without it",
                 )
             before = self._of(run)
             attempt = before.attempt + 1
@@ -173,12 +177,12 @@ class Attempts:
             return attempt, True
 
     def refuse_older(self, run: str, attempt: int) -> None:
-        """`StaleAttempt` for an attempt that is older than the newest (I6)."""
+        """`StaleAttempt` for an attempt older than the newest (I6)."""
         newest = self.newest(run)
         if attempt < newest:
             raise StaleAttempt(
-                f"attempt {attempt} of {run} is over: attempt {newest} has been declared",
-                hint="a newer launch of this run is training; stop this one",
+                f"attempt {attempt} of {run} is shut out: attempt {newest} has started",
+                hint="a newer launch of this run is active; stop this one",
                 newest=newest,
             )
 
@@ -208,7 +212,7 @@ class Attempts:
         return key in answers, answers.get(key)
 
     def answer(self, run: str, attempt: int, turn: int, step: int | None) -> int | None:
-        """Store the answer unless there is one; return the one that is stored, durably."""
+        """Store the answer unless there is one; return the stored one, durably."""
         with self._writing:
             known, stored = self.asked(run, attempt, turn)
             if known:
@@ -248,5 +252,5 @@ class Attempts:
             data = vouched.read_whole(self._tier, naming.ATTEMPTS, FILE_BYTES_MAX)
             return None if data is None else _File.model_validate_json(data).runs
         except (ValidationError, Damaged) as error:
-            log.error("%s cannot be read, and is made anew from the catalog: %s", naming.ATTEMPTS, str(error)[:200])
+            log.error("cannot read %s, rebuilding it from the catalog: %s", naming.ATTEMPTS, str(error)[:200])
             return None

@@ -1,7 +1,7 @@
-"""What the catalog is still to be told. One thread tells it, in order, and tries again for as long as the catalog is away.
+"""Queue of records for the catalog. One thread writes them in order, and retries while the catalog does not answer.
 
-So nothing that training waits for waits for SQL. Whoever asks the catalog waits here first, for a moment: then he finds what
-was told before he asked. What is left when the daemon ends is history; checkpoints stand in the directories.
+So training never waits for SQL. Queries wait here for a moment first, so that they see earlier records. What is
+left when the daemon ends is history; checkpoints are in the directories.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _Told(NamedTuple):
 
 
 class Book:
-    """The queue of one catalog. Thread-safe. `returned` is called, in its thread, before anything is told to a catalog that
-    was away: it may not be the one it was.
+    """The queue of one catalog. Thread-safe. `returned` is called, in its thread, before anything is written to a
+    catalog that did not answer before: it may be another one.
     """
 
     def __init__(self, database: Database, returned: Callable[[], None] = lambda: None) -> None:
@@ -57,12 +57,12 @@ class Book:
 
     @property
     def waiting(self) -> int:
-        """How much is still to be told."""
+        """How many records wait."""
         return len(self._waiting)
 
     @property
     def trouble(self) -> Trouble | None:
-        """Why the catalog is away, None while it answers."""
+        """Why the catalog does not answer, None while it does."""
         known, since = self.database.trouble, self.database.keeper_since
         if known is None and since is not None and (stuck := time.monotonic() - since) > AWAY_S:
             return Trouble(time.time() - stuck, "the catalog: it has not answered yet", reads=True)
@@ -70,15 +70,15 @@ class Book:
 
     @property
     def said(self) -> str | None:
-        """What is to be said of the catalog; None while it answers."""
+        """A message about the catalog's state; None while it answers."""
         trouble = self.trouble
         if trouble is None:
             return None
         away_s = max(time.time() - trouble.since, 0.0)
-        return f"{trouble.why}; away for {away_s:.0f} s, saves go on, {self.waiting} notes wait for it"
+        return f"{trouble.why}; not available for {away_s:.0f} s; saves continue, {self.waiting} records are waiting"
 
     def tell(self, what: str, act: Callable[[], object]) -> None:
-        """Have `act` done by and by: it tells the catalog something. `what` is said where it cannot be done."""
+        """Run `act`, which records something in the catalog, later. `what` appears in the log if it fails."""
         with self._changed:
             if len(self._waiting) >= WAITING_MAX:
                 self._lost += 1
@@ -95,7 +95,7 @@ class Book:
             self._changed.notify_all()
 
     def settle(self, wait_s: float = SETTLE_S) -> bool:
-        """Wait until the catalog knows all that it was told; False where it is away, or takes longer."""
+        """Wait until the catalog has all records; False if it does not answer or takes longer."""
         if threading.current_thread() is self._thread:
             return True
         limit = time.monotonic() + wait_s
@@ -109,7 +109,7 @@ class Book:
         return True
 
     def recorded(self, wait_s: float) -> bool:
-        """Wait until the catalog knows all that it was told, however long it is away; False when the time is over."""
+        """Wait until the catalog has all records, even if it does not answer for a while; False on timeout."""
         with self._hurried():
             self._changed.wait_for(
                 lambda: self._closed or (not self._waiting and self._known and self.database.trouble is None), wait_s
@@ -117,7 +117,7 @@ class Book:
             return not (self._waiting or self._closed or self.database.trouble is not None) and self._known
 
     def ask(self, question: Callable[[], _Found], wait_s: float) -> _Found:
-        """What the catalog answers; `CatalogUnavailable` where it does not within `wait_s`."""
+        """Query the catalog; `CatalogUnavailable` if it does not answer within `wait_s`."""
         trouble = self.trouble
         if trouble is not None:
             raise CatalogUnavailable(trouble.why)
@@ -136,18 +136,22 @@ class Book:
         if failed:
             raise failed[0]
         if not found:
-            raise CatalogUnavailable(f"the catalog has not answered within {wait_s:g} s")
+            raise CatalogUnavailable(f"the catalog did not answer within {wait_s:g} s")
         return found[0]
 
     def close(self) -> None:
-        """Tell what is left, if the catalog takes it now; stop."""
+        """Write the remaining records if the catalog accepts them now; stop."""
         self.settle(CLOSE_S)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             left = len(self._waiting)
         if left:
-            log.warning("the catalog is away: %d notes of saves and events are lost; the next start lists what stands", left)
+            log.warning(
+                "the catalog does not answer: %d records of saves and events are lost; the next start lists the "
+                "existing checkpoints",
+                left,
+            )
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
@@ -202,11 +206,11 @@ class Book:
             self._away(error)
             return False
         except CheckpointError as error:
-            log.error("the catalog is not told %s: %s", told.what, error.detail)
+            log.error("cannot record in the catalog: %s: %s", told.what, error.detail)
         except Exception:
-            log.exception("the catalog is not told %s", told.what)
+            log.exception("cannot record in the catalog: %s", told.what)
         if self.database.trouble is not None:
-            log.warning("the catalog answers again; %d notes wait", len(self._waiting))
+            log.warning("the catalog answers again; %d records are waiting", len(self._waiting))
             self.database.trouble = None
         return True
 
@@ -214,7 +218,7 @@ class Book:
         self._known = False
         before = self.database.trouble
         if before is None:
-            log.error("%s; saves go on, and it is told of them when it is back", error.detail)
+            log.error("%s; saves continue and are recorded when it answers again", error.detail)
         reads = True
         try:
             self._look()

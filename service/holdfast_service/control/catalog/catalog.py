@@ -1,6 +1,7 @@
-"""The catalog: runs, attempts, rounds and checkpoints in SQL. An index of the directories, and where nodes agree.
+"""The catalog: runs, attempts, saves (rounds) and checkpoints in SQL. An index of the directories, shared by nodes.
 
-Every call is one transaction. What reads before it writes holds the run's row locked, so calls of many nodes are in order.
+Every call is one transaction. Calls that read before they write lock the run's row, so calls of several nodes are
+ordered.
 """
 
 from __future__ import annotations
@@ -346,7 +347,7 @@ def _lock_run(session: Session, run: str) -> RunRow:
 def _lock_round(session: Session, round_id: int) -> RoundRow:
     row = session.get(RoundRow, round_id, with_for_update=True)
     if row is None:
-        raise NoSuchResource(f"there is no round {round_id}")
+        raise NoSuchResource(f"there is no save with the round ID {round_id}")
     return row
 
 

@@ -1,4 +1,4 @@
-"""What happened, kept in the catalog: a ring of the newest events, and the means to wait for the next one."""
+"""Events in the catalog: a ring of the newest ones, and the means to wait for the next one."""
 
 from __future__ import annotations
 

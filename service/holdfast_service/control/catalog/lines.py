@@ -1,4 +1,4 @@
-"""Lines of training in the catalog: what a save goes on from and may replace, and what it leaves behind (`lineage`)."""
+"""Lines of training in the catalog: what a save continues from and may replace, and what it abandons (`lineage`)."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ def place(
     ):
         if intent.existing != "replace" and not anew:
             raise AlreadyCommitted(
-                f"{run} has step {newer[-1]} of an earlier launch; this one has restored nothing and saves step {step}",
-                hint="call restore() first, or give this training a run of its own; existing='replace' begins the run anew, "
-                "and leaves behind what is there",
+                f"{run} already has step {newer[-1]} of an earlier launch, but this launch has restored "
+                f"nothing and saves step {step}",
+                hint="call restore() first, or use another run; existing='replace' starts the run from scratch and "
+                "abandons its checkpoints",
             )
         rewinds = (Rewind(attempt, intent.turn, lineage.NOTHING),)
     standing = next((c for c in there if c.step == step), None)
@@ -66,8 +67,8 @@ def place(
     if standing.healthy is False and not lineage.is_own(standing, launch, intent.again):
         return found
     raise AlreadyCommitted(
-        f"{run}@{step} is committed already",
-        hint="existing='same' takes it for saved, 'replace' puts the new one in its place; or remove it first",
+        f"{run}@{step} is already committed",
+        hint="pass existing='same' to count it as saved, or 'replace' to replace it, or remove it first",
         same=set(intent.groups) <= set(standing.groups),
         attempt=standing.attempt,
     )

@@ -1,4 +1,4 @@
-"""The lists of the catalog: pages of runs, checkpoints and rounds, filtered, and never a count of what lies before."""
+"""Lists of the catalog: filtered pages of runs, checkpoints and saves, without counting earlier items."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def checkpoints(
     wanted = _bounded_to(select(CheckpointRow).where(CheckpointRow.run == run), CheckpointRow, within)
     if state is not None:
         if state not in _STATES:
-            raise InvalidRequest(f"{state!r} is not a checkpoint's state", hint=f"one of {', '.join(_STATES)}")
+            raise InvalidRequest(f"{state!r} is not a checkpoint state", hint=f"one of {', '.join(_STATES)}")
         wanted = wanted.where(_STATES[state])
     wanted = wanted.order_by(CheckpointRow.step.desc())
     more = bounded(limit) + 1
@@ -125,7 +125,7 @@ def rounds(
         wanted = wanted.where(RoundRow.id < integer(before))
     if state is not None:
         if state not in ROUND_STATES:
-            raise InvalidRequest(f"{state!r} is not a round's state", hint=f"one of {', '.join(ROUND_STATES)}")
+            raise InvalidRequest(f"{state!r} is not the state of a save", hint=f"one of {', '.join(ROUND_STATES)}")
         wanted = wanted.where(RoundRow.state == state)
     if run is not None:
         check_known(session, run)
@@ -145,7 +145,7 @@ def check_known(session: Session, run: str) -> None:
 
 
 def no_such_run(run: str) -> NoSuchRun:
-    return NoSuchRun(f"there is no run {run!r}", hint="holdfast ls lists the runs")
+    return NoSuchRun(f"the run {run!r} does not exist", hint="`holdfast ls` lists the runs")
 
 
 def parse_time(text: str) -> str:

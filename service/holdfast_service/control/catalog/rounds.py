@@ -1,6 +1,6 @@
-"""The rounds of this daemon, as they are known here: opened and ended at once, and told to the catalog behind that.
+"""This daemon's saves (rounds): started and ended here at once, and recorded in the catalog afterwards.
 
-A round has a number of this daemon's own. The catalog's id is found when the catalog is told.
+A save has a number of this daemon. The catalog's ID becomes known when the catalog records it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Rounds:
         self._open: dict[RoundName, int] = {}
 
     def open(self, run: str, step: int, attempt: int, world: int) -> int:
-        """The number of the round of this step and attempt: the one going on, else a new one."""
+        """The number of the save of this step and attempt: the current one, or a new one."""
         key = RoundName(run, step, attempt)
         with self._lock:
             number = self._open.get(key)
@@ -69,11 +69,11 @@ class Rounds:
             while len(self._rounds) > ENDED_MAX + len(self._open):
                 oldest = next(number for number, one in self._rounds.items() if one.ended is not None)
                 del self._rounds[oldest]
-        self._book.tell(f"of the save of {run}@{step}", lambda: self._note(made))
+        self._book.tell(f"that the save of {run}@{step} has started", lambda: self._note(made))
         return number
 
     def seal(self, number: int, ranks: int) -> None:
-        """So many ranks have sealed."""
+        """Record how many ranks have sealed."""
         made = self._of(number)
         made.sealed = max(made.sealed, ranks)
         self._book.tell("which ranks have sealed", lambda: self._note_seals(made))
@@ -86,11 +86,11 @@ class Rounds:
         detail: str | None = None,
         measured: Mapping[str, float] = NOTHING,
     ) -> tuple[str, int] | None:
-        """End a round: its run and step. The first end stands, a second one changes nothing and returns None."""
+        """End a save; returns its run and step. The first end counts; later ones change nothing and return None."""
         with self._lock:
             made = self._rounds.get(number)
             if made is None:
-                raise NoSuchResource(f"there is no round {number}")
+                raise NoSuchResource(f"there is no save with the round ID {number}")
             if made.ended is not None:
                 return None
             made.ended = ended = EndedRound(state, self._now(), code, detail, measured)
@@ -99,7 +99,7 @@ class Rounds:
         return made.key[0], made.key[1]
 
     def measure(self, number: int, measured: Mapping[str, float]) -> None:
-        """Note what was found out of a round since it ended."""
+        """Record timings found after its end."""
         with self._lock:
             made = self._rounds.get(number)
         if made is not None:
@@ -129,7 +129,7 @@ class Rounds:
         with self._lock:
             made = self._rounds.get(number)
         if made is None:
-            raise NoSuchResource(f"there is no round {number}")
+            raise NoSuchResource(f"there is no save with the round ID {number}")
         return made
 
     def _id(self, made: _Round) -> int:

@@ -1,6 +1,6 @@
-"""A catalog that is damaged is moved away and made anew; what can still be read of it is taken over.
+"""Replace a damaged catalog by a new one, and copy the rows that can still be read.
 
-Only SQLite's files are looked after like this: a database server looks after its own.
+Only for SQLite files; a database server looks after its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def open_sound(url: str) -> Catalog:
     """The catalog at `url`, which is not made if it is not there; `StorageFailed` when it is missing or damaged."""
     path = file_of(url)
     if path is not None and not path.exists():
-        raise StorageFailed(f"there is no catalog {path}", hint="`holdfast catalog rebuild` makes one from the directories")
+        raise StorageFailed(
+            f"there is no catalog {path}", hint="`holdfast catalog rebuild` creates one from the directories"
+        )
     catalog = Catalog.open(url)
     try:
         if path is not None:
@@ -66,7 +68,7 @@ def open_catalog(url: str) -> Opened:
     if path is not None and not path.exists():
         aside = _move_away(path)  # a log that was left behind would be taken for that of the new file
         if aside.with_name(aside.name + _LOG).exists():
-            log.warning("%s is gone; its log was left, and is kept as %s%s", path.name, aside.name, _LOG)
+            log.warning("%s is gone; its write-ahead log was left and is kept as %s%s", path.name, aside.name, _LOG)
         path = None
     if path is None:
         return Opened(Catalog.open(url))
@@ -77,13 +79,13 @@ def open_catalog(url: str) -> Opened:
             raise
         why = error.detail
     aside = _move_away(path)
-    log.error("%s: it is made anew, and the damaged one is kept as %s", why, aside.name)
+    log.error("%s: rebuilding it; the damaged one is kept as %s", why, aside.name)
     made = Opened(Catalog.open(url), aside)
     with closing(sqlite3.connect(aside)) as old:
         old.text_factory = lambda encoded: encoded.decode(errors="replace")
         made.salvaged = salvage(old, path)
     set_aside(aside.with_name(aside.name + _INDEX), None)
-    log.info("read from the damaged catalog: %s", made.salvaged or "nothing")
+    log.info("rows read from the damaged catalog: %s", made.salvaged or "nothing")
     return made
 
 
@@ -124,7 +126,7 @@ def _quick_check(path: Path, catalog: Catalog) -> None:
     if found != "ok":
         raise StorageFailed(
             f"the catalog {path} is damaged: {found}",
-            hint="`holdfast catalog rebuild`, or the daemon's next start, makes it anew from the directories",
+            hint="`holdfast catalog rebuild`, or the daemon's next start, rebuilds it from the directories",
         )
 
 

@@ -1,7 +1,7 @@
-"""The statistics of checkpoints, kept in the catalog: columns of every tensor, and a summary by layer for plots.
+"""Statistics of checkpoints in the catalog: columns per tensor, and a summary by layer for plots.
 
-The columns go with their checkpoint. The summary stays, of the newest ones, so that a run which keeps three checkpoints
-still has a history to look at.
+The columns are deleted with their checkpoint. Summaries of the newest steps stay, so that a run with three
+checkpoints still has a history.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StatisticsStore:
         if row is None or not row.data:
             raise NoSuchResource(
                 f"there are no statistics of {run}@{step}",
-                hint="they are made when a checkpoint is read back after its commit",
+                hint="they are computed when a checkpoint is verified after its commit",
             )
         return statistics.decode(row.data, row.tensors)
 

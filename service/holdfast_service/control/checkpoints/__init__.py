@@ -1,1 +1,1 @@
-"""What is on the disk: planned, published, read, removed, compared with the catalog."""
+"""Checkpoints on the disk: plan, publish, read, remove, and compare with the catalog."""

@@ -1,4 +1,4 @@
-"""Commit: the only publisher (I2). What it publishes is complete and durable (I1), because it keeps to the order of I3."""
+"""Commit: the only publisher (I2). Published checkpoints are complete and durable (I1), in the order of I3."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _make_visible(tier: Tier, staging: str, made: Manifest, vouching: tuple[byte
         if not seen:
             raise
         raise StorageFailed(
-            f"outcome unknown: {target} is visible, but its parent directory could not be made durable: {error.detail}",
-            hint="the checkpoint may vanish in a power cut; check the disk, then verify it",
+            f"outcome unknown: {target} is visible, but fsync of its parent directory failed: {error.detail}",
+            hint="a power failure may lose the checkpoint; check the disk, then verify it",
             outcome="unknown",
         ) from error
 

@@ -1,6 +1,6 @@
-"""Whether catalog and directories say the same, and how the catalog is made to. The directories are the truth.
+"""Compare the catalog with the directories, and rebuild it from them. The directories are the truth.
 
-Saves and removals may go on meanwhile: what looks wrong is looked at again, and only what stays so is a contradiction.
+Saves and removals may continue meanwhile: apparent contradictions are checked again, and only lasting ones count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast_service.control.database.schema import AttemptRow, CheckpointRow, 
 from holdfast_service.storage import Tier
 
 LOOK_AGAIN_S = (0.2, 1.0)  # a commit is listed, and a removal forgotten, within this
-NOBODY = "nobody writes it any more"
+NOBODY = "no daemon writes it any more"
 # Sums by layer outlive their checkpoint, for plots; what was known of its tensors does not.
 _WITHOUT_CHECKPOINT = (
     StatisticsRow.data != b"",
@@ -106,13 +106,13 @@ def _look_at_run(
     items = []
     rows = {made.step: made for made in roots.all_checkpoints(catalog, run)} if look.unread and listed else {}
     for step in sorted(listed.keys() - look.stands - set(look.unread)):
-        items.append(_one("listed-but-gone", run, step, "is listed, and its directory is gone"))
+        items.append(_one("listed-but-gone", run, step, "is listed, but its directory is gone"))
     for step in look.unread:
         try:
             manifest = bodies.describe(roots.load_manifest(tier, run, step))
         except NoSuchCheckpoint:  # an empty directory, or removed meanwhile
             if step in listed:
-                items.append(_one("listed-but-gone", run, step, "is listed, and its directory is gone"))
+                items.append(_one("listed-but-gone", run, step, "is listed, but its directory is gone"))
             continue
         except CheckpointError as error:
             if step in rows and rows[step].damage is not None:
@@ -121,9 +121,11 @@ def _look_at_run(
             items.append(_one(kind, run, step, f"cannot be read: {error.detail}"))
             continue
         if step not in listed:
-            items.append(_one("not-listed", run, step, "is committed, and not listed"))
+            items.append(_one("not-listed", run, step, "is committed, but not listed"))
         elif step in rows and (members := _differing(bodies.as_committed(rows[step]), manifest)):
-            items.append(_one("differs", run, step, f"is listed with another {', '.join(members)} than its manifest has"))
+            items.append(
+                _one("differs", run, step, f"is listed with values that differ from its manifest: {', '.join(members)}")
+            )
     return items, len(look.unread)
 
 
@@ -140,9 +142,16 @@ def _look_at_run_file(tier: Tier, run: str, known: KnownRun | None) -> list[Cont
     except CheckpointError as error:
         return [_one("unreadable", run, None, f"has a file that cannot be read: {error.detail}")]
     if known is None:
-        return [_one("not-listed", run, None, "has a file, and the catalog does not know the run")]
+        return [_one("not-listed", run, None, "has a run file, but the run is not in the catalog")]
     if known.keep_last != keep_last:
-        return [_one("differs", run, None, f"keeps {keep_last} by its file, and {known.keep_last} by the catalog")]
+        return [
+            _one(
+                "differs",
+                run,
+                None,
+                f"keeps {keep_last} according to its run file, but {known.keep_last} according to the catalog",
+            )
+        ]
     return []
 
 
@@ -154,16 +163,16 @@ def _look_at_rows(catalog: Catalog, writers: Collection[str]) -> Iterable[Contra
             behind = select(RunRow.name, RunRow.attempt, newest).join(table, table.run == RunRow.name)
             grouped = behind.group_by(RunRow.name, RunRow.attempt).having(newest > RunRow.attempt)
             for run, declared, used in session.execute(grouped):
-                yield _one("fence-too-low", run, None, f"has attempt {used}, and {declared} as the newest declared one")
+                yield _one("fence-too-low", run, None, f"has attempt {used}, but the newest declared attempt is {declared}")
         for row in session.scalars(select(RoundRow).where(RoundRow.state.in_(GOING_ON)).order_by(RoundRow.id)):
             if _is_orphan(row.node, writers):
-                yield _one("round-nobody-writes", row.run, row.step, f"has round {row.id} {row.state}: {NOBODY}")
+                yield _one("round-nobody-writes", row.run, row.step, f"has save {row.id} in state {row.state}: {NOBODY}")
         for job in session.scalars(select(JobRow).where(JobRow.state == "running").order_by(JobRow.id)):
             if job.node not in writers:
                 text = f"has job {job.id} running on {job.node}, which is gone"
                 yield _one("job-nobody-runs", job.run, job.step, text)
         for run, step in session.execute(select(StatisticsRow.run, StatisticsRow.step).where(*_WITHOUT_CHECKPOINT)):
-            yield _one("statistics-of-nothing", run, step, "is not listed, and there are statistics of its tensors")
+            yield _one("statistics-of-nothing", run, step, "is not listed, but has tensor statistics")
 
 
 def _mend_rows(catalog: Catalog, writers: Collection[str], now: str) -> None:

@@ -1,4 +1,4 @@
-"""Imports, as control decides them: under which attempt, whether they fit, and when they become visible."""
+"""Decisions about imports: their attempt, whether they fit, and when they become visible."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Imports:
         self.admit, self.way = admit, way
 
     def attempt(self, run: str, step: int, wanted: int | None = None) -> int:
-        """The attempt that an import counts as; `AlreadyCommitted` for a step that is a checkpoint.
+        """The attempt of an import; `AlreadyCommitted` if the step is already a checkpoint.
 
-        Never one above those that were declared: that would fence off a training that goes on (I6). Where none was, it is
-        the one that is `wanted`.
+        Never above the declared attempts: that would shut out an active training run (I6). Without any, it is the
+        one that is `wanted`.
         """
         if self._tier.list(naming.checkpoint_path(run, naming.check_step(step))):
-            raise AlreadyCommitted(f"{run}@{step} is committed already", hint="remove it first, or choose another step")
+            raise AlreadyCommitted(f"{run}@{step} is already committed", hint="remove it first, or choose another step")
         newest = self._catalog.newest_attempt(run)
         return (wanted or 0) if newest == 0 else min(wanted or 0, newest)
 
@@ -48,6 +48,6 @@ class Imports:
         else:
             made = commit.publish_copy(self._tier, staging, *vouching)
         self._catalog.record_checkpoint(bodies.describe(made))
-        text = f"step {made.step} was brought in from elsewhere and is committed"
+        text = f"step {made.step} was imported and is committed"
         self._events.add("checkpoint-committed", text, made.run, made.step, bytes=made.bytes, imported=True)
         return made

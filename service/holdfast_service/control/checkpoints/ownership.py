@@ -1,7 +1,7 @@
-"""Whose a catalog is. It lists the checkpoints of one root; another root's daemon would list them as gone.
+"""Ownership of a catalog. It lists the checkpoints of one root; another root's daemon would list them as gone.
 
-The first root that starts with a catalog owns it from then on. One that is older than that rule is taken over by the root
-whose checkpoints it lists, as they stand there.
+The first root that starts with a catalog owns it. An older catalog without an owner goes to the root whose
+checkpoints it lists.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from holdfast_service.storage import Tier
 
 _ONLY = 1
 HINT = (
-    "a root needs a catalog of its own: give it another --catalog, or none. If this root is to follow that one, which was "
-    "moved or restored to here, stop the other daemon and run `holdfast catalog adopt --root DIR --catalog URL`"
+    "every root needs its own catalog: set another --catalog, or none. If this root was moved or restored from "
+    "the other one and replaces it, stop the other daemon and run `holdfast catalog adopt --root DIR --catalog "
+    "URL`"
 )
 
 
@@ -53,7 +54,7 @@ def claim(tier: Tier, catalog: Catalog, root: Root, now: str) -> None:
         fresh = session.get(OwnerRow, _ONLY) is None
     if fresh and not _lists(tier, catalog):
         raise WrongRoot(
-            f"the catalog {without_password(catalog.database.url)} lists checkpoints that do not stand in {root.path}",
+            f"the catalog {without_password(catalog.database.url)} lists checkpoints that are not in {root.path}",
             hint=HINT,
         )
     with catalog.database.write() as session:

@@ -1,7 +1,7 @@
-"""The plan of one save: from what every rank declares to hold, to what is written where and read from whom.
+"""Plan one save: from what every rank declares to hold, to which bytes are written where and read from whom.
 
-Pure: the same tables give the same plan. What depends on the fragments alone is remembered, since most saves of a run
-differ from the one before in the step and in values only.
+Pure: the same tables give the same plan. What depends only on the fragments is cached, since most saves of a run
+differ only in step and values.
 """
 
 from __future__ import annotations
@@ -119,15 +119,16 @@ def _place(held: Mapping[_Key, _Held], world: int, file_bytes_max: int) -> tuple
 def _check_world(tables: Sequence[SlotTable]) -> None:
     first = tables[0]
     if [t.rank for t in tables] != list(range(first.world)):
-        raise StateMismatch(f"tables of ranks {[t.rank for t in tables]} are not a world of {first.world}")
+        raise StateMismatch(f"got tables of ranks {[t.rank for t in tables]}, but the world size is {first.world}")
     for table in tables:
         if (table.run, table.step, table.attempt, table.world) != (first.run, first.step, first.attempt, first.world):
             raise StateMismatch(f"rank {table.rank} saves {table.run}@{table.step}, rank 0 saves {first.run}@{first.step}")
         if table.intent[:3] != first.intent[:3]:
             raise StateMismatch(
-                f"rank {table.rank} goes on from step {table.restored} as its turn {table.turn}, with existing="
-                f"{table.existing!r}; rank 0 from step {first.restored}, turn {first.turn}, with {first.existing!r}",
-                hint="every rank must restore and save alike",
+                f"rank {table.rank} continues from step {table.restored} (turn {table.turn}, "
+                f"existing={table.existing!r}), but rank 0 from step {first.restored} (turn {first.turn}, "
+                f"existing={first.existing!r})",
+                hint="all ranks must restore the same step and save with the same options",
             )
         if set(table.groups) != set(first.groups):
             raise StateMismatch(
@@ -200,15 +201,15 @@ def _check_tiling(tensor: _Held) -> None:
     if overlap is not None:
         a, b = overlap
         raise StateMismatch(
-            f"tensor {spec.name!r}: boxes {list(a.offset)}+{list(a.shape)} and {list(b.offset)}+{list(b.shape)} "
-            "overlap without being equal",
-            hint="a box held by several ranks must be the same box on each of them",
+            f"tensor {spec.name!r}: the parts {list(a.offset)}+{list(a.shape)} and "
+            f"{list(b.offset)}+{list(b.shape)} overlap, but are not equal",
+            hint="parts that several ranks hold must be identical on all of them",
         )
     covered = sum(box_bytes(spec, box) for box in boxes)
     if covered != spec.nbytes:
         raise StateMismatch(
             f"tensor {spec.name!r} of group {spec.group!r}: the ranks hold {covered} of its {spec.nbytes} bytes",
-            hint="a shard is missing: every rank of the world must hand over what it holds",
+            hint="a shard is missing: every rank must pass its own part",
         )
 
 

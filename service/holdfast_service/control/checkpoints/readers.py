@@ -1,6 +1,6 @@
-"""Readers: which checkpoints are being read, so that nothing removes them meanwhile (I4). Every hold ends at some time.
+"""Readers: which checkpoints are being read, so that they are not removed meanwhile (I4). Every hold expires.
 
-Who reads the bare directory is not known here: removal renames first, and what a reader has open stays readable.
+Readers of the bare directory are not known here: removal renames first, and open files stay readable.
 """
 
 from __future__ import annotations

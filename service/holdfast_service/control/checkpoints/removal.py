@@ -1,4 +1,4 @@
-"""Removal: of one checkpoint, and of what a crash left behind. The only deleter (I2); what is not ours it never touches."""
+"""Remove checkpoints, and what a crash left behind. The only deleter (I2); foreign files are never touched."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def discard(tier: Tier, run: str, step: int) -> str:
                 f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them"
             ) from error
         return target
-    raise AssertionError("there is always a next name")
+    raise AssertionError("no free name in trash/")
 
 
 def unlink(tier: Tier, trashed: str) -> CheckpointError | None:

@@ -1,4 +1,4 @@
-"""What several ranks hold of the same, and whether it is the same: by the digests in their slots' tables."""
+"""Check that ranks which hold the same part hold the same bytes, by the digests in their slots' tables."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from holdfast_formats.tensors import TensorSpec
 
 NAMED_MAX = 5  # tensors in an error's text; its members have them all
 HINT = (
-    "ranks with other parts of a tensor say so: layout=, a DTensor or a Fragment; replicas are made equal before save(), "
-    "for example broadcast from one rank; batch statistics come with their module, as its buffers, and what each rank has "
-    "of its own comes under a key of its own"
+    "if the ranks hold different shards, declare it with layout=, a DTensor or a Fragment; make replicas equal "
+    "before save(), for example by a broadcast from one rank; pass batch statistics as buffers of their "
+    "module, and per-rank tensors under a separate key of the state"
 )
 
 Key = tuple[str, str]  # group, name
@@ -103,8 +103,8 @@ def _refuse(wrong: Mapping[str, set[int]]) -> NoReturn:
     tensors, ranks = list(wrong), sorted(set().union(*wrong.values()))
     shown = ", ".join(tensors[:NAMED_MAX]) + (f" and {len(tensors) - NAMED_MAX} more" if len(tensors) > NAMED_MAX else "")
     raise ReplicasDiffer(
-        f"ranks say that they hold the same, and do not: {shown} on rank{'s' if len(ranks) > 1 else ''} "
-        f"{', '.join(map(str, ranks))} is not what lower ranks hold",
+        f"ranks saved different values of a tensor that is replicated: {shown} on "
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} differs from lower ranks",
         hint=HINT,
         tensors=tensors,
         ranks=ranks,

@@ -1,6 +1,7 @@
-"""Replicas as the catalog knows them: what is still to be copied to which tier, what stands there, what has to go there.
+"""Replicas in the catalog: what is to be copied to which tier, what exists there, and what must be removed there.
 
-A copy goes only after its checkpoint was *removed*: a checkpoint that is merely missing, because its disk is, keeps it.
+A copy is removed only after its checkpoint was *removed*: a checkpoint that is missing, because its disk is, keeps
+it.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class ReplicaBook:
         try:
             data = vouched.read_whole(self._tier, path, RUN_FILE_BYTES_MAX)
         except Damaged as error:  # the copy keeps the last one that could be read
-            log.error("%s is not copied to the replica: %s", path, error.detail)
+            log.error("%s could not be copied to the replica: %s", path, error.detail)
             return
         if data is not None and not _holds(tier, path, data):
             tier.replace(path, data)
@@ -99,7 +100,7 @@ class ReplicaBook:
             if left is not None:
                 log.warning("bytes of %s@%s stay in the trash of replica %s: %s", run, step, name, left.detail)
         except NoSuchCheckpoint:
-            log.info("%s@%s was gone from replica %s already", run, step, name)
+            log.info("%s@%s was already gone from replica %s", run, step, name)
         with self._database.write() as session:
             session.execute(delete(ReplicaRow).where(*_row(name, run, step), ReplicaRow.state == "gone"))
 
@@ -112,7 +113,7 @@ class ReplicaBook:
         now = self._now()
         before = self._set(name, which, state="present", bytes=size, checked=now, problem=None)
         if before != "present":
-            text = f"step {which[1]} stands in replica {name}, proven"
+            text = f"step {which[1]} was copied to replica {name} and verified"
             self._events.add("checkpoint-replicated", text, *which, tier=name, bytes=size)
 
     def failed(self, name: str, which: CheckpointId, error: CheckpointError, damaged: bool) -> None:

@@ -1,4 +1,4 @@
-"""Reading a root: its runs and their checkpoints. The directory is the truth, and the catalog is told of it."""
+"""Read a root: its runs and their checkpoints. The directory is the truth, and the catalog follows it."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def load_manifest(tier: Tier, run: str, step: int) -> Manifest:
     made = manifest.decode(vouched.read_manifest(tier, directory, commit), commit)
     if (made.run, made.step) != (run, step):
         raise CorruptManifest(
-            f"{directory} holds {made.run}@{made.step}",
-            hint=f"it was moved or copied: give it back its name, {naming.checkpoint_path(made.run, made.step)}",
+            f"{directory} contains {made.run}@{made.step}",
+            hint=f"it was moved or copied: rename it to {naming.checkpoint_path(made.run, made.step)}",
             file=naming.MANIFEST,
         )
     return made

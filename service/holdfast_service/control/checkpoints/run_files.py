@@ -113,8 +113,8 @@ def check_tag(file: RunFile, header: str) -> None:
     tags = [tag.strip() for tag in header.split(",")]
     if ANY_TAG not in tags and file.tag not in tags:
         raise PreconditionFailed(
-            "the policy has been changed since it was read",
-            hint="read it again, then decide; its ETag is what If-Match has to say",
+            "the policy has changed since it was read",
+            hint="read it again and decide; then send its ETag in If-Match",
             etag=file.tag,
         )
 
@@ -150,7 +150,7 @@ def differences(before: RunFile, after: RunFile) -> Iterator[tuple[int, str, str
 
 def _unreadable(path: str, why: str) -> CorruptManifest:
     return CorruptManifest(
-        f"{path} cannot be read: {why}",
-        hint="mend or remove it; a new one has no pins, labels or policy",
+        f"cannot read {path}: {why}",
+        hint="repair or remove it; a new one has no pins, labels or policy",
         file=naming.RUN_FILE,
     )

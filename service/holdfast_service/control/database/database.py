@@ -1,6 +1,6 @@
-"""The catalog's database: one engine, its transactions, and its failures by name. The stores beside it know what it holds.
+"""The catalog's database: engine, transactions, and named errors. The stores next to it know the content.
 
-Every call of a store is one transaction. Times are RFC 3339 text that the caller gives.
+Every call of a store is one transaction. Times are RFC 3339 text from the caller.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _SQLITE_FULL = "database or disk is full"  # Python 3.10 does not give the error
 DAMAGED = ("malformed", "not a database", "is damaged")  # Python 3.10 does not give the error code
 _WITHOUT_TABLES = ("no such table", "does not exist")
 _HINT = (
-    "is its database up and reachable? Then try again: nothing was changed. Saves go on without it. A SQLite file that is "
-    "damaged is made anew from the directories when the daemon starts, or by `holdfast catalog rebuild`"
+    "check that its database is running and reachable, then try again: nothing was changed. Saves continue "
+    "without it. A damaged SQLite file is rebuilt from the directories when the daemon starts, or by `holdfast "
+    "catalog rebuild`"
 )
 
 
@@ -64,7 +65,7 @@ class Database:
             return cls(connect(url), prepared=False)
         except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:
             raise InvalidRequest(
-                f"{without_password(url)!r} is not a catalog's address: {_without(url, error)}",
+                f"{without_password(url)!r} is not a valid catalog URL: {_without(url, error)}",
                 hint="use sqlite:///path or postgresql://… (pip install 'holdfast-checkpoint[postgres]')",
             ) from None  # the cause would show the password
 
@@ -138,7 +139,7 @@ class Database:
             if trouble is not None and (trouble.reads or not reads):
                 raise CatalogUnavailable(trouble.why, hint=_HINT)
             if not self._prepared:
-                raise CatalogUnavailable("the catalog has not answered since the start", hint=_HINT)
+                raise CatalogUnavailable("the catalog has not answered since the daemon started", hint=_HINT)
             yield
             return
         self.keeper_since = time.monotonic()
@@ -155,7 +156,7 @@ def _translated() -> Iterator[None]:
         yield
     except (DataError, OverflowError, UnicodeEncodeError) as error:
         cause = getattr(error, "orig", None) or error
-        raise InvalidRequest(f"the catalog cannot hold this: {_first_line(cause)}") from error
+        raise InvalidRequest(f"the catalog cannot store this: {_first_line(cause)}") from error
     except (DBAPIError, PoolTimeoutError, ResourceClosedError) as error:
         cause = getattr(error, "orig", None) or error
         if _SQLITE_FULL in str(cause):

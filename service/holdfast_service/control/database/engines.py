@@ -1,4 +1,4 @@
-"""The engine that reaches a catalog's database: what SQLite and PostgreSQL each need to keep the same promises."""
+"""Create the database engine: settings that make SQLite and PostgreSQL behave alike."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def _connect_postgresql(dialect: Any, record: Any, arguments: Any, options: Any)
                 return super().wait(gen, interval=interval, timeout=ANSWER_TIMEOUT_S if timeout is None else timeout)
             except psycopg.errors._WaitTimeout as error:
                 self.pgconn.finish()
-                raise psycopg.OperationalError(f"the server has not answered for {ANSWER_TIMEOUT_S:.0f} s") from error
+                raise psycopg.OperationalError(
+                    f"the database server has not answered for {ANSWER_TIMEOUT_S:.0f} s"
+                ) from error
 
     return Answered.connect(*arguments, **options)
 

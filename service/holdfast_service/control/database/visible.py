@@ -1,7 +1,7 @@
-"""Which runs a request may see: said once at the door, and kept to by every query of the catalog that only reads.
+"""Restrict queries to the runs that a request may see: set once at the door, applied to every reading query.
 
-A pattern is a run's name, a prefix ending in `*`, or `*` for all. Stores need not know of it, so none can forget it, and
-pages of what may be seen are full.
+A pattern is a run's name, a prefix ending in `*`, or `*` for all. Stores need not know about it, so none can
+forget it, and pages are full.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What checks have found: sound, healthy, and which checkpoint that makes the one to restore."""
+"""Results of checks: sound, healthy, and which checkpoint to restore."""

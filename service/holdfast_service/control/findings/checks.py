@@ -1,6 +1,7 @@
-"""What reading checkpoints back (I7) has found: sound, damaged, or the same as the one before. Only the catalog knows.
+"""Results of verification (I7): sound, damaged, or identical to the previous checkpoint. Stored only in the catalog.
 
-A damaged checkpoint stays listed and keeps its bytes, but is nobody's newest one, and takes nobody's place (I10).
+A damaged checkpoint stays listed and keeps its bytes, but is never the newest one, and replaces no older one
+(I10).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from holdfast_service.control.database.schema import CheckpointRow
 log = logging.getLogger(__name__)
 
 FROZEN = (
-    "it is bit-identical to step {before}: the training did not step in between, its learning rate is 0, "
-    "or what is saved is not what is trained"
+    "it is bit-identical to step {before}: the optimizer did not step in between, the learning rate is 0, or "
+    "the saved tensors are not the trained ones"
 )
 _MEANT = (CheckpointRow.damage.is_(None), CheckpointRow.abandoned.is_(False))
 
@@ -56,7 +57,7 @@ class Findings:
             if row is None:
                 return
             if made is not None and (row.attempt, row.turn, row.created) != (made.attempt, made.turn, made.created):
-                log.info("%s@%s was replaced while it was read back", run, step)
+                log.info("%s@%s was replaced while it was being verified", run, step)
                 return
             self.made(run, step)
             news = not row.verified
@@ -65,7 +66,7 @@ class Findings:
             row.check = dict(check) if check is not None else row.check
             row.same_as = same_as
         if news:
-            self._events.add("checkpoint-verified", f"step {step} was read back and is sound", run, step)
+            self._events.add("checkpoint-verified", f"step {step} was read back and verified", run, step)
         if frozen:
             text = FROZEN.format(before=same_as)
             log.warning("%s@%s: %s", run, step, text)
@@ -117,7 +118,7 @@ class Findings:
 
     def scrubbed(self, checkpoints: int, size: int, damages: int, seconds: float) -> None:
         """A scrub has read what was due."""
-        text = f"{checkpoints} checkpoints of {size} bytes were read back in {seconds:.0f} s, {damages} are damaged"
+        text = f"{checkpoints} checkpoints of {size} bytes were verified in {seconds:.0f} s, {damages} are damaged"
         level: Literal["info", "warning"] = "warning" if damages else "info"
         about: dict[str, Any] = {"checkpoints": checkpoints, "bytes": size, "damaged": damages, "seconds": round(seconds, 3)}
         self._events.add("scrub-finished", text, None, None, level, **about)
@@ -173,13 +174,13 @@ class Findings:
         newer = CheckpointRow.step > (-1 if step is None else step)
         damaged = (CheckpointRow.damage.is_not(None), CheckpointRow.abandoned.is_(False))
         wanted = select(CheckpointRow.step, CheckpointRow.damage).where(CheckpointRow.run == run, newer, *damaged)
-        instead = "there is no sound one" if step is None else f"step {step} is restored instead"
+        instead = "no sound checkpoint is left" if step is None else f"restored step {step} instead"
         try:
             with self._database.read() as session:
                 found = session.execute(wanted.order_by(CheckpointRow.step.desc())).all()
         except CatalogUnavailable as away:
             known = "nothing" if step is None else f"step {step}"
-            return [f"{known} was found in the directory, without the catalog: {away.detail}"]
+            return [f"{known} was found in the directory, because the catalog does not answer: {away.detail}"]
         return [f"step {newer} is damaged ({damage.get('detail', 'unknown')}): {instead}" for newer, damage in found]
 
 

@@ -1,7 +1,7 @@
-"""Health: whether a checkpoint has values that are not finite and that the last healthy one had not.
+"""Health: whether a checkpoint has NaN or infinite values that the last healthy one did not have.
 
-Judged against the newest *healthy* checkpoint, so a NaN stays new for as long as it stays. What is seen for the first time
-has nothing to be compared with: NaN is never meant, infinities are in what may hold a mask.
+It is compared with the newest *healthy* checkpoint, so a NaN stays new as long as it stays. For new tensors, NaN
+is always unhealthy, and infinities only in groups that hold no masks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class HealthRecords:
         self._store.record(made.run, made.step, found, summary, healthy=not suspects)
         if suspects:
             first = suspects[0]
-            text = f"step {made.step} has new values that are not finite, in {len(suspects)} tensors: {first.name}"
+            text = f"step {made.step} has new NaN or infinite values in {len(suspects)} tensors: {first.name}"
             text += " and others" if len(suspects) > 1 else ""
             log.error("%s: %s", made.run, text)
             named = [suspect._asdict() for suspect in suspects[:TENSORS_NAMED_MAX]]
@@ -106,7 +106,8 @@ class HealthRecords:
         if step is None and newest_before(self._store.database, run, INTEGER_MAX) is not None:
             raise NoSuchCheckpoint(
                 f"no checkpoint of {run} is known to be healthy",
-                hint="one counts once it was read back after its commit; `holdfast ls` lists them, a step can be named",
+                hint="a checkpoint counts once it was verified after its commit; `holdfast ls` lists them, and you "
+                "can restore a step by its number",
             )
         return step
 
@@ -120,5 +121,5 @@ class HealthRecords:
         try:
             return roots.load_manifest(self._tier, run, step)
         except CheckpointError as error:
-            log.warning("%s@%s cannot be compared with: %s", run, step, error.detail)
+            log.warning("cannot compare with %s@%s: %s", run, step, error.detail)
             return None

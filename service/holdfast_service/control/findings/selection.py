@@ -1,4 +1,4 @@
-"""Which checkpoint is meant by what somebody says of it: the newest healthy one, the best one, the one before."""
+"""Select a checkpoint: the newest healthy one, the best one, the previous one."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Figures of runs, and what of them needs attention."""
+"""Figures of runs, and what needs attention."""

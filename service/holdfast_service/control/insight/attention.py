@@ -1,4 +1,4 @@
-"""What about a run a person should look at, and what to do about it. Values in, sentences out."""
+"""Find problems of a run that a person should look at, with advice. Pure values in, sentences out."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def weight(summary: RunSummary) -> tuple[int, int]:
 def _lost(facts: Facts, summary: RunSummary) -> Iterator[Attention]:
     if facts.life == "lost":
         since = "" if facts.since is None else f" since {facts.since}"
-        goes_on = "nothing was committed" if summary.newest is None else f"it goes on from step {summary.newest}"
+        goes_on = "nothing was committed" if summary.newest is None else f"it continues from step {summary.newest}"
         yield Attention(
             level="error",
             code="run-lost",
-            text=f"ranks are gone{since} without a goodbye",
-            hint=f"the trainer's log says why; start it again: {goes_on}",
+            text=f"ranks disappeared{since} without closing their Checkpointer",
+            hint=f"see the trainer's log, then start it again: {goes_on}",
             step=summary.newest,
         )
 
@@ -55,8 +55,8 @@ def _late(facts: Facts, summary: RunSummary, training: bool) -> Iterator[Attenti
             yield Attention(
                 level="error",
                 code="no-commit",
-                text=f"training for {_human(facts.now - began)}, and nothing is committed yet",
-                hint="does the trainer call save()? its log and the rounds of this run say what became of it",
+                text=f"training for {_human(facts.now - began)}, but nothing is committed yet",
+                hint="check that the trainer calls save(); see its log and the saves of this run",
             )
     elif summary.exposed_s is not None and summary.interval_s is not None:
         limit = max(LATE_INTERVALS * summary.interval_s, LATE_MIN_S)
@@ -64,8 +64,9 @@ def _late(facts: Facts, summary: RunSummary, training: bool) -> Iterator[Attenti
             yield Attention(
                 level="error",
                 code="no-commit",
-                text=f"no commit for {_human(summary.exposed_s)} of training; usual is one in {_human(summary.interval_s)}",
-                hint="is the trainer stuck, or its daemon gone? look at the newest round and at the ranks' logs",
+                text=f"no commit for {_human(summary.exposed_s)} of training; usually there is one every "
+                f"{_human(summary.interval_s)}",
+                hint="check whether the trainer is stuck or its daemon is gone: see the newest save and the ranks' logs",
                 step=summary.newest,
             )
 
@@ -87,7 +88,7 @@ def _failing(saves: Sequence[Save]) -> Iterator[Attention]:
             level="error",
             code="saves-failing",
             text=f"the last {failed} saves failed: {code}" if failed > 1 else f"the last save failed: {code}",
-            hint=_MEND.get(code, "the round has the whole message; the daemon's log says more"),
+            hint=_MEND.get(code, "the list of saves has the full message; see also the daemon's log"),
             step=ended[0].step,
         )
     dropped = [save for save in ended if save.state == "dropped"]
@@ -96,7 +97,7 @@ def _failing(saves: Sequence[Save]) -> Iterator[Attention]:
             level="warning",
             code="saves-dropped",
             text=f"{len(dropped)} of the last {len(ended)} saves were dropped: storage is slower than the saves",
-            hint="save less often, give it more slots (generations), or a faster disk",
+            hint="save less often, give the checkpointer more slots, or use a faster disk",
             step=dropped[0].step,
         )
 
@@ -104,10 +105,10 @@ def _failing(saves: Sequence[Save]) -> Iterator[Attention]:
 _MEND = {
     "no-space": "free space on the storage, or keep fewer checkpoints: holdfast keep",
     "quota-exceeded": "raise the run's quota or keep fewer checkpoints: holdfast keep",
-    "stale-attempt": "an older launch still runs: stop it",
-    "storage-failed": "mend the storage; the daemon's log has the system's message",
-    "state-mismatch": "the ranks do not agree on what they hold: the message names the tensor",
-    "replicas-differ": "ranks hold other bytes of what they say is one tensor: the message names it, its hint what to do",
+    "stale-attempt": "an older launch is still running: stop it",
+    "storage-failed": "repair the storage; the daemon's log has the system error",
+    "state-mismatch": "the ranks disagree about a tensor; the message names it",
+    "replicas-differ": "ranks saved different values of a replicated tensor; see the message and its hint",
 }
 
 
@@ -128,8 +129,8 @@ def _held(facts: Facts) -> Iterator[Attention]:
         yield Attention(
             level="error",
             code="checkpoint-unhealthy",
-            text=f"step {held.newest} has new values that are not finite ({held.nonfinite or 'some'}); {good}",
-            hint="look at its tensors; restore `latest-healthy` if the loss has gone the same way",
+            text=f"step {held.newest} has new NaN or infinite values ({held.nonfinite or 'some'}); {good}",
+            hint="look at its tensors; restore `latest-healthy` if the loss is NaN too",
             step=held.newest,
         )
     if held.same_as is not None:
@@ -137,7 +138,7 @@ def _held(facts: Facts) -> Iterator[Attention]:
             level="warning",
             code="checkpoint-frozen",
             text=f"step {held.newest} is bit-identical to step {held.same_as}",
-            hint="nothing was trained in between: is the optimizer stepped, and is it these tensors that are saved?",
+            hint="nothing was trained in between: check that the optimizer steps and that you save the trained tensors",
             step=held.newest,
         )
 
@@ -154,8 +155,8 @@ def _unverified(facts: Facts) -> Iterator[Attention]:
         yield Attention(
             level="warning",
             code="not-verified",
-            text=f"{len(waits)} committed checkpoints wait for being read back, for up to {_human(max(waits))}",
-            hint="retention frees nothing before that (I10); holdfast verify reads one back now",
+            text=f"{len(waits)} committed checkpoints have been waiting for verification for up to {_human(max(waits))}",
+            hint="retention removes nothing until then (I10); `holdfast verify` verifies one now",
             step=facts.held.newest,
         )
 
@@ -174,7 +175,7 @@ def _room(facts: Facts) -> Iterator[Attention]:
                 level="error" if saves < 1 else "warning",
                 code=code,
                 text=f"the {what} has room for {saves} more {'save' if saves == 1 else 'saves'} of this size",
-                hint="keep fewer checkpoints: holdfast keep says what a policy would free"
+                hint="keep fewer checkpoints: `holdfast keep RUN --dry-run` shows what a policy would remove"
                 if what == "disk"
                 else "raise the run's quota, or keep fewer checkpoints: holdfast keep",
             )
@@ -213,14 +214,14 @@ def _copies(facts: Facts) -> Iterator[Attention]:
                 level="error",
                 code="replica-damaged",
                 text=f"{copies.damaged} copies in {tier} are damaged",
-                hint="check that storage; they are copied again from what is sound",
+                hint="check that storage; damaged copies are made again from sound ones",
             )
         if behind >= REPLICA_BEHIND:
             yield Attention(
                 level="warning",
                 code="replica-behind",
                 text=f"{tier} lacks the newest {behind} checkpoints",
-                hint="is that storage reachable, and fast enough?",
+                hint="check that this storage is reachable and fast enough",
                 step=copies.newest,
             )
 
@@ -232,7 +233,7 @@ def _clock(facts: Facts) -> Iterator[Attention]:
             level="warning",
             code="clock-differs",
             text=f"the newest commit is {_human(ahead)} in the future",
-            hint="the machines' clocks differ: set them by NTP; ages and rules about time are wrong until then",
+            hint="the machines' clocks differ: synchronise them with NTP; until then ages and time-based rules are wrong",
             step=facts.held.newest,
         )
 

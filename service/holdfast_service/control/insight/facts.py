@@ -1,4 +1,4 @@
-"""What a run's summary is made of: rows of the catalog and numbers of the storage, as plain values."""
+"""Input of a run's summary: rows of the catalog and numbers of the storage, as plain values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gauges of what the catalog knows: by run, for those that have saved last, and of all checkpoints, jobs and copies."""
+"""Prometheus gauges from the catalog: by run, for the newest runs, and over all checkpoints, jobs and copies."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Summaries:
         """The summary of a run; `NoSuchRun`."""
         found = self._of([run])
         if not found:
-            raise NoSuchRun(f"there is no run {run!r}", hint="holdfast ls lists the runs")
+            raise NoSuchRun(f"the run {run!r} does not exist", hint="`holdfast ls` lists the runs")
         return found[0]
 
     def page(self, cursor: str | None, limit: int, prefix: str = "", order: Order = "name") -> bodies.Page[RunSummary]:

@@ -205,7 +205,7 @@ class Jobs:
     def _make_room(self, session: Session) -> None:
         queued = session.scalar(select(func.count()).select_from(JobRow).where(JobRow.state == "queued")) or 0
         if queued >= QUEUED_MAX:
-            raise LimitExceeded(f"{queued} jobs are waiting already", hint="wait for some of them, or cancel them")
+            raise LimitExceeded(f"{queued} jobs are already waiting", hint="wait for some of them, or cancel them")
 
     def _flush(self, session: Session) -> None:
         try:
@@ -227,17 +227,17 @@ def _going_on(session: Session, key: str) -> JobRow | None:
 
 def _existing(session: Session, job_id: int, lock: bool = False) -> JobRow:
     if not 0 <= job_id <= INTEGER_MAX:
-        raise InvalidRequest(f"{job_id} is no job's number")
+        raise InvalidRequest(f"{job_id} is not a job ID")
     row = session.get(JobRow, job_id, with_for_update=lock or None)
     if row is None:
-        raise NoSuchResource(f"there is no job {job_id}", hint="GET /v1/jobs lists them; the oldest are forgotten")
+        raise NoSuchResource(f"there is no job {job_id}", hint="GET /v1/jobs lists the jobs; the oldest are not kept")
     return row
 
 
 def _given_up(row: JobRow) -> CheckpointError:
     return CheckpointError(
         f"the service ended {row.tries} times while it ran this job",
-        hint="see the service's log for what ended it, then submit the job anew",
+        hint="see the service's log for the cause, then submit the job again",
         tries=row.tries,
     )
 

@@ -58,7 +58,7 @@ class Progress:
             if self._jobs.progress(self._job, done_bytes, total_bytes):
                 self.stopped.set()
         except CheckpointError as error:  # the work goes on though the catalog cannot be told
-            log.warning("progress of job %d is not recorded: %s", self._job.id, error.detail)
+            log.warning("cannot record the progress of job %d: %s", self._job.id, error.detail)
 
 
 Handler = Callable[[Job, Progress], dict[str, Any]]
@@ -98,7 +98,7 @@ class JobRunner:
         try:
             self._put_back()
         except CatalogUnavailable as away:
-            log.warning("jobs are looked for when the catalog answers: %s", away.detail)
+            log.warning("jobs wait until the catalog answers: %s", away.detail)
         for thread in self._threads:
             thread.start()
 
@@ -116,7 +116,7 @@ class JobRunner:
         """The job that does this, and whether it is new. `InvalidRequest` for what is not done here, or lacks something."""
         registered = self._kinds.get(request.kind)
         if registered is None:
-            raise InvalidRequest(f"this service has nothing that does {request.kind!r} jobs", hint=_one_of(self.kinds))
+            raise InvalidRequest(f"this service does not run {request.kind!r} jobs", hint=_one_of(self.kinds))
         for name in registered.needs:
             if getattr(request, name, None) is None and request.arguments.get(name) is None:
                 raise InvalidRequest(f"a {request.kind} job needs {name!r}", hint=f"it needs {', '.join(registered.needs)}")
@@ -189,9 +189,9 @@ class JobRunner:
             self._put_back()
             return self.jobs.claim(self._kinds) if self.jobs.waiting(self._kinds) else None
         except CheckpointError as error:
-            log.error("jobs cannot be looked for: %s", error.detail)
+            log.error("cannot look for jobs: %s", error.detail)
         except Exception:
-            log.exception("jobs cannot be looked for")
+            log.exception("cannot look for jobs")
         return None
 
     def _run(self, job: Job) -> None:
@@ -203,16 +203,16 @@ class JobRunner:
         try:
             self._end(job, progress, *self._outcome(job, progress))
         except CheckpointError as error:  # it is put back at the next start
-            log.error("the end of job %d is not recorded: %s", job.id, error.detail)
+            log.error("cannot record the end of job %d: %s", job.id, error.detail)
         except Exception:
-            log.exception("the end of job %d is not recorded", job.id)
+            log.exception("cannot record the end of job %d", job.id)
         finally:
             with self._changed:
                 del self._running[job.id]
 
     def _outcome(self, job: Job, progress: Progress) -> tuple[_End, dict[str, Any] | None]:
         """How the job ended, and its result or problem."""
-        log.info("job %d begins: %s %s@%s", job.id, job.kind, job.run, job.step)
+        log.info("job %d starts: %s %s@%s", job.id, job.kind, job.run, job.step)
         try:
             progress.report(0, 0)
             return "done", self._kinds[job.kind].handler(job, progress)
@@ -224,7 +224,7 @@ class JobRunner:
         except Exception:
             reference = uuid.uuid4().hex
             log.exception("job %d failed, reference %s", job.id, reference)
-            hint = "the service's log has this reference beside the cause"
+            hint = "search the service's log for this reference to find the cause"
             return "failed", CheckpointError(
                 f"internal error, reference {reference}", hint=hint, reference=reference
             ).problem()
@@ -232,7 +232,7 @@ class JobRunner:
     def _end(self, job: Job, progress: Progress, state: _End, found: dict[str, Any] | None) -> None:
         if state == "cancelled" and self._closing and not self.jobs.progress(job):
             self.jobs.release(job)
-            log.info("job %d goes on at the next start", job.id)
+            log.info("job %d continues at the next start", job.id)
             return
         result, problem = (found, None) if state == "done" else (None, found)
         ended = self.jobs.finish(job, state, result, problem, progress.reported)
@@ -270,7 +270,7 @@ class JobRunner:
                 for job in self.jobs.recover_lost():
                     self._tell_end(job)
             except CheckpointError as error:
-                log.error("jobs of other nodes cannot be looked at: %s", error.detail)
+                log.error("cannot look at jobs of other nodes: %s", error.detail)
 
 
 _End = Literal["done", "failed", "cancelled"]
@@ -278,4 +278,4 @@ _SAID = {"done": "is done", "failed": "failed", "cancelled": "was cancelled"}
 
 
 def _one_of(kinds: Collection[str]) -> str:
-    return f"one of {', '.join(kinds)}" if kinds else "it runs no jobs at all"
+    return f"one of {', '.join(kinds)}" if kinds else "this service runs no jobs"

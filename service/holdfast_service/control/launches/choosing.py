@@ -79,8 +79,8 @@ class Choices:
             tell(**{"holdfast.step": chosen})
         if asked.step is not None and chosen != asked.step:
             raise StateMismatch(
-                f"this rank restores step {asked.step} of {asked.run}, and another one of its launch "
-                f"{'has found nothing to restore' if chosen is None else f'restores step {chosen}'}",
+                f"this rank restores step {asked.step} of {asked.run}, but another rank of its launch {{'found "
+                "nothing to restore' if chosen is None else f'restores step {chosen}'}",
                 hint="every rank must call restore() with the same step",
             )
         return chosen
@@ -101,10 +101,10 @@ class Choices:
         except CatalogUnavailable as away:
             if asked.healthy:
                 raise
-            log.warning("attempt %s of %s restores what stands in the directory: %s", attempt, run, away.detail)
+            log.warning("attempt %s of %s restores from the directory listing: %s", attempt, run, away.detail)
             step = self._standing(asked)
         chosen = self._attempts.answer(run, attempt, turn, step)
-        self._book.tell("what a launch restores", lambda: self._note(asked, chosen))
+        self._book.tell("which step a launch restores", lambda: self._note(asked, chosen))
         if chosen is not None:
             self.parted(run, attempt)
             self._restored[run, attempt] = chosen
@@ -134,7 +134,7 @@ class Choices:
         steps = roots.committed(self._tier, run)
         if step is not None:
             if step not in steps:
-                raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"there are {steps[-10:]}")
+                raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"available steps: {steps[-10:]}")
             return step
         damage: Damaged | None = None
         offers: dict[int, Collection[str]] = {}
@@ -166,7 +166,9 @@ class Choices:
             raise lacking(run, sound, groups)
         damage = as_damage(found[0].damage) if found else None
         if damage is not None:
-            damage.hint = f"no sound checkpoint of {run} is left; remove the damaged ones (holdfast rm) to begin anew"
+            damage.hint = (
+                f"no sound checkpoint of {run} is left; remove the damaged ones (`holdfast rm`) to start from scratch"
+            )
             raise damage
 
 

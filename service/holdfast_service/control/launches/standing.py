@@ -89,7 +89,7 @@ class Standing:
         try:
             known = self._book.ask(lambda: self._catalog.checkpoint(run, found.step), LOOK_S)
         except (CatalogUnavailable, NotFound) as error:
-            log.info("what is known of %s@%s cannot be asked: %s", run, found.step, error.detail)
+            log.info("cannot read what the catalog knows about %s@%s: %s", run, found.step, error.detail)
             return found._replace(sound=found.sound and seen is None)
         if (known.attempt, known.turn) != (found.attempt, found.turn):
             return found._replace(sound=found.sound and seen is None)
@@ -115,7 +115,7 @@ class Standing:
             try:
                 listed = {found.step: found for found in self._book.ask(lambda: self._catalog.lines(run), LOOK_S)}
             except (CatalogUnavailable, NotFound) as error:
-                log.info("the manifests of %s are read: %s", run, error.detail)
+                log.info("reading the manifests of %s instead: %s", run, error.detail)
         found = []
         for step in steps:
             try:
@@ -125,7 +125,7 @@ class Standing:
             except Damaged:
                 found.append(ListedCheckpoint(step, 0, 0, (), sound=False))
             except CheckpointError as error:
-                log.warning("%s@%s cannot be read: %s", run, step, error.detail)
+                log.warning("cannot read %s@%s: %s", run, step, error.detail)
                 found.append(ListedCheckpoint(step, 0, 0, ()))
         return found
 

@@ -104,7 +104,7 @@ class Admission:
         try:
             return self._ask(lambda: sum(c.bytes for c in roots.all_checkpoints(self._catalog, run)), USED_S)
         except CatalogUnavailable as away:  # a save is worth more than a limit that cannot be counted
-            log.warning("how much of its quota %s uses is not known: %s", run, away.detail)
+            log.warning("cannot tell how much of its quota %s uses: %s", run, away.detail)
             return 0
 
     def _shortage(self, plan: WritePlan) -> CheckpointError | None:
@@ -115,9 +115,9 @@ class Admission:
             used = self._used(plan.run)
             if used + need > quota:
                 return QuotaExceeded(
-                    f"{what} needs {need} bytes; its run has {used} of the {quota} that its policy grants",
-                    hint=f"a larger quota, fewer checkpoints kept, or holdfast rm: holdfast keep {plan.run} --dry-run "
-                    "says what is kept and why",
+                    f"{what} needs {need} bytes; its run already uses {used} of its quota of {quota} bytes",
+                    hint=f"raise the quota, keep fewer checkpoints, or use `holdfast rm`; `holdfast keep {plan.run} "
+                    "--dry-run` shows what is kept and why",
                     needed=need,
                     used=used,
                     quota=quota,
@@ -125,8 +125,9 @@ class Admission:
         room, free = disk_bytes(plan) + SPARE_BYTES, self._tier.free_bytes()
         if room > free:
             return NoSpace(
-                f"{what} needs {room} bytes of disk, {free} are free",
-                hint=f"free space, or keep fewer checkpoints: holdfast keep {plan.run} --dry-run says what is kept and why",
+                f"{what} needs {room} bytes of disk space, but only {free} are free",
+                hint=f"free space, or keep fewer checkpoints; `holdfast keep {plan.run} --dry-run` shows what is "
+                "kept and why",
                 needed=room,
                 free=free,
             )

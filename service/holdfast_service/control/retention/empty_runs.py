@@ -72,9 +72,9 @@ class EmptyRuns:
                 made.intersection_update([name for name in made if self._attempts.newest(name) and not self._holds(name)])
             if len(made) >= EMPTY_RUNS_MAX:
                 raise LimitExceeded(
-                    f"{run!r} would be a new run, and {tenant or 'the own user of this daemon'} has made {len(made)} to "
-                    "which nothing was saved yet",
-                    hint="go on with one of those, or save to them first; those whose ranks are gone are swept after "
+                    f'{run!r} would be a new run, but {{tenant or "this daemon\'s own user"}} already has '
+                    f"{len(made)} runs without a save",
+                    hint="use one of those, or save to them first; those whose ranks are gone are removed after "
                     f"{self._kept_s / 3600:g} hours",
                     empty=len(made),
                 )
@@ -114,9 +114,9 @@ class EmptyRuns:
             if not removal.remove_bare_run(self._tier, run):
                 return False
         self._attempts.forget(run)
-        text = "nothing was ever saved to this run, and its ranks are long gone: it is listed no more"
+        text = "nothing was ever saved to this run and its ranks are long gone: it is no longer listed"
         self._events.add("run-swept", text, run, attempt=declared.attempt)
-        log.info("swept %s: nothing was ever saved to it", run)
+        log.info("removed the empty run %s: nothing was ever saved to it", run)
         return True
 
     def restore(self, run: str) -> None:
@@ -125,7 +125,7 @@ class EmptyRuns:
         try:
             self._catalog.set_keep_last(run, self._files.read(run).in_force.last)
         except CheckpointError as error:
-            log.info("how much %s keeps is not known: %s", run, error.detail)
+            log.info("cannot tell how many checkpoints %s keeps: %s", run, error.detail)
 
     def _holds(self, run: str) -> bool:
         return bool(self._tier.list(f"{run}/{naming.CHECKPOINTS}"))

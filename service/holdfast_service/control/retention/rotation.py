@@ -119,11 +119,11 @@ class Rotation:
                 steps = foresee(candidates, incoming, file.in_force, self._clock())
                 trashed: dict[int, str] = {}
                 for step in steps:
-                    if trashed := self._discard(run, {step: [f"step {incoming.step} has no room otherwise"]}, "space"):
+                    if trashed := self._discard(run, {step: [f"to make room for step {incoming.step}"]}, "space"):
                         break
             self._free(trashed)
         for step in trashed:
-            log.warning("removed %s@%s before its time: step %s has no room otherwise", run, step, incoming.step)
+            log.warning("removed %s@%s early, to make room for step %s", run, step, incoming.step)
             return step
         return None
 
@@ -183,7 +183,7 @@ class Rotation:
         with self._deciding:
             found = self._catalog.checkpoint(run, step)
             self._refuse(found, newest, healthy)
-            trashed = {} if dry_run else self._discard(run, {step: ["somebody asked for it"]}, "request")
+            trashed = {} if dry_run else self._discard(run, {step: ["on request"]}, "request")
         if trashed:
             with self._turn:
                 self._free(trashed)
@@ -206,7 +206,7 @@ class Rotation:
                 raise _holds_foreign(run, step, names)
             with self.readers.removing(run, step, opened=False) as free:
                 if not free:
-                    raise InUse(f"{run}@{step} is being read", hint="save it again when the reader is done")
+                    raise InUse(f"{run}@{step} is being read", hint="save it again after the reader has finished")
                 with self._freshness:
                     self._fresh[run, step] += 1
                 yield
@@ -221,7 +221,7 @@ class Rotation:
         with self._freshness:
             fresh = (found.run, found.step) in self._fresh
         if fresh:
-            raise InUse(f"{found.run}@{found.step} is saved anew at this moment", hint="try again in a moment")
+            raise InUse(f"{found.run}@{found.step} is being replaced by a new save", hint="try again in a moment")
         self._refuse_the_newest(found, newest, healthy)
         self._refuse_held(found.run, found.step)
 
@@ -229,7 +229,9 @@ class Rotation:
         """What nothing removes as long as it is so."""
         self._refuse_pinned(run, step)
         if left_s := self.readers.held(run).get(step):
-            raise InUse(f"{run}@{step} is being read", hint="try again when the reader is done", seconds=round(left_s, 1))
+            raise InUse(
+                f"{run}@{step} is being read", hint="try again after the reader has finished", seconds=round(left_s, 1)
+            )
         if names := self._foreign(run, step):
             raise _holds_foreign(run, step, names)
 
@@ -253,10 +255,10 @@ class Rotation:
             return
         if found.step == newest_verified:
             if not newest:
-                hint = "removing it has to be forced by name: --force newest-verified"
+                hint = "to remove it anyway, pass --force newest-verified"
                 raise NewestVerified(f"{which} known to be sound", hint=hint)
         elif found.step == newest_healthy and not healthy:
-            hint = "what is newer has new NaN or infinities; removing it has to be forced by name: --force newest-healthy"
+            hint = "newer checkpoints have new NaN or infinities; to remove it anyway, pass --force newest-healthy"
             raise NewestHealthy(f"{which} verified and healthy", hint=hint)
 
     def _looked_at(self, run: str) -> tuple[RunFile, list[Candidate]]:
@@ -282,9 +284,9 @@ class Rotation:
                     replicas.removed(self._catalog.database, run, step)  # first: a copy made anew costs less than one left
                     trashed[step] = removal.discard(self._tier, run, step)
                 except NoSuchCheckpoint:
-                    log.info("%s@%s was gone already", run, step)
+                    log.info("%s@%s was already gone", run, step)
                 except Conflict as error:
-                    log.warning("%s@%s stays: %s", run, step, error.detail)
+                    log.warning("%s@%s was not removed: %s", run, step, error.detail)
                     continue
                 self._catalog.forget_checkpoint(run, step)
                 self.removed[why] += step in trashed
@@ -306,7 +308,7 @@ class Rotation:
         for path in trashed.values():
             left = removal.unlink(self._tier, path)
             if left is not None:
-                log.warning("bytes stay in %s until the next start: %s", path, left.detail)
+                log.warning("could not delete all of %s; trying again at the next start: %s", path, left.detail)
 
     def _wait_for_readers(self, run: str, candidates: Sequence[Candidate], file: RunFile) -> None:
         """Look again when those that only readers keep are read no more."""
@@ -346,7 +348,7 @@ class Rotation:
 
 
 _READ = "it is being read"
-_FRESH = "it is saved anew at this moment"
+_FRESH = "it is being replaced by a new save"
 
 
 def _candidate(c: bodies.CheckpointInfo, file: RunFile, busy: str | None) -> Candidate:
@@ -375,6 +377,6 @@ def _verdict(decision: Decision, listed: bodies.CheckpointInfo, file: RunFile) -
 def _holds_foreign(run: str, step: int, names: Sequence[str]) -> InUse:
     shown = ", ".join(names[:NAMES_SHOWN_MAX])
     return InUse(
-        f"{run}@{step} holds {len(names)} files that are not its own: {shown}",
-        hint="move them away; what Holdfast did not write it does not remove",
+        f"{run}@{step} contains {len(names)} files that Holdfast did not write: {shown}",
+        hint="move them away; Holdfast removes only files that it wrote",
     )

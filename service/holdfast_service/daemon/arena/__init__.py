@@ -1,1 +1,1 @@
-"""This node's shared memory: segments, who holds what, and who may ask for it."""
+"""This node's shared memory: segments, their owners, and access to it."""

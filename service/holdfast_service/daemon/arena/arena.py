@@ -1,4 +1,4 @@
-"""The node's shared memory. The daemon makes it, hands it to ranks as a memfd, and keeps it when they die."""
+"""The node's shared memory. The daemon creates it, passes it to ranks as a memfd, and keeps it when they die."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ NAMED_MAX = 10  # runs that a refusal names in the log
 
 
 class Loan:
-    """Memory of the arena's budget that is no segment, for a while. `touched` says how much of it is in use by now."""
+    """Memory lent from the arena's budget for a while, without a segment. `touched` returns how much is in use by
+    now.
+    """
 
     def __init__(self, size: int, holder: ShareHolder) -> None:
         self.bytes, self.holder = size, holder
@@ -32,10 +34,10 @@ class Loan:
 
 
 class Arena:
-    """All segments of a node, within its budget. With a `spill`, what memory has no room for is staged on disk.
+    """All segments of a node, within its budget. With a `spill`, a state that does not fit memory is staged on disk.
 
-    `make_room` is called before anybody gets less memory than asked for. `run_share` is how many percent of what others do
-    not hold a run may, of memory and of the disk (`shares`).
+    `make_room` is called before anybody gets less memory than requested. `run_share` is the percentage of memory
+    and disk that one run may reserve, of what other runs have not reserved (`shares`).
     """
 
     def __init__(
@@ -54,13 +56,13 @@ class Arena:
 
     @property
     def bytes(self) -> int:
-        """Memory that segments and loans take; segments on disk take none."""
+        """Memory reserved by segments and loans; segments on disk count zero."""
         with self._lock:
             return self._taken()
 
     @property
     def slots(self) -> dict[str, int]:
-        """The slots of all segments: free, held (free, with the newest commit in them) and taken (leased or sealed)."""
+        """The slots of all segments: free, held (free, with an in-memory checkpoint) and taken (leased or sealed)."""
         with self._lock:
             segments = list(self._segments)
         free, held, taken = (sum(counts) for counts in zip((0, 0, 0), *(segment.uses for segment in segments), strict=True))
@@ -68,23 +70,24 @@ class Arena:
 
     @property
     def holders(self) -> dict[str, int]:
-        """The bytes of memory that each run holds, those first that hold most."""
+        """The bytes of memory that each run has reserved, largest first."""
         with self._lock:
             return dict(self._by_run().most_common())
 
     def has(self, run: str) -> bool:
-        """Whether there is a segment of this run's, in memory or on disk, of whatever attempt."""
+        """Whether this run has a segment, in memory or on disk, of any attempt."""
         with self._lock:
             return any(segment.holder.run == run for segment in self._segments)
 
     def reserve(
         self, asked: Geometry, label: str, owner: SegmentOwner | None = None, holder: ShareHolder | None = None
     ) -> ArenaSegment:
-        """A new segment of as many of the slots as memory has room for, or of one on disk; `notice` says if it is not all.
+        """Create a segment with as many of the requested slots as memory has room for, or with one slot on disk;
+        `notice` says if it is less than requested.
 
-        Where the owner's outgrown segment is in the way, or memory that is lent, it is waited for. `LimitExceeded`, with
-        the numbers, when neither memory nor disk has room for one slot. With an owner, its descriptor is kept beyond this
-        daemon's death. `holder` is whose share it counts for: the owner's run, unless it says more.
+        Waits if the owner's old segment, or lent memory, is in the way. Raises `LimitExceeded`, with the numbers,
+        if neither memory nor disk has room for one slot. With an owner, the descriptor outlives this daemon.
+        `holder` is whose share the memory counts for; by default the owner's run.
         """
         holder = holder or ShareHolder(label if owner is None else owner.run)
         with self._lock:
@@ -104,28 +107,30 @@ class Arena:
         return segment
 
     def lend(self, size: int, run: str) -> Loan:
-        """Room for so many bytes, or for as many as the run may have: perhaps none. Who has it soon calls `take_back`."""
+        """Lend up to this many bytes, as many as the run may have, possibly none. The borrower soon calls
+        `take_back`.
+        """
         with self._lock:
             loan = Loan(min(size, self._room(ShareHolder(run)).bytes), ShareHolder(run))
             self._loans.add(loan)
             return loan
 
     def take_back(self, loan: Loan) -> None:
-        """What was lent is free again; doing so twice is harmless."""
+        """Free a loan; safe to repeat."""
         with self._lock:
             self._loans.discard(loan)
             self._lock.notify_all()
 
     def take_over(self, geometry: Geometry, owner: SegmentOwner) -> ArenaSegment | None:
-        """The segment that this rank had in an earlier attempt, if it fits and its process is gone; else None.
+        """Reuse the segment of this rank from an earlier attempt, if it fits and its process is gone; otherwise None.
 
-        It is the owner's from here on, with every page in place and with what is held in it.
+        It belongs to the owner from here on, with all pages in place and with its in-memory checkpoint.
         """
         with self._lock:
             return next((segment for segment in self._segments if segment.pass_on(owner, geometry)), None)
 
     def recover(self) -> list[ArenaSegment]:
-        """The segments that an earlier daemon left with the keeper; what is not one of ours is let go."""
+        """The segments that an earlier daemon left with the keeper; others are released."""
         if self._keeper is None:
             return []
         found = []
@@ -134,7 +139,7 @@ class Arena:
                 try:
                     found.append(ArenaSegment.adopt(fd, name))
                 except (CheckpointError, OSError, ValueError) as error:
-                    log.warning("shared memory %s is not adopted: %s", name, error)
+                    log.warning("cannot adopt the shared memory %s: %s", name, error)
                     os.close(fd)
                     self._keeper.drop(name)
         except OSError as error:
@@ -144,7 +149,9 @@ class Arena:
         return found
 
     def attach(self, fd: int, owner: SegmentOwner) -> tuple[ArenaSegment, list[int]]:
-        """The owner's segment at a descriptor, which stays the caller's, and its slots that were taken unbeknown to us."""
+        """The owner's segment at a descriptor, which stays the caller's, and the slots that the rank leased
+        without us.
+        """
         with self._lock:
             for segment in self._segments:
                 if segment.owner == owner and segment.is_at(fd):
@@ -155,7 +162,7 @@ class Arena:
                 segment = ArenaSegment.adopt(ours, uuid.uuid4().hex)
             except (CheckpointError, OSError, ValueError) as error:
                 os.close(ours)
-                raise InvalidRequest(f"the descriptor is of no staging arena: {error}") from error
+                raise InvalidRequest(f"the descriptor is not a staging arena: {error}") from error
             if segment.owner != owner:
                 segment.close()
                 raise InvalidRequest(f"{owner} brings a segment of {segment.owner}")
@@ -164,9 +171,9 @@ class Arena:
         return segment, segment.taken
 
     def drop(self, segment: ArenaSegment, outgrown: bool = False) -> None:
-        """Nobody needs the segment any more: give its memory back once what it holds is saved.
+        """The segment is no longer needed: free its memory once its saves are written.
 
-        A rank that has outgrown it may map it still: then its pages are given back all the same.
+        A rank may still map an old segment; its pages are freed all the same.
         """
         segment.outgrown = outgrown
         segment.retire(lambda: self._remove(segment))
@@ -183,7 +190,7 @@ class Arena:
             try:
                 self._keeper.drop(segment.name)
             except OSError as error:
-                log.warning("the holder could not be told to drop %s: %s", segment.name, error)
+                log.warning("could not tell the holder process to drop %s: %s", segment.name, error)
         segment.close()
 
     def _make(self, asked: Geometry, label: str, owner: SegmentOwner | None, holder: ShareHolder) -> ArenaSegment:
@@ -211,7 +218,7 @@ class Arena:
                 raise refusal(label, asked, self._taken(), room, why) from error
         except CheckpointError:
             held = ", ".join(f"{run} {size}" for run, size in self._by_run().most_common(NAMED_MAX))
-            log.warning("%s gets no memory; bytes held: %s", label, held or "none")
+            log.warning("no memory for %s; bytes reserved: %s", label, held or "none")
             raise
         segment = ArenaSegment.make(fd, given, owner, spilled=True)
         segment.notice = notice
@@ -264,4 +271,4 @@ class Arena:
         try:
             self._keeper.keep(segment.name, segment.fd)
         except OSError as error:
-            log.warning("nobody keeps shared memory while no daemon lives, but the ranks themselves: %s", error)
+            log.warning("while no daemon runs, only the ranks keep shared memory: %s", error)

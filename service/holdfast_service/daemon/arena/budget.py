@@ -1,8 +1,8 @@
-"""What memory the arena may have: the limits of the machine and of the control groups around this process, and what is free.
+"""The memory budget of the arena: limits of the machine and its control groups, and what is free.
 
-The arena's segments are memfds. They are charged like any other memory; the size of /dev/shm limits its own mount only, not
-them, so it is not looked at. A page is charged to the control group of whoever touches it first, as a rule the trainer's: a
-daemon in a container of its own sees its own limits, and the machine's.
+Segments are memfds, which are charged like other memory. The size of /dev/shm limits only its own mount, so it is
+ignored. A page is charged to the control group that touches it first, usually the trainer's. A daemon in its own
+container sees its own limits and the machine's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNLIMITED_BYTES = 2**62  # control groups of version 1 say "no limit" with a nu
 
 
 class Bound(NamedTuple):
-    """Something that limits memory: what it is, how many bytes it allows in all, and how many of them are free now."""
+    """A memory limit: its name, its total bytes, and how many are free now."""
 
     name: str
     bytes_max: int
@@ -31,14 +31,14 @@ class Bound(NamedTuple):
 
 
 class SegmentRoom(NamedTuple):
-    """How many bytes a new segment may have, and what sets that limit."""
+    """How many bytes a new segment may have, and which limit applies."""
 
     bytes: int
     name: str
 
 
 class Budget:
-    """The arena's share of memory: what was declared, or else most of the narrowest limit; and never more than is free."""
+    """The arena's limit: as configured, or most of the narrowest limit found; never more than what is free."""
 
     def __init__(self, declared: int | None = None, find: Callable[[], list[Bound]] | None = None) -> None:
         """`LimitExceeded`, with the numbers, for a declaration beyond what there is."""
@@ -46,15 +46,15 @@ class Budget:
         narrowest = min(self._find(), key=lambda bound: bound.bytes_max)
         if declared is not None and declared > narrowest.bytes_max:
             raise LimitExceeded(
-                f"--arena-bytes-max is {declared}, and {narrowest.name} allows {narrowest.bytes_max} bytes in all, "
-                f"of which {narrowest.free} are free now",
-                hint=f"declare at most {narrowest.bytes_max * SHARE_PERCENT // 100}, or leave it out to have just that",
+                f"--arena-bytes-max is {declared}, but {narrowest.name} allows {narrowest.bytes_max} bytes in "
+                f"all, of which {narrowest.free} are free now",
+                hint=f"set at most {narrowest.bytes_max * SHARE_PERCENT // 100}, or leave it out to get that value",
             )
         self.name = "--arena-bytes-max" if declared is not None else f"{SHARE_PERCENT} % of {narrowest.name}"
         self.bytes_max = declared if declared is not None else narrowest.bytes_max * SHARE_PERCENT // 100
 
     def room(self, taken: int, touched: int) -> SegmentRoom:
-        """What may be taken now by one who has taken so many bytes, and has touched so many of those."""
+        """How much more may be reserved, given the bytes reserved and touched so far."""
         promised = taken - touched  # not missing from what is free yet, and spoken for
         rooms = [SegmentRoom(self.bytes_max - taken, f"{self.name}, {self.bytes_max} bytes")]
         for bound in self._find():
@@ -65,13 +65,13 @@ class Budget:
 
 
 def fitting(asked: Geometry, room: SegmentRoom) -> int:
-    """How many of the slots that are asked for fit; 0 when not even one does."""
+    """How many of the requested slots fit; 0 if not even one does."""
     counts = range(asked.slots, 0, -1)
     return next((count for count in counts if asked._replace(slots=count).segment_bytes <= room.bytes), 0)
 
 
 def find_bounds(proc: Path = PROC) -> list[Bound]:
-    """Everything that limits this process's memory, the machine first. What cannot be read limits nothing."""
+    """All limits of this process's memory, the machine first. Unreadable ones are ignored."""
     machine = _machine(proc)
     groups = [bound for bound in (*_groups(proc), *_address_space(proc)) if bound.bytes_max < machine.bytes_max]
     return [machine, *groups]

@@ -1,4 +1,4 @@
-"""Who may speak at a unix socket of ours: where it stands, and whom the kernel says is at the other end."""
+"""Access control of unix sockets: their directory, and the peer that the kernel reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GROUPS_BYTES_MAX = 1024
 
 
 class Caller(NamedTuple):
-    """The process that connected, as it was when it did."""
+    """The connecting process at the time of the connect."""
 
     pid: int
     uid: int
@@ -34,40 +34,40 @@ class Caller(NamedTuple):
         try:
             others = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES_MAX)
         except OSError as error:  # more groups than fit, or a kernel before 4.13
-            log.debug("the groups of process %d are not known: %s", pid, error)
+            log.debug("cannot read the groups of process %d: %s", pid, error)
             others = b""
         return cls(pid, uid, frozenset({gid, *struct.unpack(f"{len(others) // 4}I", others)}))
 
     @property
     def tenant(self) -> str:
-        """Whose share of what runs hold it counts for, besides its run's: "" for root and the daemon's own user."""
+        """The tenant whose share counts, besides the run's: "" for root and the daemon's own user."""
         return "" if self.uid in (0, os.geteuid()) else f"user {self.uid}"
 
 
 class Callers(NamedTuple):
-    """Whom a socket lets in: this user, root, and the members of a group if one is given."""
+    """Allowed peers: this user, root, and the members of a group if one is given."""
 
     gid: int | None = None
 
     @classmethod
     def of_group(cls, name: str | None) -> Callers:
-        """`InvalidRequest` for a group that there is not."""
+        """`InvalidRequest` if the group does not exist."""
         try:
             return cls(None if name is None else grp.getgrnam(name).gr_gid)
         except KeyError:
             raise InvalidRequest(
-                f"there is no group {name!r}", hint="name a group of this machine with --socket-group"
+                f"the group {name!r} does not exist", hint="pass an existing group of this machine as --socket-group"
             ) from None
 
     def check(self, caller: Caller) -> None:
-        """`Forbidden` for anybody else, whatever the modes of files say."""
+        """`Forbidden` for any other peer, whatever the file modes are."""
         if caller.uid in (0, os.geteuid()) or (self.gid is not None and self.gid in caller.gids):
             return
-        hint = "run under the daemon's user, or have it started with --socket-group and a group of both"
+        hint = "run as the daemon's user, or start the daemon with --socket-group and a group that both users are in"
         raise Forbidden(f"process {caller.pid} of user {caller.uid} may not use this daemon", hint=hint)
 
     def admit(self, path: Path, made: bool) -> None:
-        """Let the group reach the socket; its directory only where we `made` it."""
+        """Let the group reach the socket; its directory only if we `made` it."""
         if self.gid is None:
             return
         os.chown(path, -1, self.gid)
@@ -78,7 +78,9 @@ class Callers(NamedTuple):
 
 
 def prepare_directory(path: Path) -> bool:
-    """Make the socket's directory, for this user alone, and say so; `InvalidRequest` where others could put theirs there."""
+    """Create the socket's directory for this user only, and report so; `InvalidRequest` if others could replace
+    the socket.
+    """
     if len(os.fsencode(path)) > SOCKET_NAME_BYTES_MAX:
         hint = f"choose one of at most {SOCKET_NAME_BYTES_MAX} bytes"
         raise InvalidRequest(f"the socket path {path} is too long for a unix socket", hint=hint)
@@ -89,12 +91,12 @@ def prepare_directory(path: Path) -> bool:
     if found.st_uid not in (0, os.geteuid()):
         raise InvalidRequest(f"the socket's directory {path.parent} belongs to user {found.st_uid}", hint=hint)
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        raise InvalidRequest(f"everybody may replace files in the socket's directory {path.parent}", hint=hint)
+        raise InvalidRequest(f"the socket's directory {path.parent} is writable by everybody", hint=hint)
     return made
 
 
 def listen(path: Path, callers: Callers) -> socket.socket:
-    """A socket at `path` that only these callers can connect to; `RootBusy` when a daemon answers there already."""
+    """Open a socket at `path` for these callers; `RootBusy` if a daemon already answers there."""
     made = prepare_directory(path)
     _refuse_if_answered(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -118,4 +120,4 @@ def _refuse_if_answered(path: Path) -> None:
         return
     finally:
         probe.close()
-    raise RootBusy(f"another daemon answers at {path}", hint="stop it, or serve another --socket")
+    raise RootBusy(f"another daemon answers at {path}", hint="stop it, or use another --socket")

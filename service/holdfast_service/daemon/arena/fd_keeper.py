@@ -1,4 +1,4 @@
-"""Who keeps the descriptors of shared memory when the daemon dies: a holder process, or the service manager's fd store."""
+"""Keepers of shared memory when the daemon dies: a holder process, or the service manager's fd store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWER_TIMEOUT_S = 10.0
 
 
 class DescriptorKeeper(Protocol):
-    """Keeps named descriptors beyond this process's death. Every call may raise `OSError`."""
+    """Keeps named descriptors after this process has died. Every call may raise `OSError`."""
 
     def keep(self, name: str, fd: int) -> None: ...
     def drop(self, name: str) -> None: ...
@@ -32,7 +32,7 @@ class DescriptorKeeper(Protocol):
 
 
 class OfRoot:
-    """A keeper that knows which root what it keeps belongs to: at its place another root may have been served before."""
+    """A keeper that tags descriptors with their root, because another root may have been served at the same place."""
 
     def __init__(self, keeper: DescriptorKeeper, root_id: str) -> None:
         self._keeper, self._prefix = keeper, f"{root_id}-"
@@ -45,13 +45,13 @@ class OfRoot:
         self._keeper.drop(name if name in self._unmarked else self._prefix + name)
 
     def take(self) -> list[tuple[str, int]]:
-        """What was kept of this root. What is another's stays kept."""
+        """The descriptors kept for this root. Those of other roots stay kept."""
         found = []
         for name, fd in self._keeper.take():
             if "-" not in name:
                 self._unmarked.add(name)
             elif not name.startswith(self._prefix):
-                log.warning("shared memory %s is of another root, and is left alone", name)
+                log.warning("shared memory %s belongs to another root and is left alone", name)
                 continue  # open: the keeper may have to hand it to another holder
             found.append((name.removeprefix(self._prefix), fd))
         return found
@@ -61,7 +61,7 @@ class OfRoot:
 
 
 class HolderProcess:
-    """A holder process at a socket: found there, or started with the first descriptor that is to be kept."""
+    """A holder process at a socket: an existing one, or a new one that starts with the first descriptor to keep."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -85,7 +85,7 @@ class HolderProcess:
                 self._ask(self._connection, f"drop {name}")
 
     def take(self) -> list[tuple[str, int]]:
-        """Descriptors of our own of all that is held; nothing when there is no holder."""
+        """Own copies of all kept descriptors; empty without a holder process."""
         with self._lock:
             try:
                 connection = self._connection = self._connection or _connected(self._path)
@@ -100,12 +100,12 @@ class HolderProcess:
                 os.set_inheritable(fds[0], False)
                 found.append((packet.decode().removeprefix("held "), fds[0]))
             if packet != b"end":
-                raise ConnectionError(f"the holder at {self._path} broke off")
+                raise ConnectionError(f"the holder process at {self._path} closed the connection")
             self._kept = dict(found)
             return found
 
     def close(self) -> None:
-        """Part from the holder, which ends by itself when it holds nothing."""
+        """Disconnect from the holder process, which exits by itself when it keeps nothing."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
@@ -133,11 +133,11 @@ class HolderProcess:
         socket.send_fds(connection, [request.encode()], list(fds))
         answer = connection.recv(holder.PACKET_BYTES_MAX)
         if answer != b"done":
-            raise ConnectionError(f"the holder at {self._path} answered {answer!r} to {request!r}")
+            raise ConnectionError(f"the holder process at {self._path} answered {answer!r} to {request!r}")
 
 
 class FdStore:
-    """The service manager's fd store: what is kept comes back as inherited descriptors at the next start (sd_notify)."""
+    """The service manager's fd store: kept descriptors are inherited at the next start (sd_notify)."""
 
     def __init__(self, notify: str, inherited: Sequence[tuple[str, int]]) -> None:
         self._address = "\0" + notify[1:] if notify.startswith("@") else notify
@@ -172,7 +172,7 @@ def _connected(path: Path) -> socket.socket:
         Callers().check(Caller.of(connection))  # memory of ranks is not for somebody who only took the holder's place
     except CheckpointError as error:
         connection.close()
-        raise PermissionError(f"the holder at {path} is somebody else's: {error.detail}") from error
+        raise PermissionError(f"the holder process at {path} belongs to another user: {error.detail}") from error
     except OSError:
         connection.close()
         raise

@@ -1,7 +1,7 @@
-"""What is held: the newest commit of every run stays in the slots it came from until they are needed for something else.
+"""In-memory checkpoints: the newest commit of every run stays in the slots it came from, until they are needed.
 
-A held slot is free, and leased last. So the newest checkpoint stands in memory at no cost, and a trainer that was killed
-finds it there when it is started again. When the ranks are gone, the hold keeps their memory for them, for a while.
+Such a slot is free, and leased last. So the newest checkpoint stays in memory at no cost, and a restarted trainer
+restores from it. When the ranks are gone, their memory is kept for them for a while.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Part(NamedTuple):
 
 
 class _Hold:
-    """One committed step: the slot of every rank of its world."""
+    """One committed step: the slots of all ranks of its world."""
 
     def __init__(self, run: str, step: int, attempt: int, parts: Mapping[int, _Part]) -> None:
         self.run, self.step, self.attempt, self.parts = run, step, attempt, dict(sorted(parts.items()))
@@ -44,7 +44,9 @@ class _Hold:
 
 
 class HeldCheckpoints:
-    """The held commit of each run. Safe for threads. `committed` is by whose attempt and turn a step is a checkpoint."""
+    """The in-memory checkpoint of each run. Safe for threads. `committed` returns the attempt and turn by which a
+    step is a checkpoint.
+    """
 
     def __init__(self, committed: Callable[[str, int], tuple[int, int] | None]) -> None:
         self._committed = committed
@@ -53,15 +55,16 @@ class HeldCheckpoints:
 
     @property
     def awaiting(self) -> bool:
-        """Whether memory is kept for ranks that are gone and may be started again."""
+        """Whether memory is kept for ranks that are gone and may be restarted."""
         with self._lock:
             return any(hold.alone for hold in self._held.values())
 
     def keep(self, run: str, step: int, attempt: int, slots: Mapping[int, SealedSlot]) -> None:
-        """A step was committed from these slots, which are about to be released: they are held, and an older step no more.
+        """A step was committed from these slots, which are about to be released: keep it as the in-memory checkpoint
+        instead of an older step.
 
-        Memory of ranks that share none with us is not held: nobody could read it. Nor is what was staged on disk, nor a
-        segment that its rank has outgrown: memory must not double.
+        Not kept: slots of ranks without shared memory, because nobody could read them; data staged on disk; and
+        segments that are being replaced by larger ones, because memory must not double.
         """
         if all(_can_be_held(sealed.segment) for sealed in slots.values()):
             self._hold(_Hold(run, step, attempt, {rank: _Part(s.segment, s.slot) for rank, s in slots.items()}))
@@ -69,7 +72,9 @@ class HeldCheckpoints:
             self.end(run)
 
     def find(self, segments: Iterable[ArenaSegment]) -> None:
-        """At start: hold what an earlier daemon had committed from these segments, as far as it still stands there whole."""
+        """At start: keep the steps that an earlier daemon committed from these segments, if they are still
+        complete.
+        """
         found: dict[tuple[str, int, int, int], dict[int, _Part]] = {}
         for segment in segments:
             owner = segment.owner
@@ -82,7 +87,9 @@ class HeldCheckpoints:
                 self._hold(_Hold(run, step, attempt, parts))
 
     def lend(self, run: str, step: int) -> tuple[tuple[HeldPart, ...], tuple[int, ...]]:
-        """The parts of this step and their descriptors, which the caller closes; nothing when the step is not held."""
+        """The parts of this step and their descriptors, which the caller closes; empty if the step is not in
+        memory.
+        """
         with self._lock:
             hold = self._held.get(run)
             if hold is None or hold.step != step or len(hold.parts) > HELD_RANKS_MAX:
@@ -94,14 +101,16 @@ class HeldCheckpoints:
             return tuple(parts), tuple(os.dup(part.segment.fd) for part in hold.parts.values())
 
     def end(self, run: str) -> None:
-        """Hold nothing of this run any more."""
+        """Drop the in-memory checkpoint of this run."""
         with self._lock:
             hold = self._held.pop(run, None)
         if hold is not None:
             self._release(hold)
 
     def succeeded(self, owner: SegmentOwner) -> None:
-        """A rank of a later attempt has its slots. With the last one, memory that none of them took over is given back."""
+        """A rank of a later attempt has its slots. With the last rank, memory that none of them took over is
+        freed.
+        """
         with self._lock:
             hold = self._held.get(owner.run)
             if hold is None or owner.attempt <= hold.attempt:
@@ -112,15 +121,17 @@ class HeldCheckpoints:
             self._end(hold)
 
     def make_room(self) -> None:
-        """Shared memory is needed: what is kept for ranks that are gone is given back."""
+        """Shared memory is needed: free what is kept for ranks that are gone."""
         with self._lock:
             alone = [hold for hold in self._held.values() if hold.alone]
         for hold in alone:
-            log.info("%s@%s is held no more: its memory is needed", hold.run, hold.step)
+            log.info("dropped the in-memory checkpoint %s@%s: its memory is needed", hold.run, hold.step)
             self._end(hold)
 
     def expire(self, now: float) -> None:
-        """Give up the holds whose ranks have been gone for too long by `now`, or whose checkpoint is gone."""
+        """Drop in-memory checkpoints whose ranks have been gone for too long by `now`, or whose checkpoint was
+        removed.
+        """
         with self._lock:
             holds = list(self._held.values())
         for hold in holds:
@@ -133,7 +144,7 @@ class HeldCheckpoints:
                 self._end(hold)
 
     def close(self) -> None:
-        """Hold nothing any more."""
+        """Drop everything."""
         for run in list(self._held):
             self.end(run)
 

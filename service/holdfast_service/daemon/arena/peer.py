@@ -1,4 +1,4 @@
-"""The process at the other end of a unix socket, and whether it is gone for sure."""
+"""The process at the other end of a unix socket, and whether it has ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 
 
 class PeerProcess:
-    """A handle on the process that connected. A conversation may end and its process live on; this tells the two apart."""
+    """A pidfd of the connected process. A connection may end while its process lives; this tells the two apart."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._gone = False
@@ -34,7 +34,7 @@ class PeerProcess:
         try:
             return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)  # also of a process in another namespace
         except OSError as error:
-            log.debug("the kernel has no handle on a peer for us: %s", error)
+            log.debug("cannot get a pidfd of a peer: %s", error)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid = _CREDENTIALS.unpack(credentials)[0]
         try:
@@ -42,7 +42,7 @@ class PeerProcess:
         except ProcessLookupError:
             self._gone = True
         except OSError as error:
-            log.debug("no handle on process %d: %s", pid, error)
+            log.debug("cannot get a pidfd of process %d: %s", pid, error)
         return -1
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class PeerProcess:
 
 
 def hung_up(connection: socket.socket) -> bool:
-    """Whether the other side has closed the connection, though what it said may not have been read yet."""
+    """Whether the peer has closed the connection, although its last messages may be unread."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))

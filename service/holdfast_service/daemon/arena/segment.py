@@ -1,4 +1,4 @@
-"""One rank's segment of the node's shared memory: its slots, which of them are free, and what a sealed one holds."""
+"""One rank's segment of shared memory: its slots, which are free, and the content of sealed ones."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ SPARE_FACTOR_MAX = 2  # a segment is not taken over by who needs less than half 
 
 
 class ArenaSegment:
-    """One rank's shared memory: its slots, and which of them are free. Owns the mapping; closes it when nobody looks.
+    """One rank's shared memory and its free slots. Owns the mapping and closes it after the last view.
 
-    A spilled one is a file on the storage's disk. `notice` is what its rank should know of how it was made.
+    A spilled segment is a file on the storage's disk. `notice` tells the rank how it was created.
     """
 
     def __init__(self, fd: int, geometry: Geometry, owner: SegmentOwner | None, name: str, spilled: bool = False) -> None:
@@ -56,7 +56,9 @@ class ArenaSegment:
 
     @classmethod
     def make(cls, fd: int, geometry: Geometry, owner: SegmentOwner | None, spilled: bool = False) -> ArenaSegment:
-        """A new one in what `fd` is of, all slots free. The descriptor is the segment's, also if this raises."""
+        """Create a segment in the memory of `fd`, with all slots free. The descriptor belongs to the segment, also
+        if this raises.
+        """
         try:
             made = cls(fd, geometry, owner, uuid.uuid4().hex, spilled)
         except NoSpace:
@@ -69,9 +71,10 @@ class ArenaSegment:
 
     @classmethod
     def adopt(cls, fd: int, name: str) -> ArenaSegment:
-        """One that another daemon made: leased and sealed slots stay taken. `InvalidRequest` for what is not one of ours.
+        """Take over a segment of another daemon: leased and sealed slots stay taken. `InvalidRequest` if it is not a
+        segment.
 
-        The descriptor is the segment's only if this returns.
+        The descriptor belongs to the segment only if this returns.
         """
         spilled = _is_spilled(fd)
         with mmap.mmap(fd, arena.PAGE_BYTES, prot=mmap.PROT_READ) as page, memoryview(page) as seen:
@@ -85,7 +88,7 @@ class ArenaSegment:
         return found
 
     def find_taken(self) -> list[int]:
-        """The slots that their rank has taken for itself, while no daemon was there to lease it one."""
+        """The slots that the rank leased by itself while no daemon was there."""
         with self._changed:
             found = [slot for slot in sorted(self._free) if self.state(slot) is not SlotState.FREE]
             self._free.difference_update(found)
@@ -108,15 +111,16 @@ class ArenaSegment:
             return SlotState.FREE
 
     def disown(self, slot: int) -> None:
-        """A rank declares a slot sealed that it does not hold: whatever its header says now, it is free."""
+        """A rank declared a slot sealed that it does not own: mark it free, whatever its header says."""
         with self._changed:
             if slot in self._free:
                 arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
 
     def lease(self, step: int, attempt: int, wait_s: float, is_gone: Callable[[], bool] = lambda: False) -> int:
-        """A free slot, now leased for `step`; waits up to `wait_s` seconds, then `ArenaFull`. Kept ones come last.
+        """Lease a free slot for `step`; waits up to `wait_s` seconds, then `ArenaFull`. Slots with an in-memory
+        checkpoint come last.
 
-        Who is gone waits no longer.
+        Stops waiting if the rank is gone.
         """
         limit = time.monotonic() + wait_s
         with self._changed:
@@ -124,8 +128,8 @@ class ArenaSegment:
                 left = limit - time.monotonic()
                 if left <= 0 or is_gone():
                     raise ArenaFull(
-                        f"all {self.geometry.slots} slots hold saves that storage has not taken yet",
-                        hint="save less often, or give the arena more slots",
+                        f"all {self.geometry.slots} slots are occupied by saves that are not written yet",
+                        hint="save less often, or give the checkpointer more slots",
                     )
                 self._changed.wait(min(left, READ_POLL_S if self._free else GONE_POLL_S))
             when_leased = self._kept.pop(slot, None)
@@ -145,12 +149,12 @@ class ArenaSegment:
         return None
 
     def keep(self, slot: int, when_leased: Callable[[], None]) -> None:
-        """What stands in this slot may be wanted once more: lease it last, and do not retire before `unkeep`."""
+        """This slot's content may be needed again: lease it last, and do not retire before `unkeep`."""
         with self._changed:
             self._kept[slot] = when_leased
 
     def unkeep(self, slot: int) -> None:
-        """Nobody wants what stands in this slot any more."""
+        """This slot's content is no longer needed."""
         with self._changed:
             self._kept.pop(slot, None)
             idle = self._when_idle if self._idle else None
@@ -162,7 +166,7 @@ class ArenaSegment:
         return len(self._free) == self.geometry.slots and not self._kept
 
     def release(self, slot: int) -> None:
-        """Give a slot back; doing so twice is harmless."""
+        """Give a slot back; safe to repeat."""
         arena.set_state(self.memory, self.geometry, slot, SlotState.FREE)
         with self._changed:
             self._free.add(slot)
@@ -179,14 +183,14 @@ class ArenaSegment:
 
     @property
     def uses(self) -> tuple[int, int, int]:
-        """How many slots are free, are free and hold what may be wanted once more, and are taken."""
+        """Number of slots that are free, are free with an in-memory checkpoint, and are taken."""
         with self._changed:
             held = len(self._free & self._kept.keys())
             return len(self._free) - held, held, self.geometry.slots - len(self._free)
 
     @property
     def touched_bytes(self) -> int:
-        """How much of it is in memory, or on the disk, by now."""
+        """Bytes that are really in memory, or on the disk, by now."""
         return min(os.fstat(self.fd).st_blocks * 512, self.geometry.segment_bytes)
 
     @property
@@ -194,12 +198,12 @@ class ArenaSegment:
         return self._when_idle is not None
 
     def revive(self) -> None:
-        """Its rank is back: the segment stays when it falls idle."""
+        """The rank is back: the segment stays when it becomes idle."""
         with self._changed:
             self._when_idle = None
 
     def retire(self, when_idle: Callable[[], None]) -> None:
-        """Call `when_idle` as soon as no slot is leased, sealed or kept any more: now, or at the last release."""
+        """Call `when_idle` once no slot is leased, sealed or kept: now, or at the last release."""
         with self._changed:
             self._when_idle = when_idle
             idle = self._idle
@@ -213,7 +217,9 @@ class ArenaSegment:
         self.user, self._peer = user, peer
 
     def pass_on(self, owner: SegmentOwner, geometry: Geometry) -> bool:
-        """Become `owner`'s, if this was the same rank's in an earlier attempt, has the room, and its process is gone."""
+        """Hand the segment to `owner`, if it was the same rank's in an earlier attempt, is large enough, and its
+        process is gone.
+        """
         mine = self.owner
         if mine is None or self.spilled or (mine.run, mine.rank, mine.world) != (owner.run, owner.rank, owner.world):
             return False
@@ -228,7 +234,9 @@ class ArenaSegment:
             return True
 
     def take_sealed(self, slot: int, step: int, table_digest: str) -> SealedSlot:
-        """What a sealed slot holds, proven by its header, its seal word and its table's digest; `InvalidRequest` if not."""
+        """The content of a sealed slot, verified by its header, seal and table digest; `InvalidRequest` if it is
+        not valid.
+        """
         if not 0 <= slot < self.geometry.slots:
             raise InvalidRequest(f"there is no slot {slot}")
         header = arena.read_header(self.memory, self.geometry, slot)
@@ -237,13 +245,13 @@ class ArenaSegment:
         start = self.geometry.table_offset(slot)
         encoded = bytes(self.memory[start : start + header.table_bytes])
         if digest(encoded) != table_digest or int(table_digest, 16) != header.seal:
-            raise InvalidRequest(f"slot {slot}: the table does not have the digest it was sealed with")
+            raise InvalidRequest(f"slot {slot}: the table does not match the digest it was sealed with")
         data_start = self.geometry.data_offset(slot)
         data = self.memory[data_start : data_start + header.data_bytes]
         return SealedSlot(self, slot, slot_table.decode(encoded, header.data_bytes), data)
 
     def give_back(self) -> None:
-        """Empty all slots, so that memory is free though others map it. Superblock and headers stay as they are."""
+        """Empty all slots, so that memory is free although others map it. Superblock and headers stay."""
         if self.spilled:
             return  # its blocks stay reserved: a late write into it must not want for one
         for slot in range(self.geometry.slots):
@@ -263,7 +271,7 @@ class ArenaSegment:
 
 
 class SealedSlot:
-    """A complete slot: its decoded table and its data. Read-only by agreement until it is released."""
+    """A complete slot: its decoded table and its data. Treated as read-only until it is released."""
 
     def __init__(self, segment: ArenaSegment, slot: int, slot_table: SlotTable, data: memoryview) -> None:
         self.segment, self.slot = segment, slot
@@ -275,14 +283,14 @@ class SealedSlot:
 
 
 def check_identity(sealed: SealedSlot, owner: SegmentOwner, step: int) -> None:
-    """`StateMismatch` for a slot whose table is of another rank or save than the one that sealed it."""
+    """`StateMismatch` if a slot's table belongs to another rank or save than the one that sealed it."""
     if (sealed.table.owner, sealed.table.step) != (owner, step):
         stated = f"{sealed.table.owner} at step {sealed.table.step}"
-        raise StateMismatch(f"the slot's table is of {stated}, the rank that sealed it is {owner} at step {step}")
+        raise StateMismatch(f"the slot's table names {stated}, but was sealed by {owner} at step {step}")
 
 
 def find_sealed(segment: ArenaSegment, slot: int) -> SealedSlot | None:
-    """What a slot holds if it is sealed, whole, and its owner's; None otherwise."""
+    """The content of a slot if it is sealed, complete and its owner's; otherwise None."""
     try:
         header = arena.read_header(segment.memory, segment.geometry, slot)
         sealed = segment.take_sealed(slot, header.step, f"{header.seal:016x}")
@@ -301,7 +309,7 @@ def _lock(fd: int, geometry: Geometry, slot: int, kind: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     except OSError as error:
-        log.debug("slots cannot be locked: %s", error)
+        log.debug("cannot lock slots: %s", error)
     return True
 
 
@@ -323,12 +331,12 @@ def _is_spilled(fd: int) -> bool:
     except OSError:
         fixed = spilled = scratch.is_scratch(fd)
     if not fixed:
-        raise InvalidRequest("shared memory whose size can change under us is not a staging arena")
+        raise InvalidRequest("shared memory whose size can change is not a staging arena")
     return spilled
 
 
 def memfd(label: str, size: int) -> int:
-    """A descriptor of new shared memory of a fixed size; `NoSpace` when it, or one more descriptor, is not to be had."""
+    """Create shared memory of a fixed size; `NoSpace` if memory or descriptors run out."""
     fd = -1
     try:
         fd = os.memfd_create(f"holdfast-{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -338,5 +346,5 @@ def memfd(label: str, size: int) -> int:
         if fd >= 0:
             os.close(fd)
         hint = _DESCRIPTORS_HINT if error.errno in (errno.EMFILE, errno.ENFILE) else _MEMORY_HINT
-        raise NoSpace(f"cannot make {size} bytes of shared memory: {error.strerror}", hint=hint) from error
+        raise NoSpace(f"cannot create {size} bytes of shared memory: {error.strerror}", hint=hint) from error
     return fd

@@ -1,8 +1,8 @@
-"""Who may hold how much of what all runs share: memory of the arena, the disk behind it, and places for ranks over HTTP.
+"""Fair shares of what all runs use: arena memory, disk for staging, and places for ranks over HTTP.
 
-One rule: a run may hold so many percent of what the others do not hold. Alone it has nearly everything; whoever comes next
-finds something; and a run that came first gives nothing back. What one token, made for some runs, or one other user of this
-machine holds through all its runs is bounded in the same way, so that many names are no way around it.
+A run may reserve a percentage of what others have not reserved. Alone it gets nearly everything, and the next run
+still finds room; nothing is taken back from the first. The same rule applies to all runs of one token with a run
+pattern, and of one other local user, so that many run names do not help.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 
 class ShareHolder(NamedTuple):
-    """Whose something is. `tenant` stands for whoever may open some runs only: "" for the daemon's own user and admins."""
+    """Whose share something counts for. `tenant` is "" for the daemon's own user and admins."""
 
     run: str
     tenant: str = ""
 
 
 class Asker(NamedTuple):
-    """Who says hello: whose share it counts for, and whether what it asks to be kept is the owner's word or a mere wish."""
+    """Who connects: whose share counts, and whether `keep_last` takes effect without an admin."""
 
     tenant: str
     owner: bool
@@ -30,14 +30,14 @@ NOBODY = Asker("", False)
 
 
 class Allowance(NamedTuple):
-    """How much more somebody may have, and what says so: the run's bound, or its tenant's."""
+    """How much more may be reserved, and by which rule: the run's or its tenant's."""
 
     left: int
     name: str
 
 
 def left(percent: int, total: int, held: Iterable[tuple[ShareHolder, int]], who: ShareHolder) -> Allowance:
-    """What `who` may have beside what it has, of `total`, of which this is `held` by now."""
+    """How much more `who` may reserve of `total`, of which `held` is reserved already."""
     taken = list(held)
     all_taken = sum(size for _, size in taken)
     bounds = [("run", who.run, sum(size for holder, size in taken if holder.run == who.run))]
@@ -47,6 +47,9 @@ def left(percent: int, total: int, held: Iterable[tuple[ShareHolder, int]], who:
     for kind, name, own in bounds:
         others = all_taken - own
         what = f"the run {name!r}" if kind == "run" else f"all runs of {name}"
-        text = f"of which {what} may hold {percent} % of what others do not: {own} are its own, {others} theirs"
+        text = (
+            f"of which {what} may reserve {percent} % of what others have not reserved: it has reserved {own}, "
+            f"others {others}"
+        )
         shares.append(Allowance(max((total - others) * percent // 100 - own, 0), text))
     return min(shares)

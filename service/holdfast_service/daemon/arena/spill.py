@@ -1,7 +1,7 @@
-"""Staging through the storage's disk, for a rank whose state memory has no room for; and what such a rank is told.
+"""Staging on the storage's disk, for a rank whose state does not fit memory, and messages for such a rank.
 
-The segment is a file without a name, mapped as memory is. The kernel's page cache is the ring between the rank and the disk:
-staging goes at memory's speed as far as memory reaches, and at the disk's beyond.
+The segment is an unnamed file that is mapped like memory. The kernel's page cache is the buffer: staging runs at
+memory speed as long as memory lasts, and at disk speed beyond.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 class Spilled(NamedTuple):
-    """A segment's file, made and reserved, and what its rank should know of it."""
+    """A reserved segment file, and the notice for its rank."""
 
     fd: int
     geometry: Geometry
@@ -29,7 +29,7 @@ class Spilled(NamedTuple):
 
 
 class Spill:
-    """Makes segments on the disk of the storage root."""
+    """Creates segments on the disk of the storage root."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -39,13 +39,14 @@ class Spill:
         return scratch.free_bytes(self._root)
 
     def make(self, asked: Geometry, room: SegmentRoom, disk: SegmentRoom) -> Spilled:
-        """One slot on the disk; `NoSpace` or `StorageFailed`, with the numbers, where the disk cannot have it either.
+        """Reserve one slot on the disk; `NoSpace` or `StorageFailed`, with the numbers, if the disk has no room
+        either.
 
-        `disk` is how much of the disk may be had by who asks.
+        `disk` is how much of the disk this holder may use.
         """
         one = asked._replace(slots=1)
         if disk.bytes < one.segment_bytes <= self.free_bytes():
-            raise NoSpace(f"it takes {one.segment_bytes} bytes there, and {disk.bytes} are left ({disk.name})")
+            raise NoSpace(f"it needs {one.segment_bytes} bytes there, but {disk.bytes} are left ({disk.name})")
         fd = scratch.open_scratch(self._root, one.segment_bytes, one.data_bytes)
         try:
             speed = scratch.write_speed(fd, one.segment_bytes)
@@ -54,30 +55,30 @@ class Spill:
             raise
         notice = (
             f"memory has room for {_amount(room.bytes)} more ({room.name}), less than one slot of "
-            f"{_amount(one.slot_bytes)}: staging goes through {_amount(one.segment_bytes)} of the disk of "
-            f"{self._root} at about {speed / MIB:.0f} MiB/s. That holds training up by up to {one.slot_bytes / speed:.1f} s "
-            f"a save, and writes every byte to that disk twice; {_amount(one.segment_bytes - room.bytes)} more "
-            "memory would spare it"
+            f"{_amount(one.slot_bytes)}: staging uses {_amount(one.segment_bytes)} on the disk of {self._root} "
+            f"instead, at about {speed / MIB:.0f} MiB/s. Each save may stall training for up to "
+            f"{one.slot_bytes / speed:.1f} s, and every byte is written to that disk twice; "
+            f"{_amount(one.segment_bytes - room.bytes)} more memory would avoid this"
         )
         return Spilled(fd, one, notice)
 
 
 def fewer_notice(asked: Geometry, slots: int, room: SegmentRoom) -> str:
-    """What a rank is told that gets fewer slots than it asked for."""
+    """The notice for a rank that gets fewer slots than requested."""
     return (
-        f"{slots} slot{'s' * (slots > 1)} instead of {asked.slots}: memory has room for {_amount(room.bytes)} "
-        f"({room.name}), and {asked.slots} slots of {_amount(asked.slot_bytes)} need "
-        f"{_amount(asked.segment_bytes - room.bytes)} more. A save that comes while {slots} "
+        f"reserved {slots} slot{'s' * (slots > 1)} instead of {asked.slots}: memory has room for "
+        f"{_amount(room.bytes)} ({room.name}), but {asked.slots} slots of {_amount(asked.slot_bytes)} need "
+        f"{_amount(asked.segment_bytes - room.bytes)} more. A save that starts while {slots} "
         f"{'are' if slots > 1 else 'is'} being written finds no free slot"
     )
 
 
 def refusal(label: str, asked: Geometry, taken: int, room: SegmentRoom, why: str) -> LimitExceeded:
-    """What a rank is told that gets nothing."""
+    """The error for a rank that gets no memory."""
     one = asked._replace(slots=1)
     return LimitExceeded(
-        f"{label} needs {one.segment_bytes} bytes of shared memory for one slot, {asked.segment_bytes} for {asked.slots}; "
-        f"{taken} are taken, and {room.bytes} are left of {room.name}{why}",
+        f"{label} needs {one.segment_bytes} bytes of shared memory for one slot, {asked.segment_bytes} for "
+        f"{asked.slots}; {taken} are reserved, and {room.bytes} are left of {room.name}{why}",
         hint="free memory, start the daemon with a larger --arena-bytes-max or --run-share, or save a smaller state",
         needed=one.segment_bytes,
         taken=taken,

@@ -1,4 +1,4 @@
-"""What a rank brings over HTTP for one of its slots, chunk by chunk."""
+"""Chunked upload of one slot over HTTP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Part = Literal["data", "table"]
 
 
 class Chunk(NamedTuple):
-    """Bytes of one part of an upload, and the digest that their sender says they have."""
+    """Bytes of one part of an upload, and their digest according to the sender."""
 
     offset: int
     data: bytes | bytearray | memoryview
@@ -19,7 +19,7 @@ class Chunk(NamedTuple):
 
 
 class SlotUpload:
-    """One slot that a rank brings: how far it is, and how it ended."""
+    """Upload of one slot: its progress and outcome."""
 
     def __init__(self, number: int, step: int, segment: ArenaSegment, turn: int) -> None:
         self.number, self.step, self.segment, self.turn = number, step, segment, turn

@@ -1,1 +1,1 @@
-"""Checkpoints read back: verified, tried in other layouts, looked at for NaN."""
+"""Checks of committed checkpoints: verification, test restores in other layouts, NaN and statistics."""

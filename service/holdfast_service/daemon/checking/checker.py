@@ -1,7 +1,7 @@
-"""The restore check: a checkpoint is read back, proven (I7), tried in other layouts, and mended or marked if damaged.
+"""The restore check: read a checkpoint back, verify it (I7), test it in other layouts, and repair or mark damage.
 
-Every commit is followed by one, behind the back of the next save: only then may older ones go (I10). Scrubs, jobs and what
-readers complain of go the same way.
+Every commit is followed by a check in the background; only then may older checkpoints be removed (I10). Scrubs,
+jobs and damage reported by readers use the same check.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CATALOG_WAIT_S = 1.0
 
 
 class CheckEnd(Enum):
-    """How a check ended."""
+    """The outcome of a check."""
 
     SOUND = "sound"
     DAMAGED = "damaged"
@@ -42,7 +42,7 @@ class CheckEnd(Enum):
 
 
 class CheckCounts:
-    """What checks of all kinds have read and found since the start. Thread-safe enough for counters that are scraped."""
+    """What all checks have read and found since the start. Thread-safe enough for scraped counters."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,9 +58,9 @@ class CheckCounts:
 
 
 class Checker:
-    """Checks one checkpoint at a time, for whoever asks. Safe for threads.
+    """Checks one checkpoint at a time. Safe for threads.
 
-    `repairs` mends what is damaged, where it can; it may be set later, by whoever wires.
+    `repairs` repairs damage if possible; it may be set later.
     """
 
     def __init__(self, tier: Tier, decisions: Decisions, repairs: Repairs | None = None) -> None:
@@ -69,11 +69,11 @@ class Checker:
         self.counts = CheckCounts()
 
     def check(self, run: str, step: int, heed: Heed | None = None, hold: bool = True) -> dict[str, Any]:
-        """Read a checkpoint back, whole; record what was found, and return what was done: seconds, bytes, layouts, repaired.
+        """Read a whole checkpoint back and record the result; return seconds, bytes, layouts and repairs.
 
-        Raises the first `Damaged` that could not be repaired, after it was recorded; `NoSuchCheckpoint` for one that is, or
-        goes, away; what stands in the way of reading; and whatever `heed` raises to stop. Without `hold` it does not keep
-        the checkpoint from being removed meanwhile: what looks like damage then is looked at again while it does.
+        Raises the first `Damaged` that could not be repaired, after recording it; `NoSuchCheckpoint` if it is
+        removed; storage errors; and whatever `heed` raises to stop. Without `hold` the checkpoint may be removed
+        meanwhile: apparent damage is then checked again with a hold.
         """
         began = time.monotonic()
         directory = naming.checkpoint_path(run, step)
@@ -109,9 +109,9 @@ class Checker:
         return check
 
     def suspect(self, run: str, step: int, error: Damaged) -> Damaged | None:
-        """A reader was not given what was written. Look there, mend it or record it; None where all is well again, or was.
+        """A reader reports damage. Check there, and repair or record it; None if everything is sound.
 
-        `NoSuchCheckpoint` when the checkpoint is being removed.
+        Raises `NoSuchCheckpoint` if the checkpoint is being removed.
         """
         with self._decisions.reading(run, step):
             only = _files([error])
@@ -166,7 +166,7 @@ class Checker:
         first = damages[0]
         if len(damages) > 1:
             more = f"at least {DAMAGES_MAX - 1}" if len(damages) >= DAMAGES_MAX else str(len(damages) - 1)
-            log.error("%s@%s: %s more damages than the one that is named", run, step, more)
+            log.error("%s@%s: %s more damaged ranges besides the one named", run, step, more)
             first.members["more"] = len(damages) - 1
         self._decisions.findings.damaged(run, step, first, checked=True)
 
@@ -178,7 +178,7 @@ class Checker:
         try:
             other = read_manifest(self._tier, naming.checkpoint_path(made.run, before))
         except CheckpointError as error:  # it may be on its way out; its own check says what is wrong with it
-            log.info("%s@%s is not compared with step %s: %s", made.run, made.step, before, error.detail)
+            log.info("cannot compare %s@%s with step %s: %s", made.run, made.step, before, error.detail)
             return None
         return before if layout_trials.identical(made, other) else None
 
@@ -201,7 +201,7 @@ def _files(damages: Sequence[Damaged]) -> set[str] | None:
 
 
 class Committed(NamedTuple):
-    """What is remembered of a commit until it is checked: where saves outpace the checks, that is of many."""
+    """A commit that waits for its check; saves may be faster than checks, so there may be many."""
 
     run: str
     step: int
@@ -210,7 +210,7 @@ class Committed(NamedTuple):
 
 
 class Checks:
-    """A thread that checks committed checkpoints one after the other, and what readers complain of."""
+    """A thread that checks committed checkpoints one after the other, and damage reported by readers."""
 
     def __init__(
         self,
@@ -234,11 +234,11 @@ class Checks:
 
     @property
     def left(self) -> int:
-        """How many are still to be done."""
+        """Number of checks still to do."""
         return self._left
 
     def add(self, made: Manifest) -> None:
-        """Check this checkpoint, which was committed just now."""
+        """Check this new checkpoint."""
         with self._changed:
             self._pending.add((made.run, made.step))
         self._put(made.run, made.step, Committed(made.run, made.step, made.attempt, made.bytes))
@@ -249,7 +249,7 @@ class Checks:
             return (run, step) in self._pending
 
     def suspect(self, run: str, step: int, error: Damaged) -> None:
-        """Look at what a reader complains of; the same complaint once."""
+        """Check what a reader reports; the same report only once."""
         with self._changed:
             complaints = [(r, s, str(e)) for r, s, e in self._waiting if isinstance(e, Damaged)]
             known = (run, step, str(error)) in complaints
@@ -258,7 +258,7 @@ class Checks:
         self._put(run, step, error)
 
     def close(self) -> None:
-        """Do what is left, stop."""
+        """Finish all checks, then stop."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -286,7 +286,7 @@ class Checks:
             try:
                 told(run, step, self._task(run, step, what))
             except CatalogUnavailable as away:
-                log.warning("what the check of %s@%s found is not recorded: %s", run, step, away.detail)
+                log.warning("cannot record the result of checking %s@%s: %s", run, step, away.detail)
                 with self._changed:
                     if self._changed.wait_for(lambda: self._closed, CATALOG_WAIT_S):
                         return
@@ -314,7 +314,7 @@ def told(run: str, step: int, act: Callable[[], object]) -> CheckEnd:
     except CatalogUnavailable:
         raise
     except CheckpointError as error:
-        log.warning("%s@%s could not be verified: %s", run, step, error.detail)
+        log.warning("cannot verify %s@%s: %s", run, step, error.detail)
         return CheckEnd.FAILED
     except Exception:
         log.exception("verification of %s@%s failed", run, step)

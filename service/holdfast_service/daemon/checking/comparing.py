@@ -1,4 +1,4 @@
-"""Compares the bytes of two checkpoints, every extent proven before it counts (I7), two extents in memory at a time."""
+"""Compare the bytes of two checkpoints; every extent is verified first (I7), two extents in memory at a time."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def compare(
     pairs: Iterable[Pair],
     on_bytes: Callable[[int], None] | None = None,
 ) -> Iterator[Difference]:
-    """How far the tensors are apart; those that are equal by their digests are not read.
+    """Compute how much the tensors differ; tensors with equal digests are not read.
 
-    `on_bytes` hears how many bytes have been read, after each tensor. Raises `CorruptExtent` and `StorageFailed`.
+    `on_bytes` is called with the number of bytes read, after each tensor. Raises `CorruptExtent` and
+    `StorageFailed`.
     """
     for pair in pairs:
         if pair.state not in READ or pair.a is None or pair.b is None:

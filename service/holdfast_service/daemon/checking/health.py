@@ -1,7 +1,7 @@
-"""The health of a checkpoint, found while it is read back after its commit: the bytes pass anyway, off every save's path.
+"""Compute statistics and health of a checkpoint while it is verified after its commit.
 
-How far each tensor has moved since the checkpoint before takes the bytes of that one as well: extents with equal digests
-have not moved, and of the others both are read. While another save is being written they are left alone: saves come first.
+The change since the previous checkpoint also needs that one's bytes: extents with equal digests have not changed,
+and the others are read from both. While another save is being written they are skipped, because saves come first.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class _Passed(NamedTuple):
 
 
 class Examination:
-    """The statistics of one checkpoint, from proven pieces that pass in any order, in several threads.
+    """The statistics of one checkpoint, from verified pieces in any order and on several threads.
 
-    What goes wrong here is logged and fails nothing else: there are no statistics then.
+    Errors here are logged and affect nothing else: then there are no statistics.
     """
 
     def __init__(self, tier: Tier, before: Manifest | None) -> None:
@@ -123,7 +123,7 @@ class Examination:
         try:
             read = self._tier.read_stored(f"{directory}/{batch[0].file}", begin, room)
         except CheckpointError as error:
-            log.warning("the change since %s@%s is not known: %s", self._before.run, self._before.step, error.detail)
+            log.warning("cannot compute the change since %s@%s: %s", self._before.run, self._before.step, error.detail)
             read = 0
         for piece in batch:
             data = room[piece.start - begin : max(min(piece.stop - begin, read), piece.start - begin)]
@@ -157,15 +157,15 @@ def examination(tier: Tier, decisions: Decisions, run: str, step: int) -> Iterat
                 held.enter_context(decisions.reading(before.run, before.step))
                 made = Examination(tier, before)
         except CheckpointError as error:
-            log.warning("nothing to compare %s@%s with: %s", run, step, error.detail)
+            log.warning("cannot compare %s@%s with an earlier checkpoint: %s", run, step, error.detail)
         yield made
 
 
 def report(decisions: Decisions, made: Manifest, examined: Examination | None) -> None:
-    """Tell control what was found; a failure of that is logged, and fails nothing else."""
+    """Pass the findings to control; an error is logged and affects nothing else."""
     try:
         found = None if examined is None else examined.result(made)
         if found is not None:
             decisions.examined(made, found)
     except Exception:
-        log.exception("the statistics of %s@%s are not recorded", made.run, made.step)
+        log.exception("cannot record the statistics of %s@%s", made.run, made.step)

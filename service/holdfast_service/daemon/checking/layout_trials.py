@@ -1,8 +1,8 @@
-"""Would another layout get back what was stored? A few are tried on every checkpoint, each on a few places.
+"""Test restores: check that other layouts get the stored bytes back, in a few places per checkpoint.
 
-Which ones follows from run and step, so a check is repeated exactly, and other steps try others. What a rank holds is worked
-out as every reader does; its bytes are put together from whole, proven extents, as a restore does, and compared with bytes
-read straight from where they stand in the file. Memory is one extent and two windows.
+Run and step determine the tested layouts, so a check is repeatable, and other steps test other layouts. A rank's
+parts are computed as every reader does, assembled from whole verified extents as in a restore, and compared with
+bytes read directly from the file. Memory is one extent and two windows.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ Heed = Callable[[int], None]
 
 
 class LayoutTrial(NamedTuple):
-    """The layouts that fitted and were tried, as text with the rank, and how many bytes were read for them."""
+    """The tested layouts, as text with the rank, and how many bytes were read for them."""
 
     layouts: tuple[str, ...]
     bytes: int
 
 
 def try_layouts(tier: Tier, directory: str, made: Manifest, heed: Heed | None = None) -> LayoutTrial:
-    """Try some layouts; `CorruptManifest`, naming layout, rank and tensor, for one that would not restore what is stored.
+    """Test some layouts; `CorruptManifest`, with layout, rank and tensor, for one that would restore wrong bytes.
 
-    Layouts that do not fit the checkpoint's shapes are passed over.
+    Layouts that do not match the checkpoint's shapes are skipped.
     """
     group = next((group for group in ("model", *made.groups) if made.tensors.get(group)), None)
     if group is None:
@@ -111,7 +111,7 @@ def _check_coverage(made: Manifest, group: str, held: LayoutHoldings, rank: int,
                     boxes[part.tensor][part.box] = None
     for name in sorted(names):
         if region.union_volume(list(boxes[name])) != prod(entries[name].shape):
-            raise CorruptManifest(f"{where}: the ranks together do not hold all of tensor {name!r}", tensor=name)
+            raise CorruptManifest(f"{where}: all ranks together do not cover tensor {name!r}", tensor=name)
 
 
 class _Trial:
@@ -136,7 +136,7 @@ class _Trial:
                 self._copy(strip, part, stored)
             if not np.array_equal(restored, stored):
                 name = strip.parts[0].tensor
-                raise CorruptManifest(f"{where}: tensor {name!r} would be restored as something else", tensor=name)
+                raise CorruptManifest(f"{where}: tensor {name!r} would be restored with wrong bytes", tensor=name)
 
     def _assemble(self, group: str, strip: Strip, part: Part, memory: Bytes) -> None:
         """A part as a restore gets it: from whole extents, proven."""
@@ -170,7 +170,7 @@ class _Trial:
 
 
 def identical(made: Manifest, before: Manifest) -> bool:
-    """Whether two checkpoints hold the very same tensors, byte for byte by their digests; random streams do not count."""
+    """Whether two checkpoints have the same tensors by their digests; random states do not count."""
     mine, theirs = dict(_digests(made)), dict(_digests(before))
     return bool(mine) and mine == theirs
 

@@ -1,7 +1,7 @@
-"""What a tensor's bytes are as numbers: counts, extremes and moments of every element, while a core has them in its cache.
+"""Statistics of a tensor's values: counts, extremes and moments of every element.
 
-One pass over memory: block by block, each small enough that the few passes over it are the cache's alone. All of it is
-numpy, which lets go of the interpreter's lock meanwhile. Sums are of 64-bit floats, whatever the elements are.
+One pass over memory, in blocks that fit the CPU cache. It uses numpy, which releases the interpreter lock. Sums
+are 64-bit floats, whatever the dtype is.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _ones = {4: np.ones((_RUN, 1), np.float32), 8: np.ones((_RUN, 1), np.float64)}
 
 
 def measure(dtype: str, data: Bytes, before: Bytes | None = None) -> PartStatistics:
-    """The statistics of a tensor's bytes, whole elements of them; with the bytes that were there before, how far they moved.
+    """Statistics of a tensor's bytes (whole elements); with the previous bytes, also how much they changed.
 
-    What has no single real number an element (`C64`, and floats of less than a byte) is not counted.
+    Dtypes without one real number per element (`C64`, and floats smaller than a byte) are not counted.
     """
     if dtype in _NO_NUMBERS:
         return PartStatistics(change=None)

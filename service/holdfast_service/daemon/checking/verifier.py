@@ -1,6 +1,6 @@
-"""Reads a checkpoint back and proves every byte against its manifest (I7), with bounded memory.
+"""Read a checkpoint back and check every byte against its manifest (I7), with bounded memory.
 
-It reads what is stored and not what a cache still holds, where the tier can tell the two apart.
+It reads what is stored, not a cache, if the storage tier can tell the two apart.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Examined(NamedTuple):
 def verify(tier: Tier, directory: str, passed: Passed | None = None) -> Manifest:
     """Check COMMIT, manifest, every header, every extent and every small file under `directory`; return the manifest.
 
-    `passed` is lent what was proven, as it passes.
+    `passed` gets the verified bytes as they pass.
 
-    Raises `NotCommitted`, `CorruptManifest` or `CorruptExtent`, naming file, tensor and byte range of the first damage.
+    Raises `NotCommitted`, `CorruptManifest` or `CorruptExtent` with file, tensor and byte range of the first
+    damage.
     """
     made, damages = examine(tier, directory, passed=passed)
     if damages or made is None:
@@ -59,9 +60,10 @@ def examine(
     only: Collection[str] | None = None,
     passed: Passed | None = None,
 ) -> Examined:
-    """`verify`, but for all damages, up to a limit. `only` some files, by name, beside COMMIT and manifest.
+    """Like `verify`, but collects all damages, up to a limit. `only` checks some files, besides COMMIT and manifest.
 
-    Raises what stands in the way of reading, such as `StorageFailed`; a place that the disk cannot read any more is damaged.
+    Raises errors that prevent reading, such as `StorageFailed`; a place that the disk cannot read counts as
+    damaged.
     """
     try:
         made = read_manifest(tier, directory)
@@ -93,13 +95,13 @@ def examine(
 
 
 def read_manifest(tier: Tier, directory: str) -> Manifest:
-    """COMMIT, then the manifest that it vouches for (I5); `NotCommitted` or `CorruptManifest`."""
+    """Read COMMIT, then the manifest that it confirms (I5); `NotCommitted` or `CorruptManifest`."""
     commit = vouched.read_commit(tier, directory)
     return manifest.decode(vouched.read_manifest(tier, directory, commit), commit)
 
 
 class StoredCheckpoint(NamedTuple):
-    """The checkpoint that is read back."""
+    """The stored checkpoint that is being verified."""
 
     tier: Tier
     directory: str
@@ -124,7 +126,7 @@ def _prove(
         try:
             read = tier.read_stored(f"{directory}/{batch[0].file}", begin, buffer[:room])
         except NoSuchResource:
-            return [CorruptManifest(f"{batch[0].file} went missing", file=batch[0].file)]
+            return [CorruptManifest(f"{batch[0].file} is missing", file=batch[0].file)]
         except StorageFailed as error:
             if error.members.get("errno") != errno.EIO:
                 raise

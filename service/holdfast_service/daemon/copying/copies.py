@@ -1,4 +1,6 @@
-"""A checkpoint's files carried from one tier to another: every byte is proven on the way, and read back where it arrived."""
+"""Copy a checkpoint's files from one tier to another: every byte is verified on the way and read back at the
+target.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from holdfast_service.storage.pacing import Pace
 
 
 class CopyStopped(Exception):
-    """The copy was told to end; what stands in staging is garbage."""
+    """The copy was stopped; its staging directory can be deleted."""
 
 
 class ManifestPair(NamedTuple):
-    """What vouches for a checkpoint, as it is stored, and what it says."""
+    """COMMIT and manifest of a checkpoint, as stored and decoded."""
 
     commit: bytes
     encoded: bytes
@@ -28,7 +30,7 @@ class ManifestPair(NamedTuple):
 
 
 class Going(NamedTuple):
-    """How a copy goes on: no faster than `pace`, until `ended`; it tells `moved` of every byte that it has read."""
+    """Control of a copy: no faster than `pace`, until `ended`; `moved` is called for every byte read."""
 
     pace: Pace | None = None
     ended: Callable[[], bool] = lambda: False
@@ -36,7 +38,7 @@ class Going(NamedTuple):
 
 
 class Proven(NamedTuple):
-    """Bytes of a file that were found to be what was written."""
+    """Verified bytes of a file."""
 
     file: str
     start: int
@@ -44,17 +46,17 @@ class Proven(NamedTuple):
 
 
 def read_pair(tier: Readable, directory: str) -> ManifestPair:
-    """COMMIT, then the manifest (I5); `NotCommitted` or `CorruptManifest` for what is missing or does not fit together."""
+    """COMMIT, then the manifest (I5); `NotCommitted` or `CorruptManifest` if one is missing or they do not match."""
     commit = vouched.read_commit(tier, directory)
     encoded = vouched.read_manifest(tier, directory, commit)
     return ManifestPair(commit, encoded, manifest.decode(encoded, commit))
 
 
 def carry(source: Readable, here: str, target: Tier, there: str, made: Manifest, going: Going) -> None:
-    """Copy every file that the manifest lists from `here` into a staging directory, durably, and read it back `there` (I7).
+    """Copy every file in the manifest from `here` into a staging directory, durably, and read it back `there` (I7).
 
-    Raises `Damaged`, naming file, tensor and range, for what is not what was written, on either side; `CopyStopped`; and
-    what the two tiers raise. What was written by then is garbage for the caller to remove.
+    Raises `Damaged`, with file, tensor and range, for bytes that fail their digest on either side; `CopyStopped`;
+    and errors of the two tiers. The caller removes what was written by then.
     """
     for entry in made.files:
         verification.check_size(made, entry.name, source.size(_path(here, entry.name)))
@@ -75,7 +77,7 @@ def carry(source: Readable, here: str, target: Tier, there: str, made: Manifest,
 
 
 def read_back(tier: Tier, directory: str, made: Manifest, going: Going) -> None:
-    """Prove every byte of a checkpoint's files as they are stored; raises as `carry` does."""
+    """Verify every byte of a checkpoint's stored files; raises like `carry`."""
     for entry in made.files:
         verification.check_size(made, entry.name, tier.size(_path(directory, entry.name)))
     for _ in proven(tier, directory, made, going):

@@ -1,4 +1,6 @@
-"""A checkpoint copied out of the root, every byte proven on the way: whole, or its model alone, as Hugging Face has it."""
+"""Export a checkpoint out of the root and verify every byte: all of it, or only the model as a Hugging Face
+directory.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ GROUP = "model"
 
 
 class Export(NamedTuple):
-    """A checkpoint that is to go to `target` below another tier; `model_only` leaves a plain Hugging Face directory."""
+    """A checkpoint to be copied to `target` below another tier; `model_only` makes a plain Hugging Face directory."""
 
     run: str
     step: int
@@ -33,10 +35,10 @@ def stage(source: Tier, target: Tier, wanted: Export, going: Going) -> tuple[str
     """
     parent, leaf = split_leaf(wanted.target)
     if leaf.startswith("."):
-        raise InvalidRequest(f"{wanted.target!r} is hidden", hint="choose a name that does not begin with a dot")
+        raise InvalidRequest(f"{wanted.target!r} is a hidden name", hint="choose a name that does not begin with a dot")
     staging = "/".join((*parent, f".{leaf}.partial"))
     if leaf in target.list("/".join(parent)):
-        raise AlreadyCommitted(f"{wanted.target} is there already", hint="choose another name, or remove it")
+        raise AlreadyCommitted(f"{wanted.target} already exists", hint="choose another name, or remove it")
     directory = naming.checkpoint_path(wanted.run, wanted.step)
     pair = read_pair(source, directory)
     made = only_model(pair.made) if wanted.model_only else pair.made

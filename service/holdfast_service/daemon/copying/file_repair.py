@@ -1,7 +1,7 @@
-"""A damaged file made anew out of proven pieces, and put in the place of the damaged one (I4).
+"""Rebuild a damaged file from verified pieces, and replace the damaged one (I4).
 
-Nothing is written into a file that stands under checkpoints/: the new one is written beside it, in staging, made durable,
-proven there, and renamed over it. So whoever looks finds the damaged file or the sound one, and nothing in between.
+Files under checkpoints/ are never modified: the new file is written in staging, made durable, verified there, and
+renamed over the damaged one. Readers see the damaged file or the sound one, nothing in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast_service.storage import Tier
 
 
 class FileRepair(NamedTuple):
-    """A file that is sound again: the pieces that were damaged, and where they came from."""
+    """A repaired file: the damaged pieces, and where their bytes came from."""
 
     file: str
     pieces: tuple[Piece, ...]
@@ -27,10 +27,10 @@ class FileRepair(NamedTuple):
 
 
 def mend_file(tier: Tier, made: Manifest, file: str, sources: Sequence[RepairSource]) -> FileRepair:
-    """Make one file of a checkpoint whole; the manifest must be trusted.
+    """Repair one file of a checkpoint; the manifest must be trusted.
 
-    Raises `CorruptExtent` for the first damaged piece that no source has, and then nothing has changed; and what the tier
-    raises: then the old file stands, or the new one.
+    Raises `CorruptExtent` for the first damaged piece that no source has, and then changes nothing; and errors of
+    the tier, after which the old file or the new one exists.
     """
     directory, staging = _places(made)
     entry = made.file(file)
@@ -62,13 +62,15 @@ def mend_file(tier: Tier, made: Manifest, file: str, sources: Sequence[RepairSou
 
 
 def mend_small(tier: Tier, made: Manifest, file: str, data: bytes, label: str) -> FileRepair:
-    """Put these bytes, which the caller has proven, in the place of the manifest or of COMMIT."""
+    """Replace the manifest or COMMIT by these bytes, which the caller has verified."""
     directory, staging = _places(made)
     tier.remove_tree(staging)
     try:
         tier.put(f"{staging}/{file}", data)
         if tier.read(f"{staging}/{file}") != data:
-            raise CorruptManifest(f"{staging}/{file} is not what was just written", hint="check the disk", file=file)
+            raise CorruptManifest(
+                f"{staging}/{file} reads back differently from what was just written", hint="check the disk", file=file
+            )
         tier.supplant(f"{staging}/{file}", f"{directory}/{file}")
     finally:
         tier.remove_tree(staging)
@@ -86,8 +88,8 @@ def _have(piece: Piece, sources: Sequence[RepairSource]) -> tuple[str, bytes | b
             return source.label, data
     what = f"tensor {piece.tensor!r}, " if piece.tensor is not None else ""
     raise CorruptExtent(
-        f"{piece.file}: {what}bytes [{piece.start}, {piece.stop}) are damaged, and nothing else has them",
-        hint="restore another step; a replica would have mended it",
+        f"{piece.file}: {what}bytes [{piece.start}, {piece.stop}) are damaged, and no other copy of them exists",
+        hint="restore another step; with a replica it could be repaired",
         file=piece.file,
         tensor=piece.tensor,
         offset=piece.start,

@@ -1,6 +1,6 @@
-"""A checkpoint from elsewhere, brought into staging: a Hugging Face directory is packed anew, one of Holdfast's is copied.
+"""Import a checkpoint into staging: a Hugging Face directory is packed again, a Holdfast checkpoint is copied.
 
-Nothing of the source is trusted: headers are validated, links are not followed, and what is written is digested as it is.
+The source is not trusted: headers are validated, links are not followed, and digests are computed while writing.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _NOT_ASSETS = (
     ".msgpack",
     ".gguf",
 )
-_HINT = "is it the directory of a Hugging Face model, with plain files?"
+_HINT = "pass the directory of a Hugging Face model with regular files"
 
 
 class Goal(NamedTuple):
-    """What the imported checkpoint is to be: its run, step and attempt, where it is staged, and the rewinds to it."""
+    """The imported checkpoint: its run, step and attempt, its staging directory, and its rewinds."""
 
     run: str
     step: int
@@ -63,7 +63,7 @@ class _Place(NamedTuple):
 
 
 def is_checkpoint(source: Readable) -> bool:
-    """Whether the source is a checkpoint of Holdfast's."""
+    """Whether the source is a Holdfast checkpoint."""
     return source.size(naming.COMMIT) is not None
 
 
@@ -92,7 +92,7 @@ def plan_import(source: Readable, goal: Goal) -> WritePlan:
 
 
 def pack_anew(source: Readable, target: Tier, plan: WritePlan, goal: Goal, going: Going) -> None:
-    """Write the planned files and their receipt into staging, durably; `CopyStopped`, and what the two tiers raise."""
+    """Write the planned files and their receipt into staging, durably; `CopyStopped`, and errors of the two tiers."""
     places = _places(source)
     files: list[FileEntry] = []
     for asset in plan.assets:
@@ -125,9 +125,9 @@ def pack_anew(source: Readable, target: Tier, plan: WritePlan, goal: Goal, going
 
 
 def copy_in(source: Readable, target: Tier, goal: Goal, going: Going) -> ManifestPair:
-    """Copy a checkpoint of Holdfast's into staging, every byte proven, and return what vouches for it under its new name.
+    """Copy a Holdfast checkpoint into staging, verify every byte, and return COMMIT and manifest under its new name.
 
-    Raises `Damaged` for a source that is not what was written.
+    Raises `Damaged` if the source does not match its digests.
     """
     pair = read_pair(source, "")
     made, state = _renamed(pair.made, source.read(naming.STATE), goal)
@@ -182,7 +182,7 @@ def _places(source: Readable) -> dict[str, _Place]:
         for place in _in_file(source, file):
             name = place.spec.name
             if name in places:
-                raise StateMismatch(f"tensor {name!r} stands in {places[name].file} and in {file}", hint=_HINT, tensor=name)
+                raise StateMismatch(f"tensor {name!r} is in {places[name].file} and in {file}", hint=_HINT, tensor=name)
             places[name] = place
     if weight_map is not None:
         wrong = {name for name, place in places.items() if weight_map.get(name) != place.file} | (weight_map.keys() - places)
@@ -199,10 +199,12 @@ def _weight_map(source: Readable) -> Mapping[str, str]:
     try:
         found = _decode_index(source.read(INDEX)).weight_map
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CorruptManifest(f"{INDEX} cannot be read: {error}", hint=_HINT, file=INDEX) from error
+        raise CorruptManifest(f"cannot read {INDEX}: {error}", hint=_HINT, file=INDEX) from error
     for name, file in found.items():
         if not naming.is_file_name(file) or not file.endswith(".safetensors"):
-            raise InvalidRequest(f"{INDEX} sends tensor {name!r} to {file!r}, which is no file beside it", hint=_HINT)
+            raise InvalidRequest(
+                f"{INDEX} maps tensor {name!r} to {file!r}, which does not exist in that directory", hint=_HINT
+            )
     return found
 
 
@@ -217,7 +219,7 @@ def _in_file(source: Readable, file: str) -> list[_Place]:
     size = source.size(file)
     if size is None:
         raise InvalidRequest(
-            f"there is no plain file {file}", hint="links are not followed: copy what they lead to", file=file
+            f"{file} is not a regular file", hint="symbolic links are not followed: copy their targets", file=file
         )
     first = source.read(file, 0, safetensors.LENGTH_BYTES)
     try:
@@ -243,7 +245,7 @@ def _assets(source: Readable) -> Sequence[str]:
             continue
         if size > ASSET_BYTES_MAX:
             raise LimitExceeded(
-                f"{name} has {size} bytes, over the limit of {ASSET_BYTES_MAX} for a file beside the weights"
+                f"{name} has {size} bytes, over the limit of {ASSET_BYTES_MAX} bytes for a file other than the weights"
             )
         found.append(name)
     return found

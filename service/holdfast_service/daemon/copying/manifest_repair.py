@@ -1,7 +1,7 @@
-"""What vouches for a checkpoint (COMMIT and manifest) when one of the two, or both, cannot be trusted any more.
+"""Repair COMMIT and manifest if one of them, or both, cannot be trusted.
 
-A pair from elsewhere is believed only if something that is left here vouches for it: the manifest whose digest it has, the
-very same COMMIT, or what the catalog knows of the checkpoint together with tensors that still stand here.
+A pair from elsewhere is accepted only if something here confirms it: the manifest with that digest, the same
+COMMIT, or the catalog's record together with tensors that still exist here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def same_pairs(others: Mapping[str, Tier], pair: ManifestPair) -> list[str]:
 def _of(pair: ManifestPair, which: CheckpointId) -> ManifestPair:
     if (pair.made.run, pair.made.step) != which:
         what = f"{pair.made.run}@{pair.made.step}, not {which[0]}@{which[1]}"
-        raise CorruptManifest(f"this is {what}", hint="it was moved or copied: give it back its name", file=naming.MANIFEST)
+        raise CorruptManifest(f"this is {what}", hint="it was moved or copied: rename it back", file=naming.MANIFEST)
     return pair
 
 

@@ -1,7 +1,7 @@
-"""Is it the directory of a Hugging Face model, and nothing else? What is not understood is refused by name, never left out.
+"""Check that a directory is a Hugging Face model and nothing else. Unknown content is refused by name, never skipped.
 
-An import that takes what it does not understand commits weights that load wrong, or forgets what trains: bfloat16 that
-numpy wrote as whole numbers, weights turned round for another framework, codes of a quantisation, optimizer and masters.
+Otherwise an import could commit weights that load wrong, or lose training state: bfloat16 that numpy wrote as
+integers, weights transposed for another framework, quantised weights, optimizer state and masters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CODES = re.compile(
 _CODE_DTYPES = frozenset(
     {"I8", "U8", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 )
-_ALONE = "to import the weights without it, give them a directory of their own, with config.json and tokenizer"
+_ALONE = "to import the weights without it, put them into a separate directory, with config.json and tokenizer"
 
 
 def weights(names: Iterable[str]) -> list[str]:
@@ -61,25 +61,25 @@ def check_names(names: Iterable[str], used: Iterable[str]) -> None:
             continue
         if _TRAINING.fullmatch(name):
             raise StateMismatch(
-                f"{name} is part of a training's state, which an import of a Hugging Face directory would leave out",
+                f"{name} is training state, which an import of a Hugging Face directory would leave out",
                 hint=_ALONE,
                 file=name,
             )
         if name.endswith(_OPAQUE):
-            raise StateMismatch(f"{name} belongs to nothing that the import understands", hint=_ALONE, file=name)
+            raise StateMismatch(f"the import does not know the file {name}", hint=_ALONE, file=name)
 
 
 def check_shards(files: Sequence[str]) -> None:
     """`StateMismatch` unless files that no index lists are one model: a single file, or all of its numbered ones."""
     for file in files:
         if _ADAPTER.match(file):
-            raise StateMismatch(f"{file} is an adapter, and no model", hint="merge it into its base first", file=file)
+            raise StateMismatch(f"{file} is an adapter, not a model", hint="merge it into its base model first", file=file)
     if len(files) < 2:
         return
     first = _SHARD.fullmatch(files[0])
     stem = first[1] if first else ""
     if sorted(files) != [f"{stem}-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]:
-        what = f"{files[0]} and {files[1]} stand side by side, and no index says that they are one whole model"
+        what = f"{files[0]} and {files[1]} are in one directory, but no index says that they are one model"
         raise StateMismatch(what, hint=_ALONE, file=files[1])
 
 
@@ -88,8 +88,8 @@ def check_metadata(file: str, metadata: Mapping[str, str] | None) -> None:
     found = (metadata or {}).get("format")
     if found not in _FORMATS:
         raise StateMismatch(
-            f"{file} says format {found!r}: its matrices may be transposed against those of a Hugging Face model",
-            hint="save it from PyTorch's side (format 'pt')",
+            f"{file} has format {found!r}: its matrices may be transposed compared to a Hugging Face model",
+            hint="save it from PyTorch (format 'pt')",
             file=file,
         )
 
@@ -100,7 +100,7 @@ def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, 
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise StateMismatch(
-            f"{CONFIG} says that the weights are quantised ({method}): they are codes, which an import does not understand",
+            f"{CONFIG} says that the weights are quantised ({method}); quantised weights cannot be imported",
             hint="import the model in its own precision",
             file=CONFIG,
         )
@@ -109,11 +109,14 @@ def check_tensors(specs: Sequence[tuple[TensorSpec, str]], config: Mapping[str, 
         if spec.dtype == "U16":
             said = config.get("dtype") or config.get("torch_dtype") or "nothing"
             raise _mismatch(
-                name, file, f"is U16, and {CONFIG} says {said}: numpy writes bfloat16 so", "save it as BF16, from PyTorch"
+                name,
+                file,
+                f"is U16, but {CONFIG} says {said}: numpy writes bfloat16 this way",
+                "save it as BF16, from PyTorch",
             )
         if _CODES.fullmatch(name) or (spec.dtype in _CODE_DTYPES and name.endswith("weight")):
             raise _mismatch(
-                name, file, f"looks like the codes of a quantisation ({spec.dtype})", "import the model in its own precision"
+                name, file, f"looks like quantised weights ({spec.dtype})", "import the model in its own precision"
             )
 
 
@@ -125,9 +128,9 @@ def read_config(source: Readable) -> Mapping[str, Any]:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CorruptManifest(f"{CONFIG} cannot be read: {error}", file=CONFIG) from error
+        raise CorruptManifest(f"cannot read {CONFIG}: {error}", file=CONFIG) from error
     if not isinstance(found, dict):
-        raise CorruptManifest(f"{CONFIG} is no JSON object", file=CONFIG)
+        raise CorruptManifest(f"{CONFIG} is not a JSON object", file=CONFIG)
     return found
 
 

@@ -1,6 +1,6 @@
-"""Repair: damaged bytes of a checkpoint become what was written, from a replica or from slots that still hold them.
+"""Repair damaged bytes of a checkpoint from a replica or from the in-memory checkpoint.
 
-What is put in the place of a damaged file is proven by the manifest the checkpoint was committed with, and by nothing else.
+Replacement bytes are verified by the manifest with which the checkpoint was committed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Lend = Callable[[str, int], tuple[tuple[HeldPart, ...], tuple[int, ...]]]
 
 
 class RepairOutcome(NamedTuple):
-    """What a repair did: each file that was made anew, and the damage that nothing could mend, if any is left."""
+    """The result of a repair: each repaired file, and the remaining damage, if any."""
 
     mended: tuple[FileRepair, ...]
     left: CheckpointError | None
@@ -47,7 +47,7 @@ class RepairOutcome(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """Where else bytes may be: tiers that may hold the checkpoint too, by label, and slots; and what the catalog knows."""
+    """Other places for bytes: tiers that may have the checkpoint, by label, and slots; and the catalog's record."""
 
     tiers: Mapping[str, Tier]
     held: Callable[[Manifest], AbstractContextManager[HeldSlotSource | None]]
@@ -57,7 +57,7 @@ class Elsewhere(NamedTuple):
 class Repairer:
     """Repairs checkpoints of one root and their replicas, one at a time. Safe for threads.
 
-    `replicas` says which tiers there are besides, now; `lend` gives the held slots of a step, as
+    `replicas` returns the current other tiers; `lend` returns the slots of a step's in-memory checkpoint, as
     `HeldCheckpoints.lend` does.
     """
 
@@ -89,7 +89,7 @@ class Repairer:
         return outcome
 
     def replica(self, name: str, run: str, step: int, error: CheckpointError | None = None) -> RepairOutcome:
-        """Mend a replica from the checkpoint itself, from other replicas, or from held slots."""
+        """Repair a replica from the checkpoint itself, from other replicas, or from the in-memory checkpoint."""
         return self._mend(self._replicas()[name], CheckpointId(run, step), error, name)
 
     def _mend(self, target: Tier, which: CheckpointId, error: CheckpointError | None, name: str | None) -> RepairOutcome:

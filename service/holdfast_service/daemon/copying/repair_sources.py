@@ -1,4 +1,4 @@
-"""Where a damaged piece of a checkpoint can be had from: each source hands over proven bytes, or nothing."""
+"""Sources for damaged pieces of a checkpoint: each returns verified bytes, or nothing."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Directory:
         try:
             got = self._tier.read_into(f"{self._directory}/{piece.file}", piece.start, data)
         except CheckpointError as error:
-            log.debug("%s has not %s at %d: %s", self.label, piece.file, piece.start, error.detail)
+            log.debug("%s does not have %s at %d: %s", self.label, piece.file, piece.start, error.detail)
             return None
         return data if got == piece.length and proves(piece, data) else None
 
 
 class Derived:
-    """What follows from the manifest alone: headers of shard files, indexes, and empty files."""
+    """Bytes that follow from the manifest alone: headers of shard files, indexes, and empty files."""
 
     label = "manifest"
 
@@ -104,7 +104,9 @@ class Derived:
 
 
 class HeldSlotSource:
-    """The slots that the checkpoint came from, while they are still held; whatever they hold by now, it is proven."""
+    """The slots that the checkpoint was committed from, if they are still kept; their bytes are verified before
+    use.
+    """
 
     label = "slot"
 
@@ -167,7 +169,7 @@ def _opened(
             slots[part.rank] = memory[data : data + header.data_bytes]
         plan = decisions.plan(tables)
     except (CheckpointError, OSError, ValueError) as error:
-        log.info("held slots cannot be read: %s", error)
+        log.info("cannot read the in-memory checkpoint: %s", error)
         return None
     if (plan.run, plan.step, plan.attempt) != (made.run, made.step, made.attempt):
         return None

@@ -1,6 +1,6 @@
-"""Copies to other tiers, made behind the back of everything else: newest first, proven on the way, at idle priority.
+"""Copy checkpoints to other tiers in the background: newest first, verified, at idle priority.
 
-Each tier has a worker of its own, so that one that hangs or is full holds up no other, and no save ever.
+Each tier has its own worker, so one that hangs or is full delays neither the others nor saves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Mend = Callable[[str, str, int, CheckpointError], object]
 
 
 class Replicator:
-    """The worker of one tier. `open_tier` reaches it, or raises a named error as long as it cannot be reached."""
+    """The worker of one tier. `open_tier` opens it, or raises a named error while it cannot be reached."""
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
@@ -129,7 +129,7 @@ class Replicator:
         gone = self._book.removals(self.name)
         for run, step in gone:
             self._book.remove(self.name, tier, run, step)
-            log.info("%s@%s is removed from replica %s, as it was", run, step, self.name)
+            log.info("removed %s@%s from replica %s, because it was removed from the root", run, step, self.name)
         return bool(gone)
 
     def _copy(self, tier: Tier, checkpoint: bodies.CheckpointInfo) -> None:
@@ -154,7 +154,7 @@ class Replicator:
             if isinstance(error, Unavailable):  # the disk: of others on it nothing better is to be expected
                 self._book.failed(self.name, which, error, damaged=False)
                 raise
-            log.error("%s@%s cannot be copied to replica %s: %s", run, step, self.name, error.detail)
+            log.error("cannot copy %s@%s to replica %s: %s", run, step, self.name, error.detail)
             self._book.failed(self.name, which, error, damaged=False)
             self._skip(which)
 
@@ -179,8 +179,8 @@ class Replicator:
             return  # whose it is shows when it is mended
         if other.encoded != pair.encoded:
             raise AlreadyCommitted(
-                f"replica {self.name} holds another checkpoint of {made.run}@{made.step}, whose own was lost",
-                hint="it is kept: move it away if it is not needed, or train under another run's name",
+                f"replica {self.name} has another checkpoint of {made.run}@{made.step}, which no longer exists in this root",
+                hint="it is kept: move it away if you do not need it, or train under another run name",
             )
 
     def _check_oldest(self) -> bool:
@@ -218,7 +218,7 @@ class Replicator:
     def _failed(self, error: Exception, wait_s: float) -> None:
         if isinstance(error, CheckpointError):
             if self.problem is None or self.problem.code != error.code:
-                log.error("replica %s: %s; tried again in %.0f s, then less often", self.name, error.detail, wait_s)
+                log.error("replica %s: %s; trying again in %.0f s, then less often", self.name, error.detail, wait_s)
             self.problem = error
         else:
             log.exception("replica %s failed", self.name)

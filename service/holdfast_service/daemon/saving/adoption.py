@@ -1,7 +1,8 @@
-"""What a daemon does with shared memory that an earlier one left: it saves what was sealed, once, and awaits the ranks.
+"""Adopt shared memory of an earlier daemon: write sealed saves, once, and wait for the ranks to reconnect.
 
-A slot that is sealed and whole belongs to a round. A round of which all ranks had sealed is saved at once, unless its step
-is a checkpoint already; one that lacks ranks waits for them to come back, as their leased slots do. All else is free.
+A sealed, complete slot belongs to a save. A save that all ranks have sealed is written at once, unless its step is
+already a checkpoint; an incomplete one waits for the missing ranks, and so do leased slots. All other slots are
+free.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ class TakenUp(NamedTuple):
 
 
 class Adoption:
-    """The segments found at start, until their ranks are back or given up."""
+    """The segments found at start, until their ranks reconnect or are given up."""
 
     def __init__(self, arena: Arena, saver: Saver, decisions: Decisions) -> None:
         self._arena, self._saver, self._decisions = arena, saver, decisions
         self._absent: dict[SegmentOwner, _Absent] = {}
 
     def start(self) -> Collection[int]:
-        """Take up all segments of an earlier daemon; returns the ids of the rounds that go on."""
+        """Adopt all segments of an earlier daemon; returns the IDs of saves that continue."""
         going_on: set[int] = set()
         recovered = self._arena.recover()
         for segment in recovered:
@@ -73,22 +74,22 @@ class Adoption:
             sealed = find_sealed(segment, slot)
             try:
                 if header.attempt != who.attempt or (header.state is SlotState.SEALED and sealed is None):
-                    raise CheckpointError(f"slot {slot} is not whole")
+                    raise CheckpointError(f"slot {slot} is not complete")
                 intent = None if sealed is None else sealed.table.intent
                 self._saver.refuse_given_up(who, header.step)
                 round_id = self._decisions.resume(who.run, header.step, who.attempt, who.world, intent)
             except CheckpointError as error:
-                log.info("%s@%s of rank %d is not adopted: %s", who.run, header.step, who.rank, error.detail)
+                log.info("cannot adopt %s@%s of rank %d: %s", who.run, header.step, who.rank, error.detail)
                 found.refused[header.step] = error
                 segment.release(slot)
                 continue
-            log.info("%s@%s of rank %d, %s, is adopted", who.run, header.step, who.rank, header.state.name.lower())
+            log.info("adopted %s@%s of rank %d, %s", who.run, header.step, who.rank, header.state.name.lower())
             self._saver.adopt(who, header.step, round_id, segment, slot, sealed)
             found.rounds.add(round_id)
         return found
 
     def back(self, who: Participant, segment: ArenaSegment) -> None:
-        """A rank has come back with its segment: it is awaited no more, and its outgrown segments are given back."""
+        """A rank reconnected with its segment: stop waiting for it, and free its old segments."""
         absent = self._absent.pop(who.owner, None)
         if absent is not None:
             self._saver.gone(absent.who)
@@ -97,16 +98,16 @@ class Adoption:
                     self._arena.drop(other)
 
     def expire(self, now: float) -> None:
-        """Give up the ranks that have not come back by `now`: their incomplete rounds end, their memory is given back."""
+        """Give up ranks that have not reconnected by `now`: their incomplete saves end, their memory is freed."""
         for owner, absent in list(self._absent.items()):
             if absent.deadline < now and self._absent.pop(owner, None) is not None:
-                log.info("rank %d of %s did not come back", owner.rank, owner.run)
+                log.info("rank %d of %s did not reconnect", owner.rank, owner.run)
                 self._saver.gone(absent.who)
                 for segment in absent.segments:
                     self._arena.drop(segment)
 
     def close(self) -> None:
-        """Give everybody up who is still awaited."""
+        """Give up all ranks that are still missing."""
         self.expire(float("inf"))
 
 
@@ -122,4 +123,4 @@ def _participant(owner: SegmentOwner) -> Participant:
 
 
 def _nobody_hears(outcome: Outcome) -> None:
-    log.info("the trainer that saved step %d is not there to hear that it is %s", outcome.step, outcome.state)
+    log.info("the trainer that saved step %d is gone and does not learn that it is %s", outcome.step, outcome.state)

@@ -1,4 +1,4 @@
-"""Which ranks are connected now, which processes belong to their job, and who is gone without a goodbye."""
+"""Connected ranks, the processes of their job, and ranks that disappeared without closing their Checkpointer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ BACK_S = 60.0  # how long a rank that is gone without a goodbye may take to be b
 
 
 class _Crew:
-    """The ranks of an attempt. A process that has parted belongs to the job as long as any other rank of it is here."""
+    """The ranks of an attempt. A disconnected process belongs to the job as long as another rank of it is
+    connected.
+    """
 
     def __init__(self) -> None:
         self.present: set[Participant] = set()
@@ -46,7 +48,7 @@ class ConnectedRanks:
             missing.discard(who.rank)
 
     def leave(self, who: Participant) -> set[Participant]:
-        """Returns who is left of its attempt."""
+        """Remove a rank; returns the remaining ranks of its attempt."""
         crew = self._crews.get((who.run, who.attempt), _Crew())
         crew.present.discard(who)
         attempt, missing = self._missing.get(who.run, (-1, set()))
@@ -59,12 +61,12 @@ class ConnectedRanks:
         return crew.present
 
     def gone(self, run: str, attempt: int) -> set[int]:
-        """Ranks that were here and will not be again: they said goodbye, or have been away for `BACK_S`."""
+        """Ranks that will not return: they closed in order, or have been away for `BACK_S`."""
         crew = self._crews.get((run, attempt))
         return set() if crew is None else {rank for rank, limit in crew.gone.items() if limit <= time.monotonic()}
 
     def lives(self) -> dict[str, tuple[int, Life]]:
-        """The newest attempts of runs whose ranks came here, and whether they are here, have parted, or are lost."""
+        """The newest attempts of runs whose ranks connected here, and whether they are running, ended or lost."""
         return {
             run: (attempt, "lost" if missing else "running" if (run, attempt) in self._crews else "ended")
             for run, (attempt, missing) in self._missing.items()
@@ -75,5 +77,5 @@ class ConnectedRanks:
         self._missing.pop(run, None)
 
     def belongs(self, run: str, process: str) -> bool:
-        """Whether a process is, or was, a rank of a job that is still here."""
+        """Whether a process is, or was, a rank of a job that is still connected."""
         return any(process in crew.processes for (name, _), crew in self._crews.items() if name == run)

@@ -1,6 +1,6 @@
-"""Whether a run trains, has ended or is lost: recorded as its ranks come and go, so that the next daemon knows it too.
+"""Record whether a run is running, ended or lost, durably, so that the next daemon knows it.
 
-Nothing here goes by a clock but one thing: ranks that an earlier daemon knew have a minute to come back to the next one.
+Only one thing here depends on a clock: after a daemon restart, known ranks have a minute to reconnect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class RunLives:
-    """Of all runs of this root. `look` is called by one thread at a time."""
+    """The state of all runs of this root. `look` is called by one thread at a time."""
 
     def __init__(self, saver: Saver, decisions: Decisions, return_s: float = RETURN_S) -> None:
         self._saver, self._decisions = saver, decisions
@@ -25,7 +25,7 @@ class RunLives:
         self._until = time.monotonic() + return_s
 
     def look(self) -> None:
-        """Record what has changed."""
+        """Record changes."""
         here = self._saver.lives()
         found = dict(here)
         if time.monotonic() > self._until:
@@ -35,4 +35,4 @@ class RunLives:
             try:
                 self._decisions.became(run, attempt, life)
             except CheckpointError as error:  # it is tried again at the next look
-                log.warning("that %s is %s is not recorded: %s", run, life, error.detail)
+                log.warning("cannot record that %s is %s: %s", run, life, error.detail)

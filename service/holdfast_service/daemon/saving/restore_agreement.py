@@ -1,7 +1,7 @@
-"""One end for all ranks of a restore (I7): where one of them meets damage, none goes on from that step.
+"""Agreement of all ranks on the end of a restore (I7): if one finds damage, none continues from that step.
 
-Each rank says how its n-th restore ended, and is answered when all have said so, or as soon as one has met damage: then
-every one of them gets that damage, and asks for the next answer, which is an older step.
+Each rank reports how its n-th restore ended. It is answered when all have reported, or as soon as one has found
+damage: then all get that damage, and ask for the next answer, which is an older step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ Look = Callable[[str, int, Damaged], Damaged | None]
 
 
 class TurnVerdict(NamedTuple):
-    """What a rank is to do. `again`: read once more, it is well now; `error`: it failed, for all unless it is `late`.
+    """What a rank must do. `again`: read once more, the step is sound now; `error`: the restore failed, for all ranks
+    unless it is `late`.
 
-    With none of them it goes on.
+    Without either, it continues.
     """
 
     again: bool = False
@@ -59,7 +60,7 @@ class _Turn:
 
 
 class RestoreAgreement:
-    """The restores of all launches. Thread-safe. `look` examines what a rank complains of, and mends or records it."""
+    """The restores of all launches. Thread-safe. `look` checks reported damage, and repairs or records it."""
 
     def __init__(self, look: Look, findings: Findings, unheard_s: float = UNHEARD_S) -> None:
         self._look, self._findings, self.unheard_s = look, findings, unheard_s
@@ -69,12 +70,12 @@ class RestoreAgreement:
         self._closed = False
 
     def join(self, who: Participant) -> None:
-        """A rank is there, for the first time or again."""
+        """A rank connected, for the first time or again."""
         with self._changed:
             self._gone.get((who.run, who.attempt), set()).discard(who.rank)
 
     def gone(self, who: Participant) -> None:
-        """A rank is gone: nobody waits for it any more."""
+        """A rank is gone: stop waiting for it."""
         with self._changed:
             self._gone.setdefault((who.run, who.attempt), set()).add(who.rank)
             self._changed.notify_all()
@@ -104,7 +105,7 @@ class RestoreAgreement:
             )
 
     def moved_on(self, who: Participant) -> None:
-        """A rank saves: whatever it restored, it goes on from there."""
+        """A rank saves, so it has continued from its restore."""
         with self._changed:
             for (run, attempt, _), turn in self._turns.items():
                 if (run, attempt) == (who.run, who.attempt):
@@ -114,7 +115,9 @@ class RestoreAgreement:
     def judge(
         self, who: Participant, turn: int, step: int, error: CheckpointError | None, alone: bool, wait_s: float
     ) -> TurnVerdict:
-        """How the restore of (turn, step) ended: what the rank is to do; `DeadlineExceeded` while others are at it still."""
+        """A rank reports how the restore of (turn, step) ended; returns its verdict, `DeadlineExceeded` while
+        others are still restoring.
+        """
         if isinstance(error, Damaged):
             return self.damaged(who, turn, step, error, alone)
         if alone or error is not None:
@@ -151,23 +154,25 @@ class RestoreAgreement:
             return GO_ON
 
     def abandoned(self, who: Participant, turn: int) -> None:
-        """A rank's restore ended for another reason than damage, which is its own matter: nobody waits for it."""
+        """A rank's restore ended for another reason than damage, which concerns only this rank: stop waiting for
+        it.
+        """
         with self._changed:
             self._turn(who, turn).ended.add(who.rank)
             self._changed.notify_all()
 
     def damaged(self, who: Participant, turn: int, step: int, error: Damaged, alone: bool) -> TurnVerdict:
-        """A rank was not given what was written. Where that is so, the turn is over, for all but when it asked `alone`.
+        """A rank reports damage. If it is confirmed, the turn ends for all ranks, unless it asked `alone`.
 
-        Where it is not, or is mended, the rank reads again. If it complains again it is believed: who cannot read a step
-        cannot restore it.
+        If it is not confirmed, or was repaired, the rank reads again. A second report is believed, because a rank
+        that cannot read a step cannot restore it.
         """
         try:
             found = self._look(who.run, step, error)
         except NoSuchCheckpoint:
             found = error
         except CheckpointError as failure:
-            log.warning("%s@%s: what rank %s complains of cannot be looked at: %s", who.run, step, who.rank, failure.detail)
+            log.warning("%s@%s: cannot check the damage that rank %s reports: %s", who.run, step, who.rank, failure.detail)
             found = None
         with self._changed:
             current = self._turn(who, turn)

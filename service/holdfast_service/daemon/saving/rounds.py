@@ -1,4 +1,4 @@
-"""A round as the saver keeps it: one attempt to save one step, the ranks that take part in it, and the slots they hold."""
+"""State of one save (a round): one attempt to save one step, its ranks and their slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RoundKey(NamedTuple):
 
 
 class Participant:
-    """A rank as the saver knows it: who it is, and how to tell it what became of a save."""
+    """A rank as the saver sees it: its identity, and how to tell it the outcome of a save."""
 
     process = ""  # which process speaks, as it names itself; "" for one that does not
     remote = False
@@ -32,11 +32,11 @@ class Participant:
         self.notify = notify
 
     def is_gone(self) -> bool:
-        """Whether its process has ended for sure, though its connection may not have."""
+        """Whether its process has certainly ended, although its connection may not have."""
         return False
 
     def silent_s(self) -> float:
-        """Since when nothing was heard of it, in seconds; 0 for one whose connection the kernel holds."""
+        """Seconds since it was last heard of; 0 for a connection that the kernel keeps."""
         return 0.0
 
     @property
@@ -52,7 +52,7 @@ class SlotLease(NamedTuple):
 
 
 class SaveRound:
-    """Guarded by the saver's lock until it is being written."""
+    """State of one save; guarded by the saver's lock until it is being written."""
 
     def __init__(self, key: RoundKey, round_id: int, world: int, deadline: float) -> None:
         self.key, self.id, self.world, self.deadline = key, round_id, world, deadline
@@ -68,7 +68,7 @@ class SaveRound:
 
     @property
     def staged(self) -> dict[str, float]:
-        """Seconds from the first lease to the last seal, where both were seen."""
+        """Seconds from the first lease to the last seal, if both were seen."""
         seen = self.began is not None and self.completed > 0
         return {"stage_s": self.completed - self.began} if self.began is not None and seen else {}
 
@@ -85,9 +85,9 @@ class SaveRound:
     def refuse(self, who: Participant) -> None:
         """`StateMismatch` for a rank that does not belong here, or takes part already."""
         if self.world != who.world:
-            raise StateMismatch(f"rank {who.rank} says the world has {who.world} ranks, not {self.world}")
+            raise StateMismatch(f"rank {who.rank} has a world size of {who.world}, but the save has {self.world}")
         if who.rank in self.participants:
-            raise StateMismatch(f"rank {who.rank} saves step {self.key.step} twice", hint="wait for its ticket first")
+            raise StateMismatch(f"rank {who.rank} is already saving step {self.key.step}", hint="wait for its ticket first")
 
     def release(self) -> None:
         for sealed in self.sealed.values():
@@ -105,9 +105,9 @@ def outcome_of(key: RoundKey, error: CheckpointError | None) -> Outcome:
 
 
 class GivenUp:
-    """Why rounds ended without a checkpoint, and which of their ranks know. The oldest are forgotten.
+    """Why saves ended without a checkpoint, and which of their ranks know it. The oldest are dropped.
 
-    Of an error is kept what it says: its traceback leads to whoever met it, and to all memory that was at hand there.
+    Only the error's content is kept, because its traceback would keep much memory alive.
     """
 
     def __init__(self) -> None:
@@ -126,13 +126,13 @@ class GivenUp:
             self.add(key, {rank}, error)
 
     def refuse(self, key: RoundKey, rank: int) -> None:
-        """A rank that comes late to a round the others have lost is told so once; after that the step may be tried anew."""
+        """Tell a late rank once that the others have lost this save; after that the step may be tried again."""
         known, problem = self._ended.get(key, (set(), None))
         if problem is not None and rank not in known:
             known.add(rank)
             raise from_problem(problem)
 
     def why(self, key: RoundKey, otherwise: str) -> CheckpointError:
-        """What ended this round; `otherwise` where it is not known."""
+        """What ended this save; `otherwise` if unknown."""
         _, problem = self._ended.get(key, (set(), None))
         return from_problem(problem) if problem is not None else RoundAborted(otherwise)

@@ -1,7 +1,7 @@
-"""Two jobs on one run's name: the second is refused by name while the first one lives, unless it says that it takes over.
+"""Refuse a second job with the same run name while the first one is active, unless it takes the run over.
 
-What takes over, or follows a job that is gone, is fenced from the other side: the catalog gives it the next attempt, and
-every older one is refused from then on (I6). So nothing here has to be certain; it keeps a mistake from ending a training.
+A job that takes over, or follows a dead one, gets the next attempt, and all older attempts are shut out (I6). So
+nothing here has to be certain; it only keeps a mistake from ending a training run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from holdfast_service.daemon.saving.saver import Saver
 
 SILENCE_MAX_S = 25.0  # a rank that speaks over HTTP asks for outcomes every 20 s at least
 DYING_S, POLL_S = 3.0, 0.05  # who was killed a moment ago is still connected for as long as its memory takes to be freed
-HINT = "stop the other job, or give this one a run of its own; HOLDFAST_TAKE_OVER=1 makes it take the run over"
+HINT = "stop the other job, or use another run name; HOLDFAST_TAKE_OVER=1 takes the run over and shuts the other job out"
 
 
 class DistantParticipant(Participant):
-    """A rank that speaks over HTTP: nobody tells when it dies, so it counts as gone once it was silent for long."""
+    """A rank over HTTP: its death is not reported, so it counts as gone after a long silence."""
 
     remote = True
 
@@ -40,7 +40,7 @@ class DistantParticipant(Participant):
 
 
 class NearParticipant(Participant):
-    """A rank at the socket. It lives as long as its process: a child that it forked may hold the connection open."""
+    """A rank at the socket. It lives as long as its process: a forked child may keep the connection open."""
 
     def __init__(
         self, hello: wire.Hello, attempt: int, notify: Callable[[Outcome], None], has_ended: Callable[[], bool]
@@ -65,15 +65,16 @@ def let_in(
     join: Callable[[int], _Made],
     tenant: str = "",
 ) -> _Made:
-    """Declare a rank's attempt and have it `join`; `RunBusy` for the first rank of a new launch while another job's live.
+    """Declare a rank's attempt and let it `join`; `RunBusy` for the first rank of a new launch while another job is
+    active.
 
-    `LimitExceeded` for a new run of a `tenant` that has made too many already, and saved nothing to them.
+    `LimitExceeded` for a new run of a `tenant` that already has too many runs without a save.
 
-    Looking and joining are one act, of one rank of the run at a time: of two jobs that start at once one finds the other.
+    Checking and joining are one atomic step per run: of two jobs that start at once, one finds the other.
 
-    A process that makes another checkpointer of its run is the same job, also where it has closed the one before and other
-    ranks have not yet. `retry_after_s` says when ranks that were last heard of over HTTP count as gone; it is 0 where a
-    living process holds a connection.
+    A process that creates another checkpointer for its run is the same job, even if it has closed the previous one
+    before other ranks have. `retry_after_s` says when silent ranks over HTTP count as gone; it is 0 if a living
+    process is connected.
     """
     limit = time.monotonic() + DYING_S
     while True:
@@ -89,7 +90,8 @@ def let_in(
         time.sleep(POLL_S)
     newest = max(living, key=lambda other: other.attempt)
     raise RunBusy(
-        f"{hello.run!r} is being trained already: attempt {newest.attempt}, {len(living)} of {newest.world} ranks here",
+        f"another job is training {hello.run!r}: attempt {newest.attempt}, {len(living)} of {newest.world} "
+        "ranks are connected here",
         hint=HINT,
         attempt=newest.attempt,
         ranks=len(living),

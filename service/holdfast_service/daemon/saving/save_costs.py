@@ -1,7 +1,7 @@
-"""What each save cost, gathered from ranks, saver, writer and check, so that the catalog keeps it beside the round.
+"""Collect the timings of each save from ranks, saver, writer and check, and record them in the catalog.
 
-What is known when a round ends goes into the transaction that ends it. The rest, how long the check took and what ranks say
-later, follows in one more, behind the back of every save.
+What is known at the end of a save is written in the transaction that ends it. The rest, such as the duration of
+the check, follows in one more transaction in the background.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Save:
 
 
 class SaveHistory:
-    """The saves that something may still be said of; the oldest are forgotten. Thread-safe."""
+    """Saves whose timings may still change; the oldest are dropped. Thread-safe."""
 
     def __init__(self, decisions: Decisions) -> None:
         self._decisions = decisions
@@ -119,7 +119,7 @@ class SaveHistory:
             try:
                 self._decisions.measured(round_id, later)
             except CheckpointError as error:
-                log.warning("what the save of round %d cost is not all recorded: %s", round_id, error.detail)
+                log.warning("cannot record all timings of save %d: %s", round_id, error.detail)
 
     def _of(self, key: RoundKey, world: int) -> _Save:
         save = self._saves.setdefault(key, _Save(world))

@@ -1,7 +1,7 @@
-"""The saver: collects the sealed slots of a world, has the complete ones written and committed, and tells their ranks.
+"""The saver: collect the sealed slots of all ranks, have complete saves written and committed, and tell the ranks.
 
-A round is one attempt to save one step. It begins with the first rank's lease, is complete when every rank of the world has
-sealed, and ends committed or aborted. Nothing of an incomplete round ever reaches storage.
+A save (round) is one attempt to save one step. It starts with the first rank's lease, is complete when every rank
+has sealed, and ends committed or aborted. Nothing of an incomplete save reaches storage.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
-_EVERY_RANK = "every rank saves the same steps, and closes its Checkpointer after the last of them"
+_EVERY_RANK = "every rank must save the same steps, and close its Checkpointer after the last one"
 _NONE: Mapping[int, CheckpointError] = MappingProxyType({})
 
 CLOSE_S = 5.0  # how long the catalog is waited for, so that what was saved last is checked as well
 
 
 class Saver:
-    """Owner of all rounds of this node. Methods are called by the ranks' conversations, from any thread."""
+    """Owner of all saves of this node. Its methods are called from any thread."""
 
     def __init__(self, tier: Tier, decisions: Decisions, node: str, checker: Checker | None = None) -> None:
         self._decisions = decisions
@@ -69,18 +69,18 @@ class Saver:
 
     @property
     def writing(self) -> bool:
-        """Whether a save is on its way to storage."""
+        """Whether a save is being written to storage."""
         with self._lock:
             return bool(self._pending)
 
     @property
     def working(self) -> bool:
-        """Whether a save is under way, or a checkpoint is still to be read back."""
+        """Whether a save is in progress, or a checkpoint is not verified yet."""
         with self._lock:
             return bool(self._open or self._pending or self.checks.left)
 
     def entering(self, run: str) -> threading.Lock:
-        """Held while it is looked whether a rank may join a run, and until it has."""
+        """A lock: held while checking whether a rank may join a run, until it has joined."""
         with self._lock:
             return self._entering.setdefault(run, threading.Lock())
 
@@ -91,22 +91,24 @@ class Saver:
 
     @property
     def runs(self) -> set[str]:
-        """The runs of which ranks are connected."""
+        """The runs with connected ranks."""
         with self._lock:
             return self._attendance.runs
 
     def lives(self) -> dict[str, tuple[int, Life]]:
-        """What is known of the ranks that came to this daemon, by run: their newest attempt, and what became of it."""
+        """The ranks that connected to this daemon, by run: their newest attempt and its state."""
         with self._lock:
             return self._attendance.lives()
 
     def join(self, who: Participant) -> None:
-        """A rank has said hello. Incomplete rounds of older attempts of its run end (I6); what all had sealed is saved."""
+        """A rank connected. Incomplete saves of older attempts of its run end (I6); completely sealed ones are
+        saved.
+        """
         with self._lock:
             self._attendance.join(who)
             self.restores.join(who)
             for current in [r for k, r in self._open.items() if k.run == who.run and k.attempt < who.attempt]:
-                self._abort(current, StaleAttempt(f"attempt {who.attempt} of {who.run} has begun"))
+                self._abort(current, StaleAttempt(f"attempt {who.attempt} of {who.run} has started"))
 
     def vacate(self, run: str) -> bool:
         """Forget whose ranks were here; False where some are, or something is being saved."""
@@ -117,7 +119,7 @@ class Saver:
             return True
 
     def present(self, run: str) -> list[Participant]:
-        """The ranks of a run that are connected now, of whatever attempt."""
+        """The connected ranks of a run, of any attempt."""
         with self._lock:
             return self._attendance.of(run)
 
@@ -135,10 +137,10 @@ class Saver:
         policy: Policy = "wait",
         intent: Intent = NO_INTENT,
     ) -> int:
-        """A slot of `segment` for this rank's part of `step`. Refuses by name a step that may not be saved by this rank.
+        """Lease a slot of `segment` for this rank's part of `step`. Refuses a step that this rank may not save.
 
-        Where no slot is free, the policy decides for all ranks of the world: an older round ends for this one, or this one
-        does, as `GenerationDropped`; or a slot is awaited, for `wait_s` seconds, then `ArenaFull`.
+        If no slot is free, the policy decides for all ranks: an older save is dropped for this one, or this one is
+        dropped, with `GenerationDropped`; or it waits for a slot, for `wait_s` seconds, then `ArenaFull`.
         """
         key = RoundKey(who.run, step, who.attempt)
         self.restores.moved_on(who)
@@ -174,7 +176,7 @@ class Saver:
         return slot
 
     def seal(self, who: Participant, slot: int, step: int, table_digest: str, turn: int = 0) -> None:
-        """Take over a slot that its rank declares complete; the last one of the world sets the round going."""
+        """Accept a slot that its rank declares complete; the last rank starts the write."""
         key = RoundKey(who.run, step, who.attempt)
         with self._lock:
             current = self._open.get(key)
@@ -186,7 +188,7 @@ class Saver:
                 self._given_up.refuse(key, who.rank)
                 if current is None and self._decisions.committed(who.run, step) == (who.attempt, turn):
                     return
-                raise self._given_up.why(key, f"rank {who.rank} holds no lease on slot {slot} for step {step}")
+                raise self._given_up.why(key, f"rank {who.rank} has no lease on slot {slot} for step {step}")
             try:
                 sealed = lease.segment.take_sealed(slot, step, table_digest)
                 check_identity(sealed, who.owner, step)
@@ -200,7 +202,7 @@ class Saver:
     def adopt(
         self, who: Participant, step: int, round_id: int, segment: ArenaSegment, slot: int, sealed: SealedSlot | None
     ) -> None:
-        """A slot that an earlier daemon had leased to `who`, and that may be sealed, is this saver's from now on."""
+        """Take over a slot that an earlier daemon had leased to `who`, and that may be sealed."""
         key = RoundKey(who.run, step, who.attempt)
         with self._lock:
             current = self._open.setdefault(key, SaveRound(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S))
@@ -215,9 +217,9 @@ class Saver:
     def take_over(
         self, who: Participant, awaited: Mapping[int, int], refused: Mapping[int, CheckpointError] = _NONE
     ) -> None:
-        """A rank is back on a new connection: it is told of the steps it awaits, which come with the turns of their saves.
+        """A rank reconnected: tell it about the steps it waits for, which come with the turns of their saves.
 
-        Its leases for others are free again. `refused` says why steps that it brought along may not be saved.
+        Its other leases are freed. `refused` says why steps that it brought along may not be saved.
         """
         unknown = set(awaited)
         with self._lock:
@@ -245,7 +247,7 @@ class Saver:
             who.notify(outcome_of(key, None if committed else refused.get(step, lost)))
 
     def give_up(self, who: Participant, step: int, error: CheckpointError) -> None:
-        """A rank cannot complete its part: the round ends, for every rank; also for those that come with theirs later."""
+        """A rank cannot complete its part: the save ends for every rank, also for those that come later."""
         key = RoundKey(who.run, step, who.attempt)
         with self._lock:
             current = self._open.get(key)
@@ -255,12 +257,12 @@ class Saver:
                 self._given_up.know(key, who.rank, error)
 
     def refuse_given_up(self, who: Participant, step: int) -> None:
-        """Raise what ended this step for the other ranks, if it was given up and this one has not heard of it."""
+        """Raise what ended this step for the other ranks, if this rank has not heard of it."""
         with self._lock:
             self._given_up.refuse(RoundKey(who.run, step, who.attempt), who.rank)
 
     def gone(self, who: Participant) -> None:
-        """A rank's process is gone. Rounds it had not sealed end; with the last rank, all incomplete ones do."""
+        """A rank's process is gone. Saves that it had not sealed end; with the last rank, all incomplete ones do."""
         with self._lock:
             present = self._attendance.leave(who)
             if not any(other.rank == who.rank for other in present):
@@ -275,11 +277,11 @@ class Saver:
                     continue
                 if not current.complete and (not present or who.rank not in current.sealed):
                     self._abort(
-                        current, RoundAborted(f"rank {who.rank} was gone before step {current.key.step} was complete")
+                        current, RoundAborted(f"rank {who.rank} disconnected before step {current.key.step} was complete")
                     )
 
     def renew(self, who: Participant, step: int) -> None:
-        """The rank is still bringing its part, over a slow link: its lease and its round last anew."""
+        """The rank is still uploading its part over a slow link: renew the deadlines of its lease and its save."""
         deadline = time.monotonic() + LEASE_DEADLINE_S
         with self._lock:
             current = self._open.get(RoundKey(who.run, step, who.attempt))
@@ -288,7 +290,7 @@ class Saver:
                 current.deadline = deadline
 
     def expire(self) -> None:
-        """End the rounds and the holds whose deadline has passed."""
+        """End saves, and drop in-memory checkpoints, whose deadline has passed."""
         now = time.monotonic()
         self.holds.expire(now)
         self.history.flush()
@@ -301,16 +303,18 @@ class Saver:
                     missing = late or sorted(set(range(current.world)) - set(current.sealed))
                     self._abort(
                         current,
-                        RoundAborted(f"ranks {missing} did not seal step {current.key.step} in {LEASE_DEADLINE_S:.0f} s"),
+                        RoundAborted(
+                            f"ranks {missing} did not complete step {current.key.step} within {LEASE_DEADLINE_S:.0f} s"
+                        ),
                     )
 
     def settle(self, run: str, wait_s: float) -> bool:
-        """Wait until every complete round of `run` has ended, so that "the newest checkpoint" is what was really saved."""
+        """Wait until every complete save of `run` has ended, so that the newest checkpoint is known."""
         with self._lock:
             return self._lock.wait_for(lambda: all(key.run != run for key in self._pending), wait_s)
 
     def close(self) -> None:
-        """Save and verify what is complete, end what is not, stop."""
+        """Write and verify complete saves, end the others, stop."""
         with self._lock:
             for current in list(self._open.values()):
                 self._abort(current, RoundAborted("the daemon is shutting down"))

@@ -1,4 +1,4 @@
-"""Back-pressure: what gives way to a save for which no slot is free. Values in, a decision out."""
+"""Back-pressure: decide which save is dropped if no slot is free. Pure values in, a decision out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _Generation = TypeVar("_Generation")
 
 
 def gives_way(policy: Policy, complete: Sequence[_Generation], incomplete: Sequence[_Generation]) -> _Generation | None:
-    """Which of the older saves that hold this rank's slots is dropped; None when it is the new one.
+    """Which of the older saves in this rank's slots is dropped; None if it is the new one.
 
-    Both lists are in the order in which the saves began, without the one that is being written: it is never dropped.
+    Both lists are in the order in which the saves started, without the one being written: it is never dropped.
     """
     if policy != "newest-wins":
         return None

@@ -66,6 +66,6 @@ class Sweeper:
             try:
                 self.look()
             except CheckpointError as error:  # the next look tries again
-                log.warning("empty runs are not swept: %s", error.detail)
+                log.warning("cannot remove empty runs: %s", error.detail)
             except Exception:
-                log.exception("empty runs are not swept")
+                log.exception("cannot remove empty runs")

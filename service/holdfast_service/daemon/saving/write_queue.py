@@ -1,4 +1,4 @@
-"""Complete rounds on their way to storage: one is written and committed at a time, those behind it can be withdrawn."""
+"""Queue of complete saves: one is written and committed at a time, waiting ones can be withdrawn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _END = None
 
 
 class WriteQueue:
-    """The thread that saves rounds in the order in which they were completed, and tells `ended` of each."""
+    """The thread that writes saves in order of completion, and calls `ended` for each."""
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
@@ -52,17 +52,17 @@ class WriteQueue:
             self._lock.notify_all()
 
     def waiting(self) -> list[SaveRound]:
-        """The rounds that are not being written yet, oldest first."""
+        """The saves that are not being written yet, oldest first."""
         with self._lock:
             return [current for current in self._waiting if current is not _END]
 
     def withdraw(self, current: SaveRound) -> None:
-        """Do not save this round, which waits."""
+        """Do not write this waiting save."""
         with self._lock:
             self._waiting.remove(current)
 
     def close(self) -> None:
-        """Save what waits, then stop."""
+        """Write all waiting saves, then stop."""
         with self._lock:
             self._waiting.append(_END)
             self._lock.notify_all()

@@ -1,1 +1,1 @@
-"""One read of a file for several ranks of this machine."""
+"""Read a file once for several ranks of this machine."""

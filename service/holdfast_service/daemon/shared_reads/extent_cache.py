@@ -1,7 +1,7 @@
-"""Proven extents on loan: whole extents are read and checked once, and kept while memory for them lasts (I7).
+"""Cache of verified extents: whole extents are read and checked once, and kept while memory lasts (I7).
 
-Whoever sends a shard takes the same extent for several windows, and ranks that load the same checkpoint at the same time
-take the same extents. Memory is a fixed number of slabs, however many readers there are, and none while there is no reader.
+A shard download needs the same extent for several windows, and ranks that load the same checkpoint need the same
+extents. Memory is a fixed number of slabs, and none without a reader.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Block:
 
 
 class ProvenExtents:
-    """Lends proven extents of committed checkpoints to any number of threads."""
+    """Lends verified extents of committed checkpoints to any number of threads."""
 
     def __init__(self, tier: Tier, slabs_max: int = SLABS_MAX) -> None:
         self._tier = tier

@@ -1,7 +1,7 @@
-"""Restores of one machine's ranks: what several of them want of a step is read and proven once, into memory that all read.
+"""Restores of one machine's ranks: what several of them want is read and verified once, into shared memory.
 
-The memory is a memfd that is sealed before anybody is given it: from then on nobody can change what was proven. It is taken
-from the arena's budget, and given back as soon as the last rank has what it wants.
+The memory is a memfd that is sealed before anybody gets it, so nobody can change verified bytes. It comes from the
+arena's budget and is freed as soon as the last rank has copied its part.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ReadCounts:
 
 
 class Loader:
-    """The loads that are under way. Safe for threads; each load has one of its own."""
+    """The loads in progress. Safe for threads; each load has its own thread."""
 
     def __init__(self, tier: Tier, arena: Arena, gather_s: float | None = None, lent_s: float = LENT_S) -> None:
         self.tier, self.arena, self.lent_s = tier, arena, lent_s
@@ -80,7 +80,7 @@ class Loader:
         """Answer this wish together with those of the other ranks, or out of what was read for them already."""
         with self._lock:
             if self._closed:
-                raise DaemonGone("the daemon is ending")
+                raise DaemonGone("the daemon is shutting down")
             load = self._loads.get(key)
             if load is None or not load.add(wish):  # the first, or one that restores this step once more
                 load = self._loads[key] = _Load(self, key, wish)
@@ -88,14 +88,14 @@ class Loader:
                 load.start()
 
     def leave(self, rank: object) -> None:
-        """This rank has what it wants, or is gone."""
+        """This rank has copied its part, or is gone."""
         with self._lock:
             loads = list(self._all)
         for load in loads:
             load.leave(rank)
 
     def close(self) -> None:
-        """End all loads; who still waits is told that nothing is shared."""
+        """End all loads; waiting ranks are told that nothing is shared."""
         with self._lock:
             self._closed = True
             loads = list(self._all)
@@ -158,7 +158,7 @@ class _Load:
         self._thread.join()
 
     def _run(self) -> None:
-        answer = wire.Loaded(reply_to=0, notice="the daemon failed to read for several ranks: its log says why")
+        answer = wire.Loaded(reply_to=0, notice="the daemon could not read for several ranks: see its log")
         try:
             answer = self._read(self._gather())
             self._lend(answer)
@@ -205,7 +205,7 @@ class _Load:
         if shared.left_out:
             had, wanted = shared.listing.nbytes / MIB, (shared.listing.nbytes + shared.left_out) / MIB
             what = f"memory has room for {had:.1f} of the {wanted:.1f} MiB that several ranks of this machine want"
-            notices.append(f"{what}: the rest each of them reads for itself")
+            notices.append(f"{what}: each of them reads the rest separately")
         good = shared.listing
         if len(shared.listing.rows):
             assert self._loan is not None
@@ -216,7 +216,7 @@ class _Load:
             self._loader.counts.add("node", read)
         if len(good.rows) < len(shared.listing.rows):
             bad = len(shared.listing.rows) - len(good.rows)
-            notices.append(f"{bad} pieces that several ranks want could not be read and proven for them")
+            notices.append(f"{bad} pieces that several ranks want could not be read and verified for them")
         return wire.Loaded(reply_to=0, pieces=len(good.rows), bytes=good.nbytes, notice="; ".join(notices))
 
     def _deserted(self) -> bool:
@@ -245,7 +245,7 @@ class _Load:
             try:
                 wish.send(answer.model_copy(update={"reply_to": wish.request.id}), fds)
             except OSError as error:
-                log.info("a rank is not there to take what was read for it: %s", error)
+                log.info("a rank is gone and does not receive what was read for it: %s", error)
 
     def _part(self) -> None:
         """Give the memory back. Who was lent it may look at it still."""

@@ -1,6 +1,7 @@
-"""Memory that is filled once, with proven pieces of a checkpoint, then sealed and lent to the ranks of this machine.
+"""Memory that is filled once with verified pieces of a checkpoint, then sealed and lent to the ranks of this machine.
 
-It is written through its descriptor and never mapped here, so that the kernel takes the seal against writing.
+It is written through its descriptor and never mapped here, because the kernel refuses the write seal on mapped
+memory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class StepFiles(NamedTuple):
 
 
 class SealedMemory:
-    """A memfd of `size` bytes. `close` ends our hold on it; who was given the descriptor keeps the memory."""
+    """A memfd of `size` bytes. `close` closes our descriptor; ranks with a copy keep the memory."""
 
     def __init__(self, label: str, size: int) -> None:
         """`NoSpace` when it cannot be had."""
@@ -50,7 +51,7 @@ class SealedMemory:
             os.ftruncate(self.fd, size)
         except OSError as error:
             os.close(self.fd)
-            raise NoSpace(f"cannot make {size} bytes of shared memory: {error.strerror}") from error
+            raise NoSpace(f"cannot create {size} bytes of shared memory: {error.strerror}") from error
 
     @property
     def touched_bytes(self) -> int:
@@ -113,7 +114,7 @@ class _Filling:
                 got = self._source.tier.read_into(path, start + done, part)
                 self.read[job.first] += got
                 if got < len(part):
-                    log.warning("%s is cut off at %d", path, start + done + got)
+                    log.warning("%s ends early, at byte %d", path, start + done + got)
                     return
                 if len(rows) == 1:
                     running.update(part)
@@ -142,7 +143,7 @@ def read_listing(fd: int) -> PieceList:
                 break
             done += got
     except OSError as error:
-        raise InvalidRequest(f"the descriptor is of nothing that can be read: {error.strerror}") from error
+        raise InvalidRequest(f"the descriptor cannot be read: {error.strerror}") from error
     return piece_list.decode(bytes(encoded[:done]))
 
 

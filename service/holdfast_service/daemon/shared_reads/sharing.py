@@ -1,6 +1,6 @@
-"""Which pieces of a step are read once for several ranks, and where each stands in the memory that holds them.
+"""Decide which pieces of a step are read once for several ranks, and their positions in shared memory.
 
-Arithmetic alone: the loader reads what is decided here.
+Only arithmetic: the loader does the reading.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _wanted_by_several(asked: Sequence[PieceList], wanted_by_min: int) -> PieceL
     before, after = rows[:-1], rows[1:]
     same = (before["file"] == after["file"]) & (before["start"] == after["start"])
     if not (before["digest"] == after["digest"])[same].all() or not (before["length"] == after["length"])[same].all():
-        raise InvalidRequest("ranks want different bytes at one place of a file")
+        raise InvalidRequest("ranks request different bytes at one position of a file")
     firsts = np.flatnonzero(np.concatenate(([True], ~same)))
     counts = np.diff(np.append(firsts, len(rows)))
     shared = rows[firsts[counts >= wanted_by_min]]
@@ -95,7 +95,7 @@ def _check_apart(rows: Rows) -> None:
     before, after = rows[:-1], rows[1:]
     across = (before["file"] == after["file"]) & (before["start"] + before["length"] > after["start"])
     if across.any():
-        raise InvalidRequest("ranks want pieces of a file that lie across one another")
+        raise InvalidRequest("ranks request pieces of a file that overlap")
 
 
 def _begins_run(rows: Rows) -> np.ndarray:

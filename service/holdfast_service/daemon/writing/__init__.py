@@ -1,1 +1,1 @@
-"""From slots to durable files."""
+"""Write slots to durable files."""

@@ -1,4 +1,4 @@
-"""Windows: the bounded memory through which bytes pass between slots and disk, page-aligned and used again."""
+"""Page-aligned, reusable buffers (windows) between slots and disk, in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The disk's own limit, beside which a save's speed says something: a short write of its own, raised by what saves reach.
+"""Measure the disk's speed, as a reference for the speed of saves: a short write, raised by faster saves.
 
-It is measured only once a save as large has been committed and checked, so it never costs more than the saves do, and a
-small run none at all; again after a day; never while a save is being written; and it breaks off where one begins.
+It is measured only after a save of that size was committed and checked, so it never costs more than the saves;
+again after a day; never while a save is being written, and it stops if one starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Probe = Callable[[Callable[[], bool]], float | None]  # asked whether to break o
 
 
 class DiskLimit:
-    """Bytes a second, None while nothing is known. Thread-safe. Without a `probe` it is what saves have reached."""
+    """Bytes per second, None while unknown. Thread-safe. Without a `probe` it is the speed of the fastest save."""
 
     def __init__(self) -> None:
         self.probe: Probe | None = None
@@ -71,10 +71,10 @@ class DiskLimit:
         try:
             found = probe(self._busy)
         except CheckpointError as error:
-            log.info("the disk's speed cannot be measured: %s", error.detail)
+            log.info("cannot measure the disk's speed: %s", error.detail)
             found = None
         if found is not None:
             with self._lock:
                 self._measured_at = time.monotonic()
                 self.bytes_per_second = max(found, self.bytes_per_second or 0.0)
-            log.info("the disk takes %.0f MB/s", found / 1e6)
+            log.info("the disk writes %.0f MB/s", found / 1e6)

@@ -1,4 +1,4 @@
-"""A tier that notes how long its files take to become durable."""
+"""A tier wrapper that measures fsync time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background threads give way to training: to its CPU time and to its I/O."""
+"""Lower the priority of background threads: CPU and I/O belong to training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def give_way() -> None:
-    """Lower the calling thread's priority, for good: nice for the CPU, the idle class for I/O. Advice, so it never fails."""
+    """Permanently lower the calling thread's priority: nice for the CPU, the idle class for I/O. It never fails."""
     thread = threading.get_native_id()
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread, NICE)

@@ -50,7 +50,7 @@ class _Running(NamedTuple):
 
 
 def under_way() -> bool:
-    """Whether a save is being written now, so that what can do without the disk leaves it alone."""
+    """Whether a save is being written now, so that other work leaves the disk alone."""
     return bool(_writing)
 
 
