@@ -38,3 +38,28 @@ def test_generated_text_keeps_its_lines_and_loses_its_empty_end() -> None:
 def test_the_mean_loss_is_over_the_steps_that_all_ranks_finished() -> None:
     """A kill leaves one rank a step ahead; that step has no mean."""
     assert report.mean_losses([LaunchRecord(0, {1: 2.0, 2: 1.0}, []), LaunchRecord(0, {1: 4.0}, [])]) == {1: 3.0}
+
+
+def test_the_losses_of_both_runs_stand_side_by_side() -> None:
+    """A row for the first step, each checkpoint and the kill; a step that was done twice shows all three losses."""
+    console = printed()
+    whole = {step: 6.0 - step / 2 for step in range(1, 9)}
+    killed = LaunchRecord(0, {step: whole[step] for step in range(1, 6)}, [4])
+    resumed = LaunchRecord(4, {step: whole[step] for step in range(5, 9)}, [8])
+    report.print_losses(console, 4, [[LaunchRecord(0, whole, [])]] * 2, [[killed, resumed]] * 2)
+    rows = [line.split() for line in console.export_text().splitlines() if line.strip()[:1].isdigit()]
+    assert [[cell for cell in row if cell[0].isdigit()] for row in rows] == [
+        ["1", "5.500000", "5.500000"],
+        ["4", "4.000000", "4.000000"],
+        ["5", "3.500000", "3.500000", "3.500000"],
+        ["8", "2.000000", "2.000000"],
+    ]
+    assert [" ".join(cell for cell in row if cell.isalpha()) for row in rows] == ["", "resumed from here", "killed here", ""]
+
+
+def test_the_bars_fall_with_the_loss() -> None:
+    """The longest bar is the highest loss, and half the loss is half as long."""
+    console = printed()
+    launch = LaunchRecord(0, {1: 4.0, 2: 2.0, 3: 1.0}, [2])
+    report.print_losses(console, 1, [[launch]] * 2, [[launch, LaunchRecord(2, {3: 1.0}, [])]] * 2)
+    assert [line.count("█") for line in console.export_text().splitlines() if "█" in line] == [16, 8, 4]

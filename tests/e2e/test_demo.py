@@ -38,8 +38,7 @@ def test_the_demo_proves_what_it_claims(output: Path) -> None:
 
 
 def test_the_demo_leaves_what_it_tells_of(output: Path) -> None:
-    """The curve, the text and the digests are where it says, and equal for both runs."""
-    assert (output / "loss.svg").read_text().startswith("<svg")
+    """The text and the digests are where it says, and equal for both runs."""
     assert json.loads((output / "generated.json").read_text())["text"].startswith("class ")
     for rank in range(2):
         ends = [json.loads((output / run / f"digests-{rank}.json").read_text()) for run in ("demo", "demo-uninterrupted")]

@@ -1,4 +1,4 @@
-"""What the demo prints: the curve, the claims, the text, and how to look further."""
+"""What the demo prints: the losses, the claims, the text, and how to look further."""
 
 from __future__ import annotations
 
@@ -6,39 +6,42 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from rich.bar import Bar
 from rich.console import Console
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from . import chart
 from .processes import DemoDaemon
 from .proof import Claim, LaunchRecord
 
 LOG_LINES = 25
 TORCHRUN_REPORT = "torch/distributed/elastic/"  # stands in each line that torchrun logs about a failed rank
 TEXT_COLUMNS = 76
+BAR_COLUMNS = 16
 
 
-def print_curve(
-    console: Console, svg: Path, uninterrupted: Sequence[Sequence[LaunchRecord]], resumed: Sequence[Sequence[LaunchRecord]]
+def print_losses(
+    console: Console,
+    save_every: int,
+    uninterrupted: Sequence[Sequence[LaunchRecord]],
+    resumed: Sequence[Sequence[LaunchRecord]],
 ) -> None:
-    """The mean loss of all ranks, both runs; drawn here and written to `svg`."""
+    """The mean loss of all ranks in both runs, at the first step, at every checkpoint and where the kill came."""
     whole = mean_losses([rank[-1] for rank in uninterrupted])
     before, after = (mean_losses([rank[launch] for rank in resumed]) for launch in (0, -1))
-    restored, killed = resumed[0][-1].restored, max(before)
-    marks = {restored: "△", killed: "✗"}
+    notes = {max(before): "killed here", resumed[0][-1].restored: "resumed from here"}
+    table = Table(title="Loss, mean of all ranks", title_justify="left", box=None, pad_edge=False)
+    for title in ("step", "uninterrupted", "killed", "resumed"):
+        table.add_column(title, justify="right")
+    table.add_column()
+    table.add_column()
+    for step in sorted({1, *notes, *(step for step in whole if step % save_every == 0)}):
+        losses = [f"{run[step]:.6f}" if step in run else "" for run in (whole, before, after)]
+        table.add_row(str(step), *losses, Bar(max(whole.values()), 0, whole[step], width=BAR_COLUMNS), notes.get(step, ""))
     console.print()
-    for line in chart.draw(before | after, marks, columns=min(max(console.width - 12, 24), 96)):
-        console.print(f"   {line}", markup=False, soft_wrap=True)
-    console.print(f"   loss by step   ✗ killed after step {killed}   △ resumed from step {restored}")
-    series = [
-        chart.Series("uninterrupted", whole, "#f2b134", 6.0),
-        chart.Series("killed", before, "#b3424a", 2.0),
-        chart.Series("resumed", after, "#1f4e79", 2.0),
-    ]
-    svg.write_text(chart.svg("Loss by step", series, {restored: "resumed", killed: "killed"}), encoding="utf-8")
-    console.print(f"   the same with the uninterrupted run under it: {svg}\n", soft_wrap=True)
+    console.print(Padding(table, (0, 0, 1, 3)))
 
 
 def mean_losses(launches: Sequence[LaunchRecord]) -> dict[int, float]:

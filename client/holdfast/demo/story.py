@@ -142,7 +142,7 @@ def play(stage: Stage) -> bool:
         *compare_states(*[[rank["state"] for rank in ranks] for ranks in trained]),
         compare_weights(trained[1][0]["weights"], loaded["weights"]),
     ]
-    report.print_curve(stage.console, stage.directory / "loss.svg", whole, resumed)
+    report.print_losses(stage.console, stage.save_every, whole, resumed)
     report.print_claims(stage.console, claims)
     report.print_text(stage.console, loaded["text"])
     say(f"   {time.monotonic() - began:.0f} s in all")
