@@ -24,7 +24,7 @@ DOCS := $(VENV)/.docs
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(READY) ## kill a training run, resume it, prove that nothing was lost (one to six minutes)
+demo: $(READY) ## kill a training run, resume it, prove that nothing was lost (one to two minutes on two cores; it says)
 	$(BIN)/python -m holdfast.demo --steps $(STEPS)
 
 serve: $(READY) ## run the daemon on ./holdfast-data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,8 @@ STEPS = 24
 def output(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A demo's directory, as short as the demo allows."""
     directory = tmp_path_factory.mktemp("demo")
-    assert main(directory, STEPS, keep_daemon=False) == 0
+    with open(directory / "printed", "w") as printed, redirect_stdout(printed):
+        assert main(directory, STEPS, keep_daemon=False) == 0
     yield directory / "demo-001"
     shutil.rmtree(directory)
 
@@ -43,6 +44,13 @@ def test_the_demo_leaves_what_it_tells_of(output: Path) -> None:
     for rank in range(2):
         ends = [json.loads((output / run / f"digests-{rank}.json").read_text()) for run in ("demo", "demo-uninterrupted")]
         assert ends[0] == ends[1]
+
+
+def test_the_demo_says_early_how_long_it_takes(output: Path) -> None:
+    """The forecast comes while the first run trains; how far the runs are, the losses and the real time come after it."""
+    printed = (output.parent / "printed").read_text()
+    order = ["without interruption", " s in all on this machine", f"step {STEPS} of {STEPS}", "Loss, mean", " s in all\n"]
+    assert sorted(order, key=printed.index) == order
 
 
 def test_the_demo_leaves_no_process_behind(output: Path) -> None:

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holdfast_formats.naming import CHECKPOINTS, COMMIT, step_directory
 
 from . import report
 from .config import COMMIT_S_MAX, LAUNCH_S_MAX, RANKS, STEPS, child_environment, trainer_command
+from .forecast import Forecast
+from .precision import ProductTimes, measure_products
 from .processes import (
     POLL_S,
     DemoDaemon,
@@ -31,6 +32,7 @@ from .processes import (
     stop_daemon,
     stop_earlier_daemon,
 )
+from .progress import RunProgress
 from .proof import Claim, LaunchRecord, compare_losses, compare_states, compare_weights, parse_journal
 
 UNINTERRUPTED, RESUMED = "demo-uninterrupted", "demo"
@@ -39,12 +41,14 @@ _OUTPUT_DIRECTORY = re.compile(r"demo-(\d{3,})")
 
 
 class Stage(NamedTuple):
-    """Where the demo plays: its directory, its daemon, its length, and who is told."""
+    """Where the demo plays: its directory, its daemon, its length, its precision, how long it takes, and who is told."""
 
     directory: Path
     daemon: DemoDaemon
     steps: int
     console: Console
+    products: ProductTimes
+    forecast: Forecast
 
     @property
     def save_every(self) -> int:
@@ -72,17 +76,18 @@ def main(directory: Path, steps: int = STEPS, keep_daemon: bool = True) -> int:
     if steps < STEPS_MIN:
         console.print(f"[red]The demo needs at least {STEPS_MIN} steps.[/red]")
         return 2
+    forecast = Forecast(steps, time.monotonic())
     with leaving_in_order():
-        return perform(prepare(directory.resolve(), console), steps, keep_daemon, console)
+        return perform(prepare(directory.resolve(), console), steps, keep_daemon, console, forecast)
 
 
-def perform(place: Path, steps: int, keep_daemon: bool, console: Console) -> int:
+def perform(place: Path, steps: int, keep_daemon: bool, console: Console, forecast: Forecast) -> int:
     """Start the daemon, play, tell of failures, and leave only what is to stay."""
     daemon: DemoDaemon | None = None
     proven = False
     try:
         daemon = start_daemon(place)
-        stage = Stage(place, daemon, steps, console)
+        stage = Stage(place, daemon, steps, console, measure_products(), forecast)
         console.print(
             f"[bold]1[/bold]  Daemon: process {daemon.pid}, {daemon.url}, checkpoints in {daemon.root}", soft_wrap=True
         )
@@ -116,12 +121,13 @@ def prepare(directory: Path, console: Console) -> Path:
 
 def play(stage: Stage) -> bool:
     """Train three times, compare, load, and print what was shown; True when every claim holds."""
-    began = time.monotonic()
     say = partial(stage.console.print, soft_wrap=True)
     say(
         f"[bold]2[/bold]  {stage.steps} steps on {RANKS} ranks without interruption, "
         f"a checkpoint every {stage.save_every} steps"
     )
+    say(f"   {stage.products.describe()}")
+    stage.forecast.launch(time.monotonic())
     finish(stage, UNINTERRUPTED)
     say("[bold]3[/bold]  The same run again, to be killed")
     killed = train_and_kill(stage)
@@ -145,14 +151,14 @@ def play(stage: Stage) -> bool:
     report.print_losses(stage.console, stage.save_every, whole, resumed)
     report.print_claims(stage.console, claims)
     report.print_text(stage.console, loaded["text"])
-    say(f"   {time.monotonic() - began:.0f} s in all")
+    say(f"   {stage.forecast.elapsed_s(time.monotonic()):.0f} s in all")
     return all(claim.holds for claim in claims)
 
 
 def command(stage: Stage, run: str) -> list[str]:
     numbers = ["--steps", str(stage.steps), "--save-every", str(stage.save_every)]
     places = ["--socket", str(stage.daemon.socket), "--directory", str(stage.place(run))]
-    return trainer_command("--name", run, *numbers, *places)
+    return trainer_command("--name", run, *numbers, "--compute-dtype", stage.products.compute_dtype, *places)
 
 
 def finish(stage: Stage, run: str) -> None:
@@ -183,15 +189,16 @@ def train_and_kill(stage: Stage) -> Killed:
 
 def watch(stage: Stage, run: str, job: LaunchedJob, until: Callable[[Sequence[LaunchRecord]], bool]) -> None:
     """Show how far the run is, until it ends or `until` says so of all ranks' launches."""
-    columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     before = len(journals(stage, run)[0])
     deadline = time.monotonic() + LAUNCH_S_MAX
-    with Progress(*columns, console=stage.console, transient=True, disable=not stage.console.is_terminal) as progress:
-        bar = progress.add_task(run, total=stage.steps)
+    with RunProgress(stage.console, run, stage.steps, stage.save_every) as progress:
         while job.poll() is None:
             launches = journals(stage, run)
             if all(len(rank) > before for rank in launches):
-                progress.update(bar, completed=min(launch.step for launch in last(launches)))
+                step, now = min(launch.step for launch in last(launches)), time.monotonic()
+                if stage.forecast.note(step, now):
+                    stage.console.print(f"   about {stage.forecast.whole_s:.0f} s in all on this machine")
+                progress.show(step, stage.forecast.left_s(now))
                 if until(last(launches)):
                     return
             if time.monotonic() > deadline:
