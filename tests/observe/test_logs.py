@@ -19,7 +19,7 @@ from holdfast_formats.errors import NoSpace
 from holdfast_service.observe.logs import JsonLines, TextLines, about
 from tests.daemons import running
 
-API_MD = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+API_MD = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 FIELDS = re.findall(r"^\| `(\w+)` \|", API_MD[API_MD.index("## Logs") : API_MD.index("## Traces")], re.MULTILINE)
 ALWAYS = set(FIELDS[:5])
 
