@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast_formats.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from holdfast.layout.rules_choice import ParallelLayout
     from holdfast.read.reader import CheckpointReader
     from holdfast.rest.api import Api
     from holdfast.restore.load import RestoreReport
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointReader",
     "Checkpointer",
     "Fragment",
+    "ParallelLayout",
     "RestoreReport",
     "SaveResult",
     "SaveTicket",
@@ -50,6 +52,7 @@ _HOME = {
     "CheckpointReader": "read.reader",
     "Checkpointer": "checkpointer",
     "Fragment": "tensors.fragments",
+    "ParallelLayout": "layout.rules_choice",
     "RestoreReport": "restore.load",
     "SaveResult": "tickets",
     "SaveTicket": "tickets",

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from os import PathLike
 from types import TracebackType
-from typing import Any, SupportsIndex, get_args
+from typing import TYPE_CHECKING, Any, SupportsIndex, get_args
 
 from holdfast.layout.declared import declare
-from holdfast.layout.rules_choice import LayoutSource, RulesSource
-from holdfast.link.connect import place
+from holdfast.layout.rules_choice import LayoutSource, ParallelLayout
 from holdfast.link.session import Session, Who
 from holdfast.restore import fallback
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart
@@ -25,6 +23,7 @@ from holdfast.stage.replica_claims import Claims
 from holdfast.stage.reservation import Reservation
 from holdfast.stage.save_request import Check, SaveRequest, Wait, check_check, check_metrics, check_step
 from holdfast.stage.save_task import SaveTask, Sealable
+from holdfast.stage.slot_contents import SlotContents
 from holdfast.stage.slots import Slots
 from holdfast.state import assets as asset_files
 from holdfast.state.masters import Masters
@@ -43,80 +42,69 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.lineage import Existing
 from holdfast_formats.staging import wire
-from holdfast_formats.staging.arena import SLOTS_MAX
-from holdfast_formats.staging.slot_table import digests_bytes
 
+from . import checkpointer_options as options
 from . import launch as launches
-from .save_warning import SaveWarning
 from .tickets import SaveTicket, Tickets, settle
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 
 SLOTS = 2
 SLOT_WAIT_S = 3600.0
-TABLE_BYTES_A_TENSOR = 256
 
 
 class Checkpointer:
     """Saves and restores a training state through this machine's daemon.
 
     `state` maps names to modules, optimizers, schedulers, EMA copies, stateful objects, tensors, mappings of tensors and
-    JSON values; it is read anew at every save. Every rank constructs one, with the same run and in the same order. The
-    daemon is found by `root` (its directory; one is started there if none serves it), `socket` or `url`; with none of
-    them, the user's daemon is used, else one is started on ./holdfast-data. `fenced` is the caller's promise to call
-    `fence()` before changing any tensor of the state, except in the step of an optimizer that is part of it. `check` is
-    how saves look for tensors that change under the copy all the same, see `save`.
+    JSON values; it is read anew at every save. Every rank constructs one, with the same run and in the same order. `at`
+    says where the daemon is: the directory it serves (one is started there if none does), its socket's path, which ends in
+    .sock or exists, or its http:// or https:// address. Without it the user's daemon is used, else one is started on
+    ./holdfast-data. `fenced` is the caller's promise to call `fence()` before changing any tensor of the state, except in
+    the step of an optimizer that is part of it.
 
     `layout` says that plain tensors of the groups model, master and ema, and what optimizers keep of them, are this rank's
-    local ones: cut, fused and padded as it says (`holdfast.layout.declared`). `rules` extends the tables of architectures,
-    `config` is the model's config.json, if it is not among the assets. DTensors and Fragments go on saying themselves where
-    they lie.
+    local ones: cut, fused and padded as it says (`holdfast.layout.declared`). A `ParallelLayout` says besides which rules
+    and which config.json hold. DTensors and Fragments go on saying themselves where they lie. `old` are the names that
+    options had before: each works until 0.2.0, with a warning that says what to write.
     """
 
-    def __init__(  # noqa: PLR0913 - the public entry: two required arguments, the rest named and optional
+    def __init__(  # noqa: PLR0913 - the public entry: two required arguments, eight options, named
         self,
         run: str,
         state: Mapping[str, Any],
         *,
-        root: str | Path | None = None,
-        socket: str | Path | None = None,
-        url: str | None = None,
+        at: str | PathLike[str] | None = None,
         assets: Any = None,
         keep_last: int | None = None,
-        launch: str | None = None,
         slots: int = SLOTS,
         policy: wire.Policy = "newest-wins",
         fenced: bool = False,
-        check: Check = "sampled",
         file_bytes_max: int = FILE_BYTES_MAX,
-        layout: LayoutSource | None = None,
-        rules: RulesSource = None,
-        config: Mapping[str, Any] | None = None,
+        layout: LayoutSource | ParallelLayout | None = None,
+        **old: Unpack[options.OldOptions],
     ) -> None:
         """Nothing is contacted yet. Raises `InvalidRequest` for names, assets or options that are not allowed."""
         self.run = naming.check_run(run)
-        if slots > SLOTS_MAX:
-            raise InvalidRequest(f"slots={slots}: a rank may have {SLOTS_MAX}", hint="2 suffice, 3 where storage is uneven")
-        if slots < 1 or file_bytes_max < 1 or (keep_last is not None and keep_last < 1):
-            raise InvalidRequest("slots, file_bytes_max and keep_last must be at least 1")
-        if policy not in get_args(wire.Policy):
-            raise InvalidRequest(f"policy must be one of {', '.join(get_args(wire.Policy))}, not {policy!r}")
-        self._launch = launches.current(run, launch)
-        found = asset_files.collect(assets) if self._launch.rank == 0 or layout is not None else {}
-        declared = None if layout is None else declare(layout, self._launch, config, found, rules)
+        options.check(slots, policy, file_bytes_max, keep_last)
+        meant = options.settle(at, layout, old)
+        self._policy, self._check = policy, meant.check
+        self._launch = launches.current(run, meant.launch)
+        found = asset_files.collect(assets) if self._launch.rank == 0 or meant.layout is not None else {}
+        declared = None if meant.layout is None else declare(meant.layout, self._launch, found)
         self._state = TrainState(state, self._launch.rank, self._launch.world, declared)
-        self._assets = found if self._launch.rank == 0 else {}
-        self._fenced, self._file_bytes_max, self._policy = fenced, file_bytes_max, policy
-        self._check = check_check(check)
+        self._contents = SlotContents(self._state, found if self._launch.rank == 0 else {}, fenced, file_bytes_max)
         self._tickets, self._origin = Tickets(), TrainingOrigin()
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
-        self._session = Session(who, place(root, socket, url), self._tickets)
+        self._session = Session(who, meant.place, self._tickets)
         self._reservation = Reservation(self._session, slots)
         self._handover: SaveTask | None = None
         self._preparation: Preallocation | None = None
         self._asked_to_prepare = False
         self._closed = False
-        self._layout = staging.NOTHING  # of the last save: what has not changed since is not looked at again
         self._routes, self._claims = CopyPlans(), Claims(state, self._launch.world)
         self._hooks = background_safe.StepHooks(state, self._before_step, self._after_step)
         self._calls = Calls(self._hooks.optimizers)
@@ -282,11 +270,11 @@ class Checkpointer:
             self.fence()
             self._handover.join()
         began = time.monotonic()
-        self._tell_failures()
+        self._tickets.warn()
         self._state.wholeness.check()
         self._hooks.renew()
-        snapshot = self._snapshot(asked.groups)
-        layout = self._lay_out(snapshot)
+        snapshot = self._contents.snapshot(asked.groups)
+        layout = self._contents.lay_out(snapshot)
         ticket, wait = asked.ticket, asked.wait
         try:
             ticket.attempt, ticket.groups = self._session.connected(start=True).attempt, snapshot.groups
@@ -339,20 +327,9 @@ class Checkpointer:
     def _refuse_to_restore(self, during: str) -> int:
         raise InvalidRequest(f"restore() in a signal handler that interrupted {during}", hint="restore when it has returned")
 
-    def _snapshot(self, groups: Collection[str] | None = None) -> Snapshot:
-        """The state, with the random streams of this moment: what the user's objects draw when asked is put back."""
-        with self._state.random.kept():
-            return self._state.snapshot(groups)
-
     def _prepare(self) -> Preallocation:
-        snapshot = self._snapshot()
-        layout = self._lay_out(snapshot)
-        who = staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world)
-        table = staging.encode_table(who, snapshot, layout, {}, self._file_bytes_max)
-        more = background_safe.expected_growth(self._state.state)
-        table_bytes = len(table) + digests_bytes(len(layout.copies)) + more.tensors * TABLE_BYTES_A_TENSOR
-        need = Need(layout.data_bytes + more.bytes, table_bytes, layout.leaves)
-        self._preparation = Preallocation(lambda: self._reserved(need), cuda_copy.homes(layout.leaves))
+        need = self._contents.expected(staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world))
+        self._preparation = Preallocation(lambda: self._reserved(need), cuda_copy.homes(need.leaves))
         return self._preparation
 
     def _close(self, wait: bool) -> None:
@@ -386,7 +363,7 @@ class Checkpointer:
             self._refuse_if_closed()
             self._session.connected(start=True)
             slots = self._reservation.room_for(need)
-            self._routes.lay_ahead(slots, self._layout)
+            self._routes.lay_ahead(slots, self._contents.layout)
             return slots
 
         return self._calls.run("prepare()", reserve, lambda during: reserve())  # in a thread that no signal interrupts
@@ -406,16 +383,11 @@ class Checkpointer:
         """The state is whole again: what signal handlers could not save in the middle of the step is saved now."""
         self._calls.catch_up(stepped=True)
 
-    def _lay_out(self, snapshot: Snapshot) -> staging.SlotLayout:
-        judge = background_safe.Judge(self._state.state, self._fenced)
-        self._layout = staging.lay_out(snapshot, self._assets, judge, self._layout, self._file_bytes_max)
-        return self._layout
-
     def _hand_over(self, asked: SaveRequest, snapshot: Snapshot, layout: staging.SlotLayout) -> SaveTask:
         ticket = asked.ticket
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
         intent = self._origin.intent(asked.existing, snapshot.groups)
-        table = staging.encode_table(who, snapshot, layout, asked.metrics, self._file_bytes_max, intent)
+        table = self._contents.table(who, snapshot, asked.metrics, intent)
         says = self._claims.of(layout, ticket)
         need = Need(layout.data_bytes, len(table) + (says.table_bytes if says is not None else 0), layout.leaves)
         slots = self._reservation.room_for(need, self._handover)
@@ -423,11 +395,3 @@ class Checkpointer:
         with self._tickets.beginning(ticket):
             slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy, intent)
         return SaveTask(ticket, Sealable(slot, layout, table, says, asked.full), self._tickets, self._routes)
-
-    def _tell_failures(self) -> None:
-        failed, dropped = self._tickets.take_failure(), self._tickets.take_drop()
-        if failed is not None:
-            warnings.warn(f"the save of {self.run}@{failed.step} failed: {failed.error}", SaveWarning, stacklevel=3)
-        if dropped is not None:
-            text = f"the save of {self.run}@{dropped.step} was dropped, and others may be, which only the log tells"
-            warnings.warn(f"{text}: {dropped.error}", SaveWarning, stacklevel=3)

@@ -12,6 +12,7 @@ from holdfast_formats.errors import InvalidRequest
 
 DEFAULT_URL = "http://127.0.0.1:8420"
 DEFAULT_ROOT = Path("holdfast-data")
+LAUNCH_CHARACTERS_MAX = 200  # a daemon takes 256: restart and construction are counted behind it
 TOKEN_CHARACTERS_MAX = 4096  # a proxy in front may have tokens of its own
 
 
@@ -23,6 +24,7 @@ class LaunchInfo(NamedTuple):
     run_id: str | None
     restart_count: int
     local_world: int | None  # how many of them are on this machine, where the launcher says
+    launch: str | None  # the name of the launch, where HOLDFAST_LAUNCH states one
 
 
 def default_socket() -> Path:
@@ -95,9 +97,9 @@ def check_token(text: str, where: str) -> str:
 
 
 def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:
-    """Read RANK, WORLD_SIZE, the local world size, and torchrun's run id and restart count.
+    """Read RANK, WORLD_SIZE, the local world size, torchrun's run id and restart count, and HOLDFAST_LAUNCH.
 
-    Raises `InvalidRequest` for a value that is not a number.
+    Raises `InvalidRequest` for a value that is not a number, and for a launch ID that no daemon would take.
     """
     given = os.environ if environment is None else environment
     rank, world = _number(given, "RANK", 0), _number(given, "WORLD_SIZE", 1)
@@ -112,7 +114,18 @@ def launch_info(environment: Mapping[str, str] | None = None) -> LaunchInfo:
         run_id=None if run_id in (None, "", "none") else run_id,  # "none" is torchrun's default for every job
         restart_count=_number(given, "TORCHELASTIC_RESTART_COUNT", 0),
         local_world=_number(given, "LOCAL_WORLD_SIZE", 0) or None,
+        launch=_launch_name(given),
     )
+
+
+def _launch_name(environment: Mapping[str, str]) -> str | None:
+    name = environment.get("HOLDFAST_LAUNCH", "").strip()
+    if len(name) > LAUNCH_CHARACTERS_MAX or not name.isprintable():
+        raise InvalidRequest(
+            "HOLDFAST_LAUNCH is no name for a launch",
+            hint=f"at most {LAUNCH_CHARACTERS_MAX} printable characters, the same on all ranks and new at every start",
+        )
+    return name or None
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

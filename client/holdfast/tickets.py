@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from holdfast.save_warning import SaveWarning
 from holdfast.threads import at_exit, background_requests
 from holdfast.threads.latch import Latch
 from holdfast_formats.errors import (
@@ -177,6 +179,15 @@ class Tickets:
     def take_drop(self) -> SaveTicket | None:
         """The first dropped save, once. Later ones are only logged, because there may be one per step."""
         return self._untold.pop("dropped", None)
+
+    def warn(self) -> None:
+        """Tell whoever saves of the failure and the drop that nobody was told of."""
+        failed, dropped = self.take_failure(), self.take_drop()
+        if failed is not None:
+            warnings.warn(f"the save of {failed.run}@{failed.step} failed: {failed.error}", SaveWarning, stacklevel=3)
+        if dropped is not None:
+            text = f"the save of {dropped.run}@{dropped.step} was dropped, and others may be, which only the log tells"
+            warnings.warn(f"{text}: {dropped.error}", SaveWarning, stacklevel=3)
 
     def open(self) -> list[SaveTicket]:
         return list(self._open.copy().values())

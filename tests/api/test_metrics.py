@@ -44,7 +44,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Families
     root = tmp_path_factory.mktemp("metrics") / "root"
     with running(root, "--node", "node-1", listen="127.0.0.1:0") as daemon:
         model = torch.nn.Linear(64, 64)
-        with Checkpointer("llama", {"model": model}, socket=str(daemon.socket)) as checkpointer:
+        with Checkpointer("llama", {"model": model}, at=str(daemon.socket)) as checkpointer:
             for step in (1, 2, 3):
                 checkpointer.save(step).result(60)
             httpx.get(f"{daemon.url}/v1/runs/nope", trust_env=False)

@@ -163,9 +163,7 @@ def main() -> None:
     training, plan = Training(), json.loads(plan_text)
     training.step(0, 0)  # an optimizer that has its state
     try:
-        with Checkpointer(
-            run, training.state, root=Path(root), launch=f"launch-{launch}", keep_last=plan["keep"]
-        ) as checkpointer:
+        with Checkpointer(run, training.state, at=Path(root), keep_last=plan["keep"]) as checkpointer:
             train(checkpointer, training, int(launch), plan)
     except CheckpointError as error:
         say("refused", error.code, error.detail.replace("\n", " "))

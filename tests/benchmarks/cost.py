@@ -164,7 +164,7 @@ def _saves(directory: Path, mib: int) -> Iterator[Saves]:
     try:
         tensors = [torch.randn(mib * 2**20 // TENSORS // 4) for _ in range(TENSORS)]
         state = {"model": {f"layers.{i}.weight": tensor for i, tensor in enumerate(tensors)}}
-        with Api(daemon.url) as api, Checkpointer(RUN, state, socket=f"{daemon.root}.sock") as checkpointer:
+        with Api(daemon.url) as api, Checkpointer(RUN, state, at=f"{daemon.root}.sock") as checkpointer:
             checkpointer.prepare(wait=True)
             yield Saves(daemon, checkpointer, tensors, api)
     finally:

@@ -85,7 +85,7 @@ def measure(home: torch.device, directory: Path, options: argparse.Namespace) ->
     runs = []
     with running(directory / "root", "--keep", "1") as daemon:
         state = {"model": trainer.model, "optim": trainer.optim}
-        with Checkpointer(RUN, state, socket=daemon.socket) as checkpointer:
+        with Checkpointer(RUN, state, at=daemon.socket) as checkpointer:
             checkpointer.prepare(wait=True)
             checkpointer.save(1, wait="durable")
             products = _products(trainer, clock, STEP_IN_COPIES * size / _rate(limit, clock))

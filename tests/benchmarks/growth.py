@@ -130,7 +130,7 @@ def measure(root: Path, saves: int, size: int, tensors: int) -> dict[str, Any]:
     state = {"weights": {f"layer.{i}.weight": torch.full((each,), float(i)) for i in range(tensors)}}
     rows = []
     every = max(saves // 20, 1)
-    with running(root) as daemon, Checkpointer("growth", state, socket=daemon.socket, keep_last=2) as checkpointer:
+    with running(root) as daemon, Checkpointer("growth", state, at=daemon.socket, keep_last=2) as checkpointer:
         checkpointer.restore()
         peak = Peak(daemon.process.pid)
         began = time.monotonic()

@@ -55,7 +55,7 @@ def save(socket: str, tensors: int) -> None:
     experts = tensors // (LAYERS * len(PARTS) * len(GROUPS))
     names = [f"model.layers.{layer}.mlp.experts.{e}.{p}" for layer in range(LAYERS) for e in range(experts) for p in PARTS]
     state = {group: {f"{name}.weight": torch.randn(16) for name in names} for group in GROUPS}
-    with Checkpointer(RUN, state, socket=socket) as checkpointer:
+    with Checkpointer(RUN, state, at=socket) as checkpointer:
         for step in STEPS:
             for group in state.values():
                 for number, tensor in enumerate(group.values()):

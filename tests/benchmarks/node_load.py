@@ -48,7 +48,7 @@ def work(root: Path, size: int) -> None:
         os.environ |= told["environment"]
         for tensor in live["model"].values():
             tensor.zero_()
-        with Checkpointer("r", live, root=root, launch=told["launch"]) as checkpointer:
+        with Checkpointer("r", live, at=root) as checkpointer:
             print("ready", flush=True)
             assert sys.stdin.readline() == "go\n"
             began = time.monotonic()
@@ -84,7 +84,7 @@ class Ranks:
         for rank, process in enumerate(self._processes):
             peers = self._count if way == "together" else 1
             environment = {"RANK": str(rank), "WORLD_SIZE": str(self._count), "LOCAL_WORLD_SIZE": str(peers)}
-            self._tell(process, json.dumps({"launch": f"{way}-{number}", "environment": environment}))
+            self._tell(process, json.dumps({"environment": {**environment, "HOLDFAST_LAUNCH": f"{way}-{number}"}}))
         for process in self._processes:
             assert self._hear(process) == "ready"
         pids = [self._daemon.process.pid, *(process.pid for process in self._processes)]
@@ -120,7 +120,7 @@ class Ranks:
 def saved(root: Path, size: int) -> Iterator[RunningDaemon]:
     """A daemon with the state committed, in no slot any more."""
     with running(root, "--log-level", "warning") as daemon:
-        with Checkpointer("r", state(size, 1.0), socket=daemon.socket) as checkpointer:
+        with Checkpointer("r", state(size, 1.0), at=daemon.socket) as checkpointer:
             checkpointer.save(1, wait="durable")
         yield daemon
 

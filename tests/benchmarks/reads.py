@@ -97,12 +97,12 @@ def work(job: Job) -> None:
     dist.init_process_group("gloo")
     state = _state(job)
     if job.action == "save":
-        with Checkpointer(RUN, {GROUP: state}, socket=job.socket) as checkpointer:
+        with Checkpointer(RUN, {GROUP: state}, at=job.socket) as checkpointer:
             checkpointer.save(STEP, wait="durable")
         dcp.save(state, checkpoint_id=job.dcp)
     else:
         needed = sum(_local(tensor).nbytes for tensor in state.values())
-        checkpointer = Checkpointer(RUN, {GROUP: state}, root=job.root)
+        checkpointer = Checkpointer(RUN, {GROUP: state}, at=job.root)
         found = {
             "needed": needed,
             "holdfast": _read_by(lambda: checkpointer.restore(STEP, groups=(GROUP,)), state),

@@ -53,7 +53,7 @@ PAGES = (
 def fill(socket: Path) -> None:
     """A run whose checkpoints have many tensors."""
     state = {"model": {f"layer.{i}.weight": torch.full((64,), float(i)) for i in range(TENSORS)}}
-    with Checkpointer("seen", state, socket=socket) as checkpointer:
+    with Checkpointer("seen", state, at=socket) as checkpointer:
         for step in range(1, STEPS + 1):
             checkpointer.save(step, wait="durable")
 

@@ -81,7 +81,7 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     pace = ("--write-bytes-per-second", str(options.bytes_per_second), "--keep", "2")
     with running(directory / "root", *pace, listen="127.0.0.1:0") as daemon, warnings.catch_warnings():
         warnings.simplefilter("ignore", SaveWarning)
-        with Checkpointer(RUN, state, socket=daemon.socket, policy=options.policy) as checkpointer:
+        with Checkpointer(RUN, state, at=daemon.socket, policy=options.policy) as checkpointer:
             checkpointer.restore()
             laps, tickets = train(trainer, checkpointer, options.steps)
             last_in_time = max((ticket.step for ticket in tickets if ticket.done and not ticket.dropped), default=0)

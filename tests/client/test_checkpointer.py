@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from holdfast import Api, Checkpointer, Fragment, SaveWarning
-from holdfast.launch import current
 from holdfast.tickets import SaveTicket
 from holdfast_formats import naming
 from holdfast_formats.errors import (
@@ -63,7 +62,7 @@ def test_five_lines_in_a_loop(daemon: RunningDaemon, run: str) -> None:
     """The loop of the README: restore says 0 first, and the newest step after the trainer came back."""
     for expected in (0, 4):
         state = training_state(expected)
-        with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+        with Checkpointer(run, state, at=daemon.socket) as checkpointer:
             first = checkpointer.restore() + 1
             assert first == expected + 1
             for step in range(first, first + 4):
@@ -77,13 +76,13 @@ def test_five_lines_in_a_loop(daemon: RunningDaemon, run: str) -> None:
 def test_everything_comes_back_bit_equal_and_in_place(daemon: RunningDaemon, run: str) -> None:
     """Parameters, optimizer state, schedule and random streams are as they were; the live tensors keep their identity."""
     state = training_state(1)
-    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, state, at=daemon.socket) as checkpointer:
         checkpointer.save(3, wait="durable", metrics={"loss": 0.25})
         draws = (torch.rand(4), np.random.rand(4))
     other = training_state(2)
     weight = other["model"][0].weight
     memory = weight.data_ptr()
-    with Checkpointer(run, other, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, other, at=daemon.socket) as checkpointer:
         assert checkpointer.restore() == 3
     assert other["model"][0].weight is weight and weight.data_ptr() == memory
     for name, value in state["model"].state_dict().items():
@@ -102,7 +101,7 @@ def test_a_save_during_which_training_goes_on_holds_the_state_of_the_call(
     """What an optimizer's step, or anything after a fence or a staged save, changes is not in the checkpoint."""
     state = training_state(1)
     before = {n: t.clone() for n, t in state["model"].state_dict().items()}
-    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, state, at=daemon.socket) as checkpointer:
         ticket = checkpointer.save(1, wait="staged" if wait == "staged" else None)
         if wait == "step":
             state["optim"].step()
@@ -119,7 +118,7 @@ def test_without_a_daemon_an_embedded_one_is_started_and_outlives_the_trainer(tm
     """With a root that nobody serves, save() brings up a daemon; restoring needs none."""
     state = training_state(1)
     root = tmp_path / "data"
-    with Checkpointer("r", state, root=root) as checkpointer:
+    with Checkpointer("r", state, at=root) as checkpointer:
         assert checkpointer.restore(groups=["model"]) == 0
         assert not root.exists(), "restoring a part starts and creates nothing"
         assert checkpointer.restore() == 0
@@ -128,7 +127,7 @@ def test_without_a_daemon_an_embedded_one_is_started_and_outlives_the_trainer(tm
     assert json.loads((root / naming.DAEMON_FILE).read_text())["url"] is None
     os.kill(json.loads((root / naming.DAEMON_FILE).read_text())["pid"], signal.SIGKILL)
     other = training_state(2)
-    with Checkpointer("r", other, root=root) as checkpointer:
+    with Checkpointer("r", other, at=root) as checkpointer:
         assert checkpointer.restore() == 6
     assert torch.equal(other["tensor"], state["tensor"])
 
@@ -136,7 +135,7 @@ def test_without_a_daemon_an_embedded_one_is_started_and_outlives_the_trainer(tm
 def test_only_some_groups(daemon: RunningDaemon, run: str) -> None:
     """Weights often, the optimizer rarely: a resume takes the newest step that has all it needs."""
     state = training_state(1)
-    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, state, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
         checkpointer.save(2, groups=["model"], wait="durable")
         assert checkpointer.restore() == 1
@@ -150,7 +149,7 @@ def test_only_some_groups(daemon: RunningDaemon, run: str) -> None:
 
 def test_a_step_exists_once(daemon: RunningDaemon, run: str) -> None:
     """Saving a committed step again is refused by name and changes nothing."""
-    with Checkpointer(run, {"x": torch.ones(2)}, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, {"x": torch.ones(2)}, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
         with pytest.raises(AlreadyCommitted):
             checkpointer.save(1)
@@ -159,9 +158,9 @@ def test_a_step_exists_once(daemon: RunningDaemon, run: str) -> None:
 
 def test_an_older_launch_is_fenced_off(daemon: RunningDaemon, run: str) -> None:
     """Once a newer launch has said hello, the older one can neither save nor confuse the new one (I6)."""
-    old = Checkpointer(run, {"x": torch.ones(2)}, socket=daemon.socket)
+    old = Checkpointer(run, {"x": torch.ones(2)}, at=daemon.socket)
     old.save(1, wait="durable")
-    with Checkpointer(run, {"x": torch.zeros(2)}, socket=daemon.socket) as new:
+    with Checkpointer(run, {"x": torch.zeros(2)}, at=daemon.socket) as new:
         assert new.restore() == 1
         with pytest.raises(StaleAttempt):
             old.save(2)
@@ -171,10 +170,10 @@ def test_an_older_launch_is_fenced_off(daemon: RunningDaemon, run: str) -> None:
 
 def test_a_missing_name_is_refused_before_anything_is_touched(daemon: RunningDaemon, run: str) -> None:
     """Strict restores list what is missing and unexpected; non-strict ones report it; wrong shapes are always refused."""
-    with Checkpointer(run, {"x": torch.ones(2), "y": torch.ones(3)}, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, {"x": torch.ones(2), "y": torch.ones(3)}, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
     live = {"x": torch.zeros(2), "z": torch.zeros(1)}
-    with Checkpointer(run, live, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, live, at=daemon.socket) as checkpointer:
         with pytest.raises(StateMismatch, match=r"extra/z"):
             checkpointer.restore()
         assert not live["x"].any()
@@ -183,7 +182,7 @@ def test_a_missing_name_is_refused_before_anything_is_touched(daemon: RunningDae
         assert checkpointer.last_restore.missing == ("extra/z",) and checkpointer.last_restore.unexpected == ("extra/y",)
         assert live["x"].all()
     wrong = {"x": torch.zeros(3), "y": torch.zeros(3)}
-    with Checkpointer(run, wrong, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, wrong, at=daemon.socket) as checkpointer:
         with pytest.raises(StateMismatch, match="x"):
             checkpointer.restore(strict=False)
         assert not wrong["y"].any()
@@ -191,7 +190,7 @@ def test_a_missing_name_is_refused_before_anything_is_touched(daemon: RunningDae
 
 def saved_and_checked(daemon: RunningDaemon, run: str, state: dict[str, torch.Tensor]) -> None:
     """Step 1, in its directory alone: a check that is still under way would mend it from what the daemon holds."""
-    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, state, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
     with Api(daemon.url) as api:
         wait_until(lambda: api.checkpoint(run, 1).verified)
@@ -207,7 +206,7 @@ def test_a_flipped_bit_is_not_handed_over(daemon: RunningDaemon, run: str, prove
     broken[position] ^= 4
     path.write_bytes(broken)
     live = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
-    checkpointer = Checkpointer(run, live, socket=daemon.socket)
+    checkpointer = Checkpointer(run, live, at=daemon.socket)
     with checkpointer, pytest.raises(CorruptExtent, match=r"extra\.safetensors.*'b'"):
         checkpointer.restore(prove_first=prove_first)
     assert not live["b"].any()  # its one extent is damaged
@@ -224,7 +223,7 @@ def test_a_truncated_or_missing_file_hands_nothing_over(daemon: RunningDaemon, r
     else:
         path.write_bytes(path.read_bytes()[:-1])
     live = {"a": torch.zeros(1000)}
-    with Checkpointer(run, live, socket=daemon.socket) as checkpointer, pytest.raises(Damaged, match=path.name):
+    with Checkpointer(run, live, at=daemon.socket) as checkpointer, pytest.raises(Damaged, match=path.name):
         checkpointer.restore()
     assert not live["a"].any()
 
@@ -236,7 +235,7 @@ def test_a_commit_that_its_manifest_vouches_for_is_mended_and_restored(daemon: R
     sound = path.read_bytes()
     path.write_bytes(sound.replace(b'"files"', b'"filez"'))
     live = {"a": torch.zeros(1000)}
-    with Checkpointer(run, live, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, live, at=daemon.socket) as checkpointer:
         assert checkpointer.restore() == 1
     assert live["a"].all() and path.read_bytes() == sound
 
@@ -244,7 +243,7 @@ def test_a_commit_that_its_manifest_vouches_for_is_mended_and_restored(daemon: R
 def test_what_cannot_be_stored_is_refused_by_path_before_anything_is_staged(daemon: RunningDaemon, run: str) -> None:
     """A function in a nested value is named by its path; the daemon hears nothing of the step."""
     state = {"x": torch.ones(1), "loader": {"sampler": {"fn": len}}}
-    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, state, at=daemon.socket) as checkpointer:
         with pytest.raises(InvalidRequest, match=r"loader\.sampler\.fn"):
             checkpointer.save(1)
         state["loader"] = {"sampler": {"fn": "len"}}
@@ -273,9 +272,9 @@ def test_declared_fragments_and_shapes_of_every_kind(daemon: RunningDaemon, run:
         }
 
     saved, live = make(True), make(False)
-    with Checkpointer(run, saved, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, saved, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
-    with Checkpointer(run, live, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, live, at=daemon.socket) as checkpointer:
         assert checkpointer.restore() == 1
     for name, value in saved.items():
         if name == "nothing":
@@ -287,14 +286,14 @@ def test_declared_fragments_and_shapes_of_every_kind(daemon: RunningDaemon, run:
 def test_a_daemon_that_is_not_there_is_named(tmp_path: Path) -> None:
     """A socket that nobody answers is an error with a hint, not a hang."""
     with pytest.raises(DaemonGone, match="no daemon answers"):
-        Checkpointer("r", {"x": torch.ones(1)}, socket=tmp_path / "none.sock").save(1)
+        Checkpointer("r", {"x": torch.ones(1)}, at=tmp_path / "none.sock").save(1)
 
 
 def test_the_daemon_dies_under_an_open_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on; where no other daemon comes in time, the ticket and the next save tell of the loss."""
     monkeypatch.setattr("holdfast.link.unix_socket.MEND_S", 0.5)
     daemon = RunningDaemon(tmp_path / "root")
-    checkpointer = Checkpointer("r", {"x": torch.ones(1)}, socket=daemon.socket)
+    checkpointer = Checkpointer("r", {"x": torch.ones(1)}, at=daemon.socket)
     checkpointer.save(1, wait="durable")
     daemon.process.send_signal(signal.SIGSTOP)  # so the save stays open
     tickets: list[SaveTicket] = []
@@ -316,7 +315,7 @@ def test_a_daemon_that_does_not_answer_ends_no_training(tmp_path: Path, monkeypa
     """It is frozen: the save fails by its ticket, and what it is granted too late is given back."""
     monkeypatch.setattr("holdfast.stage.slots.LEASE_MARGIN_S", 0.5)
     with running(tmp_path / "root") as daemon:
-        checkpointer = Checkpointer("r", {"x": torch.ones(1)}, socket=daemon.socket, slots=1)
+        checkpointer = Checkpointer("r", {"x": torch.ones(1)}, at=daemon.socket, slots=1)
         checkpointer.save(1, wait="durable")
         daemon.process.send_signal(signal.SIGSTOP)
         thaw = threading.Timer(2.0, daemon.process.send_signal, (signal.SIGCONT,))
@@ -343,7 +342,7 @@ def test_more_slots_than_a_rank_may_have_are_refused() -> None:
 def test_a_failed_save_is_told_by_the_next_one(tmp_path: Path) -> None:
     """A save that the daemon cannot write fails its ticket, warns at the next save, and leaves the older checkpoints."""
     with running(tmp_path / "root") as daemon:
-        checkpointer = Checkpointer("r", {"x": torch.ones(1)}, socket=daemon.socket)
+        checkpointer = Checkpointer("r", {"x": torch.ones(1)}, at=daemon.socket)
         checkpointer.save(1, wait="durable")
         staging = daemon.root / "r" / naming.STAGING
         if staging.exists():
@@ -362,10 +361,11 @@ def test_a_failed_save_is_told_by_the_next_one(tmp_path: Path) -> None:
 def test_a_world_of_which_one_rank_never_saves(daemon: RunningDaemon, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a world's save is not a checkpoint; when the rank parts, the round is aborted by name."""
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("HOLDFAST_LAUNCH", "once")
     monkeypatch.setenv("RANK", "0")
-    first = Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, launch="once")
+    first = Checkpointer(run, {"x": torch.ones(1)}, at=daemon.socket)
     monkeypatch.setenv("RANK", "1")
-    second = Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, launch="once")
+    second = Checkpointer(run, {"x": torch.ones(1)}, at=daemon.socket)
     ticket = first.save(1)
     assert second.restore() == 0
     with pytest.raises(DeadlineExceeded):
@@ -380,7 +380,7 @@ def test_every_rank_of_a_launch_restores_the_same_step(
     daemon: RunningDaemon, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer to the first restore stands for the turn, though there is something newer when the next rank asks."""
-    with Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, {"x": torch.ones(1)}, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
         checkpointer.save(2, wait="durable")
     first, second = two_ranks(daemon, run, monkeypatch)
@@ -398,7 +398,7 @@ def test_ranks_that_come_from_different_steps_save_nothing_together(
     daemon: RunningDaemon, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where one rank has restored and the other has not, what they save is one checkpoint of two trainings: refused."""
-    with Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, {"x": torch.ones(1)}, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
     first, second = two_ranks(daemon, run, monkeypatch)
     assert first.restore(step=1) == 1
@@ -412,25 +412,18 @@ def test_ranks_that_come_from_different_steps_save_nothing_together(
 def two_ranks(daemon: RunningDaemon, run: str, monkeypatch: pytest.MonkeyPatch) -> list[Checkpointer]:
     """Both ranks of a launch, in this process."""
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("HOLDFAST_LAUNCH", "a")
     found = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        found.append(Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, launch="a"))
+        found.append(Checkpointer(run, {"x": torch.ones(1)}, at=daemon.socket))
     return found
-
-
-def test_ranks_without_anything_in_common_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several ranks, no process group, no run id: a launch cannot be named, and the error says what to do."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    with pytest.raises(InvalidRequest, match="launch ID"):
-        current("r", None)
 
 
 def test_retention_keeps_the_newest(daemon: RunningDaemon, run: str) -> None:
     """keep_last=2: older checkpoints go once newer ones are verified, and the newest is restored."""
     directory = daemon.root / run / naming.CHECKPOINTS
-    with Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket, keep_last=2) as checkpointer:
+    with Checkpointer(run, {"x": torch.ones(1)}, at=daemon.socket, keep_last=2) as checkpointer:
         for step in range(1, 6):
             checkpointer.save(step, wait="durable")
         wait_until(lambda: sorted(p.name for p in directory.iterdir()) == ["step-00000004", "step-00000005"])
@@ -440,7 +433,7 @@ def test_retention_keeps_the_newest(daemon: RunningDaemon, run: str) -> None:
 
 def test_an_explicit_step_that_does_not_exist_is_named(daemon: RunningDaemon, run: str) -> None:
     """Asking for a step that was never committed is NoSuchCheckpoint."""
-    with Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, {"x": torch.ones(1)}, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
         with pytest.raises(NoSuchCheckpoint):
             checkpointer.restore(7)
@@ -448,14 +441,12 @@ def test_an_explicit_step_that_does_not_exist_is_named(daemon: RunningDaemon, ru
 
 def test_by_url(daemon: RunningDaemon, run: str) -> None:
     """The service's address is enough on its own machine."""
-    with Checkpointer(run, {"x": torch.ones(1)}, url=daemon.url) as checkpointer:
+    with Checkpointer(run, {"x": torch.ones(1)}, at=daemon.url) as checkpointer:
         checkpointer.save(1, wait="durable")
         assert checkpointer.restore() == 1
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"run": "../x"}, {"slots": 0}, {"keep_last": 0}, {"root": "a", "url": "b"}, {"assets": 3}]
-)
+@pytest.mark.parametrize("arguments", [{"run": "../x"}, {"slots": 0}, {"keep_last": 0}, {"at": ""}, {"assets": 3}])
 def test_bad_arguments_are_refused_at_construction(arguments: dict) -> None:
     """Names, options and combinations that cannot work are refused before anything is contacted."""
     settings = {"run": "r", "state": {"x": torch.ones(1)}, **arguments}
@@ -467,7 +458,7 @@ def test_the_first_save_finds_its_memory_ready(daemon: RunningDaemon, run: str) 
     """restore() reserves slots large enough for what the optimizer will add at its first step; the first save uses them."""
     model = nn.Linear(64, 64)
     state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
-    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, state, at=daemon.socket) as checkpointer:
         assert checkpointer.restore() == 0
         checkpointer._preparation.join()
         prepared = checkpointer._reservation.slots
@@ -480,7 +471,7 @@ def test_the_first_save_finds_its_memory_ready(daemon: RunningDaemon, run: str) 
 
 def test_a_closed_checkpointer_refuses_to_save(daemon: RunningDaemon, run: str) -> None:
     """After close() nothing holds an optimizer's step back any more, so a save is refused by name."""
-    checkpointer = Checkpointer(run, {"x": torch.ones(1)}, socket=daemon.socket)
+    checkpointer = Checkpointer(run, {"x": torch.ones(1)}, at=daemon.socket)
     checkpointer.close()
     with pytest.raises(InvalidRequest, match="closed"):
         checkpointer.save(1)

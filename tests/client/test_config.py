@@ -29,7 +29,7 @@ def test_url(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_launch() -> None:
     """torchrun's variables; without them rank 0 of 1; its default run id is none."""
-    assert config.launch_info({}) == (0, 1, None, 0, None)
+    assert config.launch_info({}) == (0, 1, None, 0, None, None)
     given = {
         "RANK": "3",
         "WORLD_SIZE": "8",
@@ -37,8 +37,17 @@ def test_launch() -> None:
         "TORCHELASTIC_RUN_ID": "job-7",
         "TORCHELASTIC_RESTART_COUNT": "2",
     }
-    assert config.launch_info(given) == (3, 8, "job-7", 2, 4)
+    assert config.launch_info(given) == (3, 8, "job-7", 2, 4, None)
     assert config.launch_info({"TORCHELASTIC_RUN_ID": "none"}).run_id is None
+    assert config.launch_info({"HOLDFAST_LAUNCH": " job-7 "}).launch == "job-7"
+    assert config.launch_info({"HOLDFAST_LAUNCH": ""}).launch is None
+
+
+@pytest.mark.parametrize("name", ["x" * 201, "a\nb", "\x00"])
+def test_a_launch_has_a_name_that_can_be_told(name: str) -> None:
+    """What no daemon would take is refused by the variable's name."""
+    with pytest.raises(InvalidRequest, match="HOLDFAST_LAUNCH"):
+        config.launch_info({"HOLDFAST_LAUNCH": name})
 
 
 @pytest.mark.parametrize("given", [{"RANK": "x"}, {"RANK": "-1"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "0"}])

@@ -335,7 +335,7 @@ def copied(state: dict) -> dict[str, torch.Tensor]:
 def check_steps(daemon: RunningDaemon, run: str, home: torch.device, options: dict) -> None:
     """Saves with a step right behind each; the last one restored is what was there when it was called."""
     state = state_on(home, **options)
-    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, state, at=daemon.socket) as checkpointer:
         for number in range(1, 4):
             before = copied(state)
             ticket = checkpointer.save(number, wait="staged" if number == 2 else None)
@@ -357,7 +357,7 @@ def test_saves_end_to_end_in_the_way_of_a_device(daemon: RunningDaemon, options:
 def test_a_torn_save_fails_by_name_and_the_next_one_is_fine(daemon: RunningDaemon) -> None:
     """What changes without a fence ends its save; slot and training are free for the next."""
     state = state_on(CPU)
-    with Checkpointer("torn", state, socket=daemon.socket) as checkpointer:
+    with Checkpointer("torn", state, at=daemon.socket) as checkpointer:
         handover_error = None
         for number in range(1, 20):
             ticket = checkpointer.save(number)
@@ -378,7 +378,7 @@ def test_slots_that_cannot_be_page_locked_are_used_as_they_are(
 ) -> None:
     """Without a driver it is tried once, said once, and saves go on."""
     monkeypatch.setattr(torch.cuda, "cudart", refused)
-    with Checkpointer("pageable", {"w": torch.randn(5000)}, socket=daemon.socket) as checkpointer:
+    with Checkpointer("pageable", {"w": torch.randn(5000)}, at=daemon.socket) as checkpointer:
         checkpointer.prepare(wait=True)
         slots = checkpointer._reservation.slots
         assert slots is not None and slots.pinned is None, "nothing is locked for a state without GPUs"
@@ -417,7 +417,7 @@ def test_slots_are_page_locked_whole_and_once_and_unlocked_before_they_go(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     state, expected = {"w": {"0": torch.randn(5000)}}, []
-    with Checkpointer("locked", state, socket=daemon.socket) as checkpointer:
+    with Checkpointer("locked", state, at=daemon.socket) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, wait="durable")
             slots = checkpointer._reservation.slots
@@ -438,7 +438,7 @@ def test_slots_that_nobody_has_any_more_are_unlocked(daemon: RunningDaemon, monk
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    with Checkpointer("lost", {"w": torch.randn(5000)}, socket=daemon.socket) as checkpointer:
+    with Checkpointer("lost", {"w": torch.randn(5000)}, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
         slots = Slots(checkpointer._session._link, 1, 2**16, 2**16)
         cuda_copy.pin(slots, [torch.device("cuda", 0)])
@@ -464,7 +464,7 @@ def test_cuda_save_and_fence_do_not_wait_for_the_device(daemon: RunningDaemon) -
     """Both return while the current stream is still at work on what came before; the host waits for the ticket only."""
     home = torch.device("cuda", 0)
     state = {"w": torch.randn(2**24, device=home), "optim": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)}
-    with Checkpointer("cuda-async", state, socket=daemon.socket, fenced=True) as checkpointer:
+    with Checkpointer("cuda-async", state, at=daemon.socket, fenced=True) as checkpointer:
         checkpointer.prepare(wait=True)
         checkpointer.save(1, wait="durable")
         expected = state["w"].cpu()
@@ -484,7 +484,7 @@ def test_cuda_writes_under_the_copy_are_noticed(daemon: RunningDaemon, change: C
     """What is enqueued after `save()` without a fence is torn, by name, or was too late to matter."""
     state = {"w": torch.zeros(2**27, device="cuda")}
     torn = 0
-    with Checkpointer(f"cuda-torn-{change.__name__}", state, socket=daemon.socket, fenced=True) as checkpointer:
+    with Checkpointer(f"cuda-torn-{change.__name__}", state, at=daemon.socket, fenced=True) as checkpointer:
         checkpointer.prepare(wait=True)
         for number in range(1, 6):
             before = state["w"].cpu()
@@ -508,7 +508,7 @@ def test_cuda_steps_can_be_captured_while_a_save_is_on_its_way(daemon: RunningDa
     """A hook that fences while a graph records neither breaks the recording nor waits; `fence()` before its replay does."""
     home = torch.device("cuda", 0)
     state = state_on(home, capturable=True)
-    with Checkpointer("cuda-graph", state, socket=daemon.socket) as checkpointer:
+    with Checkpointer("cuda-graph", state, at=daemon.socket) as checkpointer:
         checkpointer.prepare(wait=True)
         step(state["model"], state["optim"])
         graph, before = torch.cuda.CUDAGraph(), copied(state)
@@ -527,7 +527,7 @@ def test_cuda_steps_can_be_captured_while_a_save_is_on_its_way(daemon: RunningDa
 def test_cuda_slots_are_page_locked_until_they_are_gone(tmp_path: Path) -> None:
     """Prepared slots are page-locked, and are no longer once the checkpointer is closed."""
     with running(tmp_path / "root") as daemon:
-        checkpointer = Checkpointer("locked", {"w": torch.zeros(2**20, device="cuda")}, socket=daemon.socket)
+        checkpointer = Checkpointer("locked", {"w": torch.zeros(2**20, device="cuda")}, at=daemon.socket)
         checkpointer.prepare(wait=True)
         slots = checkpointer._reservation.slots
         assert slots is not None and slots.pinned

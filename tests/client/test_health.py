@@ -58,7 +58,7 @@ def train(live: dict) -> None:
 def trained(daemon: RunningDaemon, api: Api) -> dict:
     """Four steps; at the third a weight breaks, at the fourth it is still broken."""
     live = state(1)
-    with Checkpointer(RUN, live, socket=daemon.socket) as checkpointer:
+    with Checkpointer(RUN, live, at=daemon.socket) as checkpointer:
         for step in (1, 2, 3, 4):
             train(live)
             if step >= 3:
@@ -109,7 +109,7 @@ def test_the_nan_is_found_and_named(trained: dict, api: Api) -> None:
 def test_restoring_the_newest_healthy_one(trained: dict, daemon: RunningDaemon) -> None:
     """`restore(healthy=True)` goes back before the NaN; without it, the newest one is restored as ever."""
     live = state(2)
-    with Checkpointer(RUN, live, socket=daemon.socket) as checkpointer:
+    with Checkpointer(RUN, live, at=daemon.socket) as checkpointer:
         assert checkpointer.restore(healthy=True) == 2
         assert torch.isfinite(live["model"][0].weight).all()
         assert checkpointer.restore() == 4
@@ -119,7 +119,7 @@ def test_restoring_the_newest_healthy_one(trained: dict, daemon: RunningDaemon) 
 def test_over_http_as_well(trained: dict, daemon: RunningDaemon) -> None:
     """A rank that shares no memory with the daemon asks the same question."""
     live = state(3)
-    with Checkpointer(RUN, live, url=daemon.url) as checkpointer:
+    with Checkpointer(RUN, live, at=daemon.url) as checkpointer:
         assert checkpointer.restore(healthy=True) == 2
 
 
@@ -128,7 +128,7 @@ def test_none_is_healthy(daemon: RunningDaemon, api: Api) -> None:
     live = {"t": torch.tensor([float("nan")]), "model": nn.Linear(2, 2)}
     with torch.no_grad():
         live["model"].weight[0, 0] = float("nan")
-    with Checkpointer("ill", live, socket=daemon.socket) as checkpointer:
+    with Checkpointer("ill", live, at=daemon.socket) as checkpointer:
         assert checkpointer.restore(healthy=True) == 0
         checkpointer.save(1).result()
         wait_until(lambda: api.checkpoint("ill", 1).verified)

@@ -47,7 +47,7 @@ def test_from_pretrained_loads_a_committed_directory(socket, tied: bool, file_by
     run = f"llama-{tied}-{file_bytes_max}"
     state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
     assets = [model.config, model.generation_config, {"tokenizer.json": {"version": "1.0"}}]
-    with Checkpointer(run, state, socket=socket.socket, assets=assets, file_bytes_max=file_bytes_max) as checkpointer:
+    with Checkpointer(run, state, at=socket.socket, assets=assets, file_bytes_max=file_bytes_max) as checkpointer:
         checkpointer.save(1, wait="durable")
     directory = socket.root / naming.checkpoint_path(run, 1)
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
@@ -66,12 +66,12 @@ def test_from_pretrained_loads_a_committed_directory(socket, tied: bool, file_by
 
 def test_a_tied_model_goes_back_into_an_untied_one_and_the_other_way(socket) -> None:
     """Tied weights are stored once; both names can be restored from them."""
-    with Checkpointer("ties", {"model": tiny(True)}, socket=socket.socket) as checkpointer:
+    with Checkpointer("ties", {"model": tiny(True)}, at=socket.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
     untied = tiny(False)
     with torch.no_grad():
         untied.lm_head.weight.zero_()
-    with Checkpointer("ties", {"model": untied}, socket=socket.socket) as checkpointer:
+    with Checkpointer("ties", {"model": untied}, at=socket.socket) as checkpointer:
         assert checkpointer.restore() == 1
     assert torch.equal(untied.lm_head.weight, untied.model.embed_tokens.weight)
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
@@ -83,7 +83,7 @@ def test_assets_of_every_form(tmp_path: Path, socket) -> None:
     (tmp_path / "old.safetensors").write_text("x")
     (tmp_path / "vocab.txt").write_text("a b")
     assets = [tmp_path, tmp_path / "vocab.txt", {"notes.md": "hello"}]
-    with Checkpointer("assets", {"x": torch.ones(1)}, socket=socket.socket, assets=assets) as checkpointer:
+    with Checkpointer("assets", {"x": torch.ones(1)}, at=socket.socket, assets=assets) as checkpointer:
         checkpointer.save(1, wait="durable")
     names = {p.name for p in (socket.root / naming.checkpoint_path("assets", 1)).iterdir()}
     assert {"config.json", "vocab.txt", "notes.md"} <= names and "old.safetensors" not in names

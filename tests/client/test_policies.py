@@ -96,7 +96,7 @@ def test_the_first_drop_is_a_warning_and_the_rest_are_logged(tmp_path: Path, cap
     caplog.set_level("INFO", "holdfast.tickets")
     with running(tmp_path / "root", "--write-bytes-per-second", "200000") as daemon:
         state = {"x": torch.zeros(SIZE, dtype=torch.uint8)}
-        checkpointer = Checkpointer("r", state, socket=daemon.socket)
+        checkpointer = Checkpointer("r", state, at=daemon.socket)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             tickets = [checkpointer.save(step) for step in range(1, 9)]
@@ -115,7 +115,7 @@ def test_who_waits_is_not_dropped_in_silence(tmp_path: Path) -> None:
     """`staged` raises where there is no slot, `durable` waits for one, and a plain save says it by its ticket."""
     with running(tmp_path / "root", "--write-bytes-per-second", "200000") as daemon:
         state = {"x": torch.zeros(SIZE, dtype=torch.uint8)}
-        with Checkpointer("r", state, socket=daemon.socket, policy="oldest-durable") as checkpointer:
+        with Checkpointer("r", state, at=daemon.socket, policy="oldest-durable") as checkpointer:
             first, second = checkpointer.save(1), checkpointer.save(2)
             third = checkpointer.save(3)
             assert third.done and third.dropped and not third.staged
@@ -133,7 +133,7 @@ def test_a_slow_link_drops_what_is_not_being_uploaded(tmp_path: Path) -> None:
         hide(daemon)
         generator = torch.Generator().manual_seed(1)
         state = {"x": torch.randint(0, 256, (2_000_000,), dtype=torch.uint8, generator=generator)}
-        with Checkpointer("r", state, url=proxy.url) as checkpointer:
+        with Checkpointer("r", state, at=proxy.url) as checkpointer:
             checkpointer.save(1, wait="durable")
             proxy.bytes_per_s, sent = 4e5, proxy.sent  # five seconds for each
             first = checkpointer.save(2)

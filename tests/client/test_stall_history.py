@@ -37,7 +37,7 @@ def test_beside_the_daemon(tmp_path: Path, wait: str | None) -> None:
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     with running(tmp_path / "root", listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
-        with Checkpointer("r", {"model": model, "optim": optimizer}, root=daemon.root) as checkpointer:
+        with Checkpointer("r", {"model": model, "optim": optimizer}, at=daemon.root) as checkpointer:
             for step in (1, 2):
                 model(torch.ones(64)).sum().backward()
                 optimizer.step()
@@ -62,7 +62,7 @@ def test_over_http(tmp_path: Path) -> None:
         hide(daemon)
         with proxied(daemon.url) as proxy, Api(daemon.url) as api:
             proxy.bytes_per_s = 400_000
-            with Checkpointer("r", state, url=proxy.url) as checkpointer:
+            with Checkpointer("r", state, at=proxy.url) as checkpointer:
                 state["x"].tensor.random_()
                 ticket = checkpointer.save(1)
                 checkpointer.fence()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import torch
 
@@ -16,10 +15,8 @@ from holdfast_formats.errors import CheckpointError
 
 
 def main() -> None:
-    place = sys.argv[1]
-    where = {"url": place} if place.startswith("http") else {"socket": Path(place)}
     try:
-        with Checkpointer("run", {"model": torch.nn.Linear(8, 8)}, **where) as checkpointer:  # type: ignore[arg-type]
+        with Checkpointer("run", {"model": torch.nn.Linear(8, 8)}, at=sys.argv[1]) as checkpointer:
             print("restored", checkpointer.restore(), flush=True)
             for line in sys.stdin:
                 ticket = checkpointer.save(int(line), wait="durable")

@@ -226,7 +226,7 @@ def test_a_trainer_replaces_its_embedded_daemon(tmp_path: Path) -> None:
         return int(json.loads((tmp_path / "data" / naming.DAEMON_FILE).read_text())["pid"])
 
     state = {"x": torch.ones(1_000_000)}
-    with Checkpointer("r", state, root=tmp_path / "data") as checkpointer:
+    with Checkpointer("r", state, at=tmp_path / "data") as checkpointer:
         checkpointer.save(1, wait="durable")
         first = pid()
         ticket = checkpointer.save(2)

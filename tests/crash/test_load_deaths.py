@@ -53,7 +53,7 @@ time.sleep(3600)
 def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
     """A daemon with a committed step, which stands in no slot any more."""
     daemon = RunningDaemon(tmp_path / "root")
-    with Checkpointer("r", {"model": {"w": torch.from_numpy(content())}}, socket=daemon.socket) as checkpointer:
+    with Checkpointer("r", {"model": {"w": torch.from_numpy(content())}}, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
     yield daemon
     if daemon.process.poll() is None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from holdfast import Checkpointer
+from holdfast import Checkpointer, ParallelLayout
 from holdfast_formats.layout import language
 from tests.client import llama
 from tests.torchruns import leave
@@ -67,17 +67,19 @@ def main() -> None:
     rank = dist.get_rank()
     for layout in chosen:
         arrays = local(layout, rank)
-        options: dict[str, Any] = {"socket": socket, "config": llama.CONFIG, "layout": f"{layout},vocab=8"}
+        held_as = ParallelLayout(f"{layout},vocab=8", config=llama.CONFIG)
         if action == "save":
             state = state_of(arrays, rank, stepped=True)
-            with Checkpointer(run, state, **options) as checkpointer:
+            with Checkpointer(run, state, at=socket, layout=held_as) as checkpointer:
                 checkpointer.save(3, wait="durable")
         else:
             state = state_of({name: array * 0 - 1 for name, array in arrays.items()}, rank, stepped=rank % 2 == 1)
-            with Checkpointer(run, state, **options) as checkpointer:
+            with Checkpointer(run, state, at=socket, layout=held_as) as checkpointer:
                 assert checkpointer.restore() == 3
             check(state, arrays)
-            with Checkpointer(f"{run}-again-{layout.replace('=', '').replace(',', '-')}", state, **options) as checkpointer:
+            with Checkpointer(
+                f"{run}-again-{layout.replace('=', '').replace(',', '-')}", state, at=socket, layout=held_as
+            ) as checkpointer:
                 checkpointer.save(3, wait="durable")
         dist.barrier()
     leave()

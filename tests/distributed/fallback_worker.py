@@ -31,12 +31,12 @@ def refusal(act: Callable[..., object], *arguments: object, **options: object) -
 
 
 def main() -> None:
-    how, place, act, *more = sys.argv[1:]
+    place, act, *more = sys.argv[1:]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     mine = torch.zeros(ROWS)
     # What one rank alone holds, and reads: the other's restore is sound whatever becomes of it.
-    checkpointer = Checkpointer("r", {"model": {f"of_rank_{rank}": mine}}, **{how: place})
+    checkpointer = Checkpointer("r", {"model": {f"of_rank_{rank}": mine}}, at=place)
     if act == "save":
         for step in (100, 200, 300):
             mine.fill_(step + rank)

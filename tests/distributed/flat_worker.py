@@ -114,24 +114,24 @@ def main() -> None:
     if action == "save":
         train(state, 3)
         evaluate(state)  # leaves the root's parameters gathered behind the shards
-        with Checkpointer("r", state, socket=socket) as checkpointer:
+        with Checkpointer("r", state, at=socket) as checkpointer:
             checkpointer.save(3, wait="durable")
         try:
-            Checkpointer("flat", {"model": wrap(Model(), strategy, original=False)}, socket=socket)
+            Checkpointer("flat", {"model": wrap(Model(), strategy, original=False)}, at=socket)
         except InvalidRequest as refused:
             assert "use_orig_params=True" in refused.hint
         else:
             raise AssertionError("flat parameters are refused")
         with FullyShardedDataParallel.summon_full_params(state["model"]):
             try:
-                Checkpointer("now", state, socket=socket)
+                Checkpointer("now", state, at=socket)
             except InvalidRequest as refused:
                 assert "are gathered" in refused.detail
             else:
                 raise AssertionError("gathered parameters are refused")
     else:
         evaluate(state)
-        with Checkpointer("r", state, socket=socket) as checkpointer:
+        with Checkpointer("r", state, at=socket) as checkpointer:
             assert checkpointer.restore() == 3
     after = evaluate(state)
     found = {**digests(state, strategy), "output": full(after)}

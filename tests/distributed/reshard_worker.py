@@ -123,18 +123,18 @@ def main() -> None:
         state = build(mesh, seed=1 if action == "save" else 2)
         if action == "save":
             train(state, 3)
-            with Checkpointer("r", state, socket=socket) as checkpointer:
+            with Checkpointer("r", state, at=socket) as checkpointer:
                 checkpointer.save(3, wait="durable")
         else:
             before = {id(p) for p in state["model"].parameters()}
-            with Checkpointer("r", state, socket=socket) as checkpointer:
+            with Checkpointer("r", state, at=socket) as checkpointer:
                 assert checkpointer.restore() == 3
                 report = checkpointer.last_restore
                 assert report is not None and not report.missing
             read = {"node": report.node_bytes, "own": report.own_bytes, "notes": report.notes}
             Path(f"{output}.{mesh}.rank-{dist.get_rank()}.json").write_text(json.dumps(read))
             assert before == {id(p) for p in state["model"].parameters()}, "restored in place"
-            with Checkpointer(f"again-{dist.get_world_size()}-{mesh}", state, socket=socket) as checkpointer:
+            with Checkpointer(f"again-{dist.get_world_size()}-{mesh}", state, at=socket) as checkpointer:
                 checkpointer.save(3, wait="durable")
         found = digests(state)
         if dist.get_rank() == 0:

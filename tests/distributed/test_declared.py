@@ -50,7 +50,7 @@ def test_restored_plain_on_one(saved: RunningDaemon, run: str) -> None:
     """A model that knows of no layout gets everything, its optimizer included, though stages knew their own alone."""
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in llama.shapes().items()}
     optim = torch.optim.AdamW(parameters.values(), lr=0.5)
-    with Checkpointer(run, {"model": parameters, "optim": optim}, root=saved.root) as checkpointer:
+    with Checkpointer(run, {"model": parameters, "optim": optim}, at=saved.root) as checkpointer:
         assert checkpointer.restore(strict=False) == 3
         assert checkpointer.last_restore is not None
         assert not checkpointer.last_restore.missing

@@ -24,7 +24,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with three checkpoints."""
     root = tmp_path_factory.mktemp("saved") / "root"
     with running(root) as daemon:
-        launch(2, WORKER, "socket", str(daemon.socket), "save")
+        launch(2, WORKER, str(daemon.socket), "save")
     return root
 
 
@@ -63,7 +63,7 @@ def check(found: list[dict], step: int, passed: int) -> None:
 def test_both_ranks_end_on_the_older_step(daemon: RunningDaemon, tmp_path: Path, how: str) -> None:
     """Rank 1 finds the damage, rank 0 does not: both have step 200; the service says the same from then on."""
     damage(daemon.root, 300)
-    launch(2, WORKER, how, str(daemon.socket if how == "socket" else daemon.url), "restore", str(tmp_path / "out"))
+    launch(2, WORKER, str(daemon.socket if how == "socket" else daemon.url), "restore", str(tmp_path / "out"))
     check(restored(tmp_path / "out"), 200, passed=300)
     with Api(daemon.url) as api:
         assert [(c.step, c.state) for c in api.checkpoints("r")] == [(300, "damaged"), (200, "verified"), (100, "verified")]
@@ -73,7 +73,7 @@ def test_both_ranks_end_on_the_older_step(daemon: RunningDaemon, tmp_path: Path,
 def test_training_goes_on_over_the_damaged_step(daemon: RunningDaemon, tmp_path: Path) -> None:
     """The ranks come to the damaged step once more: what they save then takes its place."""
     damage(daemon.root, 300)
-    launch(2, WORKER, "socket", str(daemon.socket), "restore", str(tmp_path / "out"), "again")
+    launch(2, WORKER, str(daemon.socket), "restore", str(tmp_path / "out"), "again")
     check(restored(tmp_path / "out"), 200, passed=300)
     with Api(daemon.url) as api:
         wait_until(lambda: api.checkpoint("r", 300).verified)
@@ -84,7 +84,7 @@ def test_two_damaged_ones_in_a_row(daemon: RunningDaemon, tmp_path: Path) -> Non
     """The ranks go back as far as they must."""
     damage(daemon.root, 300)
     damage(daemon.root, 200)
-    launch(2, WORKER, "socket", str(daemon.socket), "restore", str(tmp_path / "out"))
+    launch(2, WORKER, str(daemon.socket), "restore", str(tmp_path / "out"))
     found = restored(tmp_path / "out")
     check(found, 100, passed=300)
     check(found, 100, passed=200)
@@ -94,7 +94,7 @@ def test_who_read_a_step_that_another_could_not_does_not_go_on_from_it(daemon: R
     """With nothing sound left both fail, and neither saves: rank 0 has a step whole, but nobody else has it."""
     for step in (100, 200, 300):
         damage(daemon.root, step)
-    launch(2, WORKER, "socket", str(daemon.socket), "fail", str(tmp_path / "out"))
+    launch(2, WORKER, str(daemon.socket), "fail", str(tmp_path / "out"))
     assert restored(tmp_path / "out")[0] == ["corrupt-extent", "state-overwritten"]
 
 
@@ -102,5 +102,5 @@ def test_with_no_daemon_running_one_is_started_to_agree(daemon: RunningDaemon, t
     """Ranks that know a directory alone start a daemon on it, as their first save would, and agree through it."""
     damage(daemon.root, 300)
     assert daemon.stop() == 0
-    launch(2, WORKER, "root", str(daemon.root), "restore", str(tmp_path / "out"))
+    launch(2, WORKER, str(daemon.root), "restore", str(tmp_path / "out"))
     check(restored(tmp_path / "out"), 200, passed=300)

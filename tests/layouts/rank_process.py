@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from holdfast import Checkpointer
+from holdfast import Checkpointer, ParallelLayout
 from tests.torchruns import leave
 
 from . import oracle
@@ -53,18 +52,18 @@ def main() -> None:
     model, rank = MODELS[name], dist.get_rank()
     for layout in layouts.split(","):
         expected = held(model, layout, rank)
-        options: dict[str, Any] = {"socket": socket, "config": model.config, "layout": LAYOUTS[name][layout].text}
+        held_as = ParallelLayout(LAYOUTS[name][layout].text, config=model.config)
         state = tensors(expected, filled=action == "save")
         if action == "save":
-            with Checkpointer(name, state, **options) as checkpointer:
+            with Checkpointer(name, state, at=socket, layout=held_as) as checkpointer:
                 checkpointer.save(3, wait="durable")
         else:
-            with Checkpointer(name, state, **options) as checkpointer:
+            with Checkpointer(name, state, at=socket, layout=held_as) as checkpointer:
                 assert checkpointer.restore() == 3
             for group, named in expected.items():
                 for key, array in named.items():
                     assert np.array_equal(state[group][key].numpy(), array), f"{layout}: {group}/{key}"
-            with Checkpointer(f"{name}-{layout}", state, **options) as checkpointer:
+            with Checkpointer(f"{name}-{layout}", state, at=socket, layout=held_as) as checkpointer:
                 checkpointer.save(3, wait="durable")
         dist.barrier()
     leave()

@@ -57,7 +57,7 @@ def main(socket: str, first: int, every: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 2048), nn.Linear(2048, 64))
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpointer = Checkpointer("preempted", {"model": model, "optim": optimizer}, socket=socket, policy="wait")
+    checkpointer = Checkpointer("preempted", {"model": model, "optim": optimizer}, at=socket, policy="wait")
     tickets, said = [], []
     steps = iter(range(1, 10**6))
 

@@ -88,10 +88,10 @@ def serving(place: Place) -> AbstractContextManager[RunningDaemon]:
     return running(place.root, "--catalog", place.url, listen="127.0.0.1:0")
 
 
-def trainer(daemon: RunningDaemon, value: float, launch: str) -> tuple[Checkpointer, torch.Tensor]:
+def trainer(daemon: RunningDaemon, value: float) -> tuple[Checkpointer, torch.Tensor]:
     weight = torch.full((64,), value)
     state = {"w": weight}
-    return Checkpointer("run", state, socket=daemon.socket, launch=launch), weight
+    return Checkpointer("run", state, at=daemon.socket), weight
 
 
 def committed(place: Place) -> list[int]:
@@ -104,7 +104,7 @@ def test_training_goes_on_while_the_catalog_is_away(place: Place) -> None:
     `/metrics` and `/healthz` answer; when the catalog is back it lists all of it, in order.
     """
     with serving(place) as daemon:
-        first, weight = trainer(daemon, 0.0, "one")
+        first, weight = trainer(daemon, 0.0)
         assert first.restore() == 0
         first.save(1).result(60)
         place.away()
@@ -112,7 +112,7 @@ def test_training_goes_on_while_the_catalog_is_away(place: Place) -> None:
             weight.fill_(step)
             first.save(step).result(60)
         assert committed(place) == list(range(1, LAST))
-        second, restored = trainer(daemon, -1.0, "two")
+        second, restored = trainer(daemon, -1.0)
         assert second.restore() == LAST - 1 and restored.eq(LAST - 1).all()
         with pytest.raises(StaleAttempt):
             first.save(LAST).result(60)
@@ -137,14 +137,14 @@ def test_a_daemon_starts_without_its_catalog(tmp_path: Path, postgres: Postgres)
     """It says what it lacks; what was declared and answered before stands, a new launch restores and saves."""
     place = on_postgres(tmp_path, postgres, stopped=False)
     with serving(place) as daemon:
-        first, weight = trainer(daemon, 3.0, "one")
+        first, weight = trainer(daemon, 3.0)
         first.restore()
         first.save(3).result(60)
         first.close()
     place.away()
     try:
         with serving(place) as daemon:
-            second, weight = trainer(daemon, 0.0, "two")
+            second, weight = trainer(daemon, 0.0)
             assert second.restore() == 3 and weight.eq(3).all()
             second.save(4).result(60)
             assert "starts without it" in daemon.log.read_text()
@@ -165,7 +165,7 @@ def test_a_catalog_that_comes_back_as_another(tmp_path: Path, left: bytes | None
     place = on_sqlite(tmp_path)
     path = place.root / naming.CATALOG
     with serving(place) as daemon:
-        first, _ = trainer(daemon, 1.0, "one")
+        first, _ = trainer(daemon, 1.0)
         first.restore()
         first.save(1).result(60)
         with Api(daemon.url) as api:
@@ -179,7 +179,7 @@ def test_a_catalog_that_comes_back_as_another(tmp_path: Path, left: bytes | None
         with Api(daemon.url) as api:
             wait_until(lambda: path.exists() and sorted(made.step for made in api.checkpoints("run")) == [1, 2, 3])
             assert api.run("run").attempt == 1
-        second, _ = trainer(daemon, 0.0, "two")
+        second, _ = trainer(daemon, 0.0)
         assert second.restore() == 3
         second.close()
         first.close()

@@ -85,10 +85,10 @@ def test_an_orderly_end_is_quiet_at_once(tmp_path: Path) -> None:
     """Though the trainer has just committed; an exception in the block of a training is no goodbye."""
     with serving(tmp_path) as daemon:
         state = {"w": torch.zeros(8)}
-        with Checkpointer("ended", state, socket=daemon.socket, launch="one") as checkpointer:
+        with Checkpointer("ended", state, at=daemon.socket) as checkpointer:
             checkpointer.save(1).result(60)
         wait_until(lambda: of(daemon, "ended").state == "ended")
-        with pytest.raises(ZeroDivisionError), Checkpointer("failed", state, socket=daemon.socket) as failing:
+        with pytest.raises(ZeroDivisionError), Checkpointer("failed", state, at=daemon.socket) as failing:
             failing.save(1).result(60)
             raise ZeroDivisionError
         wait_until(lambda: of(daemon, "failed").state == "lost")

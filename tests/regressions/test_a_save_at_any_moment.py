@@ -69,7 +69,7 @@ def interrupted(daemon: RunningDaemon, run: str) -> tuple[Checkpointer, nn.Modul
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     nn.utils.vector_to_parameters(torch.zeros(12), model.parameters())
     optimizer = Interrupted(model.parameters(), lr=0.1)
-    return Checkpointer(run, {"model": model, "optim": optimizer}, socket=daemon.socket), model, optimizer
+    return Checkpointer(run, {"model": model, "optim": optimizer}, at=daemon.socket), model, optimizer
 
 
 def test_no_save_is_taken_in_the_middle_of_a_step(daemon: RunningDaemon) -> None:
@@ -141,7 +141,7 @@ faulthandler.dump_traceback_later(60, exit=True)
 warnings.simplefilter("ignore")
 model = torch.nn.Linear(300, 300)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-checkpointer = Checkpointer("forked", {"model": model, "optim": optimizer}, socket=sys.argv[1])
+checkpointer = Checkpointer("forked", {"model": model, "optim": optimizer}, at=sys.argv[1])
 checkpointer.save(1)
 child = os.fork()
 if not child:
@@ -171,9 +171,8 @@ from holdfast import Checkpointer
 faulthandler.dump_traceback_later(120, exit=True)
 where, ending = sys.argv[1:]
 far = where.startswith("http")
-at = {"url" if far else "socket": where}
 parameters = [torch.rand(1_000_000) for _ in range(4 if far else 24)]
-checkpointer = Checkpointer(ending, {"model": {str(i): p for i, p in enumerate(parameters)}}, **at, fenced=True)
+checkpointer = Checkpointer(ending, {"model": {str(i): p for i, p in enumerate(parameters)}}, at=where, fenced=True)
 checkpointer.save(1, wait="durable")
 checkpointer.save(2)
 if ending == "exit":

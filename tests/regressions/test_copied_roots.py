@@ -33,8 +33,8 @@ def state(value: float) -> dict[str, torch.nn.Module]:
     return {"model": model}
 
 
-def save(step: int, value: float, **where: object) -> Checkpointer:
-    checkpointer = Checkpointer("run", state(value), **where)  # type: ignore[arg-type]
+def save(step: int, value: float, at: Path) -> Checkpointer:
+    checkpointer = Checkpointer("run", state(value), at=at)
     checkpointer.save(step, wait="durable").result()
     return checkpointer
 
@@ -66,11 +66,11 @@ def command_of(pid: int) -> bytes:
 def test_a_copy_of_a_served_root_gets_a_daemon_of_its_own(place: Path) -> None:
     """Saves into the copy stay in the copy, what is restored is the copy's, and the original's daemon is named and alone."""
     root, copy = place / "root", place / "copy"
-    with save(1, 1.0, root=root), save(2, 2.0, root=root):
+    with save(1, 1.0, at=root), save(2, 2.0, at=root):
         shutil.copytree(root, copy, symlinks=True, ignore=shutil.ignore_patterns("*.sock"))
         shutil.rmtree(copy / naming.checkpoint_path("run", 2))
         live = state(0.0)
-        with Checkpointer("run", live, root=copy) as other:
+        with Checkpointer("run", live, at=copy) as other:
             assert other.restore() == 1, "the original has step 2, its copy has not"
             assert live["model"].weight.detach().eq(1.0).all()
             other.save(3, wait="durable").result()
@@ -83,20 +83,20 @@ def test_a_copy_of_a_served_root_gets_a_daemon_of_its_own(place: Path) -> None:
 def test_without_a_daemon_a_copy_is_read_itself(place: Path) -> None:
     """A rank that starts no daemon reads the directory that it was given, whatever daemon is named in there."""
     root, copy = place / "root", place / "copy"
-    with save(1, 1.0, root=root):
+    with save(1, 1.0, at=root):
         shutil.copytree(root, copy)
         shutil.rmtree(copy / "run")
-        assert Checkpointer("run", state(0.0), root=copy).restore() == 0
+        assert Checkpointer("run", state(0.0), at=copy).restore() == 0
 
 
 def test_a_socket_that_another_roots_daemon_has_taken_is_not_the_roots(place: Path) -> None:
     """A daemon was killed, and another root's answers at its socket: the root's trainer starts one on its own root."""
     root, other = place / "root", place / "other"
     first = RunningDaemon(root)
-    with save(1, 1.0, root=root):
+    with save(1, 1.0, at=root):
         first.kill()
     with running(other, "--socket", str(first.socket)):
-        with save(2, 2.0, root=root) as checkpointer:
+        with save(2, 2.0, at=root) as checkpointer:
             assert any(str(other) in note for note in checkpointer.notices), checkpointer.notices
         assert (steps(root), steps(other)) == (["step-00000001", "step-00000002"], [])
 
@@ -109,7 +109,7 @@ def test_a_trainer_that_lost_its_daemon_goes_on_with_none_of_another_root(
     monkeypatch.setattr(unix_socket, "MEND_S", 2.0)
     root, other = place / "root", place / "other"
     first = RunningDaemon(root)
-    with save(1, 1.0, socket=first.socket) as checkpointer:
+    with save(1, 1.0, at=first.socket) as checkpointer:
         first.kill()
         with running(other, "--socket", str(first.socket)):
             with pytest.raises(CheckpointError, match="which is not the root"):
@@ -124,7 +124,7 @@ def test_a_directory_in_the_place_of_a_served_root_is_neither_read_nor_written(p
     """The root was moved away and something else put there: a restore does not read that, a save does not write there."""
     root = place / "root"
     with running(root) as daemon:
-        checkpointer = save(1, 1.0, socket=daemon.socket)
+        checkpointer = save(1, 1.0, at=daemon.socket)
         root.rename(place / "moved")
         shutil.copytree(place / "moved", root)
         before = steps(root)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,14 @@ from tests.daemon.saver_world import saver_world
 from tests.daemons import running
 
 
-def test_the_next_start_under_the_same_name_restores_what_was_saved(tmp_path: Path) -> None:
+def test_the_next_start_under_the_same_name_restores_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one was told that there is nothing to restore; that is no answer for the second one."""
+    monkeypatch.setenv("HOLDFAST_LAUNCH", "fixed")
     with running(tmp_path / "root", listen="127.0.0.1:0") as daemon:
-        for step, where in enumerate(({"socket": daemon.socket}, {"socket": daemon.socket}, {"url": daemon.url})):
+        for step, at in enumerate((daemon.socket, daemon.socket, daemon.url)):
+            monkeypatch.setattr("holdfast.launch._constructed", defaultdict(itertools.count))  # as in a process of its own
             state = {"model": torch.nn.Linear(2, 2)}
-            with Checkpointer("run", state, launch="fixed", **where) as checkpointer:  # type: ignore[arg-type]
+            with Checkpointer("run", state, at=at) as checkpointer:
                 assert checkpointer.restore() == step
                 checkpointer.save(step + 1, wait="durable").result()
 

@@ -61,7 +61,7 @@ def test_the_second_root_is_refused_and_the_first_one_keeps_all(tmp_path: Path, 
     root, other = tmp_path / "root", tmp_path / "other"
     with running(root, "--catalog", postgres_url) as daemon:
         model = torch.nn.Linear(2, 2)
-        with Checkpointer("run", {"model": model}, socket=daemon.socket) as checkpointer:
+        with Checkpointer("run", {"model": model}, at=daemon.socket) as checkpointer:
             checkpointer.save(1, wait="durable").result()
             with closing(Catalog.open(postgres_url)) as catalog:
                 catalog.note_round("run", 2, 1, 1, NOW)

@@ -61,10 +61,10 @@ def ask(daemon: RunningDaemon, path: str, **parts: object) -> httpx.Response:
 def test_its_user_needs_nothing(daemon: RunningDaemon) -> None:
     """Client, commands and a trainer that shares no memory find the token by themselves, by address and as localhost."""
     state = {"x": torch.arange(100_000)}
-    with Checkpointer("mine", state, url=daemon.url) as checkpointer:
+    with Checkpointer("mine", state, at=daemon.url) as checkpointer:
         checkpointer.save(1, wait="durable")
     live = {"x": torch.zeros_like(state["x"])}
-    with Checkpointer("mine", live, url=daemon.url) as checkpointer:
+    with Checkpointer("mine", live, at=daemon.url) as checkpointer:
         assert checkpointer.restore() == 1
     assert torch.equal(live["x"], state["x"])
     for url in (daemon.url, f"http://localhost:{port(daemon)}"):

@@ -35,7 +35,7 @@ def test_killed_while_a_step_takes_its_own_place(
     stop_at(point, place, monkeypatch)
     daemon = RunningDaemon(place.root)
     state = {"x": torch.ones(1000)}
-    with Checkpointer(RUN, state, socket=daemon.socket) as checkpointer:
+    with Checkpointer(RUN, state, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
         (place.marks / "armed").touch()
         fill(state, 2.0)
@@ -58,7 +58,7 @@ def test_a_catalog_that_lags_behind_removes_nothing_by_what_it_knows_of_the_old_
     root = tmp_path / "root"
     with running(root, listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
         state = {"x": torch.ones(10)}
-        with Checkpointer(RUN, state, socket=daemon.socket) as checkpointer:
+        with Checkpointer(RUN, state, at=daemon.socket) as checkpointer:
             for step in (10, 20, 30):
                 fill(state, float(step))
                 checkpointer.save(step, wait="durable")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import Checkpointer, Fragment
+from holdfast import Checkpointer, Fragment, ParallelLayout
 from holdfast_formats.errors import CheckpointError, InvalidRequest, ReplicasDiffer
 from tests.client import llama
 from tests.daemons import RunningDaemon, running
@@ -38,9 +38,10 @@ class World:
         self.ranks = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WORLD_SIZE", str(len(states)))
+            patch.setenv("HOLDFAST_LAUNCH", f"{run}-{launch}")
             for rank, state in enumerate(states):
                 patch.setenv("RANK", str(rank))
-                self.ranks.append(Checkpointer(run, state, socket=daemon.socket, launch=f"{run}-{launch}", **more))
+                self.ranks.append(Checkpointer(run, state, at=daemon.socket, **more))
 
     def save(self, step: int, **options: Any) -> list[CheckpointError | None]:
         """What became of the save on each rank."""
@@ -198,7 +199,7 @@ def test_another_world_takes_what_ranks_had_apart_as_it_takes_their_values(daemo
     assert [own(state) for state in more] == [*expected, expected[0]]
     larger.close()
     alone = noisy(9)
-    with Checkpointer(run, alone, socket=daemon.socket, launch="c") as checkpointer:
+    with Checkpointer(run, alone, at=daemon.socket) as checkpointer:
         assert checkpointer.restore() == 1
         assert not any(name.startswith("ranks/") for name in checkpointer.last_restore.unexpected)
     assert own(alone) == expected[0]
@@ -223,7 +224,7 @@ def test_a_layout_whose_rules_name_nothing_is_refused(daemon: RunningDaemon, run
         {"model": {"mystery.weight": nn.Parameter(torch.zeros(8, 8)), "scale": nn.Parameter(torch.ones(8))}}
         for _ in range(2)
     ]
-    world = World(daemon, run, states, layout="tp=2", config=llama.CONFIG)
+    world = World(daemon, run, states, layout=ParallelLayout("tp=2", config=llama.CONFIG))
     for rank in world.ranks:
         with pytest.raises(InvalidRequest, match=r"mystery\.weight"):
             rank.save(1)

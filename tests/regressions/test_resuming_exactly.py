@@ -81,7 +81,7 @@ def losses(daemon: RunningDaemon, run: str, loader: Any, until: int, save_at: in
     model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     found = []
-    with Checkpointer(run, {"model": model, "optim": optimizer, "loader": loader}, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, {"model": model, "optim": optimizer, "loader": loader}, at=daemon.socket) as checkpointer:
         step = checkpointer.restore()
         while step < until:
             for batch in loader:
@@ -128,7 +128,7 @@ def drawn() -> tuple[float, ...]:
 
 def test_what_objects_draw_when_they_are_asked_changes_no_stream(daemon: RunningDaemon) -> None:
     """Neither a save nor a restore moves the streams on, whatever the user's objects draw in them."""
-    checkpointer = Checkpointer("drawing", {"object": Drawing(), "x": torch.ones(2)}, socket=daemon.socket)
+    checkpointer = Checkpointer("drawing", {"object": Drawing(), "x": torch.ones(2)}, at=daemon.socket)
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     unsaved = drawn()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)

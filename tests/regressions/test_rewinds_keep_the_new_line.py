@@ -40,7 +40,7 @@ class Training:
 
     def __init__(self, daemon: RunningDaemon, run: str, **options: Any) -> None:
         self.model = nn.Linear(4, 4)
-        self.checkpointer = Checkpointer(run, {"model": self.model}, socket=daemon.socket, **options)
+        self.checkpointer = Checkpointer(run, {"model": self.model}, at=daemon.socket, **options)
 
     def __enter__(self) -> Training:
         return self
@@ -196,10 +196,11 @@ def test_a_named_step_is_that_step_or_an_error(daemon: RunningDaemon, run: str, 
     """Where another rank of the launch was first and has had another answer, the rank that names a step is refused."""
     train(daemon, run, 1, 2, 3)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("HOLDFAST_LAUNCH", "a")
     ranks = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        ranks.append(Checkpointer(run, {"model": nn.Linear(4, 4)}, socket=daemon.socket, launch="a"))
+        ranks.append(Checkpointer(run, {"model": nn.Linear(4, 4)}, at=daemon.socket))
     assert ranks[0].restore(step=3) == 3
     with pytest.raises(StateMismatch, match="another rank of its launch restores step 3"):
         ranks[1].restore(step=2)

@@ -49,7 +49,7 @@ def test_a_call_in_another_mode_breaks_none_that_follow(daemon: RunningDaemon, a
     """Whatever mode a call is made in, it and later saves are exact, and changes under the copy are found as ever."""
     name = getattr(around, "__name__", "x").strip("<>")
     state = trained(1)
-    with Checkpointer(f"{call}-{name}", state, socket=daemon.socket, fenced=True) as checkpointer:
+    with Checkpointer(f"{call}-{name}", state, at=daemon.socket, fenced=True) as checkpointer:
         checkpointer.save(1, wait="durable")
         with around():  # type: ignore[operator]
             if call == "save":
@@ -72,7 +72,7 @@ def test_the_default_device_is_for_the_users_tensors_only(daemon: RunningDaemon)
     """A default device, here one without memory, changes nothing that we make for ourselves."""
     state = trained(1)
     before = tensors(state)
-    with Checkpointer("default-device", state, socket=daemon.socket) as checkpointer:
+    with Checkpointer("default-device", state, at=daemon.socket) as checkpointer:
         torch.set_default_device("meta")
         try:
             checkpointer.save(1, wait="durable")
@@ -90,7 +90,7 @@ def test_what_was_made_in_inference_mode_is_saved(daemon: RunningDaemon) -> None
     with torch.inference_mode():
         made = torch.arange(100_000.0)
     state = {"made": made}
-    with Checkpointer("inference", state, socket=daemon.socket, fenced=True) as checkpointer:
+    with Checkpointer("inference", state, at=daemon.socket, fenced=True) as checkpointer:
         checkpointer.save(1, wait="durable")
         with torch.inference_mode():
             made.zero_()
@@ -102,7 +102,7 @@ def test_a_compiled_step_waits_for_the_copy(daemon: RunningDaemon) -> None:
     """torch.compile of an optimizer's step leaves the fence in its place, and does not trace into it."""
     state = trained(1, 700)
     compiled = torch.compile(state["optim"].step, backend="eager")
-    with Checkpointer("compiled", state, socket=daemon.socket) as checkpointer:
+    with Checkpointer("compiled", state, at=daemon.socket) as checkpointer:
         for number in (1, 2, 3):
             state["model"](torch.randn(4, 700)).sum().backward()
             ticket = checkpointer.save(number)
@@ -114,7 +114,7 @@ def test_a_compiled_step_waits_for_the_copy(daemon: RunningDaemon) -> None:
 
 def test_numbers_of_numpy_are_numbers(daemon: RunningDaemon) -> None:
     """Steps and metrics may be numpy's. What is no number is refused by name, and so are steps that cannot be."""
-    with Checkpointer("numbers", {"x": torch.ones(2)}, socket=daemon.socket) as checkpointer:
+    with Checkpointer("numbers", {"x": torch.ones(2)}, at=daemon.socket) as checkpointer:
         ticket = checkpointer.save(np.int64(3), wait="durable", metrics={"loss": np.float32(0.5), "nan": np.float64("nan")})
         assert type(ticket.step) is int
         assert checkpointer.restore(np.int32(3)) == 3
@@ -128,13 +128,13 @@ def test_numbers_of_numpy_are_numbers(daemon: RunningDaemon) -> None:
                 checkpointer.save(4, metrics={"loss": value})
     for run in (5, None, Path("run")):
         with pytest.raises(InvalidRequest, match="run name"):
-            Checkpointer(run, {"x": torch.ones(2)}, socket=daemon.socket)  # type: ignore[arg-type]
+            Checkpointer(run, {"x": torch.ones(2)}, at=daemon.socket)  # type: ignore[arg-type]
 
 
 def test_a_root_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """A save says that no daemon can be started there, and why; a restore finds nothing."""
     (tmp_path / "file").touch()
-    checkpointer = Checkpointer("r", {"x": torch.ones(2)}, root=tmp_path / "file" / "root")
+    checkpointer = Checkpointer("r", {"x": torch.ones(2)}, at=tmp_path / "file" / "root")
     assert checkpointer.restore() == 0
     with pytest.raises(DaemonGone, match="cannot start an embedded daemon"):
         checkpointer.save(1)
@@ -146,11 +146,11 @@ def test_a_commit_that_is_gone_is_damage_with_no_daemon_too(tmp_path: Path, olde
     """A step that is complete but for its COMMIT is named, and an older one is taken with a note, never silently."""
     with running(tmp_path / "root") as daemon:
         state = {"x": torch.ones(2)}
-        with Checkpointer("r", state, socket=daemon.socket) as checkpointer:
+        with Checkpointer("r", state, at=daemon.socket) as checkpointer:
             for number in (1, 2) if older else (2,):
                 checkpointer.save(number, wait="durable")
     (tmp_path / "root" / naming.checkpoint_path("r", 2) / naming.COMMIT).unlink()
-    with Checkpointer("r", {"x": torch.zeros(2)}, root=tmp_path / "root") as checkpointer:
+    with Checkpointer("r", {"x": torch.zeros(2)}, at=tmp_path / "root") as checkpointer:
         with pytest.raises(NotCommitted, match="COMMIT"):
             checkpointer.restore(2)
         if older:
@@ -165,7 +165,7 @@ def test_memory_for_what_an_optimizer_will_add_is_no_growth(daemon: RunningDaemo
     """A save before the first step, and larger slots for what that step adds: nobody is told that the state has grown."""
     model = nn.Linear(300, 300)
     state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
-    with Checkpointer("growth", state, socket=daemon.socket) as checkpointer:
+    with Checkpointer("growth", state, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
         checkpointer.prepare(wait=True)
         assert not [notice for notice in checkpointer.notices if "outgrown" in notice]

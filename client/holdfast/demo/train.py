@@ -154,7 +154,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     trainer = Trainer(options.steps, getattr(torch, options.compute_dtype))
     assets = [trainer.model.config, build_tokenizer()]
-    with Checkpointer(options.name, trainer.state(), socket=options.socket, assets=assets) as checkpointer:
+    with Checkpointer(options.name, trainer.state(), at=options.socket, assets=assets) as checkpointer:
         train(checkpointer, trainer, options)
     found = {"rank": trainer.rank, "state": trainer.digests(), "weights": trainer.whole_weights()}
     (options.directory / f"digests-{trainer.rank}.json").write_text(json.dumps(found, indent=1))

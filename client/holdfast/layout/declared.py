@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from holdfast.launch import Launch
 from holdfast.layout import rules_choice
 from holdfast.layout.local_views import view
-from holdfast.layout.rules_choice import LayoutSource, RulesSource
+from holdfast.layout.rules_choice import ParallelLayout, RulesSource
 from holdfast.tensors import optimizer_documents
 from holdfast.tensors.fragments import LivePiece
 from holdfast.tensors.leaves import Content, Key, Leaf, OfferedLeaves
@@ -190,8 +190,8 @@ class DeclaredLayout:
             raise InvalidRequest(
                 f"the layout {self._placement!r} has no rule for {group}/{unnamed[0]}{more}, so it is not "
                 "known whether it is sharded",
-                hint="pass rules= with a table that says how it is sharded (without `cut` it is replicated), or use "
-                "Fragments or DTensors in the state",
+                hint="pass layout=ParallelLayout(…, rules=…) with a table that says how it is sharded (without `cut` it "
+                "is replicated), or use Fragments or DTensors in the state",
                 tensors=[f"{group}/{name}" for name in unnamed],
             )
 
@@ -258,18 +258,12 @@ class DeclaredLayout:
         return Leaf(spec.group, spec.name, spec.dtype, spec.shape, tuple(pieces.values()), self._placement)
 
 
-def declare(
-    layout: LayoutSource,
-    launch: Launch,
-    config: Mapping[str, Any] | None,
-    assets: Mapping[str, bytes],
-    rules: RulesSource,
-) -> DeclaredLayout:
+def declare(given: ParallelLayout, launch: Launch, assets: Mapping[str, bytes]) -> DeclaredLayout:
     """The layout of a launch's rank; the config is the one given, else that among the assets, else not known.
 
     Raises `InvalidRequest` for what is no layout, or one of another number of ranks.
     """
-    wanted = rules_choice.layout_of(layout)
+    wanted, config = rules_choice.layout_of(given.layout), given.config
     if wanted.mesh.world != launch.world:
         raise InvalidRequest(
             f"the layout {language.text(wanted)!r} needs {wanted.mesh.world} ranks, but this launch has {launch.world}",
@@ -277,7 +271,7 @@ def declare(
         )
     if config is None and rules_choice.CONFIG in assets:
         config = rules_choice.parse_config(assets[rules_choice.CONFIG], "the assets")
-    return DeclaredLayout(wanted, launch.rank, config, rules)
+    return DeclaredLayout(wanted, launch.rank, config, given.rules)
 
 
 _LAST = (2**63, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.read.reader import CheckpointReader
 from holdfast_formats.errors import CorruptManifest, InvalidRequest
@@ -19,6 +19,18 @@ RULES_BYTES_MAX = 2**20  # a table has its own, lower limit: this one keeps a wr
 
 RulesSource = str | Path | Mapping[str, Any] | None  # a TOML file, what it would hold, or the tables as they are
 LayoutSource = Layout | str | Mapping[str, Any]
+
+
+class ParallelLayout(NamedTuple):
+    """How ranks hold plain tensors, with what `Checkpointer(layout=…)` needs to know of the model besides.
+
+    `rules` extend the tables of architectures: a TOML file, or what it would hold. `config` is the model's config.json,
+    where it is not among the assets.
+    """
+
+    layout: LayoutSource
+    rules: RulesSource = None
+    config: Mapping[str, Any] | None = None
 
 
 def layout_of(layout: LayoutSource) -> Layout:

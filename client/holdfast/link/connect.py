@@ -1,4 +1,4 @@
-"""Find the daemon and directory of a checkpointer from root, socket, url or the defaults."""
+"""The daemon at an address: found, started where there is none, and greeted."""
 
 from __future__ import annotations
 
@@ -7,42 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.config import DEFAULT_ROOT, default_socket
+from holdfast.config import default_socket
 from holdfast.link import embedded, roots
+from holdfast.link.address import DaemonAddress
 from holdfast.link.unix_socket import SocketLink
 from holdfast.remote.http_link import RemoteLink
 from holdfast.rest.api import Api
 from holdfast.transport import Transport
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest, WrongRoot
+from holdfast_formats.errors import CheckpointError, DaemonGone, WrongRoot
 from holdfast_formats.staging.wire import Outcome, Welcome
 from holdfast_formats.whereabouts import RootMark
 
 Tellers = tuple[Callable[[Outcome], None], Callable[[CheckpointError], None]]  # of outcomes, and of the daemon's loss
-
-
-class DaemonAddress(NamedTuple):
-    """At most one of these is set. With none, the user's daemon is tried first, then an embedded one on
-    ./holdfast-data.
-    """
-
-    root: Path | None
-    socket: Path | None
-    url: str | None
-
-    @property
-    def directory(self) -> Path | None:
-        """The root that can be read directly, or served by an embedded daemon, if no daemon answers."""
-        if self.root is not None:
-            return self.root
-        return DEFAULT_ROOT if self.socket is None and self.url is None else None
-
-
-def place(root: str | Path | None, socket: str | Path | None, url: str | None) -> DaemonAddress:
-    """`InvalidRequest` if more than one of root, socket and url is given."""
-    if sum(given is not None for given in (root, socket, url)) > 1:
-        raise InvalidRequest("pass only one of root=, socket= and url=")
-    return DaemonAddress(Path(root) if root is not None else None, Path(socket) if socket is not None else None, url)
 
 
 Greet = Callable[[Transport, RootMark | None], Welcome]  # says hello; the root that is meant, where one is

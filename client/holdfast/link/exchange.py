@@ -11,7 +11,7 @@ from holdfast_formats.errors import DaemonGone, from_problem
 from holdfast_formats.staging import wire
 
 CONNECT_TIMEOUT_S = 5.0
-HINT = "start one with `holdfast serve`, or pass root= to use an embedded one"
+HINT = "start one with `holdfast serve`, or pass a directory as at= to use an embedded one"
 
 Expected = TypeVar("Expected", bound=wire.Reply)
 

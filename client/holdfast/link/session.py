@@ -12,7 +12,8 @@ from typing import NamedTuple
 from holdfast import launch
 from holdfast.config import take_over
 from holdfast.link import roots
-from holdfast.link.connect import DaemonAddress, connect
+from holdfast.link.address import DaemonAddress
+from holdfast.link.connect import connect
 from holdfast.read.held_slots import HeldSlot, take_held
 from holdfast.read.root_directory import living_steps, open_checkpoint, published_steps
 from holdfast.read.shared_load import Neighbours

@@ -22,6 +22,6 @@ class Serving(NamedTuple):
         if meant is not None and not meant.is_of(self.mark):
             hint = (
                 "the root was copied, moved or restored: start a separate daemon for it, or address this daemon "
-                "with socket= or url="
+                "by its socket or URL: at="
             )
             raise WrongRoot(f"the daemon serves {self.root}, which is not the root that the trainer expects", hint=hint)

@@ -35,7 +35,7 @@ class Holdfast:
         self.place = place
         self._staged = variant == "staged"
         # Trainers do this while they set up their model; here nothing else takes that time.
-        self.checkpointer = Checkpointer(RUN, entries(state), root=place.directory, fenced=True)
+        self.checkpointer = Checkpointer(RUN, entries(state), at=place.directory, fenced=True)
         self.checkpointer.prepare(wait=True)
         self._ticket: Any = None
 
@@ -65,13 +65,13 @@ def open_peer(place: Place, state: State, variant: str) -> Holdfast:
 def load(place: Place, state: State, step: int) -> None:
     """With no daemon running: from the directory, digests checked. Groups are named, because `restore()` of everything would
     start a daemon behind the next load and touch memory for saves."""
-    Checkpointer(RUN, entries(state), root=place.directory).restore(step, groups=GROUPS)
+    Checkpointer(RUN, entries(state), at=place.directory).restore(step, groups=GROUPS)
 
 
 def load_held(peer: Peer, state: State) -> None:
     """As a restarted trainer does: the slot is still there."""
     assert isinstance(peer, Holdfast)
-    with Checkpointer(RUN, entries(state), root=peer.place.directory) as checkpointer:
+    with Checkpointer(RUN, entries(state), at=peer.place.directory) as checkpointer:
         checkpointer.restore()
 
 

@@ -34,7 +34,7 @@ def url(postgres: Postgres) -> Iterator[str]:
 def train(daemon: RunningDaemon, steps: range, keep_last: int | None = None) -> int:
     """Restore, then save these steps; the step that was restored."""
     state = {"x": torch.zeros(4096), "step": 0}
-    with Checkpointer("run", {"model": state}, socket=daemon.socket, keep_last=keep_last) as checkpointer:
+    with Checkpointer("run", {"model": state}, at=daemon.socket, keep_last=keep_last) as checkpointer:
         restored = checkpointer.restore()
         assert restored == 0 or torch.equal(state["x"], torch.full((4096,), float(restored)))
         for step in steps:
@@ -88,7 +88,7 @@ def test_a_catalog_that_is_down_is_told_of_the_saves_when_it_is_back(tmp_path: P
     """While the server is down saves are committed as ever; when it is up all of them are listed."""
     with running(tmp_path / "root", "--catalog", url, listen=HTTP) as daemon:
         state = {"x": torch.zeros(16)}
-        with Checkpointer("run", {"model": state}, socket=daemon.socket) as checkpointer:
+        with Checkpointer("run", {"model": state}, at=daemon.socket) as checkpointer:
             checkpointer.save(1).result(60)
             postgres.stop()
             try:

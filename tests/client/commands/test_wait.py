@@ -29,7 +29,7 @@ def test_waits_until_saves_are_verified(tmp_path: Path) -> None:
     """A slow disk is writing when it is asked; when it answers, the checkpoint is committed and verified."""
     flags = ("--write-bytes-per-second", "500000")  # four seconds, in which to ask
     with running(tmp_path / "root", *flags, listen="127.0.0.1:0") as daemon, Api(daemon.url) as api:
-        with Checkpointer("llama", {"model": torch.nn.Linear(1000, 500)}, socket=str(daemon.socket)) as checkpointer:
+        with Checkpointer("llama", {"model": torch.nn.Linear(1000, 500)}, at=str(daemon.socket)) as checkpointer:
             ticket = checkpointer.save(1)
             assert api.nodes()[0].busy
             ended = json.loads(call("--idle", "--json", "--url", daemon.url).stdout)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast import Fragment
+from holdfast import Fragment, ParallelLayout
 from holdfast.launch import Launch
 from holdfast.layout.declared import DeclaredLayout, declare
 from holdfast.state.train_state import MatchedLeaves, TrainState
@@ -48,7 +48,9 @@ def state_of(state: dict[str, Any], layout: str, rank: int) -> TrainState:
     world = language.parse(layout).mesh.world
     if layout == PLAIN:
         return TrainState(state, 0, 1)
-    return TrainState(state, rank, world, declare(layout, Launch(rank, world, "l", world), llama.CONFIG, {}, None))
+    return TrainState(
+        state, rank, world, declare(ParallelLayout(layout, config=llama.CONFIG), Launch(rank, world, "l", world), {})
+    )
 
 
 def save(states: Iterable[dict[str, Any]], layout: str) -> Checkpoint:
@@ -300,7 +302,7 @@ def test_what_says_itself_where_it_lies_is_left_alone(whole: llama.Arrays) -> No
 def test_what_does_not_fit_is_refused_by_name(whole: llama.Arrays) -> None:
     """Wrong worlds, shapes, memory and optimizer state are refused, naming the tensor, and change nothing."""
     with pytest.raises(InvalidRequest, match="2 ranks, but this launch has 3"):
-        declare("tp=2", Launch(0, 3, "l", 3), None, {}, None)
+        declare(ParallelLayout("tp=2"), Launch(0, 3, "l", 3), {})
     local = llama.fused(llama.cut(whole, 2, 0))
     name = "model.layers.0.self_attn.qkv_proj.weight"
     with pytest.raises(StateMismatch, match="qkv_proj"):
@@ -331,8 +333,9 @@ def test_buffers_that_no_rule_knows_are_stored_as_they_are(whole: llama.Arrays) 
 
 
 def test_the_config_may_come_with_the_assets() -> None:
-    """Without config=, the assets' config.json is the model's."""
-    made = declare({"tp": 2}, Launch(1, 2, "l", 2), None, {"config.json": llama.CONFIG_BYTES}, None)
+    """Where the layout has no config, the assets' config.json is the model's."""
+    made = declare(ParallelLayout({"tp": 2}), Launch(1, 2, "l", 2), {"config.json": llama.CONFIG_BYTES})
     assert isinstance(made, DeclaredLayout) and made.config == llama.CONFIG
-    given = declare("tp=2", Launch(1, 2, "l", 2), {"model_type": "x"}, {"config.json": llama.CONFIG_BYTES}, None)
+    another = ParallelLayout("tp=2", config={"model_type": "x"})
+    given = declare(another, Launch(1, 2, "l", 2), {"config.json": llama.CONFIG_BYTES})
     assert given.config == {"model_type": "x"}

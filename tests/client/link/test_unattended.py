@@ -72,7 +72,7 @@ def test_without_a_free_slot_the_new_save_gives_way(tmp_path: Path) -> None:
     root = tmp_path / "root"
     state = {"x": torch.zeros(1000)}
     with running(root) as first:
-        checkpointer = Checkpointer("r", state, socket=first.socket, slots=2)
+        checkpointer = Checkpointer("r", state, at=first.socket, slots=2)
         checkpointer.save(1, wait="durable")
         first.kill()
         tickets = [checkpointer.save(step) for step in (2, 3, 4)]
@@ -90,7 +90,7 @@ def test_saves_go_on_while_the_daemon_is_dead(tmp_path: Path) -> None:
     root = tmp_path / "root"
     state = {"x": torch.zeros(1000)}
     with running(root) as first:
-        checkpointer = Checkpointer("r", state, socket=first.socket, slots=3)
+        checkpointer = Checkpointer("r", state, at=first.socket, slots=3)
         checkpointer.save(1, wait="durable")
         first.kill()
         tickets = []

@@ -66,7 +66,7 @@ def saved_and_killed(daemon: RunningDaemon, world: int = WORLD) -> None:
 def restored(daemon: RunningDaemon, world: int = WORLD) -> Checkpointer:
     """A new trainer, of a world of one, after its restore: the values are the saved ones, from wherever they came."""
     state = {"model": {"w": torch.zeros(world * SIZE, dtype=torch.uint8)}}
-    checkpointer = Checkpointer("r", state, socket=daemon.socket)
+    checkpointer = Checkpointer("r", state, at=daemon.socket)
     assert checkpointer.restore(groups=["model"]) == 1
     assert np.array_equal(state["model"]["w"].numpy(), content(1, 0, world * SIZE))
     return checkpointer
@@ -164,7 +164,7 @@ def test_damage_everywhere_says_what_became_of_live_tensors(daemon: RunningDaemo
             tensors.seek(-10, os.SEEK_END)  # where the slots are damaged as well: elsewhere either mends the other
             tensors.write(b"damage")
     state = {"model": {"w": torch.full((WORLD * SIZE,), 7, dtype=torch.uint8)}}
-    checkpointer = Checkpointer("r", state, socket=daemon.socket)
+    checkpointer = Checkpointer("r", state, at=daemon.socket)
     with pytest.raises(CorruptExtent) as caught:
         checkpointer.restore(groups=["model"])
     assert "partly overwritten" in caught.value.hint
@@ -184,7 +184,7 @@ def test_without_slots_damage_touches_nothing_where_all_is_proven_first(daemon: 
             tensors.seek(WORLD * SIZE - 10)
             tensors.write(b"damage")
     state = {"model": {"w": torch.full((WORLD * SIZE,), 7, dtype=torch.uint8)}}
-    checkpointer = Checkpointer("r", state, socket=daemon.socket)
+    checkpointer = Checkpointer("r", state, at=daemon.socket)
     with pytest.raises(CorruptExtent) as caught:
         checkpointer.restore(groups=["model"], prove_first=True)
     assert "overwritten" not in caught.value.hint
@@ -262,21 +262,23 @@ def test_any_sharding_from_any_other(
     """Three ranks saved columns or rows; two ranks find theirs, strided or not, in the slots of all three."""
     _, parts = shards(3, columns)
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("HOLDFAST_LAUNCH", "a")
     with ExitStack() as stack:
         for rank, state in enumerate(parts):
             monkeypatch.setenv("RANK", str(rank))
-            checkpointer = Checkpointer("r", state, socket=daemon.socket, launch="a")
+            checkpointer = Checkpointer("r", state, at=daemon.socket)
             stack.callback(checkpointer.close, wait=False)
             ticket = checkpointer.save(1)
         ticket.result(30)
     _, wanted = shards(2, other)
     _, empty = shards(2, other)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("HOLDFAST_LAUNCH", "b")
     ranks = []
     for rank, state in enumerate(empty):
         monkeypatch.setenv("RANK", str(rank))
         state["model"]["w"].tensor.zero_()
-        ranks.append(Checkpointer("r", state, socket=daemon.socket, launch="b"))
+        ranks.append(Checkpointer("r", state, at=daemon.socket))
     with ThreadPoolExecutor(2) as threads:  # each goes on when both have read it
         assert list(threads.map(lambda checkpointer: checkpointer.restore(), ranks)) == [1, 1]
     for rank, checkpointer in enumerate(ranks):

@@ -41,7 +41,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def checkpointer(self, root: Path) -> Checkpointer:
-        return Checkpointer("r", {"model": self.model, "optim": self.optimizer, "counter": self.counter}, root=root)
+        return Checkpointer("r", {"model": self.model, "optim": self.optimizer, "counter": self.counter}, at=root)
 
     def step(self) -> None:
         self.model(torch.ones(SIZE)).sum().backward()

@@ -48,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
 
 def save(daemon: RunningDaemon) -> None:
     """Until it is read back, too: that fills the page cache again after a test has emptied it."""
-    with Checkpointer("r", {"model": weights()}, socket=daemon.socket) as checkpointer:
+    with Checkpointer("r", {"model": weights()}, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
     wait_until_read_back(daemon, "r", 1)
 
@@ -92,13 +92,13 @@ def ranks(
     """Checkpointers of one launch, as the ranks of one machine have them; if `cold`, the step is in no cache."""
     if cold:
         forget(daemon.root / naming.checkpoint_path("r", 1))
-    launch = f"launch-{next(_launches)}"
+    monkeypatch.setenv("HOLDFAST_LAUNCH", f"launch-{next(_launches)}")
     monkeypatch.setenv("WORLD_SIZE", str(len(states)))
     made = []
     try:
         for rank, state in enumerate(states):
             monkeypatch.setenv("RANK", str(rank))
-            made.append(Checkpointer("r", state, socket=daemon.socket, launch=launch))
+            made.append(Checkpointer("r", state, at=daemon.socket))
         yield made
     finally:
         for checkpointer in made:
@@ -222,8 +222,9 @@ def test_a_rank_alone_asks_nobody(saved: RunningDaemon, monkeypatch: pytest.Monk
     for world, local in (("1", ""), ("4", "1")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         monkeypatch.setenv("WORLD_SIZE", world)
+        monkeypatch.setenv("HOLDFAST_LAUNCH", f"alone-{world}")
         state = empty()
-        with Checkpointer("r", state, socket=saved.socket, launch=f"alone-{world}") as checkpointer:
+        with Checkpointer("r", state, at=saved.socket) as checkpointer:
             assert restore(checkpointer) == 1
             report = checkpointer.last_restore
         assert (report.node_bytes, report.own_bytes) == (0, model_bytes(saved))
@@ -235,8 +236,9 @@ def test_ranks_that_see_no_daemon_read_for_themselves(saved: RunningDaemon, monk
     """Over HTTP there is no memory to lend: nothing is asked for, and all is right."""
     state = empty()
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("HOLDFAST_LAUNCH", "remote")
     monkeypatch.setattr("holdfast.link.connect._socket_of", lambda url: None)
-    with Checkpointer("r", state, url=saved.url, launch="remote") as checkpointer:
+    with Checkpointer("r", state, at=saved.url) as checkpointer:
         assert restore(checkpointer) == 1
         report = checkpointer.last_restore
     assert (report.source, report.node_bytes, report.own_bytes) == ("http", 0, model_bytes(saved))

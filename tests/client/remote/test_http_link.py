@@ -63,22 +63,23 @@ def random_state(size: int, seed: int = 0) -> dict[str, torch.Tensor]:
 def check_saved(url: str, run: str, step: int, expected: dict[str, torch.Tensor], source: str = "http") -> None:
     """A newcomer restores exactly this, from there."""
     live = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    with Checkpointer(run, live, url=url) as checkpointer:
+    with Checkpointer(run, live, at=url) as checkpointer:
         assert checkpointer.restore() == step
         assert checkpointer.last_restore.source == source
     for name, tensor in expected.items():
         assert torch.equal(live[name], tensor), name
 
 
-def ranks(monkeypatch: pytest.MonkeyPatch, run: str, states: list[dict], **options: object) -> list[Checkpointer]:
+def ranks(monkeypatch: pytest.MonkeyPatch, run: str, states: list[dict], url: str) -> list[Checkpointer]:
     """The ranks of one launch, in this process."""
     made = []
     monkeypatch.setenv("WORLD_SIZE", str(len(states)))
+    monkeypatch.setenv("HOLDFAST_LAUNCH", f"launch-{run}")
     for rank, state in enumerate(states):
         monkeypatch.setenv("RANK", str(rank))
-        made.append(Checkpointer(run, state, launch=f"launch-{run}", **options))  # type: ignore[arg-type]
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.delenv("RANK")
+        made.append(Checkpointer(run, state, at=url))
+    for name in ("WORLD_SIZE", "HOLDFAST_LAUNCH", "RANK"):
+        monkeypatch.delenv(name)
     return made
 
 
@@ -86,7 +87,7 @@ def test_the_same_save_and_restore(far: RunningDaemon, run: str) -> None:
     """Save, change, save, restore: bit-exact, though not a byte of memory is shared."""
     state = {**random_state(3 * MIB + 5), "epoch": 4, "empty": torch.empty(0)}
     before = state["x"].clone()
-    with Checkpointer(run, state, url=far.url) as checkpointer:
+    with Checkpointer(run, state, at=far.url) as checkpointer:
         assert checkpointer.restore() == 0
         ticket = checkpointer.save(1, wait="staged", metrics={"loss": 1.5})
         assert ticket.staged
@@ -98,18 +99,18 @@ def test_the_same_save_and_restore(far: RunningDaemon, run: str) -> None:
     with Api(far.url) as api:
         assert [made.step for made in api.checkpoints(run)] == [3, 2, 1]
         assert api.checkpoint(run, 1).metrics == {"loss": 1.5}
-    with Checkpointer(run, state, url=far.url) as checkpointer:
+    with Checkpointer(run, state, at=far.url) as checkpointer:
         assert checkpointer.restore(1) == 1
         assert torch.equal(state["x"], before)
 
 
 def test_a_step_exists_once_and_an_older_launch_is_fenced_off(far: RunningDaemon, run: str) -> None:
     """save() itself raises what refuses the step, as beside the daemon."""
-    first = Checkpointer(run, {"x": torch.ones(1)}, url=far.url)
+    first = Checkpointer(run, {"x": torch.ones(1)}, at=far.url)
     first.save(1, wait="durable")
     with pytest.raises(AlreadyCommitted):
         first.save(1)
-    with Checkpointer(run, {"x": torch.ones(1)}, url=far.url) as second:
+    with Checkpointer(run, {"x": torch.ones(1)}, at=far.url) as second:
         second.save(2, wait="durable")
         with pytest.raises(StaleAttempt):
             first.save(3)
@@ -149,7 +150,7 @@ def test_a_link_that_is_cut_in_the_middle(far: RunningDaemon, proxy: Proxy, run:
     """The upload goes on where it broke: the commit is bit-exact, and little was sent twice."""
     size = 48 * MIB
     state = random_state(size)
-    with Checkpointer(run, state, url=proxy.url) as checkpointer:
+    with Checkpointer(run, state, at=proxy.url) as checkpointer:
         checkpointer.restore()
         proxy.cut_after = proxy.sent + 20 * MIB
         checkpointer.save(1, wait="durable")
@@ -162,7 +163,7 @@ def test_a_slow_link_gets_packed_chunks(far: RunningDaemon, proxy: Proxy, run: s
     """Where the link is slower than the codec, what can be packed is packed."""
     size = 24 * MIB
     state = {"x": torch.arange(size // 8)}
-    with Checkpointer(run, state, url=proxy.url) as checkpointer:
+    with Checkpointer(run, state, at=proxy.url) as checkpointer:
         checkpointer.restore()
         proxy.bytes_per_s, before = 8e6, proxy.sent
         checkpointer.save(1, wait="durable")
@@ -174,7 +175,7 @@ def test_a_slow_link_gets_packed_chunks(far: RunningDaemon, proxy: Proxy, run: s
 def test_a_link_that_stalls_stops_no_save(far: RunningDaemon, proxy: Proxy, run: str) -> None:
     """save() returns though nothing goes through; when the link flows again the step is committed."""
     state = random_state(MIB)
-    with Checkpointer(run, state, url=proxy.url) as checkpointer:
+    with Checkpointer(run, state, at=proxy.url) as checkpointer:
         checkpointer.save(1, wait="durable")
         proxy.flows.clear()
         ticket = checkpointer.save(2, wait="staged")
@@ -273,7 +274,7 @@ def test_a_service_that_does_not_answer_is_named() -> None:
     """Nobody at the address: an error with a hint, and no thread left behind."""
     before = threading.active_count()
     with pytest.raises(DaemonGone, match="no answer"):
-        Checkpointer("r", {"x": torch.ones(1)}, url="http://127.0.0.1:1").save(1)
+        Checkpointer("r", {"x": torch.ones(1)}, at="http://127.0.0.1:1").save(1)
     assert threading.active_count() == before
 
 

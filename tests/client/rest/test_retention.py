@@ -39,7 +39,7 @@ def verified(api: Api, step: int) -> bool:
 def test_rules_marks_and_a_daemon_that_dies(daemon: RunningDaemon) -> None:
     """The best by a metric, the newest and the pinned stay, also after the daemon was killed and the policy read anew."""
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: 4.0}
-    with Checkpointer(RUN, {"x": torch.ones(3)}, socket=daemon.socket, keep_last=9) as checkpointer, Api(daemon.url) as api:
+    with Checkpointer(RUN, {"x": torch.ones(3)}, at=daemon.socket, keep_last=9) as checkpointer, Api(daemon.url) as api:
         checkpointer.save(1, metrics={"loss": losses[1]}, wait="durable")
         before = retention.policy(api, RUN)
         assert before.policy == RetentionPolicy(last=9)
@@ -58,7 +58,7 @@ def test_rules_marks_and_a_daemon_that_dies(daemon: RunningDaemon) -> None:
         assert retention.policy(api, RUN).policy == wanted
         retention.unpin(api, RUN, 1)
         wait_until(lambda: steps(daemon.root) == [2, 5])
-        with Checkpointer(RUN, {"x": torch.zeros(3)}, socket=again.socket, keep_last=7) as checkpointer:
+        with Checkpointer(RUN, {"x": torch.zeros(3)}, at=again.socket, keep_last=7) as checkpointer:
             assert checkpointer.restore(2) == 2
             with pytest.raises(InUse):
                 retention.remove(api, RUN, 2)
@@ -71,7 +71,7 @@ def test_rules_marks_and_a_daemon_that_dies(daemon: RunningDaemon) -> None:
 def test_a_save_over_the_quota_is_told_by_its_ticket(daemon: RunningDaemon) -> None:
     """The ticket has the named error and the next save warns; older steps restore, and with more room saves go on."""
     state = {"x": torch.arange(10_000)}
-    with Checkpointer(RUN, state, socket=daemon.socket) as checkpointer, Api(daemon.url) as api:
+    with Checkpointer(RUN, state, at=daemon.socket) as checkpointer, Api(daemon.url) as api:
         checkpointer.save(1, wait="durable")
         wait_until(lambda: verified(api, 1))
         size = api.checkpoint(RUN, 1).bytes

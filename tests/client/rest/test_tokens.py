@@ -153,18 +153,18 @@ def test_a_remote_rank_needs_a_token_that_writes(tmp_path: Path, monkeypatch: py
             (tokens["writer"], Forbidden, "near-1"),
         ):
             monkeypatch.setenv("HOLDFAST_TOKEN", token)
-            with pytest.raises(kind) as caught, Checkpointer(run, state, url=daemon.url) as checkpointer:
+            with pytest.raises(kind) as caught, Checkpointer(run, state, at=daemon.url) as checkpointer:
                 checkpointer.save(1, wait="durable")
             assert caught.value.hint
         monkeypatch.setenv("HOLDFAST_TOKEN", tokens["writer"])
-        with Checkpointer("far-1", state, url=daemon.url) as checkpointer:
+        with Checkpointer("far-1", state, at=daemon.url) as checkpointer:
             checkpointer.save(1, wait="durable")
         monkeypatch.setenv("HOLDFAST_TOKEN", tokens["reader"])
         with Api(daemon.url) as api:
             assert [made.step for made in api.checkpoints("far-1")] == [1]
         monkeypatch.setenv("HOLDFAST_TOKEN", tokens["writer"])
         live = {"x": torch.zeros_like(state["x"])}
-        with Checkpointer("far-1", live, url=daemon.url) as checkpointer:
+        with Checkpointer("far-1", live, at=daemon.url) as checkpointer:
             assert checkpointer.restore() == 1
         assert torch.equal(live["x"], state["x"])
         with Api(daemon.url) as api, pytest.raises(NoSuchRun):
@@ -176,7 +176,7 @@ def test_a_token_that_is_revoked_under_a_trainer(tmp_path: Path, monkeypatch: py
     root = tmp_path / "root"
     monkeypatch.setenv("HOLDFAST_TOKEN", RootTokens(root).create(TokenRequest(name="writer", scope="write")).token)
     with far_daemon(root, closed=True) as daemon:
-        checkpointer = Checkpointer("far-1", {"x": torch.ones(5)}, url=daemon.url)
+        checkpointer = Checkpointer("far-1", {"x": torch.ones(5)}, at=daemon.url)
         checkpointer.save(1, wait="durable")
         RootTokens(root).revoke("writer")
         with pytest.raises(CheckpointError) as caught:

@@ -25,7 +25,7 @@ SIZE = 5000
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps, every value of which is the step."""
     root = tmp_path_factory.mktemp("saved") / "root"
-    with running(root) as daemon, Checkpointer("r", {"model": {"w": (w := torch.zeros(SIZE))}}, socket=daemon.socket) as c:
+    with running(root) as daemon, Checkpointer("r", {"model": {"w": (w := torch.zeros(SIZE))}}, at=daemon.socket) as c:
         for step in STEPS:
             w.fill_(step)
             c.save(step, wait="durable")
@@ -54,9 +54,9 @@ def damage(root: Path, step: int, name: str = "") -> None:
 class Trainer:
     """A rank that is alone, whose values are not those of any step."""
 
-    def __init__(self, **where: object) -> None:
+    def __init__(self, at: Path | str) -> None:
         self.w = torch.full((SIZE,), -1.0)
-        self.checkpointer = Checkpointer("r", {"model": {"w": self.w}}, **where)  # type: ignore[arg-type]
+        self.checkpointer = Checkpointer("r", {"model": {"w": self.w}}, at=at)
 
     def restored(self, step: int | None = None) -> int:
         """The step that it has now, whole."""
@@ -74,7 +74,7 @@ class Trainer:
 
 def test_a_sound_newest_one_is_taken_without_a_word(root: Path) -> None:
     """Nothing is damaged: nothing is said."""
-    trainer = Trainer(root=root)
+    trainer = Trainer(at=root)
     assert trainer.restored() == 300 and trainer.said() == []
 
 
@@ -82,7 +82,7 @@ def test_a_sound_newest_one_is_taken_without_a_word(root: Path) -> None:
 def test_without_a_daemon(root: Path, name: str) -> None:
     """A directory alone: the rank goes back by itself, and says from what."""
     damage(root, 300, name)
-    trainer = Trainer(root=root)
+    trainer = Trainer(at=root)
     assert trainer.restored() == 200
     assert len(trainer.said()) == 1 and "step 300 is damaged" in trainer.said()[0]
 
@@ -92,7 +92,7 @@ def test_with_a_daemon_it_is_marked(daemon: RunningDaemon, name: str) -> None:
     """The daemon looks for itself, and knows from then on: the next launch is told at once."""
     damage(daemon.root, 300, name)
     for _ in range(2):
-        trainer = Trainer(socket=daemon.socket)
+        trainer = Trainer(at=daemon.socket)
         assert trainer.restored() == 200
         assert len(trainer.said()) == 1 and "restored step 200 instead" in trainer.said()[0]
         trainer.checkpointer.close()
@@ -103,7 +103,7 @@ def test_with_a_daemon_it_is_marked(daemon: RunningDaemon, name: str) -> None:
 def test_what_the_daemon_can_mend_is_restored(daemon: RunningDaemon) -> None:
     """COMMIT follows from the manifest: it is made anew while the rank waits, and nobody falls back."""
     damage(daemon.root, 300, naming.COMMIT)
-    trainer = Trainer(socket=daemon.socket)
+    trainer = Trainer(at=daemon.socket)
     assert trainer.restored() == 300
     with Api(daemon.url) as api:
         assert api.checkpoint("r", 300).state == "verified"
@@ -113,14 +113,14 @@ def test_over_http(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> No
     """A rank that shares nothing with the daemon is told the same."""
     monkeypatch.setattr("holdfast.link.connect._socket_of", lambda url: None)
     damage(daemon.root, 300)
-    trainer = Trainer(url=daemon.url)
+    trainer = Trainer(at=daemon.url)
     assert trainer.restored() == 200 and len(trainer.said()) == 1
 
 
 def test_a_step_by_name_is_that_step_or_an_error(daemon: RunningDaemon) -> None:
     """It never falls back; the hint names the newest that is sound, and nothing of the damaged one stays in live tensors."""
     damage(daemon.root, 300)
-    trainer = Trainer(socket=daemon.socket)
+    trainer = Trainer(at=daemon.socket)
     with pytest.raises(CorruptExtent) as caught:
         trainer.restored(300)
     assert "not known to be damaged is 200" in caught.value.hint
@@ -132,7 +132,7 @@ def test_a_step_by_name_without_a_daemon(root: Path) -> None:
     """The hint names another step of the directory."""
     damage(root, 300)
     with pytest.raises(CorruptExtent) as caught:
-        Trainer(root=root).restored(300)
+        Trainer(at=root).restored(300)
     assert "not known to be damaged is 200" in caught.value.hint
 
 
@@ -143,10 +143,10 @@ def test_where_nothing_is_sound_it_is_an_error(root: Path, served: bool) -> None
         damage(root, step)
     if served:
         with running(root) as daemon, pytest.raises(CorruptExtent):
-            Trainer(socket=daemon.socket).restored()
+            Trainer(at=daemon.socket).restored()
     else:
         with pytest.raises(CorruptExtent):
-            Trainer(root=root).restored()
+            Trainer(at=root).restored()
 
 
 def test_a_damaged_directory_is_told_by_the_listing(root: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from holdfast_formats import naming
 from holdfast_formats.errors import Damaged, StateMismatch
 from tests.daemons import RunningDaemon, running
 
-_numbers = itertools.count()
 ALL = ("model", "optim", "ema", "extra")
 
 
@@ -37,7 +35,7 @@ def unserved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save(daemon: RunningDaemon) -> None:
     """All of an earlier state at 5 and 10, and the model alone at 11."""
-    with Checkpointer("grown", state(1, ema=False), socket=daemon.socket) as checkpointer:
+    with Checkpointer("grown", state(1, ema=False), at=daemon.socket) as checkpointer:
         for step in (5, 10):
             checkpointer.save(step, wait="durable")
         checkpointer.save(11, groups=["model"], wait="durable")
@@ -51,8 +49,7 @@ def state(seed: int, ema: bool = True) -> dict[str, Any]:
 
 
 def launched(run: str, live: dict[str, Any], place: RunningDaemon | Path) -> Checkpointer:
-    where = {"root": place} if isinstance(place, Path) else {"socket": place.socket}
-    return Checkpointer(run, live, launch=f"launch-{next(_numbers)}", **where)
+    return Checkpointer(run, live, at=place if isinstance(place, Path) else place.socket)
 
 
 @pytest.mark.parametrize("how", ["daemon", "unserved"])
@@ -94,7 +91,7 @@ def test_groups_asked_for_by_name_are_named_too(daemon: RunningDaemon) -> None:
 def test_where_the_only_one_with_all_groups_is_damaged_that_is_said(daemon: RunningDaemon) -> None:
     """An older checkpoint with all groups that cannot be read is what is wrong then, not the groups of newer ones."""
     run = "damaged-and-partial"
-    with Checkpointer(run, state(1), socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, state(1), at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
         checkpointer.save(2, groups=["model"], wait="durable")
     data = next((daemon.root / naming.checkpoint_path(run, 1)).glob("ema*.safetensors"))

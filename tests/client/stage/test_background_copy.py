@@ -161,12 +161,16 @@ def test_a_full_check_sees_one_bit(turned: bool) -> None:
 
 @pytest.mark.parametrize("give", ["save", "checkpointer"])
 def test_full_checks_are_asked_for_by_name(daemon: RunningDaemon, give: str) -> None:
-    """At one save or for all of them; another word is refused."""
+    """At each save, or as the old option of all; another word is refused."""
     state = {"x": torch.zeros(2**22)}
-    options = {"check": "full"} if give == "checkpointer" else {}
-    with Checkpointer(f"full-{give}", state, socket=daemon.socket, fenced=True, **options) as checkpointer:
+    if give == "checkpointer":
+        with pytest.warns(DeprecationWarning, match="check="):
+            made = Checkpointer("full-of-all", state, at=daemon.socket, fenced=True, check="full")
+    else:
+        made = Checkpointer("full", state, at=daemon.socket, fenced=True)
+    with made as checkpointer:
         for step in range(1, 31):
-            ticket = checkpointer.save(step, **({} if options else {"check": "full"}))
+            ticket = checkpointer.save(step, check="full" if give == "save" else None)
             state["x"].numpy()[-1] += 1
             try:
                 ticket.result(60)
@@ -178,8 +182,6 @@ def test_full_checks_are_asked_for_by_name(daemon: RunningDaemon, give: str) -> 
         checkpointer._tickets.take_failure()
         with pytest.raises(InvalidRequest, match="sampled, full"):
             checkpointer.save(99, check="some")
-    with pytest.raises(InvalidRequest, match="sampled, full"):
-        Checkpointer("r", state, check="some")
 
 
 def test_a_copy_that_fails_ends_the_save_and_not_the_training() -> None:
@@ -212,7 +214,7 @@ def test_a_step_right_behind_a_save_waits_for_the_copy(daemon: RunningDaemon, op
     """The registered optimizer steps at once after save(): the checkpoint holds the state before the step."""
     state = big_state(**options)
     run = f"fence-{'-'.join(options)}-{options}".translate(str.maketrans("", "", "{}': "))
-    with Checkpointer(run, state, socket=daemon.socket) as checkpointer:
+    with Checkpointer(run, state, at=daemon.socket) as checkpointer:
         for number in range(1, 4):
             before = {name: tensor.clone() for name, tensor in state["model"].state_dict().items()}
             ticket = checkpointer.save(number)
@@ -227,7 +229,7 @@ def test_an_optimizer_that_was_not_registered_fails_the_save(daemon: RunningDaem
     state = big_state()
     stranger = torch.optim.SGD(state["model"].parameters(), lr=1.0)
     torn = 0
-    with Checkpointer("stranger", state, socket=daemon.socket) as checkpointer:
+    with Checkpointer("stranger", state, at=daemon.socket) as checkpointer:
         for number in range(1, 31):
             before = {name: tensor.clone() for name, tensor in state["model"].state_dict().items()}
             ticket = checkpointer.save(number)
@@ -249,7 +251,7 @@ def test_an_ema_updated_at_the_wrong_place_fails_the_save(daemon: RunningDaemon)
     """An EMA that is changed under the copy is noticed, however long that takes to happen; with a fence it is fine."""
     state = big_state()
     state["ema"] = {name: torch.zeros_like(p) for name, p in state["model"].named_parameters()}
-    with Checkpointer("ema", state, socket=daemon.socket) as checkpointer:
+    with Checkpointer("ema", state, at=daemon.socket) as checkpointer:
         torn: TornSnapshot | None = None
         for number in range(1, 31):
             ticket = checkpointer.save(number)
@@ -274,7 +276,7 @@ def test_buffers_are_copied_before_save_returns(daemon: RunningDaemon) -> None:
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))
     state = {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
     mean = model[0].running_mean.clone()
-    with Checkpointer("buffers", state, socket=daemon.socket) as checkpointer:
+    with Checkpointer("buffers", state, at=daemon.socket) as checkpointer:
         ticket = checkpointer.save(1)
         model(torch.randn(16, 8) + 5)
         assert not torch.equal(model[0].running_mean, mean)
@@ -287,7 +289,7 @@ def test_small_tensors_with_strides_are_saved(daemon: RunningDaemon) -> None:
     """Every other element, one element of odd stride, a transposed matrix: small, and not plain bytes."""
     state = {"other": torch.arange(10.0)[::2], "one": torch.arange(3.0)[::3], "turned": torch.arange(6).view(2, 3).T}
     expected = {name: tensor.clone() for name, tensor in state.items()}
-    with Checkpointer("strides", state, socket=daemon.socket) as checkpointer:
+    with Checkpointer("strides", state, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
         for tensor in state.values():
             tensor.zero_()

@@ -57,7 +57,7 @@ def test_one_slot_where_two_do_not_fit(tmp_path: Path) -> None:
     state = {"weights": tensors(0)}
     with (
         running(tmp_path / "root", "--arena-bytes-max", str(5 * MIB)) as daemon,
-        Checkpointer("r", state, socket=daemon.socket) as checkpointer,
+        Checkpointer("r", state, at=daemon.socket) as checkpointer,
     ):
         save_and_check(checkpointer, state, range(1, 5))
         (notice,) = checkpointer.notices
@@ -70,7 +70,7 @@ def test_staging_through_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     state = {"weights": tensors(0, 9)}
     with (
         running(tmp_path / "root", "--arena-bytes-max", str(5 * MIB)) as daemon,
-        Checkpointer("r", state, socket=daemon.socket) as checkpointer,
+        Checkpointer("r", state, at=daemon.socket) as checkpointer,
     ):
         save_and_check(checkpointer, state, range(1, 5))
         (notice,) = checkpointer.notices
@@ -84,7 +84,7 @@ def test_without_the_disk_it_is_refused(tmp_path: Path) -> None:
     state = {"weights": tensors(0, 9)}
     with (
         running(tmp_path / "root", "--arena-bytes-max", str(5 * MIB), "--spill", "never") as daemon,
-        Checkpointer("r", state, socket=daemon.socket) as checkpointer,
+        Checkpointer("r", state, at=daemon.socket) as checkpointer,
     ):
         with pytest.raises(LimitExceeded, match=rf"0 are reserved, and {5 * MIB * 96 // 100} are left of --arena-bytes-max"):
             checkpointer.save(1)
@@ -100,7 +100,7 @@ def test_a_state_that_grows_says_so_and_loses_no_save(tmp_path: Path, caplog: py
     state = {"model": model}
     with (
         running(tmp_path / "root", "--arena-bytes-max", str(7 * MIB), "--spill", "never") as daemon,
-        Checkpointer("r", state, socket=daemon.socket, policy="wait") as checkpointer,
+        Checkpointer("r", state, at=daemon.socket, policy="wait") as checkpointer,
     ):
         tickets = [checkpointer.save(step) for step in (1, 2)]
         assert checkpointer.notices == ()

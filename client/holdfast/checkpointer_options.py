@@ -1,0 +1,97 @@
+"""What `Checkpointer` is told: whether it can be, and the names that options had before, which are taken until 0.2.0."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict, get_args
+
+from holdfast.layout.rules_choice import LayoutSource, ParallelLayout, RulesSource
+from holdfast.link import address
+from holdfast.link.address import DaemonAddress
+from holdfast.stage.save_request import Check, check_check
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.staging import wire
+from holdfast_formats.staging.arena import SLOTS_MAX
+
+_CALLER = 3  # frames above the warning: `settle`, the constructor, and who constructs
+_INSTEAD = {
+    "root": "at= with the same directory",
+    "socket": 'at= with the same path, which ends in ".sock" or exists',
+    "url": "at= with the same address",
+    "launch": "HOLDFAST_LAUNCH in the environment of every rank",
+    "check": "save(…, check=…)",
+    "rules": "layout=holdfast.ParallelLayout(layout, rules=…)",
+    "config": "layout=holdfast.ParallelLayout(layout, config=…)",
+}
+
+
+class OldOptions(TypedDict, total=False):
+    """Options under their old names."""
+
+    root: str | Path | None
+    socket: str | Path | None
+    url: str | None
+    launch: str | None
+    check: Check
+    rules: RulesSource
+    config: Mapping[str, Any] | None
+
+
+class Settled(NamedTuple):
+    """What is meant, under whichever name it was said."""
+
+    place: DaemonAddress
+    layout: ParallelLayout | None
+    launch: str | None
+    check: str
+
+
+def settle(at: str | PathLike[str] | None, layout: LayoutSource | ParallelLayout | None, old: OldOptions) -> Settled:
+    """A `DeprecationWarning` for each old name says what to write.
+
+    Raises `InvalidRequest` for what is said under both names, `TypeError` for a name that never was one.
+    """
+    for name in old:
+        if name not in _INSTEAD:
+            raise TypeError(f"Checkpointer.__init__() got an unexpected keyword argument {name!r}")
+    meant = Settled(_place(at, old), _layout(layout, old), old.get("launch"), check_check(old.get("check", "sampled")))
+    for name in old:
+        text = f"Checkpointer({name}=…) is deprecated and ends with 0.2.0: use {_INSTEAD[name]}"
+        warnings.warn(text, DeprecationWarning, stacklevel=_CALLER)
+    return meant
+
+
+def check(slots: int, policy: str, file_bytes_max: int, keep_last: int | None) -> None:
+    """`InvalidRequest` naming the option that cannot be what it is."""
+    if slots > SLOTS_MAX:
+        raise InvalidRequest(f"slots={slots}: a rank may have {SLOTS_MAX}", hint="2 suffice, 3 where storage is uneven")
+    if slots < 1 or file_bytes_max < 1 or (keep_last is not None and keep_last < 1):
+        raise InvalidRequest("slots, file_bytes_max and keep_last must be at least 1")
+    if policy not in get_args(wire.Policy):
+        raise InvalidRequest(f"policy must be one of {', '.join(get_args(wire.Policy))}, not {policy!r}")
+
+
+def _place(at: str | PathLike[str] | None, old: OldOptions) -> DaemonAddress:
+    root, socket, url = old.get("root"), old.get("socket"), old.get("url")
+    given = {"at=": at, "root=": root, "socket=": socket, "url=": url}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise InvalidRequest(f"{' and '.join(named)} each say where the daemon is", hint="give at= alone")
+    if not named or at is not None:
+        return address.place(at)
+    return DaemonAddress(Path(root) if root is not None else None, Path(socket) if socket is not None else None, url)
+
+
+def _layout(layout: LayoutSource | ParallelLayout | None, old: OldOptions) -> ParallelLayout | None:
+    rules, config = old.get("rules"), old.get("config")
+    if not isinstance(layout, ParallelLayout):
+        return None if layout is None else ParallelLayout(layout, rules, config)
+    if rules is not None or config is not None:
+        raise InvalidRequest(
+            f"{'rules=' if rules is not None else 'config='} stands beside layout=ParallelLayout(…), which says it too",
+            hint="say it in the ParallelLayout alone",
+        )
+    return layout

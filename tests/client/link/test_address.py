@@ -1,0 +1,124 @@
+"""Where `at` says that the daemon is: a directory, a socket or an address, and what could be two of them is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.link.address import DaemonAddress, place
+from holdfast_formats.errors import InvalidRequest
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with a short name, for sockets, in which the process is."""
+    with tempfile.TemporaryDirectory(prefix="hf-") as made:
+        monkeypatch.chdir(made)
+        yield Path(made)
+
+
+def listening(path: Path) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(str(path))
+    return made
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_what_stands_at_a_path_decides(here: Path, kind: type) -> None:
+    """A socket is one under any name, a directory too, and so is a link to one."""
+    (here / "data.sock").mkdir()
+    os.symlink("daemon", here / "link")
+    with listening(here / "daemon"):
+        assert place(kind("daemon")) == DaemonAddress(None, Path("daemon"), None)
+        assert place(kind("link")) == DaemonAddress(None, Path("link"), None)
+        assert place(kind("data.sock")) == DaemonAddress(Path("data.sock"), None, None)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_where_nothing_stands_yet_the_name_decides(here: Path, kind: type) -> None:
+    """A daemon may be started after its trainer: a socket ends in .sock, all else is to be a directory."""
+    assert place(kind(f"{here}/run/holdfast.sock")) == DaemonAddress(None, here / "run/holdfast.sock", None)
+    assert place(kind(f"{here}/data")) == DaemonAddress(here / "data", None, None)
+    assert place(kind("data.d")) == DaemonAddress(Path("data.d"), None, None)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://localhost:8420", "https://holdfast.example", "http://[::1]:8420/", "HTTP://node-7", "https://h/behind/a/proxy"],
+)
+def test_an_address_has_a_scheme(url: str) -> None:
+    """It is taken as it is written."""
+    assert place(url) == DaemonAddress(None, None, url)
+
+
+def test_nothing_said_is_the_users_daemon() -> None:
+    """Else one of its own on ./holdfast-data, which is a directory to read with no daemon too."""
+    assert place(None) == DaemonAddress(None, None, None)
+    assert place(None).directory == Path("holdfast-data")
+    assert (place("d").directory, place("d.sock").directory, place("http://d").directory) == (Path("d"), None, None)
+
+
+@pytest.mark.parametrize(
+    "at",
+    ["localhost:8420", "127.0.0.1:8420", "node-7:8420/", "[::1]:8420", "localhost", "10.0.0.7", "holdfast.example:443/x"],
+)
+def test_an_address_without_a_scheme_could_be_a_directory(here: Path, at: str) -> None:
+    """It is neither, also where such a directory exists; the hint says what to write in front for each."""
+    with pytest.raises(InvalidRequest, match="could be an address or a directory") as caught:
+        place(at)
+    assert '"http://"' in caught.value.hint and '"./"' in caught.value.hint
+    (here / at).mkdir(parents=True)
+    with pytest.raises(InvalidRequest):
+        place(at)
+    assert place(f"./{at}") == place(Path(at)) == DaemonAddress(Path(at), None, None)
+    assert place(f"http://{at}") == DaemonAddress(None, None, f"http://{at}")
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        "ftp://node-7",
+        "unix:///run/holdfast.sock",
+        "unix:/run/holdfast.sock",
+        "file:///data",
+        "s3://bucket/data",
+        "http://",
+        "http://:8420",
+        "http:/localhost:8420",
+        "http://localhost:port",
+        "http://localhost:99999",
+        "http://[::1",
+        " http://localhost:8420",
+        "://x",
+        Path("http://localhost:8420"),
+    ],
+)
+def test_other_addresses_are_refused(at: str | Path) -> None:
+    """Another scheme, no host, a port that is none, and an address that was made a path."""
+    with pytest.raises(InvalidRequest, match="not the address of a daemon") as caught:
+        place(at)
+    assert str(at) in caught.value.detail and '"http://HOST:PORT"' in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["file", "file.sock"])
+def test_a_file_is_no_place(here: Path, name: str) -> None:
+    """Neither by its name nor by what it is."""
+    (here / name).touch()
+    with pytest.raises(InvalidRequest, match=f"{name}' is neither a directory nor a socket"):
+        place(name)
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [("", "names no place"), (" ", "names no place"), ("a\0b", "not a path"), (8420, "not int"), (b"/data", "not bytes")],
+)
+def test_what_is_no_path_is_refused(at: object, said: str) -> None:
+    """By name, with the three things that can be written."""
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        place(at)  # type: ignore[arg-type]
+    assert "http://HOST:PORT" in caught.value.hint

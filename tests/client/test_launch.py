@@ -1,0 +1,58 @@
+"""The name that the ranks of a launch share."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+import pytest
+
+from holdfast.launch import current
+from holdfast_formats.errors import InvalidRequest
+
+
+@pytest.fixture(autouse=True)
+def stated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """One of two ranks, of a launch that the environment names."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("HOLDFAST_LAUNCH", "job-7")
+    return monkeypatch
+
+
+def test_the_environment_names_the_launch(stated: pytest.MonkeyPatch) -> None:
+    """All ranks have the same name, also in one process, and every further checkpointer of a run has the next."""
+    first = [current("named", None)]
+    second = [current("named", None)]
+    stated.setenv("RANK", "1")
+    first.append(current("named", None))
+    second.append(current("named", None))
+    assert [rank.rank for rank in first] == [0, 1]
+    assert first[0].name == first[1].name != second[0].name == second[1].name
+    assert first[0].name.startswith("job-7/")
+
+
+def test_a_restart_under_the_same_name_is_another_launch(stated: pytest.MonkeyPatch) -> None:
+    """torchrun starts the ranks again in the environment that the job had; what they construct is counted anew."""
+    names = []
+    for count in ("0", "0", "1"):
+        stated.setattr("holdfast.launch._constructed", defaultdict(itertools.count))
+        stated.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        names.append(current("restarted", None).name)
+    assert names[0] == names[1] != names[2]
+
+
+def test_a_name_is_stated_once() -> None:
+    """The old option beside the variable is refused by name."""
+    with pytest.raises(InvalidRequest, match="launch= and HOLDFAST_LAUNCH"):
+        current("twice", "other")
+
+
+def test_ranks_without_a_name_are_told_of_the_variable(stated: pytest.MonkeyPatch) -> None:
+    """Several ranks, no process group, no run id: the error says what to do."""
+    stated.delenv("HOLDFAST_LAUNCH")
+    stated.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(InvalidRequest, match="one launch") as caught:
+        current("unnamed", None)
+    assert "HOLDFAST_LAUNCH" in caught.value.hint
+    assert current("unnamed", "given").name == "given"
