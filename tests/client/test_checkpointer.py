@@ -403,7 +403,7 @@ def test_ranks_that_come_from_different_steps_save_nothing_together(
     first, second = two_ranks(daemon, run, monkeypatch)
     assert first.restore(step=1) == 1
     first.save(2)
-    with pytest.raises(StateMismatch, match="goes on from"):
+    with pytest.raises(StateMismatch, match="continues from"):
         second.save(2, wait="durable")
     first.close(wait=False)
     second.close(wait=False)

@@ -168,4 +168,4 @@ def test_memory_for_what_an_optimizer_will_add_is_no_growth(daemon: RunningDaemo
     with Checkpointer("growth", state, at=daemon.socket) as checkpointer:
         checkpointer.save(1, wait="durable")
         checkpointer.prepare(wait=True)
-        assert not [notice for notice in checkpointer.notices if "outgrown" in notice]
+        assert not [notice for notice in checkpointer.notices if "no longer fits" in notice]

@@ -48,7 +48,7 @@ def _checked(known: bodies.CheckpointInfo | None) -> str:
     if known is None:
         return "known only to a service; run `holdfast verify` to verify it now"
     if known.unchecked:
-        return "not verified yet since its commit"
+        return "not checked yet since its commit"
     age = "" if known.checked is None else f", {console.human_age(known.checked)}"
     if known.damage is not None:
         return f"damaged: {known.damage.get('detail', 'unknown')}{age}"

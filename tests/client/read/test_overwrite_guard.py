@@ -78,7 +78,7 @@ def test_neither_trained_on_nor_saved(root: Path) -> None:
         checkpointer.restore(2)
     assert "partly overwritten" in caught.value.hint and "prove_first" in caught.value.hint
     before = training.model.weight.clone()
-    with pytest.raises(StateOverwritten, match=r"extra/.* among them") as refused:
+    with pytest.raises(StateOverwritten, match=r"among them extra/") as refused:
         training.step()
     assert "restore a sound step" in refused.value.hint
     assert torch.equal(training.model.weight, before)

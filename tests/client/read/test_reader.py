@@ -246,7 +246,7 @@ def test_link_in_place_of_a_file(built: Built, tmp_path: Path) -> None:
     with opened(built, complete=False) as reader:
         (damage,) = reader.verify()
     assert damage.file == "config.json"
-    assert "plain file" in damage.what
+    assert "regular file" in damage.what
 
 
 def test_damage_is_named_and_nothing_of_it_handed_over(built: Built) -> None:

@@ -81,7 +81,7 @@ def test_the_rest_is_restored_where_that_is_asked_for(options: Any, how: str, re
 def test_groups_asked_for_by_name_are_named_too(daemon: RunningDaemon) -> None:
     """What was asked for and is in no checkpoint is an error; a run without checkpoints still begins with 0."""
     with launched("grown", state(2), daemon) as checkpointer:
-        with pytest.raises(StateMismatch, match="no ema"):
+        with pytest.raises(StateMismatch, match="lacks ema"):
             checkpointer.restore(groups=["ema"])
         assert checkpointer.restore(groups=["model"]) == 11
     with launched("nothing-yet", state(2), daemon) as checkpointer:

@@ -179,7 +179,7 @@ def with_copies(module: nn.Module) -> Any:
         (slow, "optim: the Lookahead around the optimizer has its own state"),
         (with_copies, "optim: the Chained around the optimizer has its own tensors in averages"),
         (frameworks.Homemade, "optim: Homemade has param_groups, but is not a torch optimizer and does not wrap one"),
-        (lambda module: [frameworks.Homemade(module)], "optim: a list has param_groups"),
+        (lambda module: [frameworks.Homemade(module)], "optim: list has param_groups"),
     ],
 )
 def test_what_would_be_lost_with_a_wrapper_is_refused(make: Callable[[nn.Module], Any], message: str) -> None:

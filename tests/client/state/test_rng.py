@@ -92,7 +92,7 @@ def test_ranks_of_a_larger_world_draw_differently():
         checkpoint.fill(restoration)
         restoration.apply()
         assert bool(restoration.notes) == (rank >= 2)
-        assert all(f"rank {rank % 2}'s" in note for note in restoration.notes)
+        assert all(f"those of rank {rank % 2}," in note for note in restoration.notes)
         values = draw()
         assert drawn.setdefault(rank, values) == values
     for kind in range(6):

@@ -109,7 +109,7 @@ def test_more_than_there_is_cannot_be_declared(machine: Machine) -> None:
     machine.unified("a", 10 * GIB, 4 * GIB)
     find = lambda: find_bounds(machine.proc)  # noqa: E731
     with pytest.raises(
-        LimitExceeded, match=rf"is {11 * GIB}, and memory.max of .*/a allows {10 * GIB} .* {7 * GIB} are free"
+        LimitExceeded, match=rf"is {11 * GIB}, but memory.max of .*/a allows {10 * GIB} .* {7 * GIB} are free"
     ):
         Budget(11 * GIB, find)
     assert Budget(10 * GIB, find).bytes_max == 10 * GIB

@@ -108,7 +108,7 @@ def test_a_group_is_let_in(place_: Path) -> None:
 
 def test_a_group_that_there_is_not() -> None:
     """It is told before anything is bound."""
-    with pytest.raises(InvalidRequest, match="no group 'nobody-at-all'"):
+    with pytest.raises(InvalidRequest, match="the group 'nobody-at-all' does not exist"):
         Callers.of_group("nobody-at-all")
 
 
