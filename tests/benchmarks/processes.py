@@ -6,6 +6,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 SAMPLE_EVERY_S = 0.05
@@ -27,6 +28,18 @@ def tree(*roots: int) -> list[int]:
         pid = waiting.pop()
         found.append(pid)
         waiting += children[pid]
+    return found
+
+
+def marked(variable: str, value: str) -> list[int]:
+    """All that were started with this in their environment, whoever started them."""
+    mark = f"{variable}={value}\0".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if mark in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
     return found
 
 
