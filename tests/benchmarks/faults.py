@@ -12,6 +12,7 @@ import json
 import secrets
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def main() -> int:
     given = _parser().parse_args()
     out = given.out or HOME / "faults" / time.strftime("%Y%m%d-%H%M%S")
     out.mkdir(parents=True, exist_ok=True)
-    found = _merged([json.loads(path.read_text()) for path in given.show]) if given.show else _run(given, out)
+    found = merged([json.loads(path.read_text()) for path in given.show]) if given.show else _run(given, out)
     (out / "results.json").write_text(json.dumps(found, indent=1))
     (out / "faults.md").write_text(markdown(found))
     print(markdown(found))
@@ -43,20 +44,22 @@ def _run(given: argparse.Namespace, out: Path) -> dict[str, Any]:
     plan = Plan(given.directory.absolute(), given.state_bytes, given.runs, given.kills, seed, given.faults)
     found: dict[str, Any] = {"seed": seed, "state_bytes": plan.state_bytes, "faults": plan.faults, "peers": {}}
     for name in given.only or PEERS:
-        found["peers"][name] = _put_to_the_test(plan, PEERS[name])
-        (out / "results.json").write_text(json.dumps(found, indent=1))  # so that nothing is lost when it is interrupted
+        for peer in _put_to_the_test(plan, PEERS[name]):
+            found["peers"][name] = peer
+            (out / "results.json").write_text(json.dumps(found, indent=1))  # nothing is lost when it is interrupted
     return found
 
 
-def _put_to_the_test(plan: Plan, spec: Spec) -> dict[str, Any]:
-    prepared = Path(sys.executable), ""
+def _put_to_the_test(plan: Plan, spec: Spec) -> Iterator[dict[str, Any]]:
+    """What is known of a peer, after every fault anew."""
+    prepared = environments.Prepared(Path(sys.executable))
     if spec.environment:
         prepared = environments.environment(HOME / spec.environment, spec.requires)
-    python, reason = prepared
-    if python is None:
-        return {"error": reason}
-    campaign = Campaign(plan, spec, python)
-    results = []
+    if prepared.python is None:
+        yield {"error": prepared.reason}
+        return
+    campaign = Campaign(plan, spec, prepared.python)
+    results: list[dict[str, Any]] = []
     began = time.monotonic()
     try:
         for result in campaign.run():
@@ -65,18 +68,29 @@ def _put_to_the_test(plan: Plan, spec: Spec) -> dict[str, Any]:
             more = " | ".join(text for text in (result.what, result.sees, result.outcome.error) if text)
             at = f"{time.monotonic() - began:.0f} s"
             print(f"faults: {spec.name}, {result.fault}: {label(result.outcome)}{late} ({at}) {more[:300]}", flush=True)
+            yield {"results": results, "errors": campaign.errors, "versions": campaign.versions}
     except harness.Failed as failure:
         print(f"faults: {spec.name}: {failure}\n{failure.log}", flush=True)
-        return {"error": str(failure), "log": failure.log, "versions": campaign.versions}
-    return {"results": results, "errors": campaign.errors, "versions": campaign.versions}
+        yield {"error": str(failure), "log": failure.log, "versions": campaign.versions}
+        return
+    yield {"results": results, "errors": campaign.errors, "versions": campaign.versions}
 
 
-def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Runs of several peers as one; where a peer is in several, the last counts."""
-    found = dict(parts[0])
-    peers = {name: peer for part in parts for name, peer in part["peers"].items()}
-    found["peers"] = {name: peers[name] for name in PEERS if name in peers}
-    return found
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several runs as one. Where a fault was done to a peer in several, the last counts."""
+    found = dict(parts[0]) | {"faults": [fault for fault in FAULTS if any(fault in part["faults"] for part in parts)]}
+    peers: dict[str, Any] = {}
+    for part in parts:
+        for name, peer in part["peers"].items():
+            before = peers.get(name, peer)
+            if "error" in peer or "error" in before:
+                peers[name] = peer
+                continue
+            done = {result["fault"] for result in peer["results"]} | set(peer["errors"])
+            kept = [result for result in before["results"] if result["fault"] not in done] if before is not peer else []
+            errors = {fault: error for fault, error in before["errors"].items() if fault not in done} | peer["errors"]
+            peers[name] = peer | {"results": kept + peer["results"], "errors": errors}
+    return found | {"peers": {name: peers[name] for name in PEERS if name in peers}}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from .fault_lab.events import chained, heard
 from .fault_lab.judge import Kind, Loaded, Outcome, Report, judge, worst
 from .fault_lab.peers import PEERS
 from .fault_lab.table import cell, markdown
+from .faults import merged
 
 SAVED = {1: {"a#0": "one", "b#0": "one"}, 2: {"a#0": "two", "b#0": "two"}, 3: {"a#0": "three", "b#0": "three"}}
 MIXED = {"a#0": "three", "b#0": "two"}
@@ -77,6 +79,23 @@ def test_results_come_back_from_json_and_a_missing_peer_says_why() -> None:
     text = markdown({"faults": [FULL, CUT], "peers": peers})
     assert "one before ×1; told: `OSError` by save()" in text
     assert "no result: no wheel" in text
+
+
+def test_runs_are_shown_as_one_and_a_fault_that_was_done_again_counts_once() -> None:
+    """What the later run did not do stays."""
+
+    def run(*faults: str, kind: Kind) -> dict[str, Any]:
+        results = [as_json(Result(fault, "", Outcome(kind, 3))) for fault in faults]
+        return {"faults": list(faults), "peers": {"dcp": {"results": results, "errors": {}, "versions": {}}}}
+
+    found = merged([run(FLIP, FULL, kind=Kind.WRONG), run(FULL, CUT, kind=Kind.NEWEST)])
+    results = [from_json(result) for result in found["peers"]["dcp"]["results"]]
+    assert found["faults"] == [FLIP, CUT, FULL]
+    assert [(result.fault, result.outcome.kind) for result in results] == [
+        (FLIP, Kind.WRONG),
+        (FULL, Kind.NEWEST),
+        (CUT, Kind.NEWEST),
+    ]
 
 
 def test_damage_is_what_it_says(tmp_path: Path) -> None:
