@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,7 +54,6 @@ class Campaign:
         self._plan, self._spec, self._python = plan, spec, python
         self._home = plan.home / spec.name
         self._dice = random.Random(f"{plan.seed}-{spec.name}")
-        self._seconds = 0.0
         self.versions: dict[str, str] = {}
         self.errors: dict[str, str] = {}  # by fault: why it has no result, or not all
 
@@ -82,8 +80,6 @@ class Campaign:
         failed = [event for event in events if event["what"] == FAILED]
         if failed:
             raise Failed(f"{failed[0]['where']}: {failed[0]['error']}")
-        seconds = {event["step"]: event["seconds"] for event in events if event["what"] == DURABLE}
-        self._seconds = statistics.median(seconds[step] for step in STEPS[1:])  # the first save prepares much
         job.begin_anew(beside=False)
         shutil.move(job.data, self._pristine)
         self._restore(job)
@@ -108,17 +104,18 @@ class Campaign:
             yield Result(MISSING, name, self._resume(job, name))
 
     def _during(self) -> Iterator[Result]:
-        """Killed at points spread over the time that a save takes until the peer says that it is complete."""
+        """Killed at points spread over the time that the save before took until the peer said that it was complete."""
         for number in range(self._plan.kills):
             part = (number + 0.5) / self._plan.kills
             with self._job(f"during-{number}") as job, job.running():
                 with job.train(steps=STEPS, seed=self._seed()) as training:
+                    seconds = training.until(DURABLE, STEPS[-2])["seconds"]
                     training.until(BEGIN, STEPS[-1])
-                    time.sleep(part * self._seconds)
+                    time.sleep(part * seconds)
                     training.kill()
                     ends = [event["what"] for event in training.rest() if event.get("step") == STEPS[-1]]
                 job.tell_of_death()
-                yield Result(DURING, f"{part:.2f} of {self._seconds:.3f} s", self._judge(job), late=DURABLE in ends)
+                yield Result(DURING, f"{part:.2f} of {seconds:.3f} s", self._judge(job), late=DURABLE in ends)
 
     def _returned(self) -> Iterator[Result]:
         for number in range(self._plan.runs):
