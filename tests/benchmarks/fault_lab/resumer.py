@@ -30,7 +30,7 @@ def resume(task: Task) -> dict[str, Any]:
     if task.resumes:
         try:
             return {"loaded": {"step": peer.resume(), "digests": digests(state)}, "error": ""}
-        except Exception as raised:
+        except BaseException as raised:  # DCP's errors are no `Exception`
             traceback.print_exc()
             error = chained(raised)
     return {"loaded": by_name(task, state, peer), "error": error}
@@ -40,7 +40,7 @@ def by_name(task: Task, state: State, peer: Peer) -> dict[str, Any] | None:
     for step in task.asked_for:
         try:
             peer.load(step)
-        except Exception:
+        except BaseException:
             traceback.print_exc()
             continue
         return {"step": step, "digests": digests(state)}

@@ -79,7 +79,7 @@ def train(task: Task) -> None:
             break
     try:
         peer.close()
-    except Exception as error:
+    except BaseException as error:
         say(FAILED, where="close()", error=chained(error))
     say(END)
 
@@ -102,7 +102,7 @@ def _save(peer: Peer, step: int, victims: list[int] | None) -> bool:
         say(SAVED, step=step)
         where = "waiting for it"
         peer.wait()
-    except Exception as error:
+    except BaseException as error:  # DCP's errors are no `Exception`
         traceback.print_exc()
         say(FAILED, where=where, error=chained(error))
         return False
