@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tests.benchmarks.harness import Failed
 from tests.crash.disks import memory_disk
 
-from .damage import Ballast, checkpoint_files, cut, flip
+from .damage import CUT_BYTES, Ballast, checkpoint_files, cut, flip
 from .events import BEGIN, DURABLE, FAILED, READY, SAVED
 from .job import Job
 from .judge import Kind, Outcome, judge
@@ -93,11 +93,15 @@ class Campaign:
         return [str(path.relative_to(self._pristine)) for path in found]
 
     def _damaged(self, job: Job, files: list[str]) -> Iterator[Result]:
-        for fault, act in ((FLIP, lambda path: flip(path, self._dice)), (CUT, cut)):
-            for _ in range(self._plan.runs if fault in self._plan.faults else 0):
-                self._restore(job)
-                what = act(job.data / files[0])
-                yield Result(fault, what, self._resume(job, files[0]))
+        for _ in range(self._plan.runs if FLIP in self._plan.faults else 0):
+            self._restore(job)
+            yield Result(FLIP, flip(job.data / files[0], self._dice), self._resume(job, files[0]))
+        long = [name for name in files if (self._pristine / name).stat().st_size > CUT_BYTES]
+        for number in range(self._plan.runs if CUT in self._plan.faults else 0):
+            name = long[number % len(long)]  # a peer's largest file may end with bytes that nobody reads
+            self._restore(job)
+            cut(job.data / name)
+            yield Result(CUT, name, self._resume(job, name))
         for name in files if MISSING in self._plan.faults else ():
             self._restore(job)
             (job.data / name).unlink()

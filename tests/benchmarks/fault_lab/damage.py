@@ -35,10 +35,9 @@ def flip(path: Path, dice: random.Random) -> str:
     return f"{path.name}, byte {place}, bit {bit}"
 
 
-def cut(path: Path) -> str:
-    """Take the last 4 KiB, or all of a file that has less."""
-    os.truncate(path, max(path.stat().st_size - CUT_BYTES, 0))
-    return path.name
+def cut(path: Path) -> None:
+    """Take the last 4 KiB of a file that has more."""
+    os.truncate(path, path.stat().st_size - CUT_BYTES)
 
 
 def free_bytes(at: Path) -> int:
