@@ -85,7 +85,7 @@ def test_every_way_to_name_one(model: Built, url: str, monkeypatch: pytest.Monke
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
     """An address that is no checkpoint's is refused, and the hint shows one that is."""
-    with pytest.raises(InvalidRequest, match="address") as refused:
+    with pytest.raises(InvalidRequest, match="not a checkpoint's URL") as refused:
         holdfast.open(address)
     assert "/checkpoints/STEP" in refused.value.hint
 
@@ -280,6 +280,7 @@ def test_the_public_names() -> None:
         "CheckpointReader",
         "Checkpointer",
         "Fragment",
+        "ParallelLayout",
         "RestoreReport",
         "SaveResult",
         "SaveTicket",

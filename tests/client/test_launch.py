@@ -52,7 +52,7 @@ def test_ranks_without_a_name_are_told_of_the_variable(stated: pytest.MonkeyPatc
     """Several ranks, no process group, no run id: the error says what to do."""
     stated.delenv("HOLDFAST_LAUNCH")
     stated.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    with pytest.raises(InvalidRequest, match="one launch") as caught:
+    with pytest.raises(InvalidRequest, match="no launch ID in common") as caught:
         current("unnamed", None)
     assert "HOLDFAST_LAUNCH" in caught.value.hint
     assert current("unnamed", "given").name == "given"

@@ -142,7 +142,7 @@ def test_what_objects_draw_when_they_are_asked_changes_no_stream(daemon: Running
 
 def test_the_streams_can_be_installed_again(daemon: RunningDaemon) -> None:
     """Who draws on the way back into the loop asks for the streams once more; without any it is an error by name."""
-    checkpointer = Checkpointer("again", {"x": torch.ones(2)}, socket=daemon.socket)
+    checkpointer = Checkpointer("again", {"x": torch.ones(2)}, at=daemon.socket)
     with pytest.raises(InvalidRequest, match="no random states"):
         checkpointer.restore_random()
     checkpointer.save(1, wait="durable")

@@ -191,7 +191,7 @@ class TestCommand:
             status, found = holdfast("catalog", "check", "--url", daemon.url)
             assert (status, found["checkpoints"], found["sound"]) == (0, 3, True)
             shown = CliRunner().invoke(app, ["catalog", "check", "--url", daemon.url]).stdout
-            assert "3 checkpoints of 1 runs" in shown and "no contradictions" in shown
+            assert "3 checkpoints in 1 runs" in shown and "no contradictions" in shown
 
     def test_wrong_requests_are_named(self, root: Path, tmp_path: Path) -> None:
         """Two places at once, a root that is not there, a catalog that is not there, an address that is none."""

@@ -145,7 +145,12 @@ def test_a_daemon_copies_and_people_see_it(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "says"),
-    [("{root}/inside", "is inside the other"), ("a=/x,a=/y", "called 'a'"), ("=/x", "NAME=DIR"), ("b d=/x", "NAME=DIR")],
+    [
+        ("{root}/inside", "is inside the other"),
+        ("a=/x,a=/y", "have the name 'a'"),
+        ("=/x", "NAME=DIR"),
+        ("b d=/x", "NAME=DIR"),
+    ],
 )
 def test_a_replica_that_makes_no_sense(root: Path, capfd: pytest.CaptureFixture[str], flag: str, says: str) -> None:
     """It is refused at the start, by the flag's name."""

@@ -148,7 +148,7 @@ def test_a_file_system_that_refuses_is_read_through_the_cache(large: Built, monk
                 np.testing.assert_array_equal(got.into, large.arrays["model"][got.name].view("<u4"))
     monkeypatch.setattr(direct_io, "opened", lambda path: os.open(path, os.O_RDONLY))
     refused(errno.EIO)
-    with CheckpointReader.open(Waiting(large.path)) as reader, pytest.raises(StorageFailed, match="cannot be read"):
+    with CheckpointReader.open(Waiting(large.path)) as reader, pytest.raises(StorageFailed, match="cannot read"):
         reader.load(wants_of(large))
 
 

@@ -70,14 +70,16 @@ def check_saved(url: str, run: str, step: int, expected: dict[str, torch.Tensor]
         assert torch.equal(live[name], tensor), name
 
 
-def ranks(monkeypatch: pytest.MonkeyPatch, run: str, states: list[dict], url: str) -> list[Checkpointer]:
+def ranks(
+    monkeypatch: pytest.MonkeyPatch, run: str, states: list[dict], url: str, policy: wire.Policy = "newest-wins"
+) -> list[Checkpointer]:
     """The ranks of one launch, in this process."""
     made = []
     monkeypatch.setenv("WORLD_SIZE", str(len(states)))
     monkeypatch.setenv("HOLDFAST_LAUNCH", f"launch-{run}")
     for rank, state in enumerate(states):
         monkeypatch.setenv("RANK", str(rank))
-        made.append(Checkpointer(run, state, at=url))
+        made.append(Checkpointer(run, state, at=url, policy=policy))
     for name in ("WORLD_SIZE", "HOLDFAST_LAUNCH", "RANK"):
         monkeypatch.delenv(name)
     return made

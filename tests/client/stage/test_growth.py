@@ -48,7 +48,7 @@ def test_what_changed_is_told_by_name() -> None:
     now = [leaf("kept", 3), leaf("cast", 4, dtype="BF16"), leaf("wider", 5), leaf("lora", 9)]
     change = compare(before, now)
     assert change == Change(("model/lora",), ("model/gone",), ("model/cast", "model/wider"))
-    assert str(change) == "tensors: 1 added, 1 removed, 2 changed, as model/lora, model/cast, model/wider"
+    assert str(change) == "tensors: 1 added, 1 removed, 2 changed, for example model/lora, model/cast, model/wider"
     assert not any(compare(before, before)) and not any(compare(before, [other]))
 
 
@@ -112,7 +112,7 @@ def test_a_state_that_grows_says_so_and_loses_no_save(tmp_path: Path, caplog: py
         assert f"no longer fits its slots of 1.1 MiB ({added}): reserved new slots of 3.1 MiB" in notice
         model.to(torch.float64)
         tickets.append(checkpointer.save(5))
-        assert len(checkpointer.notices) == 3 and "3 changed, as model/weight" in checkpointer.notices[1]
+        assert len(checkpointer.notices) == 3 and "3 changed, for example model/weight" in checkpointer.notices[1]
         assert "1 slot instead of 2" in checkpointer.notices[2]
         expected = model.lora_b.detach().clone()
         del model.lora_a

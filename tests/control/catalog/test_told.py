@@ -35,7 +35,7 @@ def test_an_attempt_is_told_once(decisions: Decisions) -> None:
     for launch in ("one", "one", "two", "two"):
         decisions.hello("tiny", launch, 2, None)
     first, second = told(decisions, "attempt-declared")
-    assert "of 2 ranks" in first[1] and first[1] != second[1]
+    assert "with 2 ranks" in first[1] and first[1] != second[1]
     decisions.hello("tiny", "two", 2, None)
     assert len(told(decisions, "attempt-declared")) == 2
 
@@ -66,7 +66,7 @@ def test_removals_are_told_with_their_reasons(decisions: Decisions) -> None:
     (first, reasons), (second, asked) = told(decisions, "checkpoint-removed")
     assert (first, second) == (5, 10)
     assert "newest 2" in reasons or "last" in reasons, reasons
-    assert "asked" in asked
+    assert "on request" in asked
     (event,) = decisions.events.after(0, 100, kind="policy-changed")
     assert event.detail["policy"]["last"] == 2
 

@@ -233,4 +233,4 @@ def test_a_failing_catalog_does_not_stop_the_work(database: Database, caplog: py
     while runner.busy:
         time.sleep(0.01)
     runner.close()
-    assert "is not recorded" in caplog.text
+    assert "cannot record" in caplog.text

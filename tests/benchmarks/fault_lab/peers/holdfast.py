@@ -15,7 +15,7 @@ class Holdfast:
 
     def __init__(self, directory: Path, state: State, variant: str) -> None:
         self._staged = variant == "staged"
-        self._checkpointer = Checkpointer(RUN, entries(state), root=directory, fenced=True)
+        self._checkpointer = Checkpointer(RUN, entries(state), at=directory, fenced=True)
         self._ticket: Any = None
 
     def save(self, step: int) -> None:
