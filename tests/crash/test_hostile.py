@@ -100,7 +100,7 @@ def test_a_full_disk(place: Path, kind: str) -> None:
     """`no-space`; with room again the next save works. (On tmpfs this is a root without a disk, too.)"""
     with small_disk(place, kind) as disk, saving(disk / "root") as (world, rank):
         fill(disk / "filler")
-        check_refused(world, rank, 2, NoSpace, "bytes of disk, 0 are free")
+        check_refused(world, rank, 2, NoSpace, "bytes of disk space, but only 0 are free")
         (disk / "filler").unlink()
         check_saved(world, rank, 3)
         assert world.tier.list(f"{RUN}/staging") == []
