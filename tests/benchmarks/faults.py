@@ -12,7 +12,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def main() -> int:
     given = _parser().parse_args()
     out = given.out or HOME / "faults" / time.strftime("%Y%m%d-%H%M%S")
     out.mkdir(parents=True, exist_ok=True)
-    found = merged([json.loads(path.read_text()) for path in given.show]) if given.show else _run(given, out)
+    found = merged([json.loads(path.read_text()) for path in given.show], given.faults) if given.show else _run(given, out)
     (out / "results.json").write_text(json.dumps(found, indent=1))
     (out / "faults.md").write_text(markdown(found))
     print(markdown(found))
@@ -76,21 +76,23 @@ def _put_to_the_test(plan: Plan, spec: Spec) -> Iterator[dict[str, Any]]:
     yield {"results": results, "errors": campaign.errors, "versions": campaign.versions}
 
 
-def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs as one. Where a fault was done to a peer in several, the last counts."""
-    found = dict(parts[0]) | {"faults": [fault for fault in FAULTS if any(fault in part["faults"] for part in parts)]}
+def merged(parts: list[dict[str, Any]], faults: Collection[str] = FAULTS) -> dict[str, Any]:
+    """Several runs as one: of these faults, what every one of them has found."""
     peers: dict[str, Any] = {}
     for part in parts:
         for name, peer in part["peers"].items():
-            before = peers.get(name, peer)
-            if "error" in peer or "error" in before:
-                peers[name] = peer
+            if "error" in peer:
+                peers.setdefault(name, peer)
                 continue
-            done = {result["fault"] for result in peer["results"]} | set(peer["errors"])
-            kept = [result for result in before["results"] if result["fault"] not in done] if before is not peer else []
-            errors = {fault: error for fault, error in before["errors"].items() if fault not in done} | peer["errors"]
-            peers[name] = peer | {"results": kept + peer["results"], "errors": errors}
-    return found | {"peers": {name: peers[name] for name in PEERS if name in peers}}
+            before = peers.get(name, {})
+            results = [result for result in peer["results"] if result["fault"] in faults]
+            errors = {fault: error for fault, error in peer["errors"].items() if fault in faults}
+            peers[name] = peer | {
+                "results": before.get("results", []) + results,
+                "errors": before.get("errors", {}) | errors,
+            }
+    done = [fault for fault in faults if any(fault in part["faults"] for part in parts)]
+    return dict(parts[0]) | {"faults": done, "peers": {name: peers[name] for name in PEERS if name in peers}}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -81,21 +81,18 @@ def test_results_come_back_from_json_and_a_missing_peer_says_why() -> None:
     assert "no result: no wheel" in text
 
 
-def test_runs_are_shown_as_one_and_a_fault_that_was_done_again_counts_once() -> None:
-    """What the later run did not do stays."""
+def test_runs_are_shown_as_one_and_none_hides_what_another_found() -> None:
+    """Outcomes of the same fault are added up, but for faults that nobody asks to be shown."""
 
     def run(*faults: str, kind: Kind) -> dict[str, Any]:
         results = [as_json(Result(fault, "", Outcome(kind, 3))) for fault in faults]
         return {"faults": list(faults), "peers": {"dcp": {"results": results, "errors": {}, "versions": {}}}}
 
-    found = merged([run(FLIP, FULL, kind=Kind.WRONG), run(FULL, CUT, kind=Kind.NEWEST)])
+    found = merged([run(FLIP, FULL, kind=Kind.WRONG), run(FULL, CUT, kind=Kind.NEWEST)], (CUT, FULL))
     results = [from_json(result) for result in found["peers"]["dcp"]["results"]]
-    assert found["faults"] == [FLIP, CUT, FULL]
-    assert [(result.fault, result.outcome.kind) for result in results] == [
-        (FLIP, Kind.WRONG),
-        (FULL, Kind.NEWEST),
-        (CUT, Kind.NEWEST),
-    ]
+    assert found["faults"] == [CUT, FULL]
+    assert cell([result for result in results if result.fault == FULL]) == "**wrong values** ×1; newest ×1"
+    assert [result.fault for result in results] == [FULL, FULL, CUT]
 
 
 def test_damage_is_what_it_says(tmp_path: Path) -> None:

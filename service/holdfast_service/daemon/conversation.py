@@ -40,7 +40,7 @@ REFUSED_WAIT_S = 5.0  # for the first word of somebody who may not speak
 
 
 class DataPlane(NamedTuple):
-    """What a node does with the bytes of its ranks."""
+    """The parts of a node that handle the bytes of its ranks."""
 
     arena: Arena
     saver: Saver
@@ -95,7 +95,7 @@ class Conversation:
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError as error:
-            log.debug("rank had hung up already: %s", error)
+            log.debug("the rank had already disconnected: %s", error)
 
     def _run(self) -> None:
         try:
@@ -106,7 +106,7 @@ class Conversation:
                     if self._refused is not None:
                         raise self._refused
         except CheckpointError as error:
-            log.warning("ending a conversation: %s", error.detail)
+            log.warning("closing a connection: %s", error.detail)
         except OSError as error:
             log.info("a rank's connection broke: %s", error)
         finally:
@@ -139,7 +139,7 @@ class Conversation:
             os.set_inheritable(fd, False)
         self._fds += fds
         if len(self._fds) > FDS_MAX:
-            raise LimitExceeded(f"{len(self._fds)} descriptors came that nobody asked for")
+            raise LimitExceeded(f"received {len(self._fds)} unexpected file descriptors")
         return data
 
     def _answer(self, request: wire.Request) -> None:
@@ -168,21 +168,21 @@ class Conversation:
         try:
             self._send(outcome)
         except OSError as error:
-            log.info("a rank is not there to hear of step %d: %s", outcome.step, error)
+            log.info("cannot tell a rank the outcome of step %d: %s", outcome.step, error)
 
     def _known(self) -> Participant:
         if self._who is None:
-            raise InvalidRequest("the first message of a conversation must be hello")
+            raise InvalidRequest("the first message of a connection must be hello")
         return self._who
 
     def _hello(self, request: wire.Hello) -> wire.Reply:
         if request.protocol != wire.PROTOCOL:
             raise InvalidRequest(
-                f"the trainer speaks protocol {request.protocol}, this daemon {wire.PROTOCOL}",
+                f"the trainer uses protocol {request.protocol}, this daemon {wire.PROTOCOL}",
                 hint="use the same version of holdfast on both sides",
             )
         if not request.rank < request.world:
-            raise InvalidRequest(f"rank {request.rank} of a world of {request.world}")
+            raise InvalidRequest(f"rank {request.rank} is not valid in a world of {request.world}")
         plane = self._plane
         self._serving.check(request.root)
         plane.saver.giving_way.expect()
@@ -226,7 +226,7 @@ class Conversation:
     def _attach(self, request: wire.Attach) -> wire.Reply:
         who, plane = self._known(), self._plane
         if not self._fds:
-            raise InvalidRequest("a segment is attached by its descriptor")
+            raise InvalidRequest("attaching a segment needs its file descriptor")
         fd = self._fds.pop(0)
         try:
             segment, taken = plane.arena.attach(fd, who.owner)
@@ -302,7 +302,7 @@ class Conversation:
         """The answer comes from the loader, once the other ranks have asked as well and all is read."""
         who = self._known()
         if not self._fds:
-            raise InvalidRequest("what is to be read is listed in a memfd that comes along")
+            raise InvalidRequest("a load request needs a memfd that lists what to read")
         fd = self._fds.pop(0)
         try:
             wanted = read_listing(fd)

@@ -32,7 +32,7 @@ ENDED_UPLOADS_MAX = 256  # of a rank: their ends can still be asked for
 
 
 class RemoteRank:
-    """One rank that speaks over HTTP: its segment and its uploads. What ends them comes from the saver, by any thread."""
+    """One rank over HTTP: its segment and its uploads. The saver ends uploads from any thread."""
 
     def __init__(self, arena: Arena, saver: Saver, hello: bodies.RankHello, attempt: int, tenant: str = "") -> None:
         self._arena, self._saver = arena, saver
@@ -49,7 +49,7 @@ class RemoteRank:
         self._listeners: set[Callable[[], None]] = set()
 
     def reserve(self, room: bodies.Room) -> None:
-        """Keep so much memory for this rank; `LimitExceeded`, with the numbers, when the arena has not that much."""
+        """Reserve memory for this rank; `LimitExceeded`, with the numbers, if the arena has too little."""
         made = arena.geometry(room.slots, room.data_bytes, room.table_bytes)
         with self._turn:
             if self._segment is not None and self._asked == made:
@@ -62,15 +62,15 @@ class RemoteRank:
             self._arena.drop(outgrown)
 
     def open(self, number: int, step: int, policy: wire.Policy = "wait", intent: Intent = NO_INTENT) -> bodies.Upload:
-        """Begin the rank's `number`-th upload, or find it begun. Refuses by name a step that this rank may not save.
+        """Start the rank's `number`-th upload, or find it. Refuses a step that this rank may not save.
 
-        Where no slot is free the policy decides; `ArenaFull`, at once, under `wait`.
+        If no slot is free, the policy decides; under `wait`, `ArenaFull` at once.
         """
         with self._turn:
             known = self._uploads.get(number)
             if known is not None:
                 if known.step != step:
-                    raise InvalidRequest(f"upload {number} is of step {known.step}, not of {step}")
+                    raise InvalidRequest(f"upload {number} is for step {known.step}, not for {step}")
                 return self._describe(known)
             if self._segment is None:
                 raise InvalidRequest("reserve a segment before the first upload", reason="not-reserved")
@@ -86,11 +86,11 @@ class RemoteRank:
             return self._describe(upload)
 
     def state(self, number: int) -> bodies.Upload:
-        """How far an upload is, and how it ended."""
+        """Progress and outcome of an upload."""
         return self._describe(self._find(number))
 
     def check_room(self, number: int, part: Part, stop: int) -> None:
-        """`LimitExceeded` for a chunk that would not fit, before a byte of it is read."""
+        """`LimitExceeded` for a chunk that would not fit, before it is read."""
         upload = self._find(number)
         if upload.outcome is None and stop > len(upload.span(part)):
             raise LimitExceeded(
@@ -99,13 +99,13 @@ class RemoteRank:
             )
 
     def write(self, number: int, part: Part, chunk: Chunk) -> bodies.Upload:
-        """Take a chunk whose digest is right and that begins where the one before ended; a repeated one changes nothing."""
+        """Accept a chunk whose digest is right and that continues the part; a repeated one changes nothing."""
         check_digest(chunk.digest)
         found = digest(chunk.data)
         if found != chunk.digest:
             raise InvalidRequest(
                 f"the chunk at {chunk.offset} has the digest {found}, not {chunk.digest}",
-                hint="it was damaged on its way: send it again",
+                hint="it was damaged in transit: send it again",
                 reason="digest",
             )
         with self._turn:
@@ -114,11 +114,13 @@ class RemoteRank:
             received = upload.received[part]
             if stop <= received:
                 if digest(upload.span(part)[chunk.offset : stop]) != chunk.digest:
-                    raise InvalidRequest(f"bytes {chunk.offset} to {stop} of the {part} were received with other contents")
+                    raise InvalidRequest(
+                        f"bytes {chunk.offset} to {stop} of the {part} were already received with other contents"
+                    )
             elif upload.sealed or chunk.offset != received or stop > len(upload.span(part)):
                 raise InvalidRequest(
-                    f"a chunk of bytes {chunk.offset} to {stop} where the {part} goes on at {received}",
-                    hint="send what follows `received`",
+                    f"got a chunk of bytes {chunk.offset} to {stop}, but the {part} continues at {received}",
+                    hint="continue at `received`",
                     received=received,
                 )
             else:
@@ -129,7 +131,7 @@ class RemoteRank:
             return self._describe(upload)
 
     def seal(self, number: int, whole: bodies.SealRequest) -> bodies.Upload:
-        """Hand a slot that arrived completely over to the saver; doing so twice is harmless."""
+        """Pass a completely uploaded slot to the saver; safe to repeat."""
         check_digest(whole.table_digest)
         with self._turn:
             upload = self._find(number)
@@ -137,12 +139,10 @@ class RemoteRank:
                 return self._describe(upload)
             stated = {"data": whole.data_bytes, "table": whole.table_bytes}
             if upload.received != stated:
-                raise InvalidRequest(
-                    f"{upload.received} bytes were received, not {stated}", received=upload.received["data"]
-                )
+                raise InvalidRequest(f"received {upload.received} bytes, not {stated}", received=upload.received["data"])
             header = SlotHeader(SlotState.LEASED, upload.step, self.who.attempt, whole.data_bytes, whole.table_bytes, 0)
             if digest(upload.span("table")[: whole.table_bytes]) != whole.table_digest:
-                raise InvalidRequest("the table has not the digest it is sealed with")
+                raise InvalidRequest("the table does not match the digest it is sealed with")
             geometry = upload.segment.geometry
             arena.seal(upload.segment.memory, geometry, upload.slot, header, whole.table_digest)
             upload.sealed = True
@@ -156,7 +156,7 @@ class RemoteRank:
             return self._describe(upload)
 
     def abandon(self, number: int, error: CheckpointError) -> bodies.Upload:
-        """Give an upload up, and with it the round; one that is sealed is not the rank's any more and goes on."""
+        """Abandon an upload, and with it the save; a sealed one continues."""
         with self._turn:
             upload = self._find(number)
             if not upload.sealed and upload.outcome is None:
@@ -165,7 +165,7 @@ class RemoteRank:
             return self._describe(upload)
 
     def outcomes(self, after: int) -> bodies.Outcomes:
-        """The ends of uploads from the `after`-th one on; the oldest are not kept."""
+        """Ended uploads from the `after`-th on; the oldest are not kept."""
         with self._lock:
             numbers = self._ended[max(after - self._forgotten, 0) :]
             ended = [self._uploads[number] for number in numbers]
@@ -184,7 +184,7 @@ class RemoteRank:
                 self._listeners.discard(listener)
 
     def depart(self) -> None:
-        """The rank is gone: what it had not sealed ends, and its memory goes once the rest is saved."""
+        """The rank is gone: its unsealed uploads end, and its memory is freed after the rest was saved."""
         self._saver.gone(self.who)
         with self._turn:
             segment, self._segment = self._segment, None
@@ -229,7 +229,7 @@ class RemoteRank:
         if upload.outcome is not None and upload.outcome.problem is not None:
             raise from_problem(upload.outcome.problem)
         if upload.outcome is not None:
-            raise InvalidRequest(f"upload {number} is committed already")
+            raise InvalidRequest(f"upload {number} is already committed")
         return upload
 
     def _describe(self, upload: SlotUpload) -> bodies.Upload:

@@ -65,7 +65,7 @@ def test_a_layout_that_misplaces_bytes_is_named(tmp_path: Path, monkeypatch: pyt
     """Bytes put together otherwise than they stand: layout, rank and tensor are named."""
     made = build(tmp_path / "c").manifest
     monkeypatch.setattr(layout_trials.transfer, "move", lambda *of: 0)
-    with pytest.raises(CorruptManifest, match=r"layout .*, rank \d+: tensor .* something else"):
+    with pytest.raises(CorruptManifest, match=r"layout .*, rank \d+: tensor .* wrong bytes"):
         try_layouts(PosixTier(tmp_path), "c", made)
 
 

@@ -96,7 +96,7 @@ def test_a_place_that_the_disk_lost_is_damage(tier: PosixTier, built: Built) -> 
 def test_what_a_failing_disk_gives_after_all_is_proven(tier: PosixTier, built: Built) -> None:
     """The second try brings bytes: they are right, or they are damage."""
     wrong = examine(Failing(tier, FILE, errno.EIO, b"\0" * 2**20), "checkpoint")  # type: ignore[arg-type]
-    assert any("not what was written" in error.detail for error in wrong.damages)
+    assert any("do not match their digest" in error.detail for error in wrong.damages)
 
 
 def test_a_disk_that_cannot_be_asked_is_no_damage(tier: PosixTier, built: Built) -> None:

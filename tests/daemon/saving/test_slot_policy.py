@@ -132,7 +132,7 @@ def test_a_step_is_not_saved_twice_at_a_time(busy: tuple[SaverWorld, list[Rank]]
     """A step that waits or is being written is refused by name before anything is dropped for it."""
     world, (first, _) = busy
     for step in (1, 2):
-        with pytest.raises(StateMismatch, match="twice"):
+        with pytest.raises(StateMismatch, match="already saving"):
             first.lease(step, policy)
     assert ended(world) == {1: ("committed", None), 2: ("committed", None)}
 

@@ -339,7 +339,7 @@ def test_the_end_of_the_daemon_ends_the_wait(tmp_path: Path) -> None:
         first.ask(world.pieces)
         world.loader.close()
         assert first.told().pieces == 0
-        with pytest.raises(DaemonGone, match="ending"):
+        with pytest.raises(DaemonGone, match="shutting down"):
             second.ask(world.pieces)
 
 

@@ -101,7 +101,7 @@ def test_ranks_that_read_different_checkpoints_share_nothing(other: Piece) -> No
 
 def test_verification_across_one_another_are_not_shared() -> None:
     """Two ranks want one piece, two others one that overlaps with it: refused by name."""
-    with pytest.raises(InvalidRequest, match="across"):
+    with pytest.raises(InvalidRequest, match="that overlap"):
         decide([piece_list.of([piece("a", at)]) for at in (0, 0, 5, 5)], BOUNDLESS)
 
 

@@ -39,6 +39,11 @@ def section(number: int) -> str:
     return re.split(r"(?m)^## ", DOCUMENT)[number]
 
 
+def sentences(number: int) -> str:
+    """The text of a section as one line: where its lines are wrapped says nothing."""
+    return " ".join(section(number).split())
+
+
 def test_the_documents_reader_imports_no_holdfast() -> None:
     """The example stands for readers in other programs: json, hashlib, xxhash and numpy are enough."""
     (source,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
@@ -80,7 +85,7 @@ def test_the_documents_reader_refuses_a_changed_byte(tmp_path_factory: pytest.Te
 
 def test_names_are_as_documented() -> None:
     """§ 1 states the very patterns that naming uses."""
-    stated = section(1)
+    stated = sentences(1)
     for pattern in (naming._RUN, naming._GROUP, naming._FILE):
         assert f"`{pattern.pattern}`" in stated
     for name in (
@@ -98,36 +103,36 @@ def test_names_are_as_documented() -> None:
         assert f"{room}/step-" in stated
     assert naming.step_directory(500) in stated
     assert naming.staging_directory(1000, 3) in stated
-    assert f"{naming.RECEIPTS}/<node>.json" in section(9)
+    assert f"{naming.RECEIPTS}/<node>.json" in sentences(9)
     assert (naming.STEP_MAX, naming.ATTEMPT_MAX) == (10**15 - 1, 10**9 - 1)
 
 
 def test_the_manifests_fields_are_as_documented() -> None:
     """§ 3 names every field of the manifest, of files and of tensors, and the limits are the code's."""
-    stated = section(3)
+    stated = sentences(3)
     for kind in (manifest.Manifest, manifest.FileEntry, manifest.TensorEntry):
         for field in kind.__struct_fields__:
             assert f"`{field}`" in stated or f'"{field}"' in stated, field
     assert f"{manifest.EXTENT_BYTES_MAX:,}".replace(",", " ") in stated
     assert f"1 to {tensors.NAME_BYTES_MAX} bytes" in stated
     assert f"at most {tensors.DIMENSIONS_MAX} sizes" in stated
-    assert digest(b"") in section(4)
+    assert digest(b"") in sentences(4)
 
 
 def test_the_files_are_as_documented() -> None:
     """§ 5 and § 10 state the order of dtypes and the limits."""
-    assert f"`{' '.join(dtypes.BITS)}`" in section(5)
-    assert f"a multiple of {safetensors.DATA_ALIGNMENT_BYTES} bytes" in section(5)
-    assert f"{packing.FILE_BYTES_MAX:,}".replace(",", " ") in section(5)
-    assert f"{safetensors.HEADER_BYTES_MAX:,}".replace(",", " ") in section(10)
+    assert f"`{' '.join(dtypes.BITS)}`" in sentences(5)
+    assert f"a multiple of {safetensors.DATA_ALIGNMENT_BYTES} bytes" in sentences(5)
+    assert f"{packing.FILE_BYTES_MAX:,}".replace(",", " ") in sentences(5)
+    assert f"{safetensors.HEADER_BYTES_MAX:,}".replace(",", " ") in sentences(10)
 
 
 def test_the_arena_is_as_documented() -> None:
     """§ 11's offsets are those of the packed structures."""
-    stated = section(11)
+    stated = sentences(11)
     assert f"P is {arena.PAGE_BYTES}" in stated
     assert f"slots, 1 to {arena.SLOTS_MAX}" in stated
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in stated.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section(11).splitlines() if line.startswith("|")]
     sizes = {"8 bytes": 8, "128 bytes": 128, "u32": 4, "u64": 8}
     for column, packed in ((0, arena._SUPERBLOCK), (2, arena._HEADER)):
         cells = [row[column].split(", ") for row in rows[2:] if row[column]]
@@ -145,7 +150,7 @@ def test_the_arena_is_as_documented() -> None:
 
 def test_the_messages_are_as_documented() -> None:
     """§ 12 names every message and the frame's limit."""
-    stated = section(12)
+    stated = sentences(12)
     for union in (wire.ToDaemon, wire.ToRank):
         for message in union.__origin__.__args__:
             assert f"`{message.model_fields['type'].default}`" in stated

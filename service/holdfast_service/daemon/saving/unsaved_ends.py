@@ -33,4 +33,4 @@ class UnsavedEnds:
         try:
             self._decisions.abort(round_id, error, staging, measured)
         except CheckpointError as failure:  # the ranks must hear of it though the catalog cannot
-            log.error("the end of %s@%s attempt %s is not recorded: %s", *key, failure.detail)
+            log.error("cannot record the end of %s@%s attempt %s: %s", *key, failure.detail)
