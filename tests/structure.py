@@ -39,7 +39,7 @@ ELSEWHERE = TOP / "tests" / "elsewhere.toml"
 # Parameters that are tuples of unlike things, by file and function, and why they stay so.
 TUPLES = {("service/holdfast_service/__main__.py", "_bind"): "an address as the socket module has it"}
 _IMPORT = re.compile(r"^ *(?:from (\.*)([\w.]*) )?import (\([^)]*\)|.+)", re.MULTILINE)
-_STARTED = re.compile(r'"(holdfast_service|holdfast[.]demo)"')  # by `python -m`
+_STARTED = re.compile(r'"(holdfast_service|holdfast\.demo)"')  # programs that tests start
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -21,7 +21,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing; only ch
 Forced = Annotated[
     str | None,
     typer.Option(
-        "--force", metavar="WHICH", help="Remove it although it is the {' or the '.join(retention.FORCES)} checkpoint."
+        "--force", metavar="WHICH", help=f"Remove it although it is the {' or the '.join(retention.FORCES)} checkpoint."
     ),
 ]
 

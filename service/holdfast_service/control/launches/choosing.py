@@ -78,9 +78,9 @@ class Choices:
                 chosen = self._chosen(asked)
             tell(**{"holdfast.step": chosen})
         if asked.step is not None and chosen != asked.step:
+            other = "found nothing to restore" if chosen is None else f"restores step {chosen}"
             raise StateMismatch(
-                f"this rank restores step {asked.step} of {asked.run}, but another rank of its launch {{'found "
-                "nothing to restore' if chosen is None else f'restores step {chosen}'}",
+                f"this rank restores step {asked.step} of {asked.run}, but another rank of its launch {other}",
                 hint="every rank must call restore() with the same step",
             )
         return chosen

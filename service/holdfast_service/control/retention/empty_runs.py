@@ -71,9 +71,9 @@ class EmptyRuns:
             if len(made) >= EMPTY_RUNS_MAX:
                 made.intersection_update([name for name in made if self._attempts.newest(name) and not self._holds(name)])
             if len(made) >= EMPTY_RUNS_MAX:
+                owner = tenant or "this daemon's own user"
                 raise LimitExceeded(
-                    f'{run!r} would be a new run, but {{tenant or "this daemon\'s own user"}} already has '
-                    f"{len(made)} runs without a save",
+                    f"{run!r} would be a new run, but {owner} already has {len(made)} runs without a save",
                     hint="use one of those, or save to them first; those whose ranks are gone are removed after "
                     f"{self._kept_s / 3600:g} hours",
                     empty=len(made),
