@@ -165,7 +165,7 @@ class Checkpointer:
                 if wait == "durable":
                     under_way.result()
                 return under_way
-        how = check_check(check or self._check) == "full"
+        how = check_check(self._check if check is None else check) == "full"
         if existing == "replace":
             self._origin.replaces()
         asked = SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing)

@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, get_args
+from typing import Any, NamedTuple, TypedDict, cast, get_args
 
+from holdfast.config import check_launch_name
 from holdfast.layout.rules_choice import LayoutSource, ParallelLayout, RulesSource
 from holdfast.link import address
 from holdfast.link.address import DaemonAddress
@@ -18,7 +19,7 @@ from holdfast_formats.staging.arena import SLOTS_MAX
 
 _CALLER = 3  # frames above the warning: `settle`, the constructor, and who constructs
 _INSTEAD = {
-    "root": "at= with the same directory",
+    "root": 'at= with the same directory; where it is new and ends in ".sock", make it first',
     "socket": 'at= with the same path, which ends in ".sock" or exists',
     "url": "at= with the same address",
     "launch": "HOLDFAST_LAUNCH in the environment of every rank",
@@ -57,7 +58,9 @@ def settle(at: str | PathLike[str] | None, layout: LayoutSource | ParallelLayout
     for name in old:
         if name not in _INSTEAD:
             raise TypeError(f"Checkpointer.__init__() got an unexpected keyword argument {name!r}")
-    meant = Settled(_place(at, old), _layout(layout, old), old.get("launch"), check_check(old.get("check", "sampled")))
+    old = cast(OldOptions, {name: value for name, value in old.items() if value is not None})  # None said nothing
+    launch = check_launch_name(old["launch"], "launch=") if "launch" in old else None
+    meant = Settled(_place(at, old), _layout(layout, old), launch, check_check(old.get("check", "sampled")))
     for name in old:
         text = f"Checkpointer({name}=…) is deprecated and ends with 0.2.0: use {_INSTEAD[name]}"
         warnings.warn(text, DeprecationWarning, stacklevel=_CALLER)
@@ -82,16 +85,32 @@ def _place(at: str | PathLike[str] | None, old: OldOptions) -> DaemonAddress:
         raise InvalidRequest(f"{' and '.join(named)} each say where the daemon is", hint="give at= alone")
     if not named or at is not None:
         return address.place(at)
-    return DaemonAddress(Path(root) if root is not None else None, Path(socket) if socket is not None else None, url)
+    if root is not None:
+        return address.place_of_root(root)
+    return DaemonAddress(None, Path(socket) if socket is not None else None, url)
 
 
 def _layout(layout: LayoutSource | ParallelLayout | None, old: OldOptions) -> ParallelLayout | None:
     rules, config = old.get("rules"), old.get("config")
     if not isinstance(layout, ParallelLayout):
-        return None if layout is None else ParallelLayout(layout, rules, config)
+        return None if layout is None else _checked(ParallelLayout(layout, rules, config))
     if rules is not None or config is not None:
         raise InvalidRequest(
             f"{'rules=' if rules is not None else 'config='} stands beside layout=ParallelLayout(…), which says it too",
             hint="say it in the ParallelLayout alone",
+        )
+    return _checked(layout)
+
+
+def _checked(layout: ParallelLayout) -> ParallelLayout:
+    if not isinstance(layout.config, Mapping | None):
+        raise InvalidRequest(
+            f"config of a ParallelLayout must be a mapping, not {type(layout.config).__name__}",
+            hint="for a transformers model: model.config.to_dict()",
+        )
+    if not isinstance(layout.rules, str | PathLike | Mapping | None):
+        raise InvalidRequest(
+            f"rules of a ParallelLayout must be a TOML file's path or a mapping, not {type(layout.rules).__name__}",
+            hint="docs/rules.md says what they hold",
         )
     return layout

@@ -22,7 +22,7 @@ NOTHING = Settled(NOWHERE, None, None, "sampled")
 
 # Each old name: what it was given, what to write now, and what is meant.
 OLD: dict[str, tuple[Any, str, Settled]] = {
-    "root": ("data", "at=", NOTHING._replace(place=DaemonAddress(Path("data"), None, None))),
+    "root": ("data", "at=", NOTHING._replace(place=DaemonAddress(Path.cwd() / "data", None, None))),
     "socket": ("run/daemon", "at=", NOTHING._replace(place=DaemonAddress(None, Path("run/daemon"), None))),
     "url": ("http://node-7:8420", "at=", NOTHING._replace(place=DaemonAddress(None, None, "http://node-7:8420"))),
     "launch": ("job-7", "HOLDFAST_LAUNCH", NOTHING._replace(launch="job-7")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from holdfast.config import DEFAULT_ROOT
+from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 
 SOCKET_SUFFIX = ".sock"
@@ -52,8 +54,47 @@ def place(at: str | os.PathLike[str] | None) -> DaemonAddress:
             f"at={text!r} could be an address or a directory",
             hint='write "http://" in front of an address, with its port, or "./" in front of a directory',
         )
-    path = Path(text)
-    return DaemonAddress(None, path, None) if _is_socket(path) else DaemonAddress(path, None, None)
+    path = _path(text)
+    return DaemonAddress(None, path, None) if _is_socket(path) else DaemonAddress(_directory(path), None, None)
+
+
+def place_of_root(root: str | os.PathLike[str]) -> DaemonAddress:
+    """A directory, whatever stands there yet or its name ends in: what `root=` meant."""
+    text = os.fspath(root)
+    if not isinstance(text, str) or not text.strip() or _SCHEME.match(text):
+        raise InvalidRequest(f"root={root!r} is not a directory", hint="give at= alone: a directory, a socket or an address")
+    return DaemonAddress(_directory(_path(text)), None, None)
+
+
+def _path(text: str) -> Path:
+    if text != text.strip():
+        raise InvalidRequest(f"at={text!r} begins or ends with a blank", hint='write "./" in front of a name that does')
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # nobody of that name
+        raise InvalidRequest(f"at={text!r}: {error}", hint='write "./" in front of a name that begins with "~"') from None
+
+
+def _directory(path: Path) -> Path:
+    """The directory as an absolute path: a program may change its own before it saves.
+
+    `InvalidRequest` where no directory can be made, and inside a run or a checkpoint, which is no root.
+    """
+    path = Path(os.path.abspath(path))
+    if path.is_symlink() and not path.exists():
+        raise InvalidRequest(f"at={str(path)!r} is a link to nothing", hint="make the directory that it leads to")
+    for above in (path, *path.parents):
+        within = "a checkpoint" if (above / naming.COMMIT).is_file() else "the directory of a run" if _is_run(above) else ""
+        if within:
+            raise InvalidRequest(
+                f"at={str(path)!r} lies in {above}, which is {within}",
+                hint="name the root, the directory that holds the runs; the run's name is the first argument",
+            )
+    return path
+
+
+def _is_run(path: Path) -> bool:
+    return (path / naming.CHECKPOINTS).is_dir() and (path.parent / naming.ROOT_FILE).is_file()
 
 
 def _url(text: str) -> str:
@@ -62,6 +103,7 @@ def _url(text: str) -> str:
         parts = urlsplit(text)
         whole = text.isprintable() and " " not in text  # what the parser drops in silence, a connection would not
         usable = whole and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        usable = usable and not (parts.query or parts.fragment or "@" in parts.netloc)  # a token is not said here
     except ValueError:  # a port that is no number, brackets without an end
         usable = False
     if not usable:
@@ -75,8 +117,10 @@ def _url(text: str) -> str:
 def _is_socket(path: Path) -> bool:
     try:
         mode = path.stat().st_mode
-    except OSError:  # nothing yet, or nothing that we may see
-        return path.suffix == SOCKET_SUFFIX
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
+            raise InvalidRequest(f"at={str(path)!r} can never be: {error.strerror}", hint=f"write {_CHOICES}") from None
+        return path.suffix == SOCKET_SUFFIX  # nothing yet, or nothing that we may see
     except ValueError as error:
         raise InvalidRequest(f"at={str(path)!r} is not a path: {error}", hint=f"write {_CHOICES}") from None
     if not stat.S_ISDIR(mode) and not stat.S_ISSOCK(mode):

@@ -45,14 +45,14 @@ def start(root: Path, but: Collection[Path] = ()) -> Path:
     if importlib.util.find_spec("holdfast_service") is None or importlib.util.find_spec("fastapi") is None:
         raise DaemonGone(
             "cannot start an embedded daemon: the service is not installed here",
-            hint="pip install 'holdfast-checkpoint[service]', or start a daemon elsewhere and pass its socket= or url=",
+            hint="pip install 'holdfast-checkpoint[service]', or start a daemon elsewhere and give its socket or URL as at=",
         )
     try:
         return _start(root.absolute(), but)
     except OSError as error:
         raise DaemonGone(
             f"cannot start an embedded daemon on {root}: {error}",
-            hint="choose a writable root, or start a daemon elsewhere and pass its socket= or url=",
+            hint="choose a writable root, or start a daemon elsewhere and give its socket or URL as at=",
         ) from error
 
 

@@ -304,7 +304,7 @@ class Api(JobsApi):
             raise StorageFailed(f"{self.url} sent an invalid answer: {first}", hint=hint) from error
 
     def _gone(self, error: httpx.HTTPError) -> DaemonGone:
-        hint = "start it with `holdfast serve`, or set another address with --url or HOLDFAST_URL"
+        hint = "start it with `holdfast serve`, or give another address (at=, --url or HOLDFAST_URL)"
         return DaemonGone(f"no answer from {self.url}: {error or type(error).__name__}", hint=hint)
 
 

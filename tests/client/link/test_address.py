@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.link.address import DaemonAddress, place
+from holdfast.link.address import DaemonAddress, place, place_of_root
 from holdfast_formats.errors import InvalidRequest
 
 
@@ -36,7 +36,7 @@ def test_what_stands_at_a_path_decides(here: Path, kind: type) -> None:
     with listening(here / "daemon"):
         assert place(kind("daemon")) == DaemonAddress(None, Path("daemon"), None)
         assert place(kind("link")) == DaemonAddress(None, Path("link"), None)
-        assert place(kind("data.sock")) == DaemonAddress(Path("data.sock"), None, None)
+        assert place(kind("data.sock")) == DaemonAddress(here / "data.sock", None, None)
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -44,7 +44,7 @@ def test_where_nothing_stands_yet_the_name_decides(here: Path, kind: type) -> No
     """A daemon may be started after its trainer: a socket ends in .sock, all else is to be a directory."""
     assert place(kind(f"{here}/run/holdfast.sock")) == DaemonAddress(None, here / "run/holdfast.sock", None)
     assert place(kind(f"{here}/data")) == DaemonAddress(here / "data", None, None)
-    assert place(kind("data.d")) == DaemonAddress(Path("data.d"), None, None)
+    assert place(kind("data.d")) == DaemonAddress(here / "data.d", None, None)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_nothing_said_is_the_users_daemon() -> None:
     """Else one of its own on ./holdfast-data, which is a directory to read with no daemon too."""
     assert place(None) == DaemonAddress(None, None, None)
     assert place(None).directory == Path("holdfast-data")
-    assert (place("d").directory, place("d.sock").directory, place("http://d").directory) == (Path("d"), None, None)
+    assert (place("d").directory, place("d.sock").directory, place("http://d").directory) == (Path.cwd() / "d", None, None)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_an_address_without_a_scheme_could_be_a_directory(here: Path, at: str) -
     (here / at).mkdir(parents=True)
     with pytest.raises(InvalidRequest):
         place(at)
-    assert place(f"./{at}") == place(Path(at)) == DaemonAddress(Path(at), None, None)
+    assert place(f"./{at}") == place(Path(at)) == DaemonAddress(here / at, None, None)
     assert place(f"http://{at}") == DaemonAddress(None, None, f"http://{at}")
 
 
@@ -122,3 +122,52 @@ def test_what_is_no_path_is_refused(at: object, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as caught:
         place(at)  # type: ignore[arg-type]
     assert "http://HOST:PORT" in caught.value.hint
+
+
+def test_a_directory_is_meant_where_it_was_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may change its directory before it saves; a home directory is that of its user."""
+    (here / "elsewhere").mkdir()
+    monkeypatch.setenv("HOME", str(here / "home"))
+    said = place("data")
+    monkeypatch.chdir(here / "elsewhere")
+    assert said.root == here / "data"
+    assert place("~/data").root == here / "home" / "data"
+    assert place_of_root("data.sock").root == here / "elsewhere" / "data.sock"
+
+
+@pytest.mark.parametrize("at", [" data", "data ", "~nobody-of-this-name/data", "file/data", "nothing", "x" * 300])
+def test_what_can_be_no_directory_is_refused_at_once(here: Path, at: str) -> None:
+    """Blanks around it, nobody's home, a file above, a link to nothing, a name too long: not only at the first save."""
+    (here / "file").touch()
+    os.symlink("gone", here / "nothing")
+    with pytest.raises(InvalidRequest) as refused:
+        place(at)
+    assert "at=" in refused.value.detail and refused.value.hint
+
+
+@pytest.mark.parametrize(
+    "within", ["run", "run/checkpoints", "run/checkpoints/step-00000005", "run/checkpoints/step-00000005/new"]
+)
+def test_a_checkpoint_is_no_root(here: Path, within: str) -> None:
+    """Nor is a run: what was written there made the checkpoint one that nothing could remove."""
+    (here / "run/checkpoints/step-00000005").mkdir(parents=True)
+    (here / "run/checkpoints/step-00000005/COMMIT").touch()
+    (here / ".holdfast.root").touch()
+    with pytest.raises(InvalidRequest, match=r"which is (a checkpoint|the directory of a run)"):
+        place(within)
+    assert place(".").root == here
+    assert place("other").root == here / "other"
+
+
+@pytest.mark.parametrize("url", ["http://h:1/?a=b", "http://h:1/#x", "http://user:word@h:1"])
+def test_an_address_says_no_more_than_where(url: str) -> None:
+    """A query or a password in it would be dropped, or sent to nobody who asks for it."""
+    with pytest.raises(InvalidRequest, match="not the address of a daemon"):
+        place(url)
+
+
+@pytest.mark.parametrize("root", ["", " ", "http://127.0.0.1:8420"])
+def test_the_old_root_is_a_directory(root: str) -> None:
+    """It named the current directory, or one called "http:"."""
+    with pytest.raises(InvalidRequest, match="is not a directory"):
+        place_of_root(root)

@@ -20,7 +20,10 @@ from holdfast_service.daemon.saving.saver import Saver
 
 SILENCE_MAX_S = 25.0  # a rank that speaks over HTTP asks for outcomes every 20 s at least
 DYING_S, POLL_S = 3.0, 0.05  # who was killed a moment ago is still connected for as long as its memory takes to be freed
-HINT = "stop the other job, or use another run name; HOLDFAST_TAKE_OVER=1 takes the run over and shuts the other job out"
+HINT = (
+    "stop the other job, or use another run name; HOLDFAST_TAKE_OVER=1 takes the run over and shuts the other job out. "
+    "If these are ranks of one job, HOLDFAST_LAUNCH must be the same on all of them"
+)
 
 
 class DistantParticipant(Participant):
