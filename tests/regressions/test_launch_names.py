@@ -48,6 +48,20 @@ def test_every_rank_of_a_start_has_one_attempt_whoever_comes_first() -> None:
     assert (declared(0, "c0", "other"), declared(0, "d0")) == (3, 4)
 
 
+@pytest.mark.parametrize("grown", [(2, 3, 0, 1), (0, 1, 2, 3), (3, 0, 2, 1)])
+def test_a_start_with_more_ranks_is_another_one_whichever_of_them_comes_first(grown: tuple[int, ...]) -> None:
+    """As when torchrun starts its workers again because a node has joined: its restart count does not change then."""
+    tier = MemoryTier()
+    attempts = Attempts(tier)
+    attempts.merge({})
+    for rank in (0, 1):
+        assert attempts.declare("run", "fixed", list, Member(rank, f"a{rank}", 2)) == (1, rank == 0)
+    attempts.answer("run", 1, 0, None)
+    attempts = Attempts(tier)
+    assert [attempts.declare("run", "fixed", list, Member(rank, f"b{rank}", 4))[0] for rank in grown] == [2] * 4
+    assert attempts.declare("run", "fixed", list, Member(0, "c0", 1))[0] == 3, "and with fewer"
+
+
 def test_the_next_daemon_knows_who_speaks() -> None:
     """Who has asked what to restore is known to a daemon that is started after it; a third start is not taken for it."""
     tier = MemoryTier()

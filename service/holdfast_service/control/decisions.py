@@ -139,7 +139,8 @@ class Decisions:
         """
         naming.check_run(run)
         self._learn_attempts()
-        attempt, new = self.attempts.declare(run, launch, lambda: self._rounds.complete(run), Member(rank, session))
+        member = Member(rank, session, world)
+        attempt, new = self.attempts.declare(run, launch, lambda: self._rounds.complete(run), member)
         if new:
             at = utc_now()
             self.book.tell(
@@ -215,9 +216,9 @@ class Decisions:
             level: Level = "info" if life == "ended" else "error"
             self._tell(f"run-{life}", f"attempt {attempt} {how}", run, level=level, attempt=attempt)
 
-    def declared(self, run: str, launch: str, rank: int = 0, session: str = "") -> bool:
-        """Whether this launch has an attempt already, of which this rank, spoken for by this checkpointer, can be."""
-        return self.attempts.of(run, launch, Member(rank, session)) is not None
+    def declared(self, run: str, launch: str, rank: int = 0, session: str = "", world: int = 0) -> bool:
+        """Whether this launch has an attempt already, which this rank, spoken for by this checkpointer, can join."""
+        return self.attempts.of(run, launch, Member(rank, session, world)) is not None
 
     def begin(self, run: str, step: int, attempt: int, world: int, intent: Intent = NO_INTENT) -> int:
         """Start the save of this step, or find it; `StaleAttempt` (I6) or `AlreadyCommitted` if it is not allowed."""

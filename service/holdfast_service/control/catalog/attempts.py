@@ -25,6 +25,7 @@ LAUNCHES_MAX, ANSWERS_MAX = 1000, 64  # of a run; the oldest are forgotten
 SPOKEN_ATTEMPTS_MAX = 4  # of a run, whose speakers are remembered
 FILE_BYTES_MAX = 2**28
 _Speaker = Annotated[str, Field(pattern=r"^[0-9]{1,19}\.[0-9]{1,19}$")]  # attempt.rank
+_Attempt = Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]
 _Number = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 
 
@@ -32,7 +33,7 @@ class RunAttempts(BaseModel):
     """A run: its newest attempt, the attempts of its launches, and answers by `attempt.turn`; the newest of each last.
 
     `owed` are the steps, by attempt, that older ones had sealed completely when the newest was declared: those are saved.
-    `speakers` say by `attempt.rank` which checkpointer speaks for a rank.
+    `speakers` say by `attempt.rank` which checkpointer speaks for a rank; `worlds`, by attempt, how many ranks it has.
     `life` is what is known of the ranks of the newest one, `since` when they parted, or were lost.
     """
 
@@ -43,13 +44,15 @@ class RunAttempts(BaseModel):
     answers: dict[str, _Number | None] = {}
     owed: tuple[tuple[_Number, _Number], ...] = ()
     speakers: dict[_Speaker, str] = {}
+    worlds: dict[_Attempt, _Number] = {}
     life: Life | None = None
     since: str | None = None
 
     def attempt_of(self, launch: str, member: Member) -> int | None:
         """The attempt in which this member speaks, or may, since nobody else does for its rank; None where it needs another.
 
-        Where another checkpointer speaks for its rank, the launch's name was used before: this is another start.
+        Where another checkpointer speaks for its rank, or the launch had another number of ranks, its name was used before:
+        this is another start.
         """
         known = self.launches.get(launch)
         if not member.session:
@@ -62,6 +65,8 @@ class RunAttempts(BaseModel):
         ]
         if mine:
             return max(mine)
+        if member.world and self.worlds.get(str(known), member.world) != member.world:
+            return None
         return None if known is not None and f"{known}{suffix}" in self.speakers else known
 
     def spoken(self, attempt: int, member: Member) -> RunAttempts:
@@ -69,10 +74,12 @@ class RunAttempts(BaseModel):
         key = f"{attempt}.{member.rank}"
         if not member.session or self.speakers.get(key) == member.session:
             return self
-        kept = {
-            name: who for name, who in self.speakers.items() if int(name.partition(".")[0]) > attempt - SPOKEN_ATTEMPTS_MAX
-        }
-        return self.model_copy(update={"speakers": {**kept, key: member.session}})
+        oldest = attempt - SPOKEN_ATTEMPTS_MAX
+        speakers = {name: who for name, who in self.speakers.items() if int(name.partition(".")[0]) > oldest}
+        worlds = {name: world for name, world in self.worlds.items() if int(name) > oldest}
+        if member.world:
+            worlds.setdefault(str(attempt), member.world)
+        return self.model_copy(update={"speakers": {**speakers, key: member.session}, "worlds": worlds})
 
     def launched(self, launch: str, attempt: int, owed: Collection[tuple[int, int]]) -> RunAttempts:
         launches = dict(list({**self.launches, launch: attempt}.items())[-LAUNCHES_MAX:])
@@ -89,16 +96,18 @@ class RunAttempts(BaseModel):
             answers={**other.answers, **self.answers},
             owed=self.owed,
             speakers={**other.speakers, **self.speakers},
+            worlds={**other.worlds, **self.worlds},
             life=self.life,
             since=self.since,
         )
 
 
 class Member(NamedTuple):
-    """A rank of a launch, and which checkpointer speaks for it; "" if unknown."""
+    """A rank of a launch, which checkpointer speaks for it ("" if unknown), and how many ranks there are (0 if unknown)."""
 
     rank: int = 0
     session: str = ""
+    world: int = 0
 
 
 UNNAMED = Member()

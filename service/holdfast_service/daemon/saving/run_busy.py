@@ -22,7 +22,7 @@ SILENCE_MAX_S = 25.0  # a rank that speaks over HTTP asks for outcomes every 20 
 DYING_S, POLL_S = 3.0, 0.05  # who was killed a moment ago is still connected for as long as its memory takes to be freed
 HINT = (
     "stop the other job, or use another run name; HOLDFAST_TAKE_OVER=1 takes the run over and shuts the other job out. "
-    "If these are ranks of one job, HOLDFAST_LAUNCH must be the same on all of them"
+    "If these are ranks of one job, HOLDFAST_LAUNCH and WORLD_SIZE must be the same on all of them"
 )
 
 
@@ -105,7 +105,7 @@ def let_in(
 def _others(saver: Saver, decisions: Decisions, hello: wire.Hello | bodies.RankHello) -> list[Participant]:
     """The living ranks of another job."""
     living = [other for other in saver.present(hello.run) if other.silent_s() < SILENCE_MAX_S]
-    if not living or decisions.declared(hello.run, hello.launch, hello.rank, hello.session):
+    if not living or decisions.declared(hello.run, hello.launch, hello.rank, hello.session, hello.world):
         return []
     return [] if saver.belongs(hello.run, hello.process) else living
 
