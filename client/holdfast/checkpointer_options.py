@@ -87,7 +87,7 @@ def _place(at: str | PathLike[str] | None, old: OldOptions) -> DaemonAddress:
         return address.place(at)
     if root is not None:
         return address.place_of_root(root)
-    return DaemonAddress(None, Path(socket) if socket is not None else None, url)
+    return address.place_of_socket(socket) if socket is not None else DaemonAddress(url=url)
 
 
 def _layout(layout: LayoutSource | ParallelLayout | None, old: OldOptions) -> ParallelLayout | None:

@@ -7,9 +7,13 @@ daemon has ever served, since a daemon that finds a copied id replaces it.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest
 
 FILE_BYTES_MAX = 2**16
 
@@ -58,3 +62,19 @@ def decode(kind: type[_Model], data: bytes) -> _Model | None:
         return kind.model_validate_json(data)
     except ValidationError:
         return None
+
+
+def check_root_place(path: Path) -> None:
+    """`InvalidRequest` where an absolute path lies in a run or a checkpoint: which go with all that is in them."""
+    for above in (path, *path.parents):
+        committed = (above / naming.COMMIT).is_file() and (above / naming.MANIFEST).is_file()
+        within = "a checkpoint" if committed else "the directory of a run" if _is_run(above) else ""
+        if within:
+            raise InvalidRequest(
+                f"{path} cannot be a root: {'it' if above == path else above} is {within}",
+                hint="name the root, the directory that holds the runs",
+            )
+
+
+def _is_run(path: Path) -> bool:
+    return (path / naming.CHECKPOINTS).is_dir() and (path.parent / naming.ROOT_FILE).is_file()

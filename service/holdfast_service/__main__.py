@@ -75,7 +75,6 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
     from holdfast_service.api.door import policy
 
     root = config.root.resolve()
-    root.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.callback(lock_root(root).release)
         listener = stack.enter_context(_bind(config.listen)) if config.listen else None

@@ -84,7 +84,9 @@ class Ranks:
         for rank, process in enumerate(self._processes):
             peers = self._count if way == "together" else 1
             environment = {"RANK": str(rank), "WORLD_SIZE": str(self._count), "LOCAL_WORLD_SIZE": str(peers)}
-            self._tell(process, json.dumps({"environment": {**environment, "HOLDFAST_LAUNCH": f"{way}-{self._count}-{number}"}}))
+            self._tell(
+                process, json.dumps({"environment": {**environment, "HOLDFAST_LAUNCH": f"{way}-{self._count}-{number}"}})
+            )
         for process in self._processes:
             assert self._hear(process) == "ready"
         pids = [self._daemon.process.pid, *(process.pid for process in self._processes)]

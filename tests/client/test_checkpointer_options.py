@@ -12,19 +12,19 @@ import torch
 
 from holdfast import Checkpointer, ParallelLayout
 from holdfast.checkpointer_options import OldOptions, Settled, settle
-from holdfast.link.address import DaemonAddress
+from holdfast.link.address import DaemonAddress, place
 from holdfast_formats.errors import InvalidRequest
 from tests.daemons import running
 
 OPTIONS_MAX = 8
-NOWHERE = DaemonAddress(None, None, None)
+NOWHERE = place(None)
 NOTHING = Settled(NOWHERE, None, None, "sampled")
 
 # Each old name: what it was given, what to write now, and what is meant.
 OLD: dict[str, tuple[Any, str, Settled]] = {
-    "root": ("data", "at=", NOTHING._replace(place=DaemonAddress(Path.cwd() / "data", None, None))),
-    "socket": ("run/daemon", "at=", NOTHING._replace(place=DaemonAddress(None, Path("run/daemon"), None))),
-    "url": ("http://node-7:8420", "at=", NOTHING._replace(place=DaemonAddress(None, None, "http://node-7:8420"))),
+    "root": ("data", "at=", NOTHING._replace(place=DaemonAddress(root=Path.cwd() / "data"))),
+    "socket": ("run/daemon", "at=", NOTHING._replace(place=DaemonAddress(socket=Path.cwd() / "run/daemon"))),
+    "url": ("http://node-7:8420", "at=", NOTHING._replace(place=DaemonAddress(url="http://node-7:8420"))),
     "launch": ("job-7", "HOLDFAST_LAUNCH", NOTHING._replace(launch="job-7")),
     "check": ("full", r"save\(…, check=…\)", NOTHING._replace(check="full")),
     "rules": ("rules.toml", r"layout=holdfast\.ParallelLayout\(layout, rules=…\)", NOTHING),

@@ -132,9 +132,11 @@ def test_numbers_of_numpy_are_numbers(daemon: RunningDaemon) -> None:
 
 
 def test_a_root_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """A save says that no daemon can be started there, and why; a restore finds nothing."""
+    """What can never be a directory is refused at once; a save says that no daemon can be started, and why."""
     (tmp_path / "file").touch()
-    checkpointer = Checkpointer("r", {"x": torch.ones(2)}, at=tmp_path / "file" / "root")
+    with pytest.raises(InvalidRequest, match="Not a directory"):
+        Checkpointer("r", {"x": torch.ones(2)}, at=tmp_path / "file" / "root")
+    checkpointer = Checkpointer("r", {"x": torch.ones(2)}, at="/proc/root-of-holdfast")  # nobody makes directories there
     assert checkpointer.restore() == 0
     with pytest.raises(DaemonGone, match="cannot start an embedded daemon"):
         checkpointer.save(1)

@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from holdfast_formats.errors import AlreadyCommitted, CheckpointError, NoSpace, NoSuchResource, RootBusy, StorageFailed
+from holdfast_formats import naming
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CheckpointError,
+    InvalidRequest,
+    NoSpace,
+    NoSuchResource,
+    RootBusy,
+    StorageFailed,
+)
 from holdfast_service.storage import PosixTier, Tier, lock_root, posix
 from tests.suites.tier_suite import TierSuite
 
@@ -355,6 +364,22 @@ def test_new_root_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(posix, "_fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     PosixTier(tmp_path / "a/b")
     assert set(synced) == {str(tmp_path), str(tmp_path / "a")}
+
+
+@pytest.mark.parametrize("inside", ["r", "r/checkpoints/step-00000001", "r/checkpoints/step-00000001/data"])
+def test_a_run_and_a_checkpoint_are_no_roots(tmp_path: Path, inside: str) -> None:
+    """As `--root` of a service with one name too many; nothing is made in there."""
+    (tmp_path / naming.ROOT_FILE).touch()
+    checkpoint = tmp_path / "r" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    for name in (naming.COMMIT, naming.MANIFEST):
+        (checkpoint / name).touch()
+    with pytest.raises(InvalidRequest, match="cannot be a root"):
+        lock_root(tmp_path / inside)
+    assert not (tmp_path / inside / naming.LOCK).exists()
+    (checkpoint / naming.MANIFEST).unlink()
+    (tmp_path / naming.ROOT_FILE).unlink()
+    lock_root(checkpoint).release()  # a file called COMMIT alone makes no checkpoint
 
 
 class TestLock:

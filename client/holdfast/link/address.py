@@ -11,8 +11,8 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from holdfast.config import DEFAULT_ROOT
-from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.whereabouts import check_root_place
 
 SOCKET_SUFFIX = ".sock"
 _SCHEME = re.compile(r"[^/]*:/")
@@ -21,41 +21,43 @@ _CHOICES = "a directory, the path of a daemon's socket, or an address such as ht
 
 
 class DaemonAddress(NamedTuple):
-    """At most one of these is set; with none, the user's daemon is tried first, then an embedded one on ./holdfast-data."""
+    """One of these is set, paths absolute. With `fallback`, the user's daemon is tried first."""
 
-    root: Path | None
-    socket: Path | None
-    url: str | None
+    root: Path | None = None
+    socket: Path | None = None
+    url: str | None = None
+    fallback: Path | None = None
 
     @property
     def directory(self) -> Path | None:
         """The root that can be read, or served by an embedded daemon, with no daemon answering."""
-        if self.root is not None:
-            return self.root
-        return DEFAULT_ROOT if self.socket is None and self.url is None else None
+        return self.root or self.fallback
 
 
 def place(at: str | os.PathLike[str] | None) -> DaemonAddress:
     """An address, a socket or a directory, by what stands at the path; where nothing does yet, a socket ends in ".sock".
 
-    `InvalidRequest` for what is none of them, and for text that could be an address or a path.
+    Paths are made absolute here: a program may change its directory before it saves. `InvalidRequest` for what is none
+    of them, and for text that could be an address or a path.
     """
     if at is None:
-        return DaemonAddress(None, None, None)
+        return DaemonAddress(fallback=_absolute(DEFAULT_ROOT))
     text = os.fspath(at) if isinstance(at, str | os.PathLike) else None
     if not isinstance(text, str):
         raise InvalidRequest(f"at= must be a path or an address, not {type(at).__name__}", hint=f"write {_CHOICES}")
     if not text.strip():
         raise InvalidRequest(f"at={text!r} names no place", hint=f"leave at= out for your own daemon, or write {_CHOICES}")
     if _SCHEME.match(text):
-        return DaemonAddress(None, None, _url(text))
+        return DaemonAddress(url=_url(text))
     if isinstance(at, str) and _HOST.fullmatch(text):
         raise InvalidRequest(
             f"at={text!r} could be an address or a directory",
             hint='write "http://" in front of an address, with its port, or "./" in front of a directory',
         )
     path = _path(text)
-    return DaemonAddress(None, path, None) if _is_socket(path) else DaemonAddress(_directory(path), None, None)
+    if _is_socket(path) and not text.endswith(os.sep):
+        return DaemonAddress(socket=path)
+    return DaemonAddress(root=_directory(path))
 
 
 def place_of_root(root: str | os.PathLike[str]) -> DaemonAddress:
@@ -63,38 +65,38 @@ def place_of_root(root: str | os.PathLike[str]) -> DaemonAddress:
     text = os.fspath(root)
     if not isinstance(text, str) or not text.strip() or _SCHEME.match(text):
         raise InvalidRequest(f"root={root!r} is not a directory", hint="give at= alone: a directory, a socket or an address")
-    return DaemonAddress(_directory(_path(text)), None, None)
+    return DaemonAddress(root=_directory(_path(text)))
+
+
+def place_of_socket(socket: str | os.PathLike[str]) -> DaemonAddress:
+    """A socket, whatever its name ends in and whether it is there yet: what `socket=` meant."""
+    return DaemonAddress(socket=_absolute(Path(socket)))
 
 
 def _path(text: str) -> Path:
     if text != text.strip():
         raise InvalidRequest(f"at={text!r} begins or ends with a blank", hint='write "./" in front of a name that does')
     try:
-        return Path(text).expanduser()
+        return _absolute(Path(text).expanduser())
     except RuntimeError as error:  # nobody of that name
         raise InvalidRequest(f"at={text!r}: {error}", hint='write "./" in front of a name that begins with "~"') from None
 
 
-def _directory(path: Path) -> Path:
-    """The directory as an absolute path: a program may change its own before it saves.
+def _absolute(path: Path) -> Path:
+    try:
+        return Path(os.path.abspath(path))
+    except FileNotFoundError:
+        raise InvalidRequest(
+            f"{str(path)!r} is relative to the current directory, which was removed", hint="write an absolute path"
+        ) from None
 
-    `InvalidRequest` where no directory can be made, and inside a run or a checkpoint, which is no root.
-    """
-    path = Path(os.path.abspath(path))
+
+def _directory(path: Path) -> Path:
+    """The directory itself; `InvalidRequest` where none can be made, and inside a run or a checkpoint."""
     if path.is_symlink() and not path.exists():
         raise InvalidRequest(f"at={str(path)!r} is a link to nothing", hint="make the directory that it leads to")
-    for above in (path, *path.parents):
-        within = "a checkpoint" if (above / naming.COMMIT).is_file() else "the directory of a run" if _is_run(above) else ""
-        if within:
-            raise InvalidRequest(
-                f"at={str(path)!r} lies in {above}, which is {within}",
-                hint="name the root, the directory that holds the runs; the run's name is the first argument",
-            )
+    check_root_place(Path(os.path.realpath(path)))
     return path
-
-
-def _is_run(path: Path) -> bool:
-    return (path / naming.CHECKPOINTS).is_dir() and (path.parent / naming.ROOT_FILE).is_file()
 
 
 def _url(text: str) -> str:

@@ -53,7 +53,7 @@ def connect(where: DaemonAddress, start: bool, tellers: Tellers, greet: Greet) -
     directory = where.directory
     notes: list[str] = []
     wrong: list[Path] = []
-    known = _ours(default_socket()) if where.root is None else None
+    known = _ours(default_socket()) if where.fallback is not None else None
     candidates: list[tuple[Path, RootMark | None]] = [(known, None)] if known is not None else []
     if directory is not None:
         candidates += [(named, roots.mark(directory))] if (named := roots.running_socket(directory)) is not None else []

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.link import unattended
-from holdfast.link.exchange import HINT, Expected, connect, expected, hang_up
+from holdfast.link.exchange import HINT, SILENT_HINT, Expected, connect, expected, hang_up
 from holdfast_formats.errors import CheckpointError, DaemonGone, DeadlineExceeded, WrongRoot
 from holdfast_formats.staging import wire
 from holdfast_formats.whereabouts import RootMark
@@ -126,9 +126,7 @@ class SocketLink:
                     self._socket.sendall(wire.encode_frame(message))
 
     def take_fd(self) -> int:
-        """The descriptor that came with the last reply; the caller closes it. The link keeps a copy for the next
-        daemon.
-        """
+        """The descriptor that came with the last reply; the caller closes it. The link keeps a copy for the next daemon."""
         with self._condition:
             if not self._fds:
                 raise DaemonGone("the daemon's reply came without shared memory")
@@ -183,9 +181,7 @@ class SocketLink:
         self._thread.start()
 
     def _wait_until_mended(self, message: wire.Request) -> wire.Reply | None:
-        """Wait a while for a daemon; returns a reply at once if the next daemon will find the request in the
-        segment.
-        """
+        """Wait a while for a daemon; returns a reply at once if the next one will find the request in the segment."""
         with self._condition:
             if self._mender is not None and self.alive and (reply := self._answer_alone(message)) is not None:
                 return reply
@@ -239,7 +235,7 @@ class SocketLink:
                 if not self._condition.wait(max(limit - time.monotonic(), 0)) and time.monotonic() >= limit:
                     if isinstance(message, wire.Lease):
                         self._late[message.id] = message.step
-                    raise DeadlineExceeded(f"the daemon at {self.path} did not answer in time")
+                    raise DeadlineExceeded(f"the daemon at {self.path} did not answer in time", hint=SILENT_HINT)
             reply = self._replies.pop(message.id)
             self._note(message, reply)
             return reply
@@ -259,9 +255,7 @@ class SocketLink:
             raise DeadlineExceeded(f"the daemon at {self.path} has not answered for a while")
 
     def _note(self, message: wire.Request, reply: wire.Reply) -> None:
-        """Remember what the next daemon must be told. The condition is held, so that no reconnect comes in
-        between.
-        """
+        """Remember what the next daemon must be told. The condition is held: no reconnect comes between."""
         if isinstance(message, wire.Hello) and isinstance(reply, wire.Welcome) and self._hello is None:
             # By its id alone: what the directory's numbers are now is for the root's daemons to say.
             self._hello = message.model_copy(update={"root": RootMark(id=reply.mark.id)})

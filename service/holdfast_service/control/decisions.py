@@ -90,8 +90,7 @@ class Decisions:
         self.book.close()
 
     def recover(self, adopt: Callable[[], Collection[int]] = tuple) -> None:
-        """At start: remove leftovers that were never committed, update the catalog from the directories, end old
-        saves.
+        """At start: remove leftovers that were never committed, update the catalog from the directories, end old saves.
 
         Between the two, `adopt` takes over the saves whose bytes an earlier daemon left in memory. If the catalog
         does not answer, only its part waits.
@@ -208,9 +207,7 @@ class Decisions:
         return {run: known.attempt for run, known in self.attempts.known().items() if known.life == "running"}
 
     def became(self, run: str, attempt: int, life: Life) -> None:
-        """Record that the ranks of an attempt are running, ended or lost; durable, so that the next daemon knows
-        it.
-        """
+        """Record that the ranks of an attempt are running, ended or lost; durable, so that the next daemon knows it."""
         if self.attempts.became(run, attempt, life, utc_now()) and life != "running":
             how = "has ended" if life == "ended" else "is lost: its ranks disappeared without closing their Checkpointer"
             level: Level = "info" if life == "ended" else "error"
@@ -276,8 +273,7 @@ class Decisions:
     def commit(self, round_id: int, plan: WritePlan, measured: Mapping[str, float] | None = None) -> Manifest:
         """Publish, then record, with what was `measured` so far; when this returns the checkpoint may be announced.
 
-        The directory is the truth: a failure to record does not undo it; the next scan of the directories repairs
-        that.
+        The directory is the truth: a failure to record does not undo it; the next scan of the directories repairs that.
         """
         began = time.monotonic()
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from holdfast_formats import naming
 from holdfast_formats.errors import RootBusy
+from holdfast_formats.whereabouts import check_root_place
 
 from .posix import FILE_MODE, make_root
 from .translation import translated
@@ -28,7 +29,11 @@ class RootLock:
 
 
 def lock_root(root: Path) -> RootLock:
-    """Lock `root`, which is made if it is not there; `RootBusy` names the process that holds it."""
+    """Lock `root`, which is made if it is not there; `RootBusy` names the process that holds it.
+
+    `InvalidRequest` for a directory inside a run or a checkpoint.
+    """
+    check_root_place(root.absolute())
     make_root(root)
     with translated("lock", str(root)):
         return _lock(root, root / naming.LOCK)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.link.address import DaemonAddress, place, place_of_root
+from holdfast.link.address import DaemonAddress, place, place_of_root, place_of_socket
 from holdfast_formats.errors import InvalidRequest
 
 
@@ -34,17 +34,18 @@ def test_what_stands_at_a_path_decides(here: Path, kind: type) -> None:
     (here / "data.sock").mkdir()
     os.symlink("daemon", here / "link")
     with listening(here / "daemon"):
-        assert place(kind("daemon")) == DaemonAddress(None, Path("daemon"), None)
-        assert place(kind("link")) == DaemonAddress(None, Path("link"), None)
-        assert place(kind("data.sock")) == DaemonAddress(here / "data.sock", None, None)
+        assert place(kind("daemon")) == DaemonAddress(socket=here / "daemon")
+        assert place(kind("link")) == DaemonAddress(socket=here / "link")
+        assert place(kind("data.sock")) == DaemonAddress(root=here / "data.sock")
 
 
 @pytest.mark.parametrize("kind", [str, Path])
 def test_where_nothing_stands_yet_the_name_decides(here: Path, kind: type) -> None:
     """A daemon may be started after its trainer: a socket ends in .sock, all else is to be a directory."""
-    assert place(kind(f"{here}/run/holdfast.sock")) == DaemonAddress(None, here / "run/holdfast.sock", None)
-    assert place(kind(f"{here}/data")) == DaemonAddress(here / "data", None, None)
-    assert place(kind("data.d")) == DaemonAddress(here / "data.d", None, None)
+    assert place(kind(f"{here}/run/holdfast.sock")) == DaemonAddress(socket=here / "run/holdfast.sock")
+    assert place(kind(f"{here}/data")) == DaemonAddress(root=here / "data")
+    assert place(kind("data.d")) == DaemonAddress(root=here / "data.d")
+    assert place("new.sock/") == place_of_root("new.sock") == DaemonAddress(root=here / "new.sock")
 
 
 @pytest.mark.parametrize(
@@ -53,13 +54,13 @@ def test_where_nothing_stands_yet_the_name_decides(here: Path, kind: type) -> No
 )
 def test_an_address_has_a_scheme(url: str) -> None:
     """It is taken as it is written."""
-    assert place(url) == DaemonAddress(None, None, url)
+    assert place(url) == DaemonAddress(url=url)
 
 
 def test_nothing_said_is_the_users_daemon() -> None:
     """Else one of its own on ./holdfast-data, which is a directory to read with no daemon too."""
-    assert place(None) == DaemonAddress(None, None, None)
-    assert place(None).directory == Path("holdfast-data")
+    assert place(None) == DaemonAddress(fallback=Path.cwd() / "holdfast-data")
+    assert place(None).directory == Path.cwd() / "holdfast-data"
     assert (place("d").directory, place("d.sock").directory, place("http://d").directory) == (Path.cwd() / "d", None, None)
 
 
@@ -75,8 +76,8 @@ def test_an_address_without_a_scheme_could_be_a_directory(here: Path, at: str) -
     (here / at).mkdir(parents=True)
     with pytest.raises(InvalidRequest):
         place(at)
-    assert place(f"./{at}") == place(Path(at)) == DaemonAddress(here / at, None, None)
-    assert place(f"http://{at}") == DaemonAddress(None, None, f"http://{at}")
+    assert place(f"./{at}") == place(Path(at)) == DaemonAddress(root=here / at)
+    assert place(f"http://{at}") == DaemonAddress(url=f"http://{at}")
 
 
 @pytest.mark.parametrize(
@@ -124,15 +125,31 @@ def test_what_is_no_path_is_refused(at: object, said: str) -> None:
     assert "http://HOST:PORT" in caught.value.hint
 
 
-def test_a_directory_is_meant_where_it_was_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_meant_where_it_was_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program may change its directory before it saves; a home directory is that of its user."""
     (here / "elsewhere").mkdir()
     monkeypatch.setenv("HOME", str(here / "home"))
-    said = place("data")
+    said, said_of_none, said_of_sockets = place("data"), place(None), (place("d.sock"), place_of_socket("d"))
     monkeypatch.chdir(here / "elsewhere")
     assert said.root == here / "data"
+    assert said_of_none.directory == here / "holdfast-data"
+    assert [said.socket for said in said_of_sockets] == [here / "d.sock", here / "d"]
     assert place("~/data").root == here / "home" / "data"
     assert place_of_root("data.sock").root == here / "elsewhere" / "data.sock"
+
+
+@pytest.mark.parametrize("at", ["data", "d.sock", None])
+def test_nothing_is_relative_to_a_directory_that_is_gone(
+    here: Path, monkeypatch: pytest.MonkeyPatch, at: str | None
+) -> None:
+    """The hint says what helps; an absolute path does."""
+    gone = here / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(InvalidRequest, match="relative to the current directory, which was removed"):
+        place(at)
+    assert place(here / "data").root == here / "data"
 
 
 @pytest.mark.parametrize("at", [" data", "data ", "~nobody-of-this-name/data", "file/data", "nothing", "x" * 300])
@@ -149,12 +166,15 @@ def test_what_can_be_no_directory_is_refused_at_once(here: Path, at: str) -> Non
     "within", ["run", "run/checkpoints", "run/checkpoints/step-00000005", "run/checkpoints/step-00000005/new"]
 )
 def test_a_checkpoint_is_no_root(here: Path, within: str) -> None:
-    """Nor is a run: what was written there made the checkpoint one that nothing could remove."""
+    """Nor is a run, nor a link into one: what was written there made the checkpoint one that nothing could remove."""
     (here / "run/checkpoints/step-00000005").mkdir(parents=True)
     (here / "run/checkpoints/step-00000005/COMMIT").touch()
+    (here / "run/checkpoints/step-00000005/manifest.json").touch()
     (here / ".holdfast.root").touch()
-    with pytest.raises(InvalidRequest, match=r"which is (a checkpoint|the directory of a run)"):
-        place(within)
+    (here / "elsewhere").symlink_to(here / within)
+    for at in (within, here / "elsewhere" if (here / within).exists() else within):
+        with pytest.raises(InvalidRequest, match=r"cannot be a root: .* is (a checkpoint|the directory of a run)"):
+            place(at)
     assert place(".").root == here
     assert place("other").root == here / "other"
 
