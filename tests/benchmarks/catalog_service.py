@@ -94,7 +94,7 @@ def requests(size: Size) -> dict[str, Callable[[], tuple[str, ...]]]:
         "rounds ?since": lambda: (f"/v1/rounds?limit=100&since={late}",),
         "events": lambda: ("/v1/events?limit=100",),
         "events ?run": lambda: (f"/v1/events?limit=100&run={run()}",),
-        "what a run's page asks": of_a_page,
+        "all queries of a run's page": of_a_page,
         "a run's page, as HTML": lambda: (f"/runs/{run()}",),
         "the overview, as HTML": lambda: ("/",),
     }
