@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedS
 from holdfast.tensors.fragments import Fragment, Split, _runs_along, pieces, pieces_like, split_runs
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.region import Box
+from tests.torchruns import launch
 
 
 def test_a_plain_tensor_is_one_whole_box():
@@ -157,22 +155,6 @@ def test_where_torch_contradicts_itself_the_local_tensor_decides():
         along(58, 1, Split(0, 4, 3, factor=6), Split(0, 6, 3))
 
 
-def torchrun(module: str, ranks: int) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    arguments = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        "-m",
-        module,
-    ]
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-
-
 def test_boxes_of_dtensors_on_four_ranks():
     """On four real ranks, FSDP2, TP, HSDP, uneven and empty shards: local memory is its box, boxes tile."""
-    torchrun("tests.client.distributed_fragments", 4)
+    launch(4, "tests.client.distributed_fragments")
