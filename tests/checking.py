@@ -14,6 +14,7 @@ from holdfast_service.control.decisions import Decisions
 from holdfast_service.daemon.checking.checker import Checker
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import Built, build_root
+from tests.databases import sqlite_url
 
 RUN = "tiny"
 
@@ -25,7 +26,7 @@ class Checked:
         self.root = root
         self.built: Mapping[tuple[str, int], Built] = build_root(root, {RUN: steps})
         self.tier = PosixTier(root)
-        self.catalog = Catalog.open(f"sqlite:///{root / naming.CATALOG}")
+        self.catalog = Catalog.open(sqlite_url(root / naming.CATALOG))
         self.decisions = Decisions(self.tier, self.catalog, None)
         self.decisions.recover()
         self.checker = Checker(self.tier, self.decisions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import shutil
@@ -154,21 +155,33 @@ def postgres() -> Iterator[Postgres]:
         yield server
 
 
+@functools.cache
+def _empty_catalog() -> bytes:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "catalog.sqlite"
+        Database.open(f"sqlite:///{path}").close()
+        return path.read_bytes()
+
+
 @pytest.fixture(scope="session")
-def empty_catalog(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A SQLite catalog without a row, made once."""
-    path = tmp_path_factory.mktemp("empty") / "catalog.sqlite"
-    Database.open(f"sqlite:///{path}").close()
-    return path.read_bytes()
+def empty_catalog() -> bytes:
+    """A SQLite catalog without a row."""
+    return _empty_catalog()
+
+
+def sqlite_url(path: str | Path) -> str:
+    """The URL of a SQLite catalog; where no file is, a copy of an empty one is put there, since migrations take long."""
+    place = Path(path)
+    if not place.exists():
+        place.write_bytes(_empty_catalog())
+    return f"sqlite:///{place}"
 
 
 @pytest.fixture(params=KINDS)
 def database_url(request: pytest.FixtureRequest) -> Iterator[str]:
     """The URL of an empty catalog, on every kind of database in turn."""
     if request.param == "sqlite":
-        path = request.getfixturevalue("tmp_path") / "catalog.sqlite"
-        path.write_bytes(request.getfixturevalue("empty_catalog"))
-        yield f"sqlite:///{path}"
+        yield sqlite_url(request.getfixturevalue("tmp_path") / "catalog.sqlite")
         return
     server = request.getfixturevalue("postgres")
     url = server.take()

@@ -25,6 +25,7 @@ from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.storage import PosixTier
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
 from holdfast_service.wiring.transfers import Transfers
+from tests.databases import sqlite_url
 
 
 class Served(NamedTuple):
@@ -38,7 +39,7 @@ class Served(NamedTuple):
 def services(root: Path) -> Iterator[Services]:
     """Services over a root, every committed checkpoint of it in the catalog."""
     tier = PosixTier(root)
-    catalog = Catalog.open(f"sqlite:///{root / naming.CATALOG}")
+    catalog = Catalog.open(sqlite_url(root / naming.CATALOG))
     decisions = Decisions(tier, catalog, None)
     decisions.recover()
 

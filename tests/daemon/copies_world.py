@@ -14,6 +14,7 @@ from holdfast_service.daemon.copying.repair import Repairer
 from holdfast_service.daemon.copying.replicas import Replicator, reached
 from holdfast_service.storage import PosixTier, Tier
 from tests.checkpoints import build_root
+from tests.databases import sqlite_url
 
 RUN = "tiny"
 
@@ -25,7 +26,7 @@ class CopiesWorld:
         self.root = directory / "root"
         self.built = build_root(self.root, {RUN: steps})
         self.tier = PosixTier(self.root)
-        self.catalog = Catalog.open(f"sqlite:///{directory / 'catalog.sqlite'}")
+        self.catalog = Catalog.open(sqlite_url(directory / "catalog.sqlite"))
         self.decisions = Decisions(self.tier, self.catalog, None)
         self.decisions.recover()
         for step in steps:

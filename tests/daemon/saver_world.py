@@ -33,6 +33,7 @@ from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.storage import MemoryTier, Tier
 from tests.daemons import wait_until
+from tests.databases import sqlite_url
 
 SIZE = 64
 RUN = "r"
@@ -147,7 +148,7 @@ class SaverWorld:
     def __init__(self, tier: Tier, keep_last: int | None = None) -> None:
         self.tier = tier
         self._directory = tempfile.TemporaryDirectory()
-        self.catalog = Catalog.open(f"sqlite:///{self._directory.name}/catalog.sqlite")
+        self.catalog = Catalog.open(sqlite_url(f"{self._directory.name}/catalog.sqlite"))
         self.decisions = Decisions(tier, self.catalog, keep_last)
         self.saver = Saver(tier, self.decisions, "node")
         self.arena = Arena(Budget(2**30), make_room=self.saver.holds.make_room)

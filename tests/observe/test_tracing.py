@@ -34,6 +34,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from holdfast_service.observe.otel import OtelTracer
+from tests.databases import sqlite_url
 
 BEGAN, ENDED = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:10.000Z"
 PHASES = {"stage_s": 1.0, "queue_s": 0.5, "write_s": 6.0, "fsync_s": 2.0, "commit_s": 0.25, "verify_s": 3.0, "stall_s": 0.1}
@@ -50,7 +51,7 @@ def exported() -> Iterator[InMemorySpanExporter]:
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    opened = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
     yield opened
     opened.close()
 

@@ -15,6 +15,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.schema import TokenRow
 from holdfast_service.control.database.visible import limited_to, matches
+from tests.databases import sqlite_url
 
 NOW = "2026-01-01T00:00:00.000Z"
 
@@ -23,7 +24,7 @@ class World:
     """Tokens over a catalog, and a clock."""
 
     def __init__(self, path: Path) -> None:
-        self.catalog = Catalog.open(f"sqlite:///{path}")
+        self.catalog = Catalog.open(sqlite_url(path))
         self.now = NOW
         self.events = Events(self.catalog.database, "node-1", lambda: self.now)
         self.tokens = Tokens(self.catalog.database, self.events, lambda: self.now)

@@ -13,12 +13,13 @@ from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build_root
+from tests.databases import sqlite_url
 
 
 @pytest.fixture
 def decisions(tmp_path: Path) -> Iterator[Decisions]:
     build_root(tmp_path, {"tiny": (5, 10, 15)})
-    catalog = Catalog.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
     made = Decisions(PosixTier(tmp_path), catalog, None)
     made.recover()
     yield made

@@ -24,6 +24,7 @@ from holdfast_service.control.findings.health import judge
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build
 from tests.control.published import mark_verified
+from tests.databases import sqlite_url
 
 RUN = "tiny"
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -37,7 +38,7 @@ class House:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.tier = PosixTier(root)
-        self.catalog = Catalog.open(f"sqlite:///{root}/catalog.sqlite")
+        self.catalog = Catalog.open(sqlite_url(f"{root}/catalog.sqlite"))
         self.decisions = Decisions(self.tier, self.catalog, None)
         self.store: StatisticsStore = self.decisions.statistics
 

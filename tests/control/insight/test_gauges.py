@@ -15,6 +15,7 @@ from holdfast_service.control.insight.gauges import Gauges
 from holdfast_service.control.insight.summary_queries import Summaries
 from holdfast_service.storage import PosixTier
 from tests.control.published import a_row
+from tests.databases import sqlite_url
 
 BEGAN = "2030-01-01T00:00:00.000Z"
 NOW = seconds_of("2030-01-01T00:10:00.000Z")
@@ -22,7 +23,7 @@ NOW = seconds_of("2030-01-01T00:10:00.000Z")
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    opened = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
     yield opened
     opened.close()
 

@@ -15,6 +15,7 @@ from holdfast_service.control.database.schema import RoundRow
 from holdfast_service.control.insight.round_history import PENDING_MAX, SETTLED_S, RoundHistory, Seen
 from holdfast_service.observe.metrics import SAVE_BOUNDS_S, Histogram
 from tests.control.published import a_row
+from tests.databases import sqlite_url
 
 BEGAN, ENDED = "2030-01-01T00:00:00.000Z", "2030-01-01T00:00:04.000Z"
 
@@ -28,7 +29,7 @@ class Clock:
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    opened = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
     yield opened
     opened.close()
 

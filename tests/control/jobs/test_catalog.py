@@ -13,6 +13,7 @@ from holdfast_formats.rest.operations import JobRequest
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.jobs import catalog
 from holdfast_service.control.jobs.catalog import Jobs
+from tests.databases import sqlite_url
 
 VERIFY = JobRequest(kind="verify", run="a", step=1)
 KINDS = ["verify", "export"]
@@ -30,7 +31,7 @@ class Clock:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    opened = Database.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    opened = Database.open(sqlite_url(tmp_path / "catalog.sqlite"))
     yield opened
     opened.close()
 

@@ -18,6 +18,7 @@ from holdfast_service.control.database.database import Database
 from holdfast_service.control.jobs import runner as job_runner
 from holdfast_service.control.jobs.catalog import Jobs
 from holdfast_service.control.jobs.runner import Handler, JobRunner, Progress
+from tests.databases import sqlite_url
 
 VERIFY = JobRequest(kind="verify", run="a", step=1)
 PATIENCE_S = 30.0
@@ -25,7 +26,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    opened = Database.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    opened = Database.open(sqlite_url(tmp_path / "catalog.sqlite"))
     yield opened
     opened.close()
 

@@ -32,6 +32,7 @@ from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.storage import MemoryTier, Tier
 from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
 from tests.daemons import wait_until
+from tests.databases import sqlite_url
 
 RUN = "run"
 
@@ -65,7 +66,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    catalog = Catalog.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
     made = World(MemoryTier(), catalog)
     yield made
     made.rotation.close()
@@ -276,7 +277,7 @@ def test_a_failing_disk_stops_one_run_only(tmp_path: Path) -> None:
                 raise StorageFailed(f"publish {source}: Input/output error")
             super().publish(source, target)
 
-    catalog = Catalog.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
     world = World(Failing(), catalog)
     world.put(1, 2)
     for step in (1, 2):
@@ -304,7 +305,7 @@ class Watched(MemoryTier):
 def test_a_mark_never_loses_to_a_removal_under_way(tmp_path: Path) -> None:
     """A pin that is set while its checkpoint is being renamed away is refused; it never returns as if it held."""
     tier = Watched()
-    catalog = Catalog.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
     world = World(tier, catalog)
     world.put(1, 2)
     errors: list[Exception | None] = []
@@ -346,7 +347,7 @@ def test_closing_does_what_is_due(world: World) -> None:
 def test_who_begins_to_read_while_others_are_removed_holds(tmp_path: Path) -> None:
     """A reader that comes after the decision and before the rename keeps its checkpoint; one that comes later gets none."""
     tier = Watched()
-    catalog = Catalog.open(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
+    catalog = Catalog.open(sqlite_url(tmp_path / "catalog.sqlite"))
     world = World(tier, catalog)
     world.put(1, 2, 3)
     told: list[str] = []

@@ -19,6 +19,7 @@ from holdfast_service.control.retention.policy import Candidate
 from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.storage import MemoryTier
 from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
+from tests.databases import sqlite_url
 
 RUN = "run"
 STEPS = st.integers(0, 12)
@@ -37,7 +38,7 @@ class Rotating(RuleBasedStateMachine):
         super().__init__()
         self.directory = tempfile.TemporaryDirectory()
         self.tier = MemoryTier()
-        self.catalog = Catalog.open(f"sqlite:///{self.directory.name}/catalog.sqlite")
+        self.catalog = Catalog.open(sqlite_url(f"{self.directory.name}/catalog.sqlite"))
         self.readers = Readers()
         self.rotation = Rotation(self.tier, self.catalog, RunFiles(self.tier), self.readers)
         self.catalog.declare_attempt(RUN, "launch", 1, "now")

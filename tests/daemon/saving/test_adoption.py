@@ -30,6 +30,7 @@ from holdfast_service.storage import MemoryTier
 from tests.daemon.memory_keeper import MemoryKeeper
 from tests.daemon.saver_world import RUN, SIZE, content
 from tests.daemons import wait_until
+from tests.databases import sqlite_url
 
 GEOMETRY = arena.geometry(2, SIZE, 4096)
 
@@ -58,7 +59,7 @@ class Node:
     def __init__(self) -> None:
         self.tier, self.keeper = MemoryTier(), MemoryKeeper()
         self._directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # a question may still be asked
-        self.catalog = Catalog.open(f"sqlite:///{self._directory.name}/catalog.sqlite")
+        self.catalog = Catalog.open(sqlite_url(f"{self._directory.name}/catalog.sqlite"))
         self.decisions = Decisions(self.tier, self.catalog, None)
         self.saver: Saver | None = None
         self._attached: list[tuple[Participant, ArenaSegment]] = []
