@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -12,12 +11,12 @@ from holdfast.config import check_launch_name
 from holdfast.layout.rules_choice import LayoutSource, ParallelLayout, RulesSource
 from holdfast.link import address
 from holdfast.link.address import DaemonAddress
+from holdfast.save_warning import warn
 from holdfast.stage.save_request import Check, check_check
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.staging import wire
 from holdfast_formats.staging.arena import SLOTS_MAX
 
-_CALLER = 3  # frames above the warning: `settle`, the constructor, and who constructs
 _INSTEAD = {
     "root": 'at= with the same directory; where it is new and ends in ".sock", make it first',
     "socket": 'at= with the same path, which ends in ".sock" or exists',
@@ -63,7 +62,7 @@ def settle(at: str | PathLike[str] | None, layout: LayoutSource | ParallelLayout
     meant = Settled(_place(at, old), _layout(layout, old), launch, check_check(old.get("check", "sampled")))
     for name in old:
         text = f"Checkpointer({name}=…) is deprecated and ends with 0.2.0: use {_INSTEAD[name]}"
-        warnings.warn(text, DeprecationWarning, stacklevel=_CALLER)
+        warn(text, DeprecationWarning)
     return meant
 
 

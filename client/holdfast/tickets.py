@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from holdfast.save_warning import SaveWarning
+from holdfast.save_warning import warn
 from holdfast.threads import at_exit, background_requests
 from holdfast.threads.latch import Latch
 from holdfast_formats.errors import (
@@ -184,10 +183,10 @@ class Tickets:
         """Tell whoever saves of the failure and the drop that nobody was told of."""
         failed, dropped = self.take_failure(), self.take_drop()
         if failed is not None:
-            warnings.warn(f"the save of {failed.run}@{failed.step} failed: {failed.error}", SaveWarning, stacklevel=3)
+            warn(f"the save of {failed.run}@{failed.step} failed: {failed.error}")
         if dropped is not None:
             text = f"the save of {dropped.run}@{dropped.step} was dropped, and others may be, which only the log tells"
-            warnings.warn(f"{text}: {dropped.error}", SaveWarning, stacklevel=3)
+            warn(f"{text}: {dropped.error}")
 
     def open(self) -> list[SaveTicket]:
         return list(self._open.copy().values())

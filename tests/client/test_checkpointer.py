@@ -305,8 +305,9 @@ def test_the_daemon_dies_under_an_open_save(tmp_path: Path, monkeypatch: pytest.
     wait_until(lambda: tickets[0].done)
     assert isinstance(tickets[0].error, DaemonGone)
     daemon = RunningDaemon(tmp_path / "root")
-    with pytest.warns(SaveWarning, match="r@2 failed"):
+    with pytest.warns(SaveWarning, match="r@2 failed") as told:
         assert checkpointer.save(3, wait="durable").done, "the client connects again by itself"
+    assert told[0].filename == __file__, "it points to the line that saves, and to none of ours"
     checkpointer.close()
     assert daemon.stop() == 0
 

@@ -234,7 +234,7 @@ def test_what_ends_while_the_process_does_disturbs_nothing(monkeypatch: pytest.M
                 at_exit.forget(save)
 
     monkeypatch.setattr(at_exit, "_tickets", set())
-    monkeypatch.setattr(at_exit, "_warn", lambda text: None)
+    monkeypatch.setattr(at_exit, "warn", lambda text: None)
     stop, before = threading.Event(), sys.getswitchinterval()
     threads = [threading.Thread(target=go_on, daemon=True) for _ in range(3)]
     sys.setswitchinterval(1e-6)

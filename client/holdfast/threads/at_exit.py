@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
-import warnings
 import weakref
 from typing import Protocol
 
-from holdfast.save_warning import SaveWarning
+from holdfast.save_warning import warn
 
 EXIT_WAIT_S = 60.0  # for one save that gets no further: a daemon that does not answer any more keeps no process from ending
 
@@ -75,7 +74,7 @@ def _end() -> None:
         for save, end in ends.items()
     ]
     for text in open_saves + failed_saves:
-        _warn(text)
+        warn(text)
 
 
 def _next_unfinished() -> Unfinished | None:
@@ -84,10 +83,6 @@ def _next_unfinished() -> Unfinished | None:
         return _unfinished.popitem()[1]
     except KeyError:
         return None
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, SaveWarning, stacklevel=2)
 
 
 def _forget_all() -> None:
