@@ -41,7 +41,7 @@ from holdfast_formats.errors import (
     InvalidRequest,
 )
 from holdfast_formats.lineage import Existing
-from holdfast_formats.staging import wire
+from holdfast_formats.staging.messages import Policy
 
 from . import checkpointer_options as options
 from . import launch as launches
@@ -81,7 +81,7 @@ class Checkpointer:
         assets: Any = None,
         keep_last: int | None = None,
         slots: int = SLOTS,
-        policy: wire.Policy = "newest-wins",
+        policy: Policy = "newest-wins",
         fenced: bool = False,
         file_bytes_max: int = FILE_BYTES_MAX,
         layout: LayoutSource | ParallelLayout | None = None,
@@ -391,7 +391,7 @@ class Checkpointer:
         says = self._claims.of(layout, ticket)
         need = Need(layout.data_bytes, len(table) + (says.table_bytes if says is not None else 0), layout.leaves)
         slots = self._reservation.room_for(need, self._handover)
-        policy: wire.Policy = "wait" if asked.wait == "durable" else self._policy
+        policy: Policy = "wait" if asked.wait == "durable" else self._policy
         with self._tickets.beginning(ticket):
             slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy, intent)
         return SaveTask(ticket, Sealable(slot, layout, table, says, asked.full), self._tickets, self._routes)

@@ -14,8 +14,8 @@ from holdfast.link.address import DaemonAddress
 from holdfast.save_warning import warn
 from holdfast.stage.save_request import Check, check_check
 from holdfast_formats.errors import InvalidRequest
-from holdfast_formats.staging import wire
 from holdfast_formats.staging.arena import SLOTS_MAX
+from holdfast_formats.staging.messages import Policy
 
 _INSTEAD = {
     "root": 'at= with the same directory; where it is new and ends in ".sock", make it first',
@@ -72,8 +72,8 @@ def check(slots: int, policy: str, file_bytes_max: int, keep_last: int | None) -
         raise InvalidRequest(f"slots={slots}: a rank may have {SLOTS_MAX}", hint="2 suffice, 3 where storage is uneven")
     if slots < 1 or file_bytes_max < 1 or (keep_last is not None and keep_last < 1):
         raise InvalidRequest("slots, file_bytes_max and keep_last must be at least 1")
-    if policy not in get_args(wire.Policy):
-        raise InvalidRequest(f"policy must be one of {', '.join(get_args(wire.Policy))}, not {policy!r}")
+    if policy not in get_args(Policy):
+        raise InvalidRequest(f"policy must be one of {', '.join(get_args(Policy))}, not {policy!r}")
 
 
 def _place(at: str | PathLike[str] | None, old: OldOptions) -> DaemonAddress:

@@ -20,8 +20,9 @@ from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.region import Box
 from holdfast_formats.staging import arena, slot_table
 from holdfast_formats.staging.arena import SlotHeader, SlotState
+from holdfast_formats.staging.messages import Policy, SlotRequest
 from holdfast_formats.staging.slot_table import SlotTable
-from holdfast_formats.staging.wire import Outcome, Policy
+from holdfast_formats.staging.wire import Outcome
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.decisions import Decisions
@@ -112,7 +113,8 @@ class Rank:
             return self.outcomes[step]
 
     def lease(self, step: int, policy: Policy = "wait", intent: Intent = NO_INTENT) -> int:
-        return self.world.saver.lease(self.who, self.segment, step, 0, policy, intent)
+        wanted = SlotRequest(step=step, policy=policy, **intent._asdict())
+        return self.world.saver.lease(self.who, self.segment, wanted, 0)
 
     def fill_and_seal(self, step: int, slot: int, intent: Intent = NO_INTENT) -> None:
         """Write this rank's rows, the table and the seal, and hand the slot over."""

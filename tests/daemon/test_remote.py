@@ -25,6 +25,7 @@ from holdfast_formats.region import Box
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging import slot_table as table
 from holdfast_formats.staging import wire
+from holdfast_formats.staging.messages import Room, SlotRequest
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_service.daemon import remote, remote_rank
@@ -57,7 +58,7 @@ def hello(rank: int = 0, world: int = 1, launch: str = "launch-r", **changes: ob
 def join(ranks: RemoteRanks, *who: object) -> RemoteRank:
     """A rank that has said hello and has two slots."""
     rank = ranks.hello(uuid.uuid4().hex, hello(*who))  # type: ignore[arg-type]
-    rank.reserve(bodies.Room(slots=2, data_bytes=SIZE, table_bytes=4096))
+    rank.reserve(Room(slots=2, data_bytes=SIZE, table_bytes=4096))
     return rank
 
 
@@ -72,9 +73,13 @@ def slot_table(rank: RemoteRank, step: int) -> bytes:
     return table.encode(SlotTable(RUN, step, who.attempt, who.rank, who.world, ("model",), held, {}, {}))
 
 
+def at(step: int) -> SlotRequest:
+    return SlotRequest(step=step)
+
+
 def fill(rank: RemoteRank, number: int, step: int) -> bodies.SealRequest:
     """Open an upload and bring all of it; what is left is to seal it."""
-    rank.open(number, step)
+    rank.open(number, at(step))
     data, encoded = content(step, rank.who.rank).tobytes(), slot_table(rank, step)
     rank.write(number, "data", chunk(data[:40]))
     rank.write(number, "data", chunk(data[40:], 40))
@@ -97,9 +102,9 @@ def test_a_slot_that_came_in_chunks_is_saved(world: SaverWorld, ranks: RemoteRan
     assert [(u.number, u.state) for u in far.outcomes(0).items] == [(0, "committed")]
     assert far.outcomes(far.outcomes(0).next).items == []
     for number, step in ((1, 2), (2, 3)):
-        far.open(number, step)
+        far.open(number, at(step))
     with pytest.raises(ArenaFull):
-        far.open(3, 4)
+        far.open(3, at(4))
 
 
 def test_everything_may_be_repeated(world: SaverWorld, ranks: RemoteRanks) -> None:
@@ -108,13 +113,13 @@ def test_everything_may_be_repeated(world: SaverWorld, ranks: RemoteRanks) -> No
     rank = ranks.hello(rank_id, hello())
     assert ranks.hello(rank_id, hello()) is rank and ranks.count == 1
     for _ in range(2):
-        rank.reserve(bodies.Room(slots=1, data_bytes=SIZE, table_bytes=4096))
+        rank.reserve(Room(slots=1, data_bytes=SIZE, table_bytes=4096))
     whole = fill(rank, 0, 1)
-    assert rank.open(0, 1).data_bytes == SIZE
+    assert rank.open(0, at(1)).data_bytes == SIZE
     assert rank.write(0, "data", chunk(content(1, 0).tobytes()[10:30], 10)).data_bytes == SIZE
     assert rank.seal(0, whole).state == "sealed"
     wait_until(lambda: rank.seal(0, whole).state == "committed")
-    assert rank.open(0, 1).state == "committed"
+    assert rank.open(0, at(1)).state == "committed"
     assert world.committed() == [1]
     with pytest.raises(InvalidRequest, match="already committed"):
         rank.write(0, "data", chunk(b"x"))
@@ -134,7 +139,7 @@ def test_a_chunk_that_does_not_fit_changes_nothing(
 ) -> None:
     """Gaps, overlaps, other contents, and what lies outside the slot are refused; the upload goes on where it was."""
     rank = join(ranks)
-    rank.open(0, 1)
+    rank.open(0, at(1))
     rank.write(0, "data", chunk(bytes(40)))
     with pytest.raises(error, match=message):
         rank.write(0, "data", chunk(data, offset))
@@ -145,7 +150,7 @@ def test_a_chunk_that_does_not_fit_changes_nothing(
 def test_a_damaged_chunk_is_refused(ranks: RemoteRanks) -> None:
     """The digest is of the bytes that were sent, or nothing of them is taken."""
     rank = join(ranks)
-    rank.open(0, 1)
+    rank.open(0, at(1))
     with pytest.raises(InvalidRequest, match="not 0000000000000000") as refusal:
         rank.write(0, "data", Chunk(0, b"bytes", "0" * 16))
     assert refusal.value.members["reason"] == "digest"
@@ -161,7 +166,7 @@ def test_a_slot_is_never_half_sealed(world: SaverWorld, ranks: RemoteRanks) -> N
     assert isinstance(refused(rank.seal, 0, whole.model_copy(update={"data_bytes": SIZE - 1})), InvalidRequest)
     assert isinstance(refused(rank.seal, 0, whole.model_copy(update={"table_digest": "0" * 16})), InvalidRequest)
     assert rank.state(0).state == "open"
-    rank.open(1, 2)
+    rank.open(1, at(2))
     lie = slot_table(rank, 3)
     rank.write(1, "table", chunk(lie))
     stated = bodies.SealRequest(data_bytes=0, table_bytes=len(lie), table_digest=digest(lie))
@@ -176,14 +181,14 @@ def test_steps_that_may_not_be_saved_are_refused(world: SaverWorld, ranks: Remot
     rank = join(ranks)
     rank.seal(0, fill(rank, 0, 1))
     wait_until(lambda: rank.state(0).state == "committed")
-    assert isinstance(refused(rank.open, 1, 1), AlreadyCommitted)
-    rank.open(2, 2)
-    assert isinstance(refused(rank.open, 3, 2), StateMismatch)
-    assert isinstance(refused(rank.open, 2, 5), InvalidRequest)
+    assert isinstance(refused(rank.open, 1, at(1)), AlreadyCommitted)
+    rank.open(2, at(2))
+    assert isinstance(refused(rank.open, 3, at(2)), StateMismatch)
+    assert isinstance(refused(rank.open, 2, at(5)), InvalidRequest)
     assert isinstance(refused(rank.state, 9), InvalidRequest)
     join(ranks, 0, 1, "launch-later")
     assert rank.state(2).state == "aborted"
-    assert isinstance(refused(rank.open, 4, 4), StaleAttempt)
+    assert isinstance(refused(rank.open, 4, at(4)), StaleAttempt)
 
 
 @pytest.mark.parametrize(
@@ -205,10 +210,10 @@ def test_memory_and_ranks_are_limited(world: SaverWorld, ranks: RemoteRanks, mon
     with pytest.raises(
         LimitExceeded, match=r"28672 are reserved, and 1073713152 are left of --arena-bytes-max, 1073741824 bytes"
     ):
-        rank.reserve(bodies.Room(slots=64, data_bytes=2**30, table_bytes=0))
-    rank.reserve(bodies.Room(slots=1, data_bytes=2 * SIZE, table_bytes=4096))
+        rank.reserve(Room(slots=64, data_bytes=2**30, table_bytes=0))
+    rank.reserve(Room(slots=1, data_bytes=2 * SIZE, table_bytes=4096))
     assert world.arena.bytes < 30_000
-    rank.open(0, 1)
+    rank.open(0, at(1))
     with pytest.raises(LimitExceeded, match="outside"):
         rank.check_room(0, "data", 5000)
     monkeypatch.setattr(remote, "RANKS_MAX", 1)
@@ -220,7 +225,7 @@ def test_a_silent_rank_is_taken_for_dead(world: SaverWorld, ranks: RemoteRanks) 
     """Its round ends, its memory goes, and should it come back it is told why; what it had sealed is saved."""
     rank_id = uuid.uuid4().hex
     rank = ranks.hello(rank_id, hello())
-    rank.reserve(bodies.Room(slots=2, data_bytes=SIZE, table_bytes=4096))
+    rank.reserve(Room(slots=2, data_bytes=SIZE, table_bytes=4096))
     rank.seal(0, fill(rank, 0, 1))
     fill(rank, 1, 2)
     rank.heard -= remote.SILENCE_MAX_S + 1
@@ -244,19 +249,19 @@ def test_a_silent_rank_is_taken_for_dead(world: SaverWorld, ranks: RemoteRanks) 
 def test_a_rank_that_begins_anew_takes_its_own_place(ranks: RemoteRanks) -> None:
     """The same rank of the same launch under another id: the old one's uploads end, and the step can be saved."""
     before, heard = join(ranks), []
-    before.open(0, 1)
+    before.open(0, at(1))
     with before.listening(lambda: heard.append("ended")):
         after = join(ranks)
     assert ranks.count == 1 and heard
     assert before.state(0).state == "aborted"
-    assert after.open(0, 1).state == "open"
+    assert after.open(0, at(1)).state == "open"
 
 
 def test_an_upload_that_is_given_up_ends_the_round(world: SaverWorld, ranks: RemoteRanks) -> None:
     """Abandoning one tells every rank; what is sealed already goes on."""
     first, second = join(ranks, 0, 2), join(ranks, 1, 2)
     first.seal(0, fill(first, 0, 1))
-    second.open(0, 1)
+    second.open(0, at(1))
     second.abandon(0, InvalidRequest("a tensor was torn"))
     assert [u.problem["detail"] for u in first.outcomes(0).items if u.problem] == ["a tensor was torn"]
     assert first.state(0).state == second.abandon(0, InvalidRequest("again")).state == "aborted"
@@ -268,7 +273,7 @@ def test_ends_of_long_ago_are_forgotten_but_counted(ranks: RemoteRanks, monkeypa
     monkeypatch.setattr(remote_rank, "ENDED_UPLOADS_MAX", 3)
     rank = join(ranks)
     for number in range(5):
-        rank.open(number, number)
+        rank.open(number, at(number))
         rank.abandon(number, InvalidRequest("no"))
     kept = rank.outcomes(0)
     assert ([u.number for u in kept.items], kept.next) == ([2, 3, 4], 5)

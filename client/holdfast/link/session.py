@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,7 +107,6 @@ class Session:
         hello = wire.Hello(
             id=link.next_id(),
             root=meant,
-            pid=os.getpid(),
             process=launch.this_process(),
             session=self._id,
             take_over=take_over(),

@@ -26,6 +26,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging import arena, wire
+from holdfast_formats.staging.messages import Room, SlotRequest, restate
 from holdfast_formats.whereabouts import RootMark
 
 REQUEST_TIMEOUT_S = 30.0
@@ -107,18 +108,15 @@ class RemoteLink:
 
     def _hello(self, message: wire.Hello) -> wire.Welcome:
         meant = None if message.root is None else message.root.id
-        hello = bodies.RankHello(**message.model_dump(include=set(bodies.RankHello.model_fields)), root_id=meant)
-        rank_id = uuid.uuid4().hex
-        self._courier = Uploader(self._api, rank_id, hello, self._tellers)
+        hello = restate(message, bodies.RankHello, root_id=meant)
+        self._courier = Uploader(self._api, uuid.uuid4().hex, hello, self._tellers)
         welcome = self._courier.welcome
-        return wire.Welcome(
+        return restate(
+            welcome,
+            wire.Welcome,
             reply_to=message.id,
-            attempt=welcome.attempt,
-            node=welcome.node,
             root="",  # a directory of that name here would be another one
             mark=RootMark(id=welcome.root_id),
-            version=welcome.version,
-            notices=welcome.notices,
             url=self.url,  # the address that this rank uses, which need not be the one the daemon knows of itself
         )
 
@@ -126,8 +124,7 @@ class RemoteLink:
         courier = self._known()
         segment = OwnSegment(arena.geometry(message.slots, message.data_bytes, message.table_bytes))
         try:
-            room = bodies.Room(slots=message.slots, data_bytes=message.data_bytes, table_bytes=message.table_bytes)
-            courier.reserve(room, segment)
+            courier.reserve(restate(message, Room), segment)
         except CheckpointError:
             os.close(segment.fd)
             raise
@@ -145,9 +142,9 @@ class RemoteLink:
             raise InvalidRequest("reserve a segment before leasing a slot")
         number = next(self._numbers)
         slot = _make_room(courier, segment, number, message)
-        save = OwnSave(courier.run, number, _wanted(message, "wait"), segment, slot)
+        save = OwnSave(courier.run, number, restate(message, SlotRequest, policy="wait"), segment, slot)
         try:
-            courier.begin(save, message.policy)
+            courier.begin(save, restate(message, SlotRequest))
         except CheckpointError:
             segment.release(slot)
             raise
@@ -171,24 +168,15 @@ class RemoteLink:
         return wire.Done(reply_to=message.id)
 
     def _choose(self, message: wire.Choose) -> wire.Chosen:
-        question = bodies.Question(step=message.step, groups=message.groups, healthy=message.healthy)
-        answer = self._known().choose(message.turn, question, message.wait_s)
-        return wire.Chosen(reply_to=message.id, step=answer.step, notes=answer.notes)
+        return restate(self._known().choose(message), wire.Chosen, reply_to=message.id)
 
     def _ended(self, message: wire.Ended) -> wire.Judged:
-        end = bodies.RestoreEnd(step=message.step, problem=message.problem, alone=message.alone)
-        found = self._known().ended(message.turn, end, message.wait_s)
-        return wire.Judged(reply_to=message.id, **found.model_dump())
+        return restate(self._known().ended(message), wire.Judged, reply_to=message.id)
 
     def _known(self) -> Uploader:
         if self._courier is None:
             raise InvalidRequest("the first request must be hello")
         return self._courier
-
-
-def _wanted(message: wire.Lease, policy: wire.Policy) -> bodies.UploadRequest:
-    about = {name: getattr(message.intent, name) for name in ("restored", "turn", "existing", "again")}
-    return bodies.UploadRequest(step=message.step, policy=policy, groups=message.intent.groups, **about)
 
 
 def _make_room(courier: Uploader, segment: OwnSegment, number: int, wanted: wire.Lease) -> int:
@@ -202,7 +190,7 @@ def _make_room(courier: Uploader, segment: OwnSegment, number: int, wanted: wire
     if policy == "newest-wins" and courier.take_back(wanted.step, policy):
         return segment.lease(wanted.step, attempt, 0.0)
     error = GenerationDropped.of(wanted.step, None, policy)
-    if not courier.ask(number, _wanted(wanted, policy)):
+    if not courier.ask(number, restate(wanted, SlotRequest)):
         raise error
     try:  # what the daemon let go of, or had committed, we are about to hear of
         return segment.lease(wanted.step, attempt, OPEN_TIMEOUT_S)

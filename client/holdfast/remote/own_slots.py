@@ -14,6 +14,7 @@ from holdfast_formats.errors import ArenaFull, CheckpointError, NoSpace, StateMi
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging import arena
 from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState
+from holdfast_formats.staging.messages import SlotRequest
 
 JOIN_POLL_S = 0.02
 
@@ -70,7 +71,7 @@ class OwnSegment:
 class OwnSave:
     """One save in a slot of ours, until its end is known (`told`) and nobody fills the slot any more (not `staging`)."""
 
-    def __init__(self, run: str, number: int, wanted: bodies.UploadRequest, segment: OwnSegment, slot: int) -> None:
+    def __init__(self, run: str, number: int, wanted: SlotRequest, segment: OwnSegment, slot: int) -> None:
         self.run, self.number, self.wanted, self.segment, self.slot = run, number, wanted, segment, slot
         self.staging = True
         self.begun = False  # its upload, which nothing here takes back any more

@@ -31,7 +31,8 @@ from holdfast_formats.errors import (
     from_problem,
 )
 from holdfast_formats.rest import bodies
-from holdfast_formats.staging import wire
+from holdfast_formats.staging import messages, wire
+from holdfast_formats.staging.messages import restate
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Uploader:
         self._lock = threading.Lock()
         self._rejoining = threading.Lock()
         self._generation = 0  # how many daemons this rank has outlived
-        self._room: bodies.Room | None = None
+        self._room: messages.Room | None = None
         self._segment: OwnSegment | None = None
         self.saves = OwnSaves()
         self._sealed: queue.SimpleQueue[OwnSave | None] = queue.SimpleQueue()
@@ -90,7 +91,7 @@ class Uploader:
         for thread in self._threads:
             thread.start()
 
-    def reserve(self, room: bodies.Room, segment: OwnSegment) -> None:
+    def reserve(self, room: messages.Room, segment: OwnSegment) -> None:
         """Have the daemon keep as much as we have ourselves from now on."""
         before, self._room = self._room, room  # before it is asked for: a daemon started anew is asked for it, too
         try:
@@ -100,16 +101,16 @@ class Uploader:
             raise
         self._segment = segment
 
-    def begin(self, save: OwnSave, policy: wire.Policy) -> None:
+    def begin(self, save: OwnSave, wanted: messages.SlotRequest) -> None:
         """Ask whether the step may be saved; raises what refuses it. A link that is slow to answer stops no save."""
         self.saves.add(save)
         try:
-            self.ask(save.number, save.wanted.model_copy(update={"policy": policy}))
+            self.ask(save.number, wanted)
         except CheckpointError:
             self.saves.forget(save)
             raise
 
-    def ask(self, number: int, wanted: bodies.UploadRequest) -> bool:
+    def ask(self, number: int, wanted: messages.SlotRequest) -> bool:
         """Begin an upload at the daemon, where the policy decides if no slot is free; whether it could be asked by now."""
         try:
             self._api.open_upload(self._rank_id, number, wanted, OPEN_TIMEOUT_S)
@@ -121,7 +122,7 @@ class Uploader:
             return False
         return True
 
-    def take_back(self, step: int, policy: wire.Policy) -> bool:
+    def take_back(self, step: int, policy: messages.Policy) -> bool:
         """Drop, for `step`, the oldest save whose upload has not begun, for all ranks; False when there is none."""
 
         save = self.saves.take_back(lambda save: GenerationDropped.of(save.step, step, policy).problem())
@@ -144,15 +145,17 @@ class Uploader:
         self.saves.free(save)
         self.give_up(save.number, save.step, error)
 
-    def choose(self, turn: int, question: bodies.Question, wait_s: float) -> bodies.Answer:
-        """Which step to restore; waits up to `wait_s` seconds for saves that the daemon is writing."""
-        asked = question.model_copy(update={"wait_s": min(wait_s, CHOICE_WAIT_S)})
-        return self._persist(lambda: self._api.choose(self._rank_id, turn, asked), time.monotonic() + wait_s)
+    def choose(self, asked: wire.Choose) -> messages.Answer:
+        """Which step to restore; waits for saves that the daemon is writing, a moment at a time."""
+        question = restate(asked, bodies.Question, wait_s=min(asked.wait_s, CHOICE_WAIT_S))
+        limit = time.monotonic() + asked.wait_s
+        return self._persist(lambda: self._api.choose(self._rank_id, asked.turn, question), limit)
 
-    def ended(self, turn: int, end: bodies.RestoreEnd, wait_s: float) -> bodies.RestoreVerdict:
-        """How a restore ended; waits up to `wait_s` seconds for the other ranks."""
-        said = end.model_copy(update={"wait_s": min(wait_s, CHOICE_WAIT_S)})
-        return self._persist(lambda: self._api.restore_ended(self._rank_id, turn, said), time.monotonic() + wait_s)
+    def ended(self, said: wire.Ended) -> messages.RestoreVerdict:
+        """How a restore ended; waits for the other ranks, a moment at a time."""
+        end = restate(said, bodies.RestoreEnd, wait_s=min(said.wait_s, CHOICE_WAIT_S))
+        limit = time.monotonic() + said.wait_s
+        return self._persist(lambda: self._api.restore_ended(self._rank_id, said.turn, end), limit)
 
     def close(self) -> None:
         """Part from the daemon; what it has not got by now is given up."""
@@ -279,7 +282,7 @@ class Uploader:
     def give_up(self, number: int, step: int, error: CheckpointError, timeout_s: float | None = None) -> None:
         """The other ranks of the world are to hear at once that this step is not saved."""
         try:
-            self._api.abandon_upload(self._rank_id, number, bodies.AbandonRequest(problem=error.problem()), timeout_s)
+            self._api.abandon_upload(self._rank_id, number, messages.AbandonRequest(problem=error.problem()), timeout_s)
         except CheckpointError as unheard:
             log.info("could not tell %s that step %d is given up: %s", self._api.url, step, unheard.detail)
 

@@ -19,6 +19,7 @@ from holdfast.rest.jobs import JobsApi
 from holdfast_formats.errors import CheckpointError, DaemonGone, StorageFailed, from_problem
 from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Difference, Layers, TensorStatistics
+from holdfast_formats.staging import messages
 
 PAGE_ITEMS = 500
 CONNECT_TIMEOUT_S = 5.0
@@ -196,13 +197,13 @@ class Api(JobsApi):
         with self._translated():
             self._checked(self._http.delete(_rank_path(rank_id)))
 
-    def reserve(self, rank_id: str, room: bodies.Room) -> None:
+    def reserve(self, rank_id: str, room: messages.Room) -> None:
         """Have memory kept for the rank's slots; `LimitExceeded` when the daemon's arena has not that much."""
         with self._translated():
             self._checked(self._http.put(f"{_rank_path(rank_id)}/segment", json=room.model_dump()))
 
     def open_upload(
-        self, rank_id: str, number: int, wanted: bodies.UploadRequest, timeout_s: float | None = None
+        self, rank_id: str, number: int, wanted: messages.SlotRequest, timeout_s: float | None = None
     ) -> bodies.Upload:
         """Begin the rank's `number`-th upload; refuses by name a step that may not be saved."""
         return self._send("PUT", _upload_path(rank_id, number), wanted, bodies.Upload, timeout_s)
@@ -229,7 +230,7 @@ class Api(JobsApi):
         return self._send("POST", f"{_upload_path(rank_id, number)}/seal", whole, bodies.Upload)
 
     def abandon_upload(
-        self, rank_id: str, number: int, why: bodies.AbandonRequest, timeout_s: float | None = None
+        self, rank_id: str, number: int, why: messages.AbandonRequest, timeout_s: float | None = None
     ) -> bodies.Upload:
         """Give an upload up, and the save of its step with it."""
         return self._send("POST", f"{_upload_path(rank_id, number)}/abandon", why, bodies.Upload, timeout_s)
@@ -240,13 +241,13 @@ class Api(JobsApi):
             answer = self._http.get(f"{_rank_path(rank_id)}/outcomes", params={"after": after, "wait_s": wait_s})
             return bodies.Outcomes.model_validate_json(self._checked(answer).content)
 
-    def choose(self, rank_id: str, turn: int, question: bodies.Question) -> bodies.Answer:
+    def choose(self, rank_id: str, turn: int, question: bodies.Question) -> messages.Answer:
         """Which step to restore; `DeadlineExceeded` while older saves are being written: ask again."""
-        return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}", question, bodies.Answer)
+        return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}", question, messages.Answer)
 
-    def restore_ended(self, rank_id: str, turn: int, end: bodies.RestoreEnd) -> bodies.RestoreVerdict:
+    def restore_ended(self, rank_id: str, turn: int, end: bodies.RestoreEnd) -> messages.RestoreVerdict:
         """How a restore ended: whether this rank goes on; `DeadlineExceeded` while others are at it: ask again."""
-        return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}/end", end, bodies.RestoreVerdict)
+        return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}/end", end, messages.RestoreVerdict)
 
     def _send(self, method: str, path: str, body: BaseModel, model: type[Model], timeout_s: float | None = None) -> Model:
         headers = {"Content-Type": "application/json"}

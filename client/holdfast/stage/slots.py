@@ -11,7 +11,7 @@ from holdfast.transport import Transport
 from holdfast_formats.digest import digest
 from holdfast_formats.errors import CheckpointError, DaemonGone, LimitExceeded
 from holdfast_formats.lineage import NO_INTENT, Intent
-from holdfast_formats.staging import arena, wire
+from holdfast_formats.staging import arena, messages, wire
 from holdfast_formats.staging.arena import SlotHeader, SlotState
 
 LEASE_MARGIN_S = 10.0  # how much longer than the daemon itself we wait for its answer
@@ -88,9 +88,9 @@ class Slots:
         return data_bytes <= self.geometry.data_bytes and table_bytes <= self.geometry.table_bytes_max
 
     def lease(
-        self, step: int, attempt: int, wait_s: float, policy: wire.Policy = "wait", intent: Intent = NO_INTENT
+        self, step: int, attempt: int, wait_s: float, policy: messages.Policy = "wait", intent: Intent = NO_INTENT
     ) -> Slot:
-        """A slot for this rank's part of `step`; where none is free the policy decides, see `wire.Lease`."""
-        message = wire.Lease(id=self.link.next_id(), step=step, wait_s=wait_s, policy=policy, intent=intent)
+        """A slot for this rank's part of `step`; where none is free the policy decides, see `SlotRequest`."""
+        message = wire.Lease(id=self.link.next_id(), step=step, wait_s=wait_s, policy=policy, **intent._asdict())
         granted = self.link.request(message, wire.Granted, wait_s + LEASE_MARGIN_S)
         return Slot(self, granted.slot, step, attempt, intent.turn)

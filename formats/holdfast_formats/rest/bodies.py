@@ -7,9 +7,9 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.lineage import Existing, Intent, Rewind
+from holdfast_formats.lineage import Rewind
 from holdfast_formats.rest.observed import Life
-from holdfast_formats.staging.wire import Policy
+from holdfast_formats.staging import messages
 
 Item = TypeVar("Item")
 
@@ -251,60 +251,18 @@ class Health(BaseModel):
     root: str | None = Field(default=None, description="only shown to tokens for all runs")
 
 
-class RankHello(BaseModel):
-    """Who a rank is that shares no memory with the daemon. Ranks with the same `launch` belong to one attempt."""
+class RankHello(messages.Introduction):
+    """Who a rank is that shares no memory with the daemon."""
 
-    protocol: int
-    run: str
-    rank: int = Field(ge=0)
-    world: int = Field(ge=1)
-    launch: str = Field(min_length=1, max_length=256)
-    keep_last: int | None = Field(default=None, ge=1)
-    process: str = Field(default="", max_length=64, description="ID of this process; the same ID is the same job")
-    session: str = Field(
-        default="", max_length=64, description="ID of this checkpointer; it stays the same when the rank ID changes"
-    )
     root_id: str | None = Field(
         default=None, max_length=64, description="ID of the expected root; a daemon of another root refuses"
     )
-    take_over: bool = Field(
-        default=False, description="start although another job of this run is active, and shut that job out"
-    )
 
 
-class RankWelcome(BaseModel):
-    attempt: int
-    node: str
-    root: str
+class RankWelcome(messages.Reception):
     root_id: str
-    version: str
     silence_max_s: float = Field(description="a rank that is silent for this long counts as dead")
     chunk_bytes_max: int = Field(description="maximum size of one chunk, before compression")
-    notices: tuple[str, ...] = Field(default=(), description="requested settings that are not in force, such as keep_last")
-
-
-class Room(BaseModel):
-    """The memory that the daemon reserves for a rank: number and size of slots in its arena."""
-
-    slots: int = Field(ge=1, le=64)
-    data_bytes: int = Field(ge=0)
-    table_bytes: int = Field(ge=0)
-
-
-class UploadRequest(BaseModel):
-    step: int = Field(ge=0)
-    policy: Policy = Field(default="wait", description="which save is dropped if no slot is free; `wait`: none, ask again")
-    restored: int | None = Field(default=None, ge=0, description="the step that this launch restored and continues from")
-    turn: int = Field(
-        default=0, ge=0, description="number of restores that this launch continued from, plus saves it replaced"
-    )
-    again: int = Field(default=0, ge=0, description="how many of `turn` are saves since the last restore")
-    existing: Existing = Field(default="refuse", description="what to do if the step is already a checkpoint")
-    groups: tuple[str, ...] = Field(default=(), description="the groups of the save")
-
-    @property
-    def intent(self) -> Intent:
-        return Intent(self.restored, self.turn, self.existing, self.groups, self.again)
 
 
 class Upload(BaseModel):
@@ -332,10 +290,6 @@ class SealRequest(BaseModel):
     )
 
 
-class AbandonRequest(BaseModel):
-    problem: dict[str, Any]
-
-
 class Outcomes(BaseModel):
     """Uploads that have ended, in order; pass `next` as `after` to get the later ones."""
 
@@ -343,37 +297,13 @@ class Outcomes(BaseModel):
     next: int
 
 
-class Question(BaseModel):
-    """Which step does this attempt restore? The newest with all of `groups`, unless a step is given."""
+class Question(messages.StepQuestion):
+    """Which step to restore; saves that are being written are waited for, up to `wait_s` seconds."""
 
-    step: int | None = Field(default=None, ge=0)
-    groups: tuple[str, ...] = ()
-    healthy: bool = Field(
-        default=False, description="restore the newest checkpoint that is verified and not known to be unhealthy"
-    )
     wait_s: float = Field(default=0.0, ge=0.0, le=20.0)
 
 
-class Answer(BaseModel):
-    step: int | None
-    notes: tuple[str, ...] = Field(default=(), description="newer checkpoints that were skipped, and why")
+class RestoreEnd(messages.RestoreResult):
+    """How a rank's restore ended; the other ranks are waited for, up to `wait_s` seconds."""
 
-
-class RestoreEnd(BaseModel):
-    """How this rank's restore of the turn's step ended: successfully, or with this problem."""
-
-    step: int = Field(ge=0)
-    problem: dict[str, Any] | None = None
-    alone: bool = Field(default=False, description="the answer concerns only this rank, which asked for a step by number")
     wait_s: float = Field(default=0.0, ge=0.0, le=20.0)
-
-
-class RestoreVerdict(BaseModel):
-    """Whether this rank continues from what it restored; see the wire's `Judged`."""
-
-    again: bool = Field(default=False, description="read the step again: it is sound now")
-    problem: dict[str, Any] | None = Field(
-        default=None, description="the problem for which no rank continues from this step"
-    )
-    late: bool = Field(default=False, description="other ranks had already continued from it")
-    newest: int | None = Field(default=None, description="the newest step that is not known to be damaged, if asked alone")

@@ -3,7 +3,8 @@
 A frame is four bytes of little-endian length and a JSON object with a `type`. A request carries `id`; its reply carries the
 same number as `reply_to`. `Outcome` comes unasked. The file descriptors that travel, memfds, ride on the first byte of the
 `Segment`, `HeldSlots` and `Loaded` frames, of the `Attach` frame when a rank brings its segment to another daemon, and of
-the `Load` frame. Bulk data never comes this way: it lies in the slot, table included, or in the memfd.
+the `Load` frame. Bulk data never comes this way: it lies in the slot, table included, or in the memfd. What is also said
+over HTTP is stated in `messages`.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
-from holdfast_formats.lineage import Intent
+from holdfast_formats.staging import messages
 from holdfast_formats.whereabouts import RootMark
 
-PROTOCOL = 4
+PROTOCOL = 5
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
 HELD_RANKS_MAX = 64  # descriptors that one message may bring
-
-Policy = Literal["newest-wins", "oldest-durable", "wait"]  # what gives way where storage is slower than the saves
+WAIT_MAX_S = 86_400.0
 
 
 class Message(BaseModel):
@@ -37,43 +37,25 @@ class Reply(Message):
     reply_to: int = Field(ge=0)
 
 
-class Hello(Request):
-    """The first message: who speaks. Ranks with the same `launch` share an attempt."""
+class Hello(Request, messages.Introduction):
+    """The first message: who speaks."""
 
     type: Literal["hello"] = "hello"
     protocol: int = PROTOCOL
-    run: str
-    rank: int = Field(ge=0)
-    world: int = Field(ge=1)
-    launch: str = Field(min_length=1, max_length=256)
-    pid: int = 0
-    keep_last: int | None = Field(default=None, ge=1)
-    process: str = Field(default="", max_length=64, description="ID of this process; the same ID is the same job")
-    session: str = Field(default="", max_length=64, description="ID of this checkpointer, the same on all its connections")
-    root: RootMark | None = Field(default=None, description="ID of the expected root; a daemon of another root refuses")
-    take_over: bool = Field(
-        default=False, description="start although another job of this run is active, and shut that job out"
-    )
+    pid: int = 0  # read by nobody; trainers of protocol 4 state it, and are to hear that their protocol is another one
+    root: RootMark | None = Field(default=None, description="the expected root; a daemon of another root refuses")
 
 
-class Welcome(Reply):
+class Welcome(Reply, messages.Reception):
     type: Literal["welcome"] = "welcome"
-    attempt: int
-    node: str
-    root: str
     mark: RootMark
-    version: str
     url: str | None = None
-    notices: tuple[str, ...] = ()
 
 
-class Reserve(Request):
+class Reserve(Request, messages.Room):
     """Ask for a segment of up to `slots` slots; the reply is `Segment` and carries its descriptor."""
 
     type: Literal["reserve"] = "reserve"
-    slots: int = Field(ge=1, le=64)
-    data_bytes: int = Field(ge=0)
-    table_bytes: int = Field(ge=0)
 
 
 class Segment(Reply):
@@ -99,18 +81,11 @@ class Attach(Request):
     turns: tuple[int, ...] = ()
 
 
-class Lease(Request):
-    """Ask for a slot for `step`. Where none is free, `policy` decides; only under `wait` does `wait_s` count.
-
-    `newest-wins`: an older save that is not being written yet is dropped for it, or else this one. `oldest-durable`: this
-    one is. `wait`: one is awaited, for at most `wait_s` seconds. `intent` is that of all ranks.
-    """
+class Lease(Request, messages.SlotRequest):
+    """Ask for a slot for `step`. Under the policy `wait`, one is awaited for at most `wait_s` seconds."""
 
     type: Literal["lease"] = "lease"
-    step: int = Field(ge=0)
-    wait_s: float = Field(default=0.0, ge=0.0, le=86_400.0)
-    policy: Policy = "wait"
-    intent: Intent = Intent()
+    wait_s: float = Field(default=0.0, ge=0.0, le=WAIT_MAX_S)
 
 
 class Granted(Reply):
@@ -135,60 +110,36 @@ class Sealed(Reply):
     type: Literal["sealed"] = "sealed"
 
 
-class Abandon(Request):
+class Abandon(Request, messages.AbandonRequest):
     """The rank gives its lease back unsealed, which aborts the round."""
 
     type: Literal["abandon"] = "abandon"
     slot: int = Field(ge=0)
     step: int = Field(ge=0)
-    problem: dict[str, Any]
 
 
-class Choose(Request):
-    """Which step does this attempt restore? Asked `turn`-th by this rank; every rank's n-th question has one answer."""
+class Choose(Request, messages.StepQuestion):
+    """Asked `turn`-th by this rank; every rank's n-th question has one answer."""
 
     type: Literal["choose"] = "choose"
     turn: int = Field(ge=0)
-    step: int | None = Field(default=None, ge=0)
-    groups: tuple[str, ...] = ()
-    healthy: bool = False  # the newest healthy one, where no step is named
-    wait_s: float = Field(default=0.0, ge=0.0, le=86_400.0)
+    wait_s: float = Field(default=0.0, ge=0.0, le=WAIT_MAX_S)
 
 
-class Chosen(Reply):
-    """`notes` say which newer checkpoints were passed over, since they are damaged."""
-
+class Chosen(Reply, messages.Answer):
     type: Literal["chosen"] = "chosen"
-    step: int | None
-    notes: tuple[str, ...] = ()
 
 
-class Ended(Request):
-    """How the restore of a turn's step ended: well, or with this problem; the answer says whether this rank goes on.
-
-    It comes when the other ranks' restores have ended too, or one of them has met damage; `alone` asks for this rank only.
-    """
+class Ended(Request, messages.RestoreResult):
+    """The answer comes when the other ranks' restores have ended too, or one of them has met damage."""
 
     type: Literal["ended"] = "ended"
     turn: int = Field(ge=0)
-    step: int = Field(ge=0)
-    problem: dict[str, Any] | None = None
-    alone: bool = False
-    wait_s: float = Field(default=0.0, ge=0.0, le=86_400.0)
+    wait_s: float = Field(default=0.0, ge=0.0, le=WAIT_MAX_S)
 
 
-class Judged(Reply):
-    """Without a problem this rank goes on, or, if `again`, reads the step once more: it is well now.
-
-    With one, no rank goes on from this step, but for those that had gone on when it was found: then `late` is set. `newest`
-    is the newest step that is not known to be damaged, for a rank that asked alone.
-    """
-
+class Judged(Reply, messages.RestoreVerdict):
     type: Literal["judged"] = "judged"
-    again: bool = False
-    problem: dict[str, Any] | None = None
-    late: bool = False
-    newest: int | None = None
 
 
 class Held(Request):
@@ -254,7 +205,7 @@ class Measured(Request):
 
     type: Literal["measured"] = "measured"
     step: int = Field(ge=0)
-    stall_s: float = Field(ge=0.0, le=86_400.0)
+    stall_s: float = Field(ge=0.0, le=WAIT_MAX_S)
 
 
 class Farewell(Request):

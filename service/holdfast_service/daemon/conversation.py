@@ -17,6 +17,7 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.staging import wire
 from holdfast_formats.staging.arena import geometry
+from holdfast_formats.staging.messages import restate
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.callers import Caller, Callers
 from holdfast_service.daemon.arena.peer import PeerProcess, hung_up
@@ -24,7 +25,7 @@ from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment
 from holdfast_service.daemon.arena.shares import NOBODY, Asker, ShareHolder
 from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.rounds import Participant
-from holdfast_service.daemon.saving.run_busy import NearParticipant, let_in
+from holdfast_service.daemon.saving.run_busy import NearParticipant, check, let_in
 from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.daemon.shared_reads.loader import Key, Loader, Wish
 from holdfast_service.daemon.shared_reads.sealed_memory import read_listing
@@ -176,31 +177,19 @@ class Conversation:
         return self._who
 
     def _hello(self, request: wire.Hello) -> wire.Reply:
-        if request.protocol != wire.PROTOCOL:
-            raise InvalidRequest(
-                f"the trainer uses protocol {request.protocol}, this daemon {wire.PROTOCOL}",
-                hint="use the same version of holdfast on both sides",
-            )
-        if not request.rank < request.world:
-            raise InvalidRequest(f"rank {request.rank} is not valid in a world of {request.world}")
+        check(request)
         plane = self._plane
         self._serving.check(request.root)
-        plane.saver.giving_way.expect()
 
         def join(attempt: int) -> Participant:
             who = self._who = NearParticipant(request, attempt, self._notify, self.has_lost_its_rank)
             plane.saver.join(who)
             return who
 
-        meant = request if self._asker.owner else request.model_copy(update={"keep_last": None})
         return wire.Welcome(
             reply_to=request.id,
-            attempt=let_in(plane.saver, plane.decisions, meant, join, self._asker.tenant).attempt,
-            node=self._serving.node,
-            root=self._serving.root,
-            mark=self._serving.mark,
-            version=self._serving.version,
-            url=self._serving.url,
+            attempt=let_in(plane.saver, plane.decisions, request, join, self._asker).attempt,
+            **self._serving._asdict(),
             notices=plane.decisions.denied(request.run, request.keep_last, self._asker.owner),
         )
 
@@ -256,8 +245,7 @@ class Conversation:
         who = self._known()
         if not self._segments:
             raise InvalidRequest("reserve a segment before leasing a slot")
-        segment = self._segments[-1]
-        slot = self._plane.saver.lease(who, segment, request.step, request.wait_s, request.policy, request.intent)
+        slot = self._plane.saver.lease(who, self._segments[-1], request, request.wait_s)
         return wire.Granted(reply_to=request.id, slot=slot, deadline_s=LEASE_DEADLINE_S)
 
     def _seal(self, request: wire.Seal) -> wire.Reply:
@@ -276,19 +264,12 @@ class Conversation:
     def _choose(self, request: wire.Choose) -> wire.Reply:
         who = self._known()
         self._plane.saver.settle(who.run, request.wait_s)
-        step = self._plane.decisions.choose(
-            who.run, who.attempt, request.turn, request.step, request.groups, request.healthy
-        )
-        notes = self._plane.saver.restores.told(who, request.turn, step, named=request.step is not None)
-        return wire.Chosen(reply_to=request.id, step=step, notes=notes)
+        answer = self._plane.saver.restores.choose(who, request.turn, request)
+        return restate(answer, wire.Chosen, reply_to=request.id)
 
     def _ended(self, request: wire.Ended) -> wire.Reply:
-        problem = None if request.problem is None else from_problem(request.problem)
-        agreement = self._plane.saver.restores
-        found = agreement.judge(self._known(), request.turn, request.step, problem, request.alone, request.wait_s)
-        return wire.Judged(
-            reply_to=request.id, again=found.again, problem=found.problem, late=found.late, newest=found.newest
-        )
+        found = self._plane.saver.restores.judge(self._known(), request.turn, request, request.wait_s)
+        return restate(found, wire.Judged, reply_to=request.id)
 
     def _held(self, request: wire.Held) -> None:
         parts, fds = self._plane.saver.holds.lend(self._known().run, request.step)

@@ -22,11 +22,11 @@ from holdfast_formats.errors import (
     from_problem,
 )
 from holdfast_formats.rest import bodies
-from holdfast_formats.staging import wire
+from holdfast_formats.staging.messages import Answer
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.shares import ADMIN, Asker, ShareHolder, left
 from holdfast_service.daemon.saving.rounds import Participant
-from holdfast_service.daemon.saving.run_busy import let_in
+from holdfast_service.daemon.saving.run_busy import check, let_in
 from holdfast_service.daemon.saving.saver import Saver
 
 from .ports import Decisions
@@ -78,26 +78,18 @@ class RemoteRanks:
         """Register the rank of this ID, new or known. A restarted rank replaces its old entry. `asker`: see
         `shares`.
         """
-        if hello.protocol != wire.PROTOCOL:
-            raise InvalidRequest(
-                f"the trainer uses protocol {hello.protocol}, this daemon {wire.PROTOCOL}",
-                hint="use the same version of holdfast on both sides",
-            )
-        if not hello.rank < hello.world:
-            raise InvalidRequest(f"rank {hello.rank} is not valid in a world of {hello.world}")
+        check(hello)
         if hello.root_id not in (None, self.root_id):
             hint = "another daemon than before answers at this address: restart the trainer"
             raise WrongRoot("the daemon serves another root than the trainer expects", hint=hint)
         known = self._known(rank_id, hello)
         if known is not None:
             return known
-        self._saver.giving_way.expect()
-        meant = hello if asker.owner else hello.model_copy(update={"keep_last": None})
 
         def join(attempt: int) -> RemoteRank:
             return self._joined(rank_id, RemoteRank(self._arena, self._saver, hello, attempt, asker.tenant))
 
-        return let_in(self._saver, self._decisions, meant, join, asker.tenant)
+        return let_in(self._saver, self._decisions, hello, join, asker)
 
     def _joined(self, rank_id: str, made: RemoteRank) -> RemoteRank:
         hello = made.hello
@@ -149,12 +141,11 @@ class RemoteRanks:
         """Disconnect the rank; its sealed slots are saved."""
         self._part(rank_id, RoundAborted("this rank has disconnected"), parted=True)
 
-    def choose(self, who: Participant, turn: int, question: bodies.Question) -> bodies.Answer:
+    def choose(self, who: Participant, turn: int, question: bodies.Question) -> Answer:
         """The step that this rank's attempt restores; `DeadlineExceeded` while what was sealed before is being written."""
         if not self._saver.settle(who.run, question.wait_s):
             raise DeadlineExceeded(f"saves of {who.run} are still being written", hint="ask again")
-        step = self._decisions.choose(who.run, who.attempt, turn, question.step, question.groups, question.healthy)
-        return bodies.Answer(step=step, notes=self.restores.told(who, turn, step, named=question.step is not None))
+        return self.restores.choose(who, turn, question)
 
     def expire(self) -> None:
         """Give up ranks that have been silent for too long."""

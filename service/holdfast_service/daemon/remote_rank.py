@@ -17,10 +17,10 @@ from holdfast_formats.errors import (
     LimitExceeded,
     from_problem,
 )
-from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging import arena, wire
 from holdfast_formats.staging.arena import Geometry, SlotHeader, SlotState
+from holdfast_formats.staging.messages import Room, SlotRequest
 from holdfast_service.daemon.arena.arena import Arena
 from holdfast_service.daemon.arena.segment import ArenaSegment
 from holdfast_service.daemon.arena.shares import ShareHolder
@@ -48,7 +48,7 @@ class RemoteRank:
         self._forgotten = 0  # how many of them are not kept any more
         self._listeners: set[Callable[[], None]] = set()
 
-    def reserve(self, room: bodies.Room) -> None:
+    def reserve(self, room: Room) -> None:
         """Reserve memory for this rank; `LimitExceeded`, with the numbers, if the arena has too little."""
         made = arena.geometry(room.slots, room.data_bytes, room.table_bytes)
         with self._turn:
@@ -61,7 +61,7 @@ class RemoteRank:
         if outgrown is not None:
             self._arena.drop(outgrown)
 
-    def open(self, number: int, step: int, policy: wire.Policy = "wait", intent: Intent = NO_INTENT) -> bodies.Upload:
+    def open(self, number: int, wanted: SlotRequest) -> bodies.Upload:
         """Start the rank's `number`-th upload, or find it. Refuses a step that this rank may not save.
 
         If no slot is free, the policy decides; under `wait`, `ArenaFull` at once.
@@ -69,16 +69,16 @@ class RemoteRank:
         with self._turn:
             known = self._uploads.get(number)
             if known is not None:
-                if known.step != step:
-                    raise InvalidRequest(f"upload {number} is for step {known.step}, not for {step}")
+                if known.step != wanted.step:
+                    raise InvalidRequest(f"upload {number} is for step {known.step}, not for {wanted.step}")
                 return self._describe(known)
             if self._segment is None:
                 raise InvalidRequest("reserve a segment before the first upload", reason="not-reserved")
-            upload = SlotUpload(number, step, self._segment, intent.turn)
+            upload = SlotUpload(number, wanted.step, self._segment, wanted.turn)
             with self._lock:
                 self._uploads[number] = upload
             try:
-                upload.slot = self._saver.lease(self.who, self._segment, step, 0.0, policy, intent)
+                upload.slot = self._saver.lease(self.who, self._segment, wanted, 0.0)
             except CheckpointError:
                 with self._lock:
                     del self._uploads[number]

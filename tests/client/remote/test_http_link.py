@@ -20,6 +20,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import AlreadyCommitted, ArenaFull, DaemonGone, InvalidRequest, RoundAborted, StaleAttempt
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging import wire
+from holdfast_formats.staging.messages import Policy
 from tests.checkpoints import build_root
 from tests.daemons import RunningDaemon, hide, running, wait_until
 from tests.forked import Forked
@@ -71,7 +72,7 @@ def check_saved(url: str, run: str, step: int, expected: dict[str, torch.Tensor]
 
 
 def ranks(
-    monkeypatch: pytest.MonkeyPatch, run: str, states: list[dict], url: str, policy: wire.Policy = "newest-wins"
+    monkeypatch: pytest.MonkeyPatch, run: str, states: list[dict], url: str, policy: Policy = "newest-wins"
 ) -> list[Checkpointer]:
     """The ranks of one launch, in this process."""
     made = []

@@ -14,6 +14,7 @@ from holdfast_formats.digest import digest
 from holdfast_formats.region import Box
 from holdfast_formats.staging import arena, slot_table
 from holdfast_formats.staging.arena import SegmentOwner, SlotHeader, SlotState
+from holdfast_formats.staging.messages import SlotRequest
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.staging.wire import Outcome
 from holdfast_formats.tensors import StagedFragment, TensorSpec
@@ -235,7 +236,7 @@ def test_a_lease_that_the_rank_never_heard_of_is_given_back(node: Node) -> None:
     who = node.back(segment, [])
     assert node.told == []
     found, taken = node.arena.attach(segment.fd, who.owner)
-    assert not taken and saver.lease(who, found, 5, 0) == 0
+    assert not taken and saver.lease(who, found, SlotRequest(step=5), 0) == 0
 
 
 def test_a_rank_without_its_slot_ends_the_round(node: Node) -> None:

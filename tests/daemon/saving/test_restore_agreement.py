@@ -7,19 +7,38 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast_formats.errors import CorruptExtent, Damaged, DeadlineExceeded, StateMismatch, StorageFailed
+from holdfast_formats.errors import CheckpointError, CorruptExtent, Damaged, DeadlineExceeded, StateMismatch, StorageFailed
+from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
 from holdfast_service.daemon.saving import restore_agreement
-from holdfast_service.daemon.saving.restore_agreement import GO_ON, RestoreAgreement, TurnVerdict
+from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
 from holdfast_service.daemon.saving.rounds import Participant
 
 BAD = CorruptExtent("bytes [0, 9) are not what was written", file="model.safetensors")
+GO_ON = RestoreVerdict()
+
+
+def ended(error: CheckpointError | None = None, alone: bool = False) -> RestoreResult:
+    """How a restore of step 500 ended."""
+    return RestoreResult(step=500, problem=None if error is None else error.problem(), alone=alone)
+
+
+WELL, ILL = ended(), ended(BAD)
 
 
 class Known:
-    """What the catalog would know."""
+    """What the catalog would know, and choose."""
 
     def __init__(self) -> None:
         self.marked: dict[int, Damaged] = {}
+
+    @property
+    def findings(self) -> Known:
+        return self
+
+    def choose(
+        self, run: str, attempt: int, turn: int, step: int | None, groups: tuple[str, ...], healthy: bool
+    ) -> int | None:
+        return 500 - 100 * turn if step is None else step
 
     def damage(self, run: str, step: int) -> Damaged | None:
         return self.marked.get(step)
@@ -47,19 +66,19 @@ def test_all_go_on_when_all_are_well() -> None:
     """The first one waits for the second; the answer is asked for again in between."""
     restores, _ = made()
     with pytest.raises(DeadlineExceeded):
-        restores.judge(rank(0), 0, 500, None, False, 0.0)
-    assert restores.judge(rank(1), 0, 500, None, False, 0.0) == GO_ON
-    assert restores.judge(rank(0), 0, 500, None, False, 0.0) == GO_ON
+        restores.judge(rank(0), 0, WELL, 0.0)
+    assert restores.judge(rank(1), 0, WELL, 0.0) == GO_ON
+    assert restores.judge(rank(0), 0, WELL, 0.0) == GO_ON
 
 
 def test_damage_that_one_meets_ends_it_for_all() -> None:
     """Whether a rank was done before or comes later, it gets the same damage."""
     restores, _ = made()
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(restores.judge, rank(0, 3), 0, 500, None, False, 60.0)
-        assert restores.judge(rank(1, 3), 0, 500, BAD, False, 0.0) == TurnVerdict(error=BAD)
-        assert waiting.result(30) == TurnVerdict(error=BAD)
-    assert restores.judge(rank(2, 3), 0, 500, None, False, 60.0) == TurnVerdict(error=BAD)
+        waiting = threads.submit(restores.judge, rank(0, 3), 0, WELL, 60.0)
+        assert restores.judge(rank(1, 3), 0, ILL, 0.0) == RestoreVerdict(problem=BAD.problem())
+        assert waiting.result(30) == RestoreVerdict(problem=BAD.problem())
+    assert restores.judge(rank(2, 3), 0, WELL, 60.0) == RestoreVerdict(problem=BAD.problem())
     for number in range(3):  # the next turn is a new one
         restores.told(rank(number, 3), 1, 400, named=False)
 
@@ -67,25 +86,25 @@ def test_damage_that_one_meets_ends_it_for_all() -> None:
 def test_what_is_well_again_is_read_again_and_then_believed() -> None:
     """Repaired, or sound when the daemon looks: once more. Who still cannot read it ends it for all."""
     restores, known = made(lambda run, step, error: None)
-    assert restores.judge(rank(1), 0, 500, BAD, False, 0.0) == TurnVerdict(again=True)
+    assert restores.judge(rank(1), 0, ILL, 0.0) == RestoreVerdict(again=True)
     assert known.marked == {}
-    assert restores.judge(rank(1), 0, 500, BAD, False, 0.0).error is BAD
-    assert known.marked == {500: BAD}
+    assert restores.judge(rank(1), 0, ILL, 0.0).problem == BAD.problem()
+    assert known.marked[500].problem() == BAD.problem()
 
 
 def test_who_comes_too_late_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that never asked is not waited for without end; if it meets damage then, it cannot take the others back."""
     restores, _ = made()
     restores.unheard_s = 0.0
-    assert restores.judge(rank(0), 0, 500, None, False, 30.0) == GO_ON
-    assert restores.judge(rank(1), 0, 500, BAD, False, 0.0) == TurnVerdict(error=BAD, late=True)
+    assert restores.judge(rank(0), 0, WELL, 30.0) == GO_ON
+    assert restores.judge(rank(1), 0, ILL, 0.0) == RestoreVerdict(problem=BAD.problem(), late=True)
 
 
 def test_who_asked_is_waited_for_until_it_is_gone() -> None:
     """A rank that reads is waited for; a rank that dies, fails for a reason of its own, asks anew or saves is not."""
     ends: list[Callable[[RestoreAgreement, Participant], object]] = [
         lambda restores, who: restores.gone(who),
-        lambda restores, who: restores.judge(who, 0, 500, StateMismatch("x"), False, 0.0),
+        lambda restores, who: restores.judge(who, 0, ended(StateMismatch("x")), 0.0),
         lambda restores, who: restores.told(who, 1, 500, named=False),
         lambda restores, who: restores.moved_on(who),
     ]
@@ -95,26 +114,28 @@ def test_who_asked_is_waited_for_until_it_is_gone() -> None:
         other = rank(1)
         restores.told(other, 0, 500, named=False)
         with pytest.raises(DeadlineExceeded):
-            restores.judge(rank(0), 0, 500, None, False, 0.0)
+            restores.judge(rank(0), 0, WELL, 0.0)
         end(restores, other)
-        assert restores.judge(rank(0), 0, 500, None, False, 0.0) == GO_ON
+        assert restores.judge(rank(0), 0, WELL, 0.0) == GO_ON
     restores.join(other)
 
 
 def test_who_names_a_step_asks_for_itself() -> None:
     """Nobody is waited for, nobody else is stopped, and the answer says which step is sound."""
     restores, _ = made()
-    assert restores.judge(rank(0), 0, 500, None, True, 0.0) == GO_ON
-    assert restores.judge(rank(1), 0, 500, BAD, True, 0.0) == TurnVerdict(error=BAD, late=True, newest=400)
-    assert restores.told(rank(1), 1, 500, named=True) == ()
+    assert restores.judge(rank(0), 0, ended(alone=True), 0.0) == GO_ON
+    assert restores.judge(rank(1), 0, ended(BAD, alone=True), 0.0) == RestoreVerdict(
+        problem=BAD.problem(), late=True, newest=400
+    )
+    assert restores.choose(rank(1), 1, StepQuestion(step=500)) == Answer(step=500)
 
 
 def test_what_an_earlier_daemon_was_told_counts() -> None:
     """The catalog knows of the damage: a rank that asks the next daemon does not go on from that step."""
     restores, known = made()
     known.marked[500] = BAD
-    assert restores.judge(rank(0), 0, 500, None, False, 0.0) == TurnVerdict(error=BAD)
-    assert restores.told(rank(0), 1, 400, named=False) == ("step 500 is damaged",)
+    assert restores.judge(rank(0), 0, WELL, 0.0) == RestoreVerdict(problem=BAD.problem())
+    assert restores.choose(rank(0), 1, StepQuestion()) == Answer(step=400, notes=("step 500 is damaged",))
 
 
 def test_a_look_that_fails_believes_the_rank_at_last() -> None:
@@ -124,9 +145,9 @@ def test_a_look_that_fails_believes_the_rank_at_last() -> None:
         raise StorageFailed("the disk is gone")
 
     restores, known = made(fails)
-    assert restores.judge(rank(1), 0, 500, BAD, False, 0.0) == TurnVerdict(again=True)
-    assert restores.judge(rank(1), 0, 500, BAD, False, 0.0).error is BAD
-    assert known.marked == {500: BAD}
+    assert restores.judge(rank(1), 0, ILL, 0.0) == RestoreVerdict(again=True)
+    assert restores.judge(rank(1), 0, ILL, 0.0).problem == BAD.problem()
+    assert known.marked[500].problem() == BAD.problem()
 
 
 def test_it_forgets_old_turns_and_lets_go_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +158,7 @@ def test_it_forgets_old_turns_and_lets_go_at_the_end(monkeypatch: pytest.MonkeyP
         restores.told(rank(0), turn, 500, named=False)
     assert len(restores._turns) == 3
     restores.close()
-    assert restores.judge(rank(0), 9, 500, None, False, 60.0) == GO_ON
+    assert restores.judge(rank(0), 9, WELL, 60.0) == GO_ON
 
 
 def test_it_is_known_while_a_rank_restores() -> None:
@@ -146,10 +167,10 @@ def test_it_is_known_while_a_rank_restores() -> None:
     restores.told(rank(0), 0, None, named=False)  # there is nothing to be restored
     assert not restores.under_way
     ends: list[Callable[[], object]] = [
-        lambda: restores.judge(rank(0, 1), 1, 500, None, False, 0.0),
-        lambda: restores.judge(rank(0, 1), 2, 500, None, True, 0.0),
-        lambda: restores.judge(rank(0, 1), 3, 500, StorageFailed("slow"), False, 0.0),
-        lambda: restores.judge(rank(0, 1), 4, 500, BAD, False, 0.0),
+        lambda: restores.judge(rank(0, 1), 1, WELL, 0.0),
+        lambda: restores.judge(rank(0, 1), 2, ended(alone=True), 0.0),
+        lambda: restores.judge(rank(0, 1), 3, ended(StorageFailed("slow")), 0.0),
+        lambda: restores.judge(rank(0, 1), 4, ILL, 0.0),
         lambda: restores.moved_on(rank(0, 1)),
         lambda: restores.told(rank(0, 1), 7, None, named=False),
         lambda: restores.gone(rank(0, 1)),

@@ -22,7 +22,7 @@ from holdfast_formats.errors import (
     StateMismatch,
 )
 from holdfast_formats.staging.arena import SlotState
-from holdfast_formats.staging.wire import Policy
+from holdfast_formats.staging.messages import Policy
 from holdfast_service.daemon.saving import saver
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import RUN, GatedTier, Rank, SaverWorld, content, refused, saver_world

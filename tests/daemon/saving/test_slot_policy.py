@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast_formats.errors import ArenaFull, GenerationDropped, RoundAborted, StateMismatch
-from holdfast_formats.staging.wire import Policy
+from holdfast_formats.staging.messages import Policy, SlotRequest
 from holdfast_service.daemon.saving.slot_policy import gives_way
 from holdfast_service.storage import MemoryTier
 from tests.daemon.saver_world import RUN, GatedTier, Rank, SaverWorld, refused, saver_world
@@ -107,7 +107,7 @@ def test_a_rank_that_joined_a_step_hears_that_another_had_no_slot_for_it(busy: t
     """The drop of a new save is one decision for the world, also for ranks that hold a slot of it already."""
     world, (first, second) = busy
     third_slot = world.arena.reserve(first.segment.geometry, "larger")  # the first rank has been given more memory
-    world.saver.lease(first.who, third_slot, 3, 0, "oldest-durable")
+    world.saver.lease(first.who, third_slot, SlotRequest(step=3, policy="oldest-durable"), 0)
     with pytest.raises(GenerationDropped):
         second.lease(3, "oldest-durable")
     assert first.wait(3).problem["code"] == "generation-dropped"

@@ -6,6 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from holdfast_formats.rest import bodies
+from holdfast_formats.staging import messages
 
 BODIES: list[BaseModel] = [
     bodies.Run(name="run", attempt=2, keep_last=None, checkpoints=1, newest=500, bytes=10),
@@ -41,16 +42,16 @@ BODIES: list[BaseModel] = [
     bodies.Health(status="ok", version="v", root="/r"),
     bodies.RankHello(protocol=1, run="run", rank=0, world=2, launch="l", keep_last=3),
     bodies.RankWelcome(attempt=1, node="n", root="/r", root_id="r", version="v", silence_max_s=60.0, chunk_bytes_max=1),
-    bodies.Room(slots=2, data_bytes=1, table_bytes=1),
-    bodies.UploadRequest(step=5),
+    messages.Room(slots=2, data_bytes=1, table_bytes=1),
+    messages.SlotRequest(step=5),
     bodies.Upload(number=1, step=5, attempt=1, state="aborted", data_bytes=1, table_bytes=0, problem={"code": "x"}),
     bodies.SealRequest(data_bytes=1, table_bytes=1, table_digest="0" * 16),
-    bodies.AbandonRequest(problem={"code": "x"}),
+    messages.AbandonRequest(problem={"code": "x"}),
     bodies.Outcomes(items=[], next=3),
     bodies.Question(step=None, groups=("model",), wait_s=1.0),
-    bodies.Answer(step=None),
+    messages.Answer(step=None),
     bodies.RestoreEnd(step=500, problem={"code": "corrupt-extent"}, wait_s=20.0),
-    bodies.RestoreVerdict(again=True),
+    messages.RestoreVerdict(again=True),
 ]
 
 

@@ -15,10 +15,10 @@ from holdfast_formats.staging.wire import FrameDecoder, Message
 from holdfast_formats.whereabouts import RootMark
 
 TO_DAEMON: list[Message] = [
-    wire.Hello(id=0, run="run", rank=1, world=2, launch="launch-7", pid=42, keep_last=3),
+    wire.Hello(id=0, run="run", rank=1, world=2, launch="launch-7", keep_last=3),
     wire.Reserve(id=1, slots=2, data_bytes=2**40, table_bytes=100),
     wire.Attach(id=6, open=(500, 501)),
-    wire.Lease(id=2, step=500, wait_s=1.5),
+    wire.Lease(id=2, step=500, wait_s=1.5, restored=400, turn=1, existing="replace", groups=("model",), again=1),
     wire.Seal(id=3, slot=0, step=500, table_digest="0123456789abcdef"),
     wire.Abandon(id=4, slot=1, step=500, problem=Pinned("x", hint="y").problem()),
     wire.Choose(id=5, turn=0, step=None, groups=("model", "optim")),

@@ -22,6 +22,7 @@ from holdfast_formats.errors import (
     from_problem,
 )
 from holdfast_formats.rest import bodies
+from holdfast_formats.staging import messages
 from holdfast_service.api import problems
 from holdfast_service.api.door.needs import READS_STATED, WRITES_CHUNKS, WRITES_STATED, WRITES_STATED_JSON
 from holdfast_service.api.services import Viewer, Wired
@@ -114,7 +115,7 @@ def delete_rank(ranks: Ranks, rank_id: RankId, viewer: Viewer) -> None:
     status_code=204,
     summary="Reserve memory for a rank's slots; 413 if the arena has too little",
 )
-def put_segment(rank: Known, room: bodies.Room) -> None:
+def put_segment(rank: Known, room: messages.Room) -> None:
     rank.reserve(room)
 
 
@@ -123,11 +124,11 @@ def put_segment(rank: Known, room: bodies.Room) -> None:
     dependencies=WRITES_STATED_JSON,
     summary="Start an upload: lease a slot for a step; 409 if the step may not be saved",
 )
-def put_upload(rank: Known, number: Number, wanted: bodies.UploadRequest) -> bodies.Upload:
+def put_upload(rank: Known, number: Number, wanted: messages.SlotRequest) -> bodies.Upload:
     """If no slot is free because storage is behind, the policy decides: an older save or this one is dropped (this
     one with 503 `generation-dropped`); under `wait` it is 429 `arena-full`: try again. Safe to repeat.
     """
-    return rank.open(number, wanted.step, wanted.policy, wanted.intent)
+    return rank.open(number, wanted)
 
 
 @router.get(_UPLOAD, dependencies=READS_STATED, summary="Progress and outcome of an upload")
@@ -174,7 +175,7 @@ def seal_upload(rank: Known, number: Number, whole: bodies.SealRequest) -> bodie
 @router.post(
     f"{_UPLOAD}/abandon", dependencies=WRITES_STATED_JSON, summary="Abandon an upload, and with it the save of this step"
 )
-def abandon_upload(rank: Known, number: Number, why: bodies.AbandonRequest) -> bodies.Upload:
+def abandon_upload(rank: Known, number: Number, why: messages.AbandonRequest) -> bodies.Upload:
     return rank.abandon(number, from_problem(why.problem))
 
 
@@ -213,7 +214,7 @@ async def get_outcomes(
 )
 def put_choice(
     services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], question: bodies.Question
-) -> bodies.Answer:
+) -> messages.Answer:
     """504 while earlier saves are still being written: ask again."""
     return _ranks(services).choose(rank.who, turn, question)
 
@@ -225,17 +226,14 @@ def put_choice(
 )
 async def put_choice_end(
     services: Wired, rank: Known, turn: Annotated[int, Path(ge=0, le=2**53)], end: bodies.RestoreEnd
-) -> bodies.RestoreVerdict:
+) -> messages.RestoreVerdict:
     """504 while other ranks have not reported yet: ask again. Reported damage is checked, and ends the turn for
     all ranks.
     """
-    error = None if end.problem is None else from_problem(end.problem)
     limit = time.monotonic() + end.wait_s
     while True:
         try:  # many ranks may wait: none of them keeps a thread meanwhile
-            judge = _ranks(services).restores.judge
-            found = await asyncio.to_thread(judge, rank.who, turn, end.step, error, end.alone, 0.0)
-            return bodies.RestoreVerdict(again=found.again, problem=found.problem, late=found.late, newest=found.newest)
+            return await asyncio.to_thread(_ranks(services).restores.judge, rank.who, turn, end, 0.0)
         except DeadlineExceeded:
             if time.monotonic() >= limit:
                 raise

@@ -11,10 +11,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
-from holdfast_formats.errors import CheckpointError, Damaged, DeadlineExceeded, NoSuchCheckpoint
-from holdfast_service.daemon.ports import Findings
+from holdfast_formats.errors import CheckpointError, Damaged, DeadlineExceeded, NoSuchCheckpoint, from_problem
+from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
+from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import Participant
 
 log = logging.getLogger(__name__)
@@ -23,26 +23,6 @@ UNHEARD_S = 60.0  # how long ranks that never asked what to restore are waited f
 TURNS_MAX = 256
 
 Look = Callable[[str, int, Damaged], Damaged | None]
-
-
-class TurnVerdict(NamedTuple):
-    """What a rank must do. `again`: read once more, the step is sound now; `error`: the restore failed, for all ranks
-    unless it is `late`.
-
-    Without either, it continues.
-    """
-
-    again: bool = False
-    error: Damaged | None = None
-    late: bool = False
-    newest: int | None = None  # for who asked alone: the newest step that is not known to be damaged
-
-    @property
-    def problem(self) -> dict[str, Any] | None:
-        return None if self.error is None else self.error.problem()
-
-
-GO_ON = TurnVerdict()
 
 
 class _Turn:
@@ -62,8 +42,8 @@ class _Turn:
 class RestoreAgreement:
     """The restores of all launches. Thread-safe. `look` checks reported damage, and repairs or records it."""
 
-    def __init__(self, look: Look, findings: Findings, unheard_s: float = UNHEARD_S) -> None:
-        self._look, self._findings, self.unheard_s = look, findings, unheard_s
+    def __init__(self, look: Look, decisions: Decisions, unheard_s: float = UNHEARD_S) -> None:
+        self._look, self._decisions, self._findings, self.unheard_s = look, decisions, decisions.findings, unheard_s
         self._changed = threading.Condition()
         self._turns: OrderedDict[tuple[str, int, int], _Turn] = OrderedDict()
         self._gone: dict[tuple[str, int], set[int]] = {}
@@ -79,6 +59,11 @@ class RestoreAgreement:
         with self._changed:
             self._gone.setdefault((who.run, who.attempt), set()).add(who.rank)
             self._changed.notify_all()
+
+    def choose(self, who: Participant, turn: int, asked: StepQuestion) -> Answer:
+        """The step that this rank's attempt restores as its `turn`-th, the same for all its ranks."""
+        step = self._decisions.choose(who.run, who.attempt, turn, asked.step, asked.groups, asked.healthy)
+        return Answer(step=step, notes=self.told(who, turn, step, named=asked.step is not None))
 
     def told(self, who: Participant, turn: int, step: int | None, named: bool) -> tuple[str, ...]:
         """A rank was told what to restore as its `turn`-th, and has moved on from those before. What to say with it: which
@@ -112,23 +97,22 @@ class RestoreAgreement:
                     turn.ended.add(who.rank)
             self._changed.notify_all()
 
-    def judge(
-        self, who: Participant, turn: int, step: int, error: CheckpointError | None, alone: bool, wait_s: float
-    ) -> TurnVerdict:
-        """A rank reports how the restore of (turn, step) ended; returns its verdict, `DeadlineExceeded` while
-        others are still restoring.
+    def judge(self, who: Participant, turn: int, end: RestoreResult, wait_s: float) -> RestoreVerdict:
+        """A rank reports how a turn's restore ended; returns its verdict, `DeadlineExceeded` while others are still
+        restoring.
         """
+        error = None if end.problem is None else from_problem(end.problem)
         if isinstance(error, Damaged):
-            return self.damaged(who, turn, step, error, alone)
-        if alone or error is not None:
+            return self.damaged(who, turn, end.step, error, end.alone)
+        if end.alone or error is not None:
             self.abandoned(who, turn)
-            return GO_ON
-        found = self.ended(who, turn, step, wait_s)
+            return RestoreVerdict()
+        found = self.ended(who, turn, end.step, wait_s)
         if found is None:
-            raise DeadlineExceeded(f"other ranks of {who.run} are still restoring step {step}", hint="ask again")
+            raise DeadlineExceeded(f"other ranks of {who.run} are still restoring step {end.step}", hint="ask again")
         return found
 
-    def ended(self, who: Participant, turn: int, step: int, wait_s: float) -> TurnVerdict | None:
+    def ended(self, who: Participant, turn: int, step: int, wait_s: float) -> RestoreVerdict | None:
         """A rank has restored the step: what it is to do, once all others have said how theirs ended; None when that takes
         longer than `wait_s`.
         """
@@ -149,9 +133,9 @@ class RestoreAgreement:
                 if self._closed:
                     break
             if current.failed is not None:
-                return TurnVerdict(error=current.failed)
+                return RestoreVerdict(problem=current.failed.problem())
             current.agreed = True
-            return GO_ON
+            return RestoreVerdict()
 
     def abandoned(self, who: Participant, turn: int) -> None:
         """A rank's restore ended for another reason than damage, which concerns only this rank: stop waiting for
@@ -161,7 +145,7 @@ class RestoreAgreement:
             self._turn(who, turn).ended.add(who.rank)
             self._changed.notify_all()
 
-    def damaged(self, who: Participant, turn: int, step: int, error: Damaged, alone: bool) -> TurnVerdict:
+    def damaged(self, who: Participant, turn: int, step: int, error: Damaged, alone: bool) -> RestoreVerdict:
         """A rank reports damage. If it is confirmed, the turn ends for all ranks, unless it asked `alone`.
 
         If it is not confirmed, or was repaired, the rank reads again. A second report is believed, because a rank
@@ -178,7 +162,7 @@ class RestoreAgreement:
             current = self._turn(who, turn)
             if found is None and who.rank not in current.doubted:
                 current.doubted.add(who.rank)
-                return TurnVerdict(again=True)
+                return RestoreVerdict(again=True)
         if found is None:
             self._findings.damaged(who.run, step, error)
         with self._changed:
@@ -189,7 +173,7 @@ class RestoreAgreement:
                 log.warning("no rank of %s attempt %s restores step %s", who.run, who.attempt, step)
             self._changed.notify_all()
         newest = self._findings.newest(who.run) if alone else None
-        return TurnVerdict(error=found or error, late=late, newest=newest)
+        return RestoreVerdict(problem=(found or error).problem(), late=late, newest=newest)
 
     def close(self) -> None:
         """Whoever waits goes on."""

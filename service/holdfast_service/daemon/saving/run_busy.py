@@ -1,6 +1,6 @@
-"""Refuse a second job with the same run name while the first one is active, unless it takes the run over.
+"""Let ranks in, over either transport: refuse another protocol, and a second job of a run while the first one is active.
 
-A job that takes over, or follows a dead one, gets the next attempt, and all older attempts are shut out (I6). So
+A job that takes its run over, or follows a dead one, gets the next attempt, and all older attempts are shut out (I6). So
 nothing here has to be certain; it only keeps a mistake from ending a training run.
 """
 
@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from holdfast_formats.errors import RunBusy
-from holdfast_formats.rest import bodies
-from holdfast_formats.staging import wire
-from holdfast_formats.staging.wire import Outcome
+from holdfast_formats.errors import InvalidRequest, RunBusy
+from holdfast_formats.staging.messages import Introduction
+from holdfast_formats.staging.wire import PROTOCOL, Outcome
+from holdfast_service.daemon.arena.shares import ADMIN, Asker
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
@@ -32,7 +32,7 @@ class DistantParticipant(Participant):
     remote = True
 
     def __init__(
-        self, hello: bodies.RankHello, attempt: int, notify: Callable[[Outcome], None], heard: Callable[[], float]
+        self, hello: Introduction, attempt: int, notify: Callable[[Outcome], None], heard: Callable[[], float]
     ) -> None:
         """`heard` says when it last spoke, by `time.monotonic()`."""
         super().__init__(hello.run, hello.rank, hello.world, attempt, notify)
@@ -46,7 +46,7 @@ class NearParticipant(Participant):
     """A rank at the socket. It lives as long as its process: a forked child may keep the connection open."""
 
     def __init__(
-        self, hello: wire.Hello, attempt: int, notify: Callable[[Outcome], None], has_ended: Callable[[], bool]
+        self, hello: Introduction, attempt: int, notify: Callable[[Outcome], None], has_ended: Callable[[], bool]
     ) -> None:
         super().__init__(hello.run, hello.rank, hello.world, attempt, notify)
         self.process, self._has_ended = hello.process, has_ended
@@ -61,17 +61,25 @@ class NearParticipant(Participant):
 _Made = TypeVar("_Made")
 
 
+def check(hello: Introduction) -> None:
+    """`InvalidRequest` for a rank of another version, or one that its world does not have."""
+    if hello.protocol != PROTOCOL:
+        raise InvalidRequest(
+            f"the trainer uses protocol {hello.protocol}, this daemon {PROTOCOL}",
+            hint="use the same version of holdfast on both sides",
+        )
+    if not hello.rank < hello.world:
+        raise InvalidRequest(f"rank {hello.rank} is not valid in a world of {hello.world}")
+
+
 def let_in(
-    saver: Saver,
-    decisions: Decisions,
-    hello: wire.Hello | bodies.RankHello,
-    join: Callable[[int], _Made],
-    tenant: str = "",
+    saver: Saver, decisions: Decisions, hello: Introduction, join: Callable[[int], _Made], asker: Asker = ADMIN
 ) -> _Made:
     """Declare a rank's attempt and let it `join`; `RunBusy` for the first rank of a new launch while another job is
     active.
 
-    `LimitExceeded` for a new run of a `tenant` that already has too many runs without a save.
+    `LimitExceeded` for a new run of a tenant that already has too many runs without a save. `keep_last` counts only if
+    the asker may remove checkpoints.
 
     Checking and joining are one atomic step per run: of two jobs that start at once, one finds the other.
 
@@ -79,15 +87,15 @@ def let_in(
     before other ranks have. `retry_after_s` says when silent ranks over HTTP count as gone; it is 0 if a living
     process is connected.
     """
+    saver.giving_way.expect()
+    keep_last = hello.keep_last if asker.owner else None
     limit = time.monotonic() + DYING_S
     while True:
         with saver.entering(hello.run):
             living = [] if hello.take_over else _others(saver, decisions, hello)
             if not living:
-                decisions.admit_run(hello.run, tenant)
-                return join(
-                    decisions.hello(hello.run, hello.launch, hello.world, hello.keep_last, hello.rank, hello.session)
-                )
+                decisions.admit_run(hello.run, asker.tenant)
+                return join(decisions.hello(hello.run, hello.launch, hello.world, keep_last, hello.rank, hello.session))
         if all(other.remote for other in living) or time.monotonic() > limit:
             break
         time.sleep(POLL_S)
@@ -102,7 +110,7 @@ def let_in(
     )
 
 
-def _others(saver: Saver, decisions: Decisions, hello: wire.Hello | bodies.RankHello) -> list[Participant]:
+def _others(saver: Saver, decisions: Decisions, hello: Introduction) -> list[Participant]:
     """The living ranks of another job."""
     living = [other for other in saver.present(hello.run) if other.silent_s() < SILENCE_MAX_S]
     if not living or decisions.declared(hello.run, hello.launch, hello.rank, hello.session, hello.world):

@@ -15,9 +15,8 @@ from types import MappingProxyType
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
 from holdfast_formats.errors import ArenaFull, CheckpointError, GenerationDropped, RoundAborted, StaleAttempt
-from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.rest.observed import Life
-from holdfast_formats.staging.wire import Policy
+from holdfast_formats.staging.messages import Policy, SlotRequest
 from holdfast_service.daemon.arena.held_slots import HeldCheckpoints
 from holdfast_service.daemon.arena.segment import LEASE_DEADLINE_S, ArenaSegment, SealedSlot, check_identity, find_sealed
 from holdfast_service.daemon.checking.checker import Checker, Checks
@@ -56,7 +55,7 @@ class Saver:
         checker = checker or Checker(tier, decisions)
         self.giving_way = GivingWay(lambda: self._staging or self.restores.under_way)
         self.checks = Checks(checker, self.history.verified, self.giving_way, decisions.recorded)
-        self.restores = RestoreAgreement(checker.suspect, decisions.findings)
+        self.restores = RestoreAgreement(checker.suspect, decisions)
         self.holds = HeldCheckpoints(decisions.committed)
         self._backlog = WriteQueue(
             tier, decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history
@@ -128,20 +127,13 @@ class Saver:
         with self._lock:
             return self._attendance.belongs(run, process)
 
-    def lease(
-        self,
-        who: Participant,
-        segment: ArenaSegment,
-        step: int,
-        wait_s: float,
-        policy: Policy = "wait",
-        intent: Intent = NO_INTENT,
-    ) -> int:
-        """Lease a slot of `segment` for this rank's part of `step`. Refuses a step that this rank may not save.
+    def lease(self, who: Participant, segment: ArenaSegment, wanted: SlotRequest, wait_s: float) -> int:
+        """Lease a slot of `segment` for this rank's part of a step. Refuses a step that this rank may not save.
 
         If no slot is free, the policy decides for all ranks: an older save is dropped for this one, or this one is
         dropped, with `GenerationDropped`; or it waits for a slot, for `wait_s` seconds, then `ArenaFull`.
         """
+        step, policy, intent = wanted.step, wanted.policy, wanted.intent
         key = RoundKey(who.run, step, who.attempt)
         self.restores.moved_on(who)
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from holdfast_formats.staging.wire import Policy
+from holdfast_formats.staging.messages import Policy
 
 _Generation = TypeVar("_Generation")
 

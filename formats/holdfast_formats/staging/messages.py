@@ -1,0 +1,122 @@
+"""What a rank and its daemon tell each other, whatever carries it: the unix socket (`wire`) or HTTP (`rest/bodies`).
+
+Each content is stated once, here. A message of the socket is a content, its `type` and a number; a body of the REST API
+is a content and what only HTTP has. `restate` turns the one into the other. What is added here is taken over HTTP too, from
+everybody who may write to the run: what only local ranks may say belongs into `wire`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field
+
+from holdfast_formats.lineage import Existing, Intent
+
+Policy = Literal["newest-wins", "oldest-durable", "wait"]  # what gives way where storage is slower than the saves
+
+_Kind = TypeVar("_Kind", bound=BaseModel)
+
+
+class Introduction(BaseModel):
+    """Who a rank is. Ranks with the same `launch` belong to one attempt."""
+
+    protocol: int
+    run: str
+    rank: int = Field(ge=0)
+    world: int = Field(ge=1)
+    launch: str = Field(min_length=1, max_length=256)
+    keep_last: int | None = Field(default=None, ge=1)
+    process: str = Field(default="", max_length=64, description="ID of this process; the same ID is the same job")
+    session: str = Field(
+        default="", max_length=64, description="ID of this checkpointer, the same on all its connections and rank IDs"
+    )
+    take_over: bool = Field(
+        default=False, description="start although another job of this run is active, and shut that job out"
+    )
+
+
+class Reception(BaseModel):
+    """Who answers a rank, and its attempt."""
+
+    attempt: int
+    node: str
+    root: str
+    version: str
+    notices: tuple[str, ...] = Field(default=(), description="requested settings that are not in force, such as keep_last")
+
+
+class Room(BaseModel):
+    """The memory that the daemon reserves for a rank: number and size of slots in its arena."""
+
+    slots: int = Field(ge=1, le=64)
+    data_bytes: int = Field(ge=0)
+    table_bytes: int = Field(ge=0)
+
+
+class SlotRequest(BaseModel):
+    """A slot for a step. If none is free, `policy` decides.
+
+    `newest-wins`: an older save that is not being written yet is dropped, or else this one. `oldest-durable`: this one is.
+    `wait`: nothing is dropped. The other fields are the same on all ranks.
+    """
+
+    step: int = Field(ge=0)
+    policy: Policy = Field(default="wait", description="which save is dropped if no slot is free")
+    restored: int | None = Field(default=None, ge=0, description="the step that this launch restored and continues from")
+    turn: int = Field(
+        default=0, ge=0, description="number of restores that this launch continued from, plus saves it replaced"
+    )
+    again: int = Field(default=0, ge=0, description="how many of `turn` are saves since the last restore")
+    existing: Existing = Field(default="refuse", description="what to do if the step is already a checkpoint")
+    groups: tuple[str, ...] = Field(default=(), description="the groups of the save")
+
+    @property
+    def intent(self) -> Intent:
+        return Intent(self.restored, self.turn, self.existing, self.groups, self.again)
+
+
+class AbandonRequest(BaseModel):
+    """Why a rank does not complete its part of a save; no rank's part is saved then."""
+
+    problem: dict[str, Any]
+
+
+class StepQuestion(BaseModel):
+    """Which step does this attempt restore? The newest with all of `groups`, unless a step is given."""
+
+    step: int | None = Field(default=None, ge=0)
+    groups: tuple[str, ...] = ()
+    healthy: bool = Field(
+        default=False, description="restore the newest checkpoint that is verified and not known to be unhealthy"
+    )
+
+
+class Answer(BaseModel):
+    step: int | None
+    notes: tuple[str, ...] = Field(default=(), description="newer checkpoints that were skipped, and why")
+
+
+class RestoreResult(BaseModel):
+    """How this rank's restore of the turn's step ended: successfully, or with this problem."""
+
+    step: int = Field(ge=0)
+    problem: dict[str, Any] | None = None
+    alone: bool = Field(default=False, description="the answer concerns only this rank, which asked for a step by number")
+
+
+class RestoreVerdict(BaseModel):
+    """Whether this rank continues from what it restored. With neither `again` nor a problem it does."""
+
+    again: bool = Field(default=False, description="read the step again: it is sound now")
+    problem: dict[str, Any] | None = Field(
+        default=None, description="the problem for which no rank continues from this step"
+    )
+    late: bool = Field(default=False, description="other ranks had already continued from it")
+    newest: int | None = Field(default=None, description="the newest step that is not known to be damaged, if asked alone")
+
+
+def restate(said: BaseModel, kind: type[_Kind], **more: Any) -> _Kind:
+    """The same content as a message of this kind: the fields that both have, and `more`."""
+    both = type(said).model_fields.keys() & kind.model_fields.keys() - more.keys()
+    return kind(**{name: getattr(said, name) for name in both}, **more)
