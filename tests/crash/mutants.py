@@ -299,10 +299,10 @@ MUTATIONS = (
     ),
     Mutation(
         "digests of what is read for several askers",
-        "service/holdfast_service/daemon/shared_reads/extent_cache.py",
+        "service/holdfast_service/api/content/extent_cache.py",
         "            verification.check(piece, target[at : min(at + piece.length, size)])\n",
         "            pass\n",
-        ("tests/daemon/shared_reads/test_extent_cache.py",),
+        ("tests/api/content/test_extent_cache.py",),
     ),
     Mutation(
         "digest of config.json, by which shards are planned",

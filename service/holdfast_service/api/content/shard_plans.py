@@ -19,9 +19,9 @@ from holdfast_formats.layout import language, rank_tensors, shard_file
 from holdfast_formats.layout.rank_tensors import HeldTensors, LayoutHoldings
 from holdfast_formats.layout.shard_file import PlacedTensor
 from holdfast_formats.rest import bodies
+from holdfast_service.api.content.extent_cache import CachedCheckpoint
 from holdfast_service.api.content.open_checkpoints import Contents, decode_cursor, encode_cursor
 from holdfast_service.api.content.shard_streams import Recipe
-from holdfast_service.daemon.shared_reads.extent_cache import CachedCheckpoint
 from holdfast_service.storage import Tier
 
 PLANNED_MAX = 32  # shards that are kept planned, as long as

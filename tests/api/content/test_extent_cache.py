@@ -15,8 +15,8 @@ from holdfast_formats import naming
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptExtent, CorruptManifest
-from holdfast_service.daemon.shared_reads import extent_cache
-from holdfast_service.daemon.shared_reads.extent_cache import SLAB_BYTES, CachedCheckpoint, ProvenExtents
+from holdfast_service.api.content import extent_cache
+from holdfast_service.api.content.extent_cache import SLAB_BYTES, CachedCheckpoint, ProvenExtents
 from holdfast_service.storage import PosixTier
 from holdfast_service.storage.tier import Buffer
 from tests.checkpoints import Built, build, flip
