@@ -26,8 +26,8 @@ PORTS = (15_000, 32_000)  # below those that Linux takes for connections and for
 class RunningDaemon:
     """A daemon that serves `root`; `log` is what it wrote. `before` are words of a command that becomes the daemon.
 
-    `patient`: it waits long for ranks that restore together. Unless it is `closed`, as daemons are by themselves, or flags
-    say whom it asks for a token, a test may ask it as anybody, over any proxy.
+    Unless it is `closed`, as daemons are by themselves, or flags say whom it asks for a token, a test may ask it as anybody,
+    over any proxy.
     """
 
     def __init__(
@@ -36,15 +36,13 @@ class RunningDaemon:
         *flags: str,
         listen: str = "none",
         before: tuple[str, ...] = (),
-        patient: bool = False,
         closed: bool = False,
     ) -> None:
         self.root, self.socket, self.log = root, root.parent / f"{root.name}.sock", root.parent / f"{root.name}.log"
         if listen.startswith("127.") and not closed and not DOORS.intersection(flags):
             flags = (*flags, "--loopback-open")
         self.process: subprocess.Popen[bytes] | Forked
-        module = "tests.patient_daemon" if patient else "holdfast_service"
-        command = ["-m", module, "--root", str(root), "--socket", str(self.socket), "--listen", listen, *flags]
+        command = ["-m", "holdfast_service", "--root", str(root), "--socket", str(self.socket), "--listen", listen, *flags]
         with open(self.log, "ab") as log:  # SIGABRT has it say there where every thread stands
             if before or "PYTHONPATH" in os.environ:  # what stands there may change what is imported (tests/crash/stops)
                 about, words = {**os.environ, "PYTHONFAULTHANDLER": "1"}, [*before, sys.executable, *command]
@@ -87,11 +85,9 @@ class RunningDaemon:
 
 
 @contextmanager
-def running(
-    root: Path, *flags: str, listen: str = "none", patient: bool = False, closed: bool = False
-) -> Iterator[RunningDaemon]:
+def running(root: Path, *flags: str, listen: str = "none", closed: bool = False) -> Iterator[RunningDaemon]:
     """A daemon for the length of a block; the block's end stops it in an orderly way and checks that it did."""
-    daemon = RunningDaemon(root, *flags, listen=listen, patient=patient, closed=closed)
+    daemon = RunningDaemon(root, *flags, listen=listen, closed=closed)
     try:
         yield daemon
     finally:

@@ -33,7 +33,7 @@ IMPORTED: dict[str, tuple[str, ...]] = {
     "daemon": (
         *("holdfast_service.config", "holdfast_service.observe.logs", "holdfast_service.daemon.server"),
         *("holdfast_service.api.app", "holdfast_service.api.door.policy", "holdfast_service.wiring.assembly"),
-        *("holdfast_service.wiring.gc_tuning", "holdfast_service.wiring.watching", "tests.patient_daemon"),
+        *("holdfast_service.wiring.gc_tuning", "holdfast_service.wiring.watching"),
         *("alembic.command", "alembic.config", "sqlalchemy.dialects.sqlite", "uvicorn.lifespan.off", "uvicorn.loops.auto"),
     ),
 }

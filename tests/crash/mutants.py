@@ -454,7 +454,7 @@ MUTATIONS = (
         "if False]:\n",
         ("tests/daemon/saving/test_saver.py",),
     ),
-    # readers hold what they read, and what is lent was proven (I4, I7)
+    # readers hold what they read (I4)
     Mutation(
         "a reader's hold against removal",
         "service/holdfast_service/control/checkpoints/readers.py",
@@ -468,20 +468,6 @@ MUTATIONS = (
         "            if (run, step) in self._removing:\n",
         "            if False:\n",
         ("tests/control/checkpoints/test_readers.py",),
-    ),
-    Mutation(
-        "the digest of what is lent",
-        "service/holdfast_service/daemon/shared_reads/sealed_memory.py",
-        'np.array(found, np.uint64) == self._wanted.rows["digest"][job.first : job.last]\n',
-        "len(found) > 0\n",
-        ("tests/daemon/shared_reads/test_loader.py",),
-    ),
-    Mutation(
-        "the seal of what is lent",
-        "service/holdfast_service/daemon/shared_reads/sealed_memory.py",
-        "        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)\n",
-        "",
-        ("tests/daemon/shared_reads/test_loader.py",),
     ),
     # leases and locks
     Mutation(

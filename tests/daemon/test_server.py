@@ -15,9 +15,8 @@ import pytest
 from holdfast.link.unix_socket import SocketLink
 from holdfast.stage.slots import Slots
 from holdfast_formats import naming
-from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, InvalidRequest, LimitExceeded
-from holdfast_formats.staging import piece_list, wire
+from holdfast_formats.staging import wire
 from tests.daemons import RunningDaemon, running, wait_until
 
 
@@ -116,27 +115,6 @@ def test_only_ones_own_segment_can_be_attached(daemon: RunningDaemon) -> None:
     assert isinstance(reply, wire.Done)
     os.close(noise)
     other.close()
-    with_us.close()
-
-
-def test_what_is_to_be_loaded_is_listed_in_a_memfd(daemon: RunningDaemon) -> None:
-    """Before hello, without a descriptor, or with one of something else: refused by name; a rank alone is lent nothing."""
-    with_us = link(daemon)
-    with pytest.raises(InvalidRequest, match="hello"):
-        with_us.ask(wire.Load(id=with_us.next_id(), step=1, peers=1), wire.Loaded)
-    hello(with_us, run="load", launch="l")
-    with pytest.raises(InvalidRequest, match="memfd"):
-        with_us.ask(wire.Load(id=with_us.next_id(), step=1, peers=1), wire.Loaded)
-    noise, good = os.memfd_create("noise"), os.memfd_create("good")
-    os.write(noise, b"noise" * 1000)
-    os.write(good, piece_list.encode(piece_list.of([Piece("model.safetensors", 0, 9, "0" * 16)])))
-    with pytest.raises(InvalidRequest, match="no listing"):
-        with_us.ask(wire.Load(id=with_us.next_id(), step=1, peers=1), wire.Loaded, (noise,))
-    loaded = with_us.ask(wire.Load(id=with_us.next_id(), step=1, peers=1), wire.Loaded, (good,))
-    assert (loaded.pieces, loaded.bytes, loaded.notice) == (0, 0, "")
-    assert with_us.ask(wire.Unload(id=with_us.next_id(), read_bytes=9), wire.Done)
-    os.close(noise)
-    os.close(good)
     with_us.close()
 
 

@@ -2,8 +2,7 @@
 
     reshard_worker.py save|restore SOCKET OUTPUT MESH[,MESH…]
 
-Each rank checks nothing itself: rank 0 writes the digest of every full tensor, gathered by torch, to OUTPUT.MESH.json, and
-every rank what it read to OUTPUT.MESH.rank-R.json.
+Each rank checks nothing itself: rank 0 writes the digest of every full tensor, gathered by torch, to OUTPUT.MESH.json.
 """
 
 from __future__ import annotations
@@ -131,8 +130,6 @@ def main() -> None:
                 assert checkpointer.restore() == 3
                 report = checkpointer.last_restore
                 assert report is not None and not report.missing
-            read = {"node": report.node_bytes, "own": report.own_bytes, "notes": report.notes}
-            Path(f"{output}.{mesh}.rank-{dist.get_rank()}.json").write_text(json.dumps(read))
             assert before == {id(p) for p in state["model"].parameters()}, "restored in place"
             with Checkpointer(f"again-{dist.get_world_size()}-{mesh}", state, at=socket) as checkpointer:
                 checkpointer.save(3, wait="durable")

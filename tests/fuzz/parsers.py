@@ -16,13 +16,12 @@ import msgspec
 
 from holdfast_formats import naming
 from holdfast_formats.disk import manifest, safetensors, state_json
-from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CheckpointError, from_problem
 from holdfast_formats.layout import language
 from holdfast_formats.layout.rules import choice, document
 from holdfast_formats.layout.rules.table import compile_table
 from holdfast_formats.region import Box
-from holdfast_formats.staging import arena, piece_list, slot_table, wire
+from holdfast_formats.staging import arena, slot_table, wire
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 from holdfast_formats.whereabouts import RootMark
@@ -151,7 +150,6 @@ def _wire_seeds(*messages: wire.Message) -> tuple[bytes, ...]:
     return tuple(map(wire.encode_frame, messages))
 
 
-_PIECES = [Piece("a.safetensors", 0, 100, "0" * 16), Piece("b.safetensors", 4096, 10, "f" * 16)]
 _STATE = state_json.merge(
     5, {"loss": 2.5}, ["model", "extra"], {0: {"extra": {"lr": "0.1", "x": "[1]"}}, 1: {"extra": {"lr": "0.1", "x": "[2]"}}}
 )
@@ -200,7 +198,6 @@ PARSERS = (
         ),
         _framed_4,
     ),
-    Parser("listing", piece_list.decode, (piece_list.encode(piece_list.of(_PIECES)),), bytes_changed),
     Parser("layout", _layout, _LAYOUTS, mutated),
     Parser("rules", _rules, tuple(path.read_bytes() for path in sorted(_RULES.rglob("*.toml")))[:3], bytes_changed),
     Parser("state", _state, (_STATE,)),

@@ -15,7 +15,6 @@ from holdfast.link.address import DaemonAddress
 from holdfast.link.connect import connect
 from holdfast.read.held_slots import HeldSlot, take_held
 from holdfast.read.root_directory import living_steps, open_checkpoint, published_steps
-from holdfast.read.shared_load import Neighbours
 from holdfast.threads.background_requests import BackgroundRequests
 from holdfast.tickets import Tickets
 from holdfast.transport import Transport
@@ -185,10 +184,6 @@ class Session:
     def held(self, step: int) -> list[HeldSlot]:
         """The slots of the in-memory checkpoint of a step, if the daemon still keeps them; the caller closes them."""
         return [] if self._link is None else take_held(self._link, step)
-
-    def neighbours(self, peers: int) -> Neighbours | None:
-        """The other ranks of this launch on this machine; None without any, or without a shared daemon."""
-        return Neighbours(self._link, peers) if self._link is not None and peers > 1 else None
 
     def say(self, notice: str) -> None:
         log.warning("rank %d of %s: %s", self._who.rank, self._who.run, notice)

@@ -16,11 +16,9 @@ import numpy as np
 
 from holdfast.memory import direct_io
 from holdfast.memory.mapping import Mapping
-from holdfast.read import shared_load
 from holdfast.read.overwrite_guard import Overwriting
 from holdfast.read.reader import CheckpointReader
 from holdfast.read.requests import Want
-from holdfast.read.shared_load import Neighbours
 from holdfast.read.sources import Source
 from holdfast.transport import Transport
 from holdfast_formats.digest import digest
@@ -99,17 +97,11 @@ def take_held(link: Transport, step: int) -> list[HeldSlot]:
 
 
 class Filled(NamedTuple):
-    """Where the wanted tensors were read from, notes on unusable slots, and how many bytes of extents were read.
-
-    Byte counts cover files only, headers included: bytes that the daemon verified for several ranks, and bytes
-    that this rank did.
-    """
+    """Where the wanted tensors were read from, notes on unusable slots, and how many bytes of extents were read."""
 
     from_slots: bool
     notes: tuple[str, ...]
     bytes_read: int
-    node_bytes: int = 0
-    own_bytes: int = 0
 
 
 def fill(
@@ -118,10 +110,9 @@ def fill(
     take: Callable[[int], Sequence[HeldSlot]],
     rank: int,
     into: Overwriting,
-    neighbours: Neighbours | None = None,
 ) -> Filled:
     """Fill all wanted tensors: from the in-memory checkpoint if `take` finds one, otherwise from the reader's own
-    source, together with `neighbours`.
+    source.
 
     Problems with slots are not errors: the reader's own source is then read instead. Each extent is verified
     before it is used; with `into.prove_first` all of them before the first one.
@@ -133,8 +124,12 @@ def fill(
             return Filled(True, (), _fill_from(slots, reader, wants, rank, into))
     except CheckpointError as error:
         notes = (f"the in-memory checkpoint could not be used, restored from files instead: {error.detail}",)
-    read = shared_load.fill(reader, wants, neighbours, into)
-    return Filled(False, (*notes, *read.notes), read.bytes_read, read.node_bytes, read.own_bytes)
+    if into.prove_first:
+        reader.prove(wants)
+    else:
+        reader.check_headers(wants)
+    into.begins()
+    return Filled(False, notes, reader.load(wants))
 
 
 def _fill_from(

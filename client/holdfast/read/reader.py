@@ -8,10 +8,9 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import cached_property
-from itertools import groupby
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from holdfast.read import verified_load
 from holdfast.read.requests import ExtentRun, Want, runs
-from holdfast.read.sources import ProvenSource, Source
+from holdfast.read.sources import Source
 from holdfast_formats import dtypes, naming, transfer
 from holdfast_formats.disk import manifest as manifests
 from holdfast_formats.disk import verification
@@ -92,7 +91,6 @@ class CheckpointReader:
         self.manifest = manifest
         self.manifest_bytes = manifest_bytes
         self.commit_bytes = commit_bytes
-        self.lent: ProvenSource | None = None  # where some of the pieces stand, proven: they are not read from the source
         self.cores = len(os.sched_getaffinity(0))
         self._bytes = _Bytes(source)
         self._found = _Found([], [])
@@ -166,52 +164,22 @@ class CheckpointReader:
         self.load([Want(group, name, box, array.view(transfer.element_dtype(array.itemsize)))])
         return array
 
-    def prove(self, wants: Iterable[Want]) -> int:
+    def prove(self, wants: Iterable[Want]) -> None:
         """Read and check every extent that the wants touch, and the headers of their files, without storing anything.
 
-        Returns the number of header bytes. Raises `CorruptExtent` with file, tensor and byte range.
+        Raises `CorruptExtent` with file, tensor and byte range.
         """
         wants = list(wants)
-        headers = self.check_headers(wants)
+        self.check_headers(wants)
         found = self._touched(wants)
-        verified_load.prove(self.source, self._runs_apart(found)[0], self.cores)
+        verified_load.prove(self.source, found.runs, self.cores)
         found.proven = True
-        return headers
 
-    def check_headers(self, wants: Iterable[Want]) -> int:
-        """Read and check the headers of the files that the wants touch; returns their bytes. Raises `CorruptExtent`."""
-        headers = self._headers(self._touched(list(wants)))
-        verified_load.check(self.source, self._apart(headers)[0])
-        return sum(header.length for header in headers)
-
-    def needed(self, wants: Iterable[Want]) -> list[Piece]:
-        """The pieces that `prove` reads."""
-        found = self._touched(list(wants))
-        extents = [
-            verification.tensor_piece(run.group, run.name, run.entry, extent)
-            for run in found.runs
-            for extent in run.entry.extents[run.first : run.stop]
-        ]
-        return [*self._headers(found), *extents]
-
-    def _headers(self, found: _Found) -> list[Piece]:
-        used = {run.entry.file for run in found.runs}
-        return [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
-
-    def _apart(self, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
-        """Those that are read from the source, and those that are lent."""
-        lent = self.lent
-        if lent is None:
-            return pieces, []
-        return [piece for piece in pieces if not lent.holds(piece)], [piece for piece in pieces if lent.holds(piece)]
-
-    def _runs_apart(self, found: _Found) -> tuple[list[ExtentRun], list[ExtentRun]]:
-        """The same of runs, cut where one kind ends and the other begins."""
-        lent = self.lent
-        if lent is None:
-            return found.runs, []
-        parts = [(part, there) for run in found.runs for part, there in _cut(run, lent.holds)]
-        return [part for part, there in parts if not there], [part for part, there in parts if there]
+    def check_headers(self, wants: Iterable[Want]) -> None:
+        """Read and check the headers of the files that the wants touch. Raises `CorruptExtent`."""
+        used = {run.entry.file for run in self._touched(list(wants)).runs}
+        headers = [Piece(f.name, 0, f.header_bytes, f.digest) for f in self.manifest.files if f.name in used]
+        verified_load.check(self.source, headers)
 
     def load(self, wants: Iterable[Want]) -> int:
         """Read into the wants, and verify each extent; call `prove` first if nothing may change unless everything is
@@ -222,10 +190,7 @@ class CheckpointReader:
         then wants may be overwritten, with verified bytes, or with zeros where verification failed.
         """
         found = self._touched(list(wants))
-        own, lent = self._runs_apart(found)
-        verified_load.hand_over(self.source, own, self.cores, found.proven)
-        if self.lent is not None:
-            verified_load.hand_over(self.lent, lent, self.cores, proven=False)
+        verified_load.hand_over(self.source, found.runs, self.cores, found.proven)
         return sum(run.length for run in found.runs)
 
     def verify(self, on_bytes: Callable[[int], None] | None = None) -> list[Damage]:
@@ -310,20 +275,6 @@ class CheckpointReader:
         if len(wants) != len(known.wants) or not all(map(operator.is_, wants, known.wants)):
             self._found = _Found(wants, runs(self.manifest, wants, self.source.label))
         return self._found
-
-
-def _cut(run: ExtentRun, holds: Callable[[Piece], bool]) -> Iterator[tuple[ExtentRun, bool]]:
-    """A run's extents, those next to each other together that are held, or are not."""
-    extents = run.entry.extents
-    there = [holds(verification.tensor_piece(run.group, run.name, run.entry, e)) for e in extents[run.first : run.stop]]
-    first = run.first
-    for held, same in groupby(there):
-        stop = first + len(list(same))
-        low = extents[first].offset - run.offset
-        high = extents[stop - 1].offset + extents[stop - 1].length - run.offset
-        octets = run.octets[low:high] if run.octets is not None else None
-        yield run._replace(first=first, stop=stop, octets=octets), held
-        first = stop
 
 
 def read_placement(source: Source) -> manifests.Placement:

@@ -16,7 +16,6 @@ from holdfast.memory.page_cache import PageCacheState
 from holdfast.rest.api import Api
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import EXTENT_BYTES_MAX
-from holdfast_formats.disk.verification import Piece
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, NoSuchResource, StorageFailed
 
 READ_AHEAD_BYTES_MIN = 2**20
@@ -45,12 +44,6 @@ class Source(Protocol):
     def waits(self, name: str, offset: int) -> bool: ...  # whether reading there would wait for a disk or a network; a guess
     def past_cache(self) -> direct_io.Reader | None: ...  # how it is read past the page cache, where it can be
     def close(self) -> None: ...
-
-
-class ProvenSource(Source, Protocol):
-    """A stable source of some pieces, all of them already verified."""
-
-    def holds(self, piece: Piece) -> bool: ...
 
 
 def _read(source: Source, name: str, offset: int, length: int | None) -> bytes:

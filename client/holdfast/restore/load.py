@@ -34,8 +34,6 @@ class RestoreReport(NamedTuple):
     seconds: float
     source: Literal["slot", "directory", "http"] = "directory"  # "slot": out of the memory that it was saved from
     bytes_read: int = 0  # of the checkpoint's files: whole extents, each counted once
-    node_bytes: int = 0  # of the directory's pieces that the daemon read and proved once, for several ranks of this machine
-    own_bytes: int = 0  # of those that this rank read and proved for itself; both are 0 from slots
 
 
 class WantedPart(NamedTuple):
@@ -72,11 +70,10 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     targets = targets_of([_own(leaf, reader.manifest, own) for leaf in restoration.leaves])
     wants = [target.want for target in targets]
     cold: Literal["directory", "http"] = "http" if isinstance(reader.source, HttpSource) else "directory"
-    neighbours = session.neighbours(launch.peers) if cold == "directory" else None
     names = [leaf.path for leaf in restoration.leaves]
     into = Overwriting(lambda: state.wholeness.tear(names), wanted.prove_first)
     try:
-        filled = fill(reader, wants, session.held, launch.rank, into, neighbours)
+        filled = fill(reader, wants, session.held, launch.rank, into)
         finish(targets)
         restoration.apply()
     except CheckpointError as error:
@@ -93,8 +90,6 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
         seconds=0.0,
         source="slot" if filled.from_slots else cold,
         bytes_read=filled.bytes_read,
-        node_bytes=filled.node_bytes,
-        own_bytes=filled.own_bytes,
     )
 
 

@@ -2,9 +2,8 @@
 
 A frame is four bytes of little-endian length and a JSON object with a `type`. A request carries `id`; its reply carries the
 same number as `reply_to`. `Outcome` comes unasked. The file descriptors that travel, memfds, ride on the first byte of the
-`Segment`, `HeldSlots` and `Loaded` frames, of the `Attach` frame when a rank brings its segment to another daemon, and of
-the `Load` frame. Bulk data never comes this way: it lies in the slot, table included, or in the memfd. What is also said
-over HTTP is stated in `messages`.
+`Segment` and `HeldSlots` frames, and of the `Attach` frame when a rank brings its segment to another daemon. Bulk data
+never comes this way: it lies in the slot, table included. What is also said over HTTP is stated in `messages`.
 """
 
 from __future__ import annotations
@@ -167,39 +166,6 @@ class HeldSlots(Reply):
     parts: tuple[HeldPart, ...] = Field(default=(), max_length=HELD_RANKS_MAX)
 
 
-class Load(Request):
-    """Read, once for all of them, what this rank and others of this machine want of a step; a `listing` of it comes along.
-
-    `peers` are the ranks of its launch on this machine, itself included: they are awaited for a moment. `waits` says that
-    reading would wait for a disk or a network, as far as this rank can tell.
-    """
-
-    type: Literal["load"] = "load"
-    step: int = Field(ge=0)
-    peers: int = Field(ge=1)
-    waits: bool = True
-
-
-class Loaded(Reply):
-    """Memory that comes along and that nobody can change any more: pieces, each proven, behind a `listing` of them.
-
-    With `pieces` 0 none comes. A piece that is not there this rank reads and proves for itself; `notice` says why, where
-    there is a reason but that no other rank wants it.
-    """
-
-    type: Literal["loaded"] = "loaded"
-    pieces: int = 0
-    bytes: int = 0
-    notice: str = ""
-
-
-class Unload(Request):
-    """The end of what `Load` began, in any case: the memory is not used any more. `read_bytes` this rank read for itself."""
-
-    type: Literal["unload"] = "unload"
-    read_bytes: int = Field(ge=0)
-
-
 class Measured(Request):
     """How long this rank's training stood still for a save: in `save()`, and at the fence behind it. There is no reply."""
 
@@ -234,11 +200,11 @@ class Outcome(Message):
 
 
 ToDaemon = Annotated[
-    Hello | Reserve | Attach | Lease | Seal | Abandon | Choose | Ended | Held | Load | Unload | Measured | Farewell,
+    Hello | Reserve | Attach | Lease | Seal | Abandon | Choose | Ended | Held | Measured | Farewell,
     Field(discriminator="type"),
 ]
 ToRank = Annotated[
-    Welcome | Segment | Granted | Sealed | Chosen | Judged | HeldSlots | Loaded | Done | Failed | Outcome,
+    Welcome | Segment | Granted | Sealed | Chosen | Judged | HeldSlots | Done | Failed | Outcome,
     Field(discriminator="type"),
 ]
 TO_DAEMON: TypeAdapter[Any] = TypeAdapter(ToDaemon)

@@ -81,7 +81,6 @@ class Collected(Collector):
             "holdfast_checkpoints_removed": [((why,), self._services.rotation.removed[why]) for why in WHY_REMOVED],
             "holdfast_arena_bytes": [((), node.arena_bytes)],
             "holdfast_ranks": [((), node.ranks)],
-            "holdfast_restore_read_bytes": [((by,), size) for by, size in self._services.restore_bytes().items()],
             "holdfast_requests_refused": [((code,), count) for code, count in self._refused().items()],
             "holdfast_storage_free_bytes": [((), self._services.tier.free_bytes())],
             "holdfast_events": [((kind,), self._services.events.counts[kind]) for kind in EVENTS],

@@ -35,9 +35,8 @@ LIMIT_MAX = 1000
 class Services:
     """The rooms below. `files_root` is the tier's directory where it has one: then files are read from it directly.
 
-    `remote` takes uploads; a service without a daemon has none. `restore_bytes` says how many bytes were read for restores,
-    by whom. `runner` does jobs; a service without one has none. `door` says who may come in.
-    `suspect` is told what a request could not be given since it is damaged: somebody looks into it.
+    `remote` takes uploads; a service without a daemon has none. `runner` does jobs; a service without one has none. `door`
+    says who may come in. `suspect` is told what a request could not be given since it is damaged: somebody looks into it.
     """
 
     tier: Tier
@@ -50,7 +49,6 @@ class Services:
     files_root: Path | None = None
     remote: RemoteRanks | None = None
     suspect: Callable[[str, int, Damaged], None] = lambda run, step, error: None
-    restore_bytes: Callable[[], Mapping[str, int]] = dict
     runner: JobRunner | None = None
     lives: Callable[[], Mapping[str, Lived]] = dict  # what is known of the ranks of runs
     door: Policy = field(default_factory=Policy)

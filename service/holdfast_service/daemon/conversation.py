@@ -27,8 +27,6 @@ from holdfast_service.daemon.saving.adoption import Adoption
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.run_busy import NearParticipant, check, let_in
 from holdfast_service.daemon.saving.saver import Saver
-from holdfast_service.daemon.shared_reads.loader import Key, Loader, Wish
-from holdfast_service.daemon.shared_reads.sealed_memory import read_listing
 
 from .ports import Decisions
 from .serving import Serving
@@ -47,7 +45,6 @@ class DataPlane(NamedTuple):
     saver: Saver
     decisions: Decisions
     adoption: Adoption
-    loader: Loader
 
 
 class Conversation:
@@ -82,8 +79,6 @@ class Conversation:
             wire.Choose: self._choose,
             wire.Ended: self._ended,
             wire.Held: self._held,
-            wire.Load: self._load,
-            wire.Unload: self._unload,
             wire.Measured: self._measured,
             wire.Farewell: self._farewell,
         }
@@ -113,7 +108,6 @@ class Conversation:
         finally:
             if self._who is not None:
                 self._plane.saver.gone(self._who)
-            self._plane.loader.leave(self)
             self._when_ended(self)
             self._connection.close()
             self._peer.close()
@@ -278,24 +272,6 @@ class Conversation:
         finally:
             for fd in fds:
                 os.close(fd)
-
-    def _load(self, request: wire.Load) -> None:
-        """The answer comes from the loader, once the other ranks have asked as well and all is read."""
-        who = self._known()
-        if not self._fds:
-            raise InvalidRequest("a load request needs a memfd that lists what to read")
-        fd = self._fds.pop(0)
-        try:
-            wanted = read_listing(fd)
-        finally:
-            os.close(fd)
-        self._plane.loader.ask(Key(who.run, who.attempt, request.step), Wish(self, request, wanted, self._send))
-
-    def _unload(self, request: wire.Unload) -> wire.Reply:
-        self._known()
-        self._plane.loader.leave(self)
-        self._plane.loader.counts.add("rank", request.read_bytes)
-        return wire.Done(reply_to=request.id)
 
     def _measured(self, request: wire.Measured) -> None:
         self._plane.saver.history.stalled(self._known(), request.step, request.stall_s)

@@ -24,7 +24,7 @@ ONLY_US = Callers()
 
 
 class Daemon:
-    """The data plane of a node: arena, saver, loader, and the ranks' socket."""
+    """The data plane of a node: arena, saver, and the ranks' socket."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Daemon:
     ) -> None:
         self.path, self.serving, self.callers = path, serving, callers
         self._plane = parts
-        self.saver, self.decisions, self.adoption, self.loader = parts.saver, parts.decisions, parts.adoption, parts.loader
+        self.saver, self.decisions, self.adoption = parts.saver, parts.decisions, parts.adoption
         self.lives = RunLives(self.saver, self.decisions)
         self._lock = threading.Lock()
         self._conversations: set[Conversation] = set()
@@ -67,7 +67,6 @@ class Daemon:
             self._listener.shutdown(socket.SHUT_RDWR)  # whoever waits for a rank there waits no longer
         self._listener.close()
         self.path.unlink(missing_ok=True)
-        self.loader.close()
         self.adoption.close()
         self.saver.close()
         with self._lock:

@@ -57,14 +57,9 @@ METRICS: dict[str, Metric] = {
     "holdfast_replica_damaged": Metric("gauge", "Copies in a tier that are damaged", ("tier",)),
     "holdfast_arena_bytes": Metric("gauge", "Shared memory reserved for staging"),
     "holdfast_arena_bytes_max": Metric("gauge", "Shared memory that may be reserved for staging"),
-    "holdfast_run_arena_bytes": Metric("gauge", "Shared memory that a run has reserved for staging and restores", ("run",)),
+    "holdfast_run_arena_bytes": Metric("gauge", "Shared memory that a run has reserved for staging", ("run",)),
     "holdfast_arena_slots": Metric("gauge", "Slots of the arena, by use", ("state",)),
     "holdfast_ranks": Metric("gauge", "Ranks connected to this daemon"),
-    "holdfast_restore_read_bytes": Metric(
-        "counter",
-        "Bytes read for restores on this machine: by the node for several ranks, or by a rank for itself",
-        ("by",),
-    ),
     "holdfast_requests_refused": Metric(
         "counter", "Requests refused for authentication or authorisation since the start, by error code", ("code",)
     ),

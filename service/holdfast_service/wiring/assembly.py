@@ -40,7 +40,6 @@ from holdfast_service.daemon.saving.sweeping import Sweeper
 from holdfast_service.daemon.scrub import CheckJobs, Scrub, ScrubPlan
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.daemon.serving import Serving
-from holdfast_service.daemon.shared_reads.loader import Loader
 from holdfast_service.daemon.writing.disk_limit import PROBE_BYTES
 from holdfast_service.storage import disk_speed
 from holdfast_service.storage.identity import Identity, settle
@@ -73,7 +72,6 @@ class NodeParts(NamedTuple):
     daemon: Daemon
     saver: Saver
     arena: Arena
-    loader: Loader
     remote: RemoteRanks
     runner: JobRunner
     arena_bytes_max: int
@@ -113,11 +111,10 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     decisions.recover(adoption.start)
     scrub = _scrub(config, checker, decisions, saver)
     stack.callback(scrub.close)
-    loader = Loader(tier, arena)
     transfers = stack.enter_context(copying(config, tier, decisions, saver.holds.lend))
     checker.repairs = transfers.repairer
     about = Serving(config.node, str(root), mark, __version__, url)
-    parts = DataPlane(arena, saver, decisions, adoption, loader)
+    parts = DataPlane(arena, saver, decisions, adoption)
     daemon = Daemon(config.socket.absolute(), about, parts, Callers.of_group(config.socket_group))
     stack.callback(daemon.close)
     stack.callback(Sweeper(decisions.empty_runs, saver, arena).close)
@@ -127,7 +124,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     runner = start_jobs(config.node, Workers(tier, catalog, decisions, checks, transfers))
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
-    return NodeParts(daemon, saver, arena, loader, remote, runner, budget.bytes_max)
+    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max)
 
 
 def services(config: Config, control: Control, node: NodeParts, door: Policy, stack: ExitStack) -> Services:
@@ -166,7 +163,6 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         files_root=control.root,
         remote=node.remote,
         suspect=saver.checks.suspect,
-        restore_bytes=node.loader.counts.all,
         runner=node.runner,
         lives=lambda: control.decisions.lives(saver.lives()),
         door=door,

@@ -86,18 +86,6 @@ def test_many_names_are_no_way_around_it() -> None:
     reserve(made, "other", tenant="another team")
 
 
-def test_several_ranks_restores_count_too() -> None:
-    """Memory lent for a restore is of the run's share, and no more is lent than that."""
-    made = node()
-    for rank in range(90):
-        reserve(made, "r", rank)
-    loan = made.lend(TOTAL, "r")
-    assert loan.bytes == 6 * ONE.segment_bytes and made.holders["r"] == 96 * ONE.segment_bytes
-    reserve(made, "other")
-    made.take_back(loan)
-    assert made.lend(ONE.segment_bytes, "r").bytes == ONE.segment_bytes
-
-
 def test_the_disk_is_shared_as_well(tmp_path: Path) -> None:
     """Segments that are staged on disk leave room there: a run gets its share of what is free, by the same rule."""
     made = node(4096, Spill(tmp_path), share=1)

@@ -24,9 +24,7 @@ TO_DAEMON: list[Message] = [
     wire.Choose(id=5, turn=0, step=None, groups=("model", "optim")),
     wire.Held(id=7, step=500),
     wire.Farewell(id=8),
-    wire.Load(id=9, step=500, peers=8),
     wire.Measured(id=13, step=2, stall_s=0.25),
-    wire.Unload(id=10, read_bytes=2**40),
     wire.Ended(id=11, turn=0, step=500, problem={"code": "corrupt-extent"}, wait_s=60.0),
 ]
 TO_RANK: list[Message] = [
@@ -37,7 +35,6 @@ TO_RANK: list[Message] = [
     wire.Chosen(reply_to=5, step=500, notes=("step 600 is damaged",)),
     wire.Judged(reply_to=11, problem={"code": "corrupt-extent"}, late=True),
     wire.HeldSlots(reply_to=7, parts=(wire.HeldPart(rank=0, slot=1, table_digest="0123456789abcdef"),)),
-    wire.Loaded(reply_to=9, pieces=100_000, bytes=2**40, notice="memory has room for 1 MiB"),
     wire.Done(reply_to=4),
     wire.Failed(reply_to=2, problem=Pinned("x").problem()),
     wire.Outcome(step=500, attempt=2, state="aborted", problem={"code": "no-space", "检": 1}),

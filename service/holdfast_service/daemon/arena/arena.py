@@ -19,18 +19,8 @@ from holdfast_service.daemon.arena.spill import Spill, fewer_notice, refusal
 
 log = logging.getLogger(__name__)
 
-RETURN_WAIT_S = 30.0  # how long a rank's new segment waits for its old one, or a loan, where memory has no room for both
+RETURN_WAIT_S = 30.0  # how long a rank's new segment waits for its old one where memory has no room for both
 NAMED_MAX = 10  # runs that a refusal names in the log
-
-
-class Loan:
-    """Memory lent from the arena's budget for a while, without a segment. `touched` returns how much is in use by
-    now.
-    """
-
-    def __init__(self, size: int, holder: ShareHolder) -> None:
-        self.bytes, self.holder = size, holder
-        self.touched: Callable[[], int] = lambda: 0
 
 
 class Arena:
@@ -52,11 +42,10 @@ class Arena:
         self.run_share = run_share
         self._lock = threading.Condition()
         self._segments: set[ArenaSegment] = set()
-        self._loans: set[Loan] = set()
 
     @property
     def bytes(self) -> int:
-        """Memory reserved by segments and loans; segments on disk count zero."""
+        """Memory reserved by segments; those on disk count zero."""
         with self._lock:
             return self._taken()
 
@@ -85,7 +74,7 @@ class Arena:
         """Create a segment with as many of the requested slots as memory has room for, or with one slot on disk;
         `notice` says if it is less than requested.
 
-        Waits if the owner's old segment, or lent memory, is in the way. Raises `LimitExceeded`, with the numbers,
+        Waits if the owner's old segment is in the way. Raises `LimitExceeded`, with the numbers,
         if neither memory nor disk has room for one slot. With an owner, the descriptor outlives this daemon.
         `holder` is whose share the memory counts for; by default the owner's run.
         """
@@ -105,21 +94,6 @@ class Arena:
             log.warning("%s: %s", label, segment.notice)
         self._keep(segment)
         return segment
-
-    def lend(self, size: int, run: str) -> Loan:
-        """Lend up to this many bytes, as many as the run may have, possibly none. The borrower soon calls
-        `take_back`.
-        """
-        with self._lock:
-            loan = Loan(min(size, self._room(ShareHolder(run)).bytes), ShareHolder(run))
-            self._loans.add(loan)
-            return loan
-
-    def take_back(self, loan: Loan) -> None:
-        """Free a loan; safe to repeat."""
-        with self._lock:
-            self._loans.discard(loan)
-            self._lock.notify_all()
 
     def take_over(self, geometry: Geometry, owner: SegmentOwner) -> ArenaSegment | None:
         """Reuse the segment of this rank from an earlier attempt, if it fits and its process is gone; otherwise None.
@@ -229,8 +203,6 @@ class Arena:
         for segment in self._segments:
             if not segment.spilled:
                 yield segment.holder, segment.geometry.segment_bytes
-        for loan in self._loans:
-            yield loan.holder, loan.bytes
 
     def _by_run(self) -> Counter[str]:
         sizes: Counter[str] = Counter()
@@ -244,7 +216,6 @@ class Arena:
     def _room(self, holder: ShareHolder) -> SegmentRoom:
         """What this holder may have now: what there is, or what its share leaves it."""
         touched = sum(segment.touched_bytes for segment in self._segments if not segment.spilled)
-        touched += sum(loan.touched() for loan in self._loans)
         room = self._budget.room(self._taken(), touched)
         share = left(self.run_share, self._budget.bytes_max, self._held(), holder)
         return min(room, SegmentRoom(share.left, f"{self._budget.name}, {self._budget.bytes_max} bytes, {share.name}"))
@@ -259,9 +230,7 @@ class Arena:
         return fitting(asked, self._room(holder))
 
     def _leaving(self, owner: SegmentOwner | None) -> bool:
-        """Whether memory is lent, or a segment of this rank's, be it of an earlier attempt, goes once it is saved."""
-        if self._loans:
-            return True
+        """Whether a segment of this rank's, be it of an earlier attempt, goes once it is saved."""
         who = owner and owner._replace(attempt=0)
         return any(s.retired and s.owner is not None and s.owner._replace(attempt=0) == who for s in self._segments)
 

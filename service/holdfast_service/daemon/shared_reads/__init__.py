@@ -1,1 +1,0 @@
-"""Read a file once for several ranks of this machine."""
