@@ -75,13 +75,13 @@ def prove(source: Source, runs: Sequence[ExtentRun], cores: int) -> None:
     _on_threads(runs, manner, lambda: _Prover(source, manner).take)
 
 
-def hand_over(source: Source, runs: Sequence[ExtentRun], cores: int, proven: bool) -> None:
+def hand_over(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool) -> None:
     """Read runs into their receivers. Raises `CorruptExtent` if a digest does not match.
 
     Nothing of a damaged extent is kept; everything before it is. Its place, and that of bytes read with it, may
-    then be zero. What `prove` has just read is expected in the page cache.
+    then be zero. `again` says that `prove` has just read them, or that other processes read them as well.
     """
-    manner = _manner(source, runs, cores, again=proven)
+    manner = _manner(source, runs, cores, again)
     _on_threads(runs, manner, lambda: _Giver(source, manner).take)
 
 
@@ -159,7 +159,7 @@ def _on_threads(runs: Sequence[ExtentRun], manner: Manner, worker: Callable[[], 
 
 
 def _manner(source: Source, runs: Sequence[ExtentRun], cores: int, again: bool) -> Manner:
-    """The fastest way to read these runs. What is read `again` later stays in the page cache."""
+    """The fastest way to read these runs. What is read `again`, here or by others, goes through the page cache."""
     waiting = [source.waits(file, start) for file, start in _places(runs)]
     if not any(waiting):
         return Manner(cores, source.chunk_bytes, straight=native_verify.available())

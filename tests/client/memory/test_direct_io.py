@@ -126,6 +126,19 @@ def test_what_is_proven_first_stays_in_the_cache(large: Built) -> None:
         assert sum(source.lengths) == sum(array.nbytes for array in large.arrays["model"].values())
 
 
+def test_what_others_read_as_well_goes_through_the_cache(large: Built) -> None:
+    """The disk is read once for all of them: each finds in the page cache what another one has read."""
+    source = Waiting(large.path)
+    with CheckpointReader.open(source) as reader:
+        wanted = wants_of(large)
+        reader.among_others = True
+        source.lengths.clear()
+        reader.load(wanted)
+        assert sum(source.lengths) == sum(array.nbytes for array in large.arrays["model"].values())
+    for got in wanted:
+        np.testing.assert_array_equal(got.into, large.arrays["model"][got.name].view("<u4"))
+
+
 def test_a_file_system_that_refuses_is_read_through_the_cache(large: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether opening is refused or reading, all is loaded; another error is told by name."""
 
