@@ -36,6 +36,8 @@ from holdfast_formats.errors import (
 )
 from holdfast_formats.region import Box, check_box, whole
 
+OVERLAP_MIN = 1.25  # times what the groups hold: ranks that cut tensors share the extents at the cuts, and no more
+
 Take = Callable[[Piece, memoryview], None]
 OnDamage = Callable[[Piece, CheckpointError], None]
 
@@ -92,7 +94,7 @@ class CheckpointReader:
         self.manifest_bytes = manifest_bytes
         self.commit_bytes = commit_bytes
         self.cores = len(os.sched_getaffinity(0))
-        self.among_others = False  # that read these files now: all go through the page cache, and the disk is read once
+        self.peers = 1  # ranks of this machine that read from it at this time, each for itself
         self._bytes = _Bytes(source)
         self._found = _Found([], [])
 
@@ -191,8 +193,15 @@ class CheckpointReader:
         then wants may be overwritten, with verified bytes, or with zeros where verification failed.
         """
         found = self._touched(list(wants))
-        verified_load.hand_over(self.source, found.runs, self.cores, found.proven or self.among_others)
-        return sum(run.length for run in found.runs)
+        nbytes = sum(run.length for run in found.runs)
+        verified_load.hand_over(self.source, found.runs, self.cores, found.proven or self._overlap(found.runs, nbytes))
+        return nbytes
+
+    def _overlap(self, runs: list[ExtentRun], nbytes: int) -> bool:
+        """Whether the peers read the same bytes, as far as one can tell: if each read as much, it would be more than all."""
+        groups = {run.group for run in runs}
+        whole = sum(entry.nbytes for group in groups for entry in self.manifest.tensors.get(group, {}).values())
+        return nbytes * self.peers > OVERLAP_MIN * whole
 
     def verify(self, on_bytes: Callable[[int], None] | None = None) -> list[Damage]:
         """Check every byte of every listed file; return all damages, by file and position, instead of stopping.

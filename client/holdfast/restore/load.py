@@ -62,7 +62,7 @@ def load(reader: CheckpointReader, rank: RestoringRank, wanted: WantedPart) -> R
     tensors that were partly overwritten by then are recorded in `state.wholeness`, and the error says so.
     """
     _, launch, session, state = rank
-    reader.cores, reader.among_others = _own_cores(), launch.peers > 1
+    reader.cores, reader.peers = _own_cores(), launch.peers
     layout = None if state.declared is None else state.declared.layout
     own = state_of_rank(reader.manifest, reader.state, launch.rank, None if layout is None else layout.mesh)
     config = None if layout is None else rules_choice.config_of(reader)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,6 +42,11 @@ def columns(rank: int) -> Fragment:
     return Fragment(torch.zeros(ROWS, 1000), (ROWS, COLUMNS), offset=(0, rank * 1000))
 
 
+def rows(rank: int) -> Fragment:
+    """Some rows of its own: with those of three other ranks, all of the tensor."""
+    return Fragment(torch.zeros(ROWS // 4, COLUMNS), (ROWS, COLUMNS), offset=(rank * ROWS // 4, 0))
+
+
 def disk_read_bytes() -> int:
     """What this process has had the disk read."""
     lines = Path("/proc/self/io").read_text().splitlines()
@@ -49,7 +54,9 @@ def disk_read_bytes() -> int:
 
 
 @pytest.mark.parametrize("piece", [whole, columns])
-def test_the_disk_is_read_once(saved: RunningDaemon, monkeypatch: pytest.MonkeyPatch, piece) -> None:
+def test_the_disk_is_read_once(
+    saved: RunningDaemon, monkeypatch: pytest.MonkeyPatch, piece: Callable[[int], Fragment]
+) -> None:
     """Replicas and strided parts alike: what one rank has read stands in the page cache for the others."""
     directory = saved.root / naming.checkpoint_path("r", 1)
     forget(directory)
@@ -75,18 +82,23 @@ def test_the_disk_is_read_once(saved: RunningDaemon, monkeypatch: pytest.MonkeyP
         checkpointer.close(wait=False)
 
 
-def test_a_rank_alone_leaves_the_cache_to_others(saved: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only rank of a machine reads past the page cache, where the file system lets it."""
+@pytest.mark.parametrize("part", [whole, rows])
+def test_what_nobody_else_reads_goes_past_the_cache(
+    saved: RunningDaemon, monkeypatch: pytest.MonkeyPatch, part: Callable[[int], Fragment]
+) -> None:
+    """The only rank of a machine, and one of several that have rows of their own, where the file system lets them."""
     directory = saved.root / naming.checkpoint_path("r", 1)
     if not direct_io.possible() or direct_io.opened(directory / "model.safetensors") is None:
         pytest.skip("this file system has no direct access")
     forget(directory)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1" if part is whole else "4")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("HOLDFAST_LAUNCH", "alone")
-    held = whole(0)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("HOLDFAST_LAUNCH", f"alone-{part.__name__}")
+    held = part(1)
     with Checkpointer("r", {"model": {"w": held}}, at=saved.socket) as checkpointer:
         assert checkpointer.restore(1, groups=["model"]) == 1
-    assert torch.equal(held.tensor, weight())
+    (row, column), (count, width) = held.offset, held.tensor.shape
+    assert torch.equal(held.tensor, weight()[row : row + count, column : column + width])
     with open(directory / "model.safetensors", "rb") as file:
-        assert cached_pages(file.fileno()) < ROWS * COLUMNS * 4 // 4096 // 2
+        assert cached_pages(file.fileno()) < held.tensor.nbytes // 4096 // 2
