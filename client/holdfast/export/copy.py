@@ -1,4 +1,4 @@
-"""A proven copy of a checkpoint in another directory. Nothing of a damaged checkpoint is left behind."""
+"""A verified copy of a checkpoint in another directory. If the checkpoint is damaged, no copy is left."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Copied(NamedTuple):
 def copy_checkpoint(reader: CheckpointReader, out: Path, groups: Sequence[str], on_bytes: Callable[[int], None]) -> Copied:
     """Copy every file, or those of some groups, into `out`, which must be empty or absent; every byte is checked first.
 
-    The manifest and then COMMIT come last, so `out` is a checkpoint only when it is complete; with `groups` neither is
-    written. On any error the files that were written are removed again. Nothing is synced: a power cut may lose the copy.
+    The manifest and then COMMIT are written last, so `out` is a checkpoint only when it is complete; with `groups` neither
+    is written. On any error the written files are removed again. Nothing is synced: a power cut may lose the copy.
     """
     files = _chosen(reader, groups)
     made = _prepare(out)
@@ -70,7 +70,7 @@ def _chosen(reader: CheckpointReader, groups: Sequence[str]) -> list[FileEntry]:
 
 
 def _prepare(out: Path) -> bool:
-    """Make the directory, or see that it is empty; whether it was made."""
+    """Make the directory, or check that it is empty; return whether it was made."""
     try:
         if out.is_dir():
             if any(out.iterdir()):
@@ -100,7 +100,7 @@ def write(descriptor: int, offset: int, data: memoryview) -> None:
 
 
 def translated(out: Path, error: OSError) -> StorageFailed | NoSpace:
-    """The error by name of a file or directory that could not be written."""
+    """The named error for a file or directory that could not be written."""
     if error.errno in _NO_SPACE:
         return NoSpace(f"no space left on device while writing {out}", hint="free some space, or choose another directory")
     return StorageFailed(f"cannot write {out}: {error.strerror}", hint="check its permissions", errno=error.errno)

@@ -1,4 +1,4 @@
-"""How far two checkpoints are apart, read tensor by tensor, every extent proven before it counts (I7)."""
+"""Computes how far two checkpoints are apart, tensor by tensor; the digest of every extent is checked before use (I7)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast_formats.rest import comparing
 from holdfast_formats.rest.comparing import Distance, Octets, Pair
 from holdfast_formats.rest.observed import Difference
 
-READ = ("changed", "unknown")  # what has to be read to say how far it is apart
+READ = ("changed", "unknown")  # must be read to compute the distance
 
 
 def bytes_to_read(pairs: Sequence[Pair]) -> int:
@@ -25,10 +25,10 @@ def bytes_to_read(pairs: Sequence[Pair]) -> int:
 def compare(
     a: CheckpointReader, b: CheckpointReader, pairs: Sequence[Pair], on_bytes: Callable[[int], None] | None = None
 ) -> Iterator[Difference]:
-    """How far the tensors are apart, in the order of `pairs`; those that are equal by their digests are not read.
+    """Compute the distances of the tensors, in the order of `pairs`; tensors with equal digests are not read.
 
-    As many are read at once as there are cores, two extents of each in memory. `on_bytes` hears how many bytes were read.
-    Raises `CorruptExtent`.
+    As many tensors are read at once as there are cores, with two extents of each in memory. `on_bytes` is told how many
+    bytes were read. Raises `CorruptExtent`.
     """
 
     def one(pair: Pair) -> Difference:

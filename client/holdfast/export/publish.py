@@ -1,4 +1,4 @@
-"""An export: a proven and durable copy of a checkpoint that has its name only once it is complete."""
+"""An export: a verified and durable copy of a checkpoint, which gets its name only when it is complete."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from holdfast_formats.errors import InvalidRequest
 
 
 def export(reader: CheckpointReader, target: Path, groups: Sequence[str], on_bytes: Callable[[int], None]) -> Copied:
-    """Copy the checkpoint, or some groups of it as a plain directory, to `target`, every byte proven.
+    """Copy the checkpoint, or some groups of it as a plain directory, to `target`; every byte is checked.
 
-    Raises `InvalidRequest` where there is something at `target` but an empty directory; then, and on any other error,
-    nothing is left. A process that is killed leaves `.NAME.partial`, which the next export to the same name takes away.
+    Raises `InvalidRequest` if `target` exists and is not an empty directory. On this and any other error, nothing is left. A
+    process that is killed leaves `.NAME.partial`, which the next export to the same name removes.
     """
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise InvalidRequest(f"{target} already exists", hint="choose another name")

@@ -1,6 +1,6 @@
-"""A rank's shard written as a safetensors file, with a bounded buffer whatever its size.
+"""Writes a rank's shard as a safetensors file, with a bounded buffer whatever its size.
 
-The data comes first and the header last: a file that nobody finished begins with zeros, and no reader takes it.
+The data is written first and the header last: an unfinished file begins with zeros, and no reader accepts it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class _Placed(NamedTuple):
 
 
 def of(manifest: Manifest, layout: Layout, rank: int, group: str, tensors: Sequence[LocalTensor]) -> ShardFile:
-    """The file of a rank's local tensors, as the service would send it; `StateMismatch` by name for what it cannot hold."""
+    """The file of a rank's local tensors, as the service would send it; `StateMismatch` names a tensor it cannot hold."""
     shapes = {name: entry.shape for name, entry in manifest.tensors[group].items()}
     metadata = shard_file.describe(manifest.run, manifest.step, language.text(layout), rank, group)
     return shard_file.lay_out(tensors, shapes, metadata)
 
 
 def write(reader: CheckpointReader, group: str, file: ShardFile, path: Path, on_bytes: OnBytes = lambda _: None) -> None:
-    """Read, prove and write a shard. The file must not be there yet; on any error it is removed again.
+    """Read, verify and write a shard. The file must not exist; on any error it is removed again.
 
-    Nothing is synced: a power cut may lose the file. `on_bytes` hears how many bytes of the file were written. Raises
-    `InvalidRequest` where something stands at `path`, `CorruptExtent` for damage, `NoSpace`, `StorageFailed`.
+    Nothing is synced: a power cut may lose the file. `on_bytes` is told how many bytes of the file were written. Raises
+    `InvalidRequest` if something exists at `path`, `CorruptExtent` for damage, `NoSpace`, `StorageFailed`.
     """
     with _created(path, file.bytes) as descriptor:
         memory = np.empty(min(BUFFER_BYTES, max(file.bytes - len(file.header), 1)), np.uint8)
@@ -70,7 +70,7 @@ def _wants(group: str, batch: Sequence[_Placed], memory: shards.Octets, first: i
 
 
 def _batches(tensors: Sequence[PlacedTensor], bytes_max: int) -> Iterator[list[_Placed]]:
-    """Neighbours that fit the buffer together; a tensor that does not fit alone comes in pieces."""
+    """Neighbours that fit into the buffer together; a tensor that does not fit is cut into pieces."""
     batch: list[_Placed] = []
     taken = 0
     for placed in tensors:
@@ -89,7 +89,7 @@ def _batches(tensors: Sequence[PlacedTensor], bytes_max: int) -> Iterator[list[_
 
 @contextmanager
 def _created(path: Path, size: int) -> Iterator[int]:
-    """A new file of zeros; gone again when the block fails."""
+    """Create a file of zeros; remove it again if the block fails."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o644)

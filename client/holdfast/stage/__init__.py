@@ -1,1 +1,1 @@
-"""From live tensors into a slot of shared memory, while training goes on."""
+"""Copies live tensors into a slot of shared memory, while training goes on."""

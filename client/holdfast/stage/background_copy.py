@@ -1,10 +1,12 @@
-"""Copies tensors into a slot while training computes, and notices when one of them moved under the copy.
+"""Copies tensors into a slot while training computes, and detects tensors that changed during the copy.
 
-The work is cut into batches that threads take from one end: a background thread, which copies with one core so that the
-training keeps the others, and at `fence()` as many more as there are cores, because nothing else can go on.
-Autograd's version counters show what torch itself wrote. What it did not count (fused optimizers, writes through `.data` or
-numpy, sparse ones too) shows in a word of every 512 bytes to 32 KiB, read in `save()` at a place that is drawn anew for each
-save, and again as soon as the stretch around it has been copied. With `full`, digests of all bytes are compared.
+The work is cut into batches, which threads take one after the other. A background thread copies with one core, so that the
+training keeps the others. `fence()` adds as many threads as there are cores, because the training waits then.
+
+Autograd's version counters show what torch itself wrote. Other writes (fused optimizers, writes through `.data` or numpy,
+also sparse ones) are detected by samples: one word of every 512 bytes to 32 KiB is read in `save()`, at a place that is
+drawn anew for each save, and again as soon as the stretch around it has been copied. With `full`, digests of all bytes are
+compared.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from holdfast_formats.errors import CheckpointError, TornSnapshot
 
 BATCH_BYTES = 8 * 2**20  # small enough that two threads end at about the same time
 BATCH_MOVES_MAX = 512
-HELPERS_MAX = 7  # of a fence: a few cores have all of memory's bandwidth
-WORDS = 2**16  # that `save()` looks at: each is a page of its own, and costs some 50 ns
-STRETCH_BYTES_MIN, STRETCH_BYTES_MAX = 2**9, 2**15  # what one of them stands for: all of 64 KiB that changed is seen
+HELPERS_MAX = 7  # of a fence: a few cores use all of memory's bandwidth
+WORDS = 2**16  # that `save()` reads: each is on a page of its own, and costs some 50 ns
+STRETCH_BYTES_MIN, STRETCH_BYTES_MAX = 2**9, 2**15  # per word: a change of 64 KiB in a row is always detected
 _HINT = "change tensors in optimizer.step(), or call fence() before changing them, or save with wait='staged'"
 
 
 class Move(NamedTuple):
-    """Memory on its way: a live tensor's, or a stretch of it, and its place in the slot; of one shape and integer dtype."""
+    """One copy: a live tensor, or a stretch of it, and its place in the slot, both of one shape and integer dtype."""
 
     name: str
     source: torch.Tensor
@@ -46,15 +48,16 @@ class Move(NamedTuple):
 
 
 class Turn(Protocol):
-    """A part of one save's work that one thread does, whichever takes it first."""
+    """A part of one save's work that is done by one thread, whichever takes it first."""
 
     def do(self) -> None:
-        """Do it, in a thread of ours."""
+        """Do the work, in a thread of ours."""
 
 
 class Track:
-    """Moves that are copied together, and looked at before and after, with the views that this takes: made once, used at
-    every save, by one save at a time.
+    """Moves that are copied together and compared before and after, with the views needed for this.
+
+    A track is made once and used by every save, by one save at a time.
     """
 
     def __init__(self, moves: Sequence[Move], stretch: int) -> None:
@@ -66,16 +69,16 @@ class Track:
         self._other = [_Strided(*pair, stretch) for _, pair in other]
 
     def note_other(self, seed: int) -> None:
-        """Note a part of what the live memory holds now that is not `plain`."""
+        """Note samples of those live tensors that are not in `plain`."""
         for number, other in enumerate(self._other):
             other.note(seed + number)
 
     def copy(self) -> list[bool]:
-        """Copy everything, with one core; of each move, whether it is seen not to be any more what was noted."""
+        """Copy everything, with one core; return for each move whether its source is seen to differ from what was noted."""
         return [*self.plain.copy().tolist(), *(other.copy() for other in self._other)]
 
     def digests(self, live: bool) -> list[int]:
-        """Of each move, the digest of all that is in live memory, or of what was copied."""
+        """Return a digest for each move, of all bytes in live memory or of the copied bytes."""
         table, native = self.plain.table, digest.native()
         if native_copy.available() and native is not None:
             found = native_copy.digests(table[:, [1 if live else 0, 2]], native, None).tolist()
@@ -90,7 +93,7 @@ def _octets(move: Move, live: bool) -> NDArray[np.uint8]:
 
 
 class _Strided:
-    """A move of memory that is not contiguous: one element is noted in so many as there are words in a stretch."""
+    """A move of memory that is not contiguous: one element is noted of as many as there are words in a stretch."""
 
     def __init__(self, target: NDArray[Any], source: NDArray[Any], stretch: int) -> None:
         self._target, self._source = target, source
@@ -109,17 +112,17 @@ class _Strided:
 
 
 class _Batch:
-    """One save's turn of a track."""
+    """The copy of one track for one save."""
 
     def __init__(self, track: Track, seed: int, full: bool) -> None:
-        """Notes the version of every tensor, and with `full` a digest of all its bytes."""
+        """Note the version of every tensor, and with `full` a digest of all its bytes."""
         self._track = track
         self._versions = [version(move.source) for move in track.moves]
         self._digests = track.digests(live=True) if full else None
         track.note_other(seed)
 
     def do(self) -> None:
-        """Copy; `TornSnapshot`, naming tensors, when what was copied is not what was there when the save was called."""
+        """Copy; raise `TornSnapshot` with tensor names if the copy differs from the state at the call of `save()`."""
         changed = self._track.copy()
         versions = [version(move.source) for move in self._track.moves]
         if versions == self._versions and not any(changed) and self._digests is None:
@@ -135,12 +138,14 @@ class _Batch:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often torch has written to it; what was made in inference mode is not counted, and its samples alone tell."""
+    """The number of torch's writes to the tensor. It is not counted for tensors made in inference mode, which have only
+    samples.
+    """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def torn(names: list[str]) -> TornSnapshot:
-    """These tensors are not in the slot as they were when the save was called."""
+    """The error for tensors that changed between `save()` and the end of their copy."""
     return TornSnapshot(f"{', '.join(names[:5])} changed while the save was being copied", hint=_HINT, tensors=names)
 
 
@@ -154,16 +159,17 @@ class BackgroundCopy:
         before: Sequence[Turn] = (),
         full: bool = False,
     ) -> None:
-        """Notes the state of every tensor now, with `full` all of it. `on_end` is called once, in the background thread,
-        when all is decided. The turns in `before` are taken first.
+        """Note the state of every tensor now, with `full` all of it.
+
+        `on_end` is called once, in the background thread, when the result is known. The turns in `before` are taken first.
         """
-        seed = int.from_bytes(os.urandom(7), "little")  # the user's random streams are not ours to draw from
+        seed = int.from_bytes(os.urandom(7), "little")  # not torch's generator: that would change the user's random streams
         batches: list[Turn] = [*before]
         batches += (_Batch(track, seed + (number << 20), full) for number, track in enumerate(tracks))
         for stretch in {track.plain.stretch for track in tracks}:
             native_copy.note([track.plain for track in tracks if track.plain.stretch == stretch], seed)
         self._count = len(batches)
-        self._left = iter(batches)  # a thread takes the next one in one step, as it notes what it did: no lock is needed
+        self._left = iter(batches)  # a thread takes the next one, or notes a result, in one step: no lock is needed
         self._done: list[CheckpointError | None] = []
         self._errors: list[CheckpointError] = []
         self._on_end = on_end
@@ -173,21 +179,22 @@ class BackgroundCopy:
             self._copied.set()
 
     def start(self) -> None:
-        """Begin; once, however often it is called."""
+        """Start the copy; later calls do nothing."""
         background_requests.start(self._run, "holdfast-copier")
 
     def fence(self) -> None:
-        """Return when nothing of the live state is needed any more. Never raises for the copy.
+        """Return when the save needs nothing of the live state any more. Never raises for a failed copy.
 
-        Other threads do what is left, with all cores, and this one takes none of it: a signal handler that interrupts it
-        here and fences, too, would wait for a batch that this thread goes on with when the handler has returned.
+        Other threads copy the rest, with all cores, and this thread copies nothing itself. If it did, a signal handler that
+        interrupts it here and fences too would wait for a batch that this thread continues only after the handler has
+        returned.
         """
         for _ in range(self._helpers()):
             background_requests.start(self._drain, "holdfast-fence")
         self._copied.wait()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Fence, then wait until `on_end` has returned; whether it has, within `timeout` seconds."""
+        """Fence, then wait until `on_end` has returned. Return whether it has, within `timeout` seconds."""
         self.fence()
         return self._ended.wait(timeout)
 
@@ -203,7 +210,7 @@ class BackgroundCopy:
             self._ended.set()
 
     def _helpers(self) -> int:
-        """How many threads: as many cores as torch computes with here, and a batch for each of them."""
+        """The number of helper threads: as many as cores that torch computes with here, but each needs a batch."""
         return min(torch.get_num_threads(), HELPERS_MAX + 1, length_hint(self._left))
 
     def _drain(self) -> None:
@@ -228,7 +235,7 @@ class BackgroundCopy:
 
 
 def lay_tracks(moves: Sequence[Move]) -> list[Track]:
-    """Cut moves into tracks of some 8 MiB, or many small tensors, in order; what is larger is cut as well."""
+    """Cut moves into tracks of some 8 MiB, or of many small tensors, in order. Larger moves are cut as well."""
     cut: list[list[Move]] = []
     room = 0
     for move in chain.from_iterable(map(_parts, moves)):
@@ -243,12 +250,12 @@ def lay_tracks(moves: Sequence[Move]) -> list[Track]:
 
 
 def stretch_of(nbytes: int) -> int:
-    """In how many bytes one word is noted: a power of two, so that there are some 65 536 of them in so many bytes."""
+    """The length in bytes of the stretch for which one word is noted: a power of two that gives some 65 536 words in all."""
     return min(max(1 << max(nbytes // WORDS - 1, 0).bit_length(), STRETCH_BYTES_MIN), STRETCH_BYTES_MAX)
 
 
 def _parts(move: Move) -> list[Move]:
-    """A large stretch of contiguous memory as several, so that it can be shared out."""
+    """Cut a large contiguous move into several, so that threads can share it."""
     if move.nbytes <= BATCH_BYTES or move.source.dim() != 1:
         return [move]
     step = BATCH_BYTES // move.source.element_size()

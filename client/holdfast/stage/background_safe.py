@@ -1,4 +1,4 @@
-"""Which of the live state only an optimizer's step changes. Such tensors may be copied while forward and backward run."""
+"""Decides which tensors may be copied while forward and backward run: those that only an optimizer's step changes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from holdfast_formats.staging.arena import PAGE_BYTES
 
 
 class Judge:
-    """A judge of this state's pieces, for one save.
+    """Return a function that judges the pieces of this state, for one save.
 
     Settled are parameters, masters, optimizer state and EMA copies, if the state has an optimizer whose step can be waited
-    for; and any tensor but buffers, if the caller has promised to fence (`fenced`). Restless are buffers (a forward changes
-    them), what is on a device that cannot be waited for in the background, and whatever the user may change at any time.
+    for. If the caller has promised to fence (`fenced`), all tensors but buffers are settled. Restless are buffers (a forward
+    changes them), tensors on a device that cannot be waited for in the background, and everything that the user may change
+    at any time.
     """
 
     def __init__(self, state: Mapping[str, Any], fenced: bool) -> None:
@@ -45,16 +46,16 @@ class Judge:
 
 
 class Growth(NamedTuple):
-    """How much more there will be to save, per rank."""
+    """How much the state will grow, per rank."""
 
     bytes: int
     tensors: int
 
 
 def expected_growth(state: Mapping[str, Any]) -> Growth:
-    """Bytes and tensors that optimizers which have not stepped yet will add: two moments for each parameter, as Adam keeps.
+    """Bytes and tensors that optimizers which have not stepped yet will add: two moments for each parameter, as in Adam.
 
-    An estimate for the size of a slot; a state that turns out larger gets a larger one.
+    This estimate gives the size of a slot. If the state turns out larger, a larger slot is made.
     """
     size = count = 0
     for optimizer in innermost(state):
@@ -68,7 +69,8 @@ def expected_growth(state: Mapping[str, Any]) -> Growth:
 
 
 class StepHooks:
-    """Asks to be called before and after each step of the optimizers of a state, also of those that come into it later.
+    """Calls the given hooks before and after each step of the optimizers of a state, also of optimizers that are added
+    later.
 
     `optimizers` are those that were found so far.
     """
@@ -77,7 +79,7 @@ class StepHooks:
         self, state: Mapping[str, Any], before_step: Callable[..., None], after_step: Callable[..., None] = lambda *_: None
     ) -> None:
         self._state = state
-        # torch.compile of a step would trace into hooks.
+        # else torch.compile of a step would trace into the hooks
         self._before_step, self._after_step = map(torch.compiler.disable, (before_step, after_step))
         self.optimizers: list[torch.optim.Optimizer] = []
         self._handles: list[RemovableHandle] = []
@@ -102,6 +104,6 @@ class StepHooks:
                 self._handles += handles
 
     def remove(self) -> None:
-        """Call nobody any more."""
+        """Remove all hooks."""
         while self._handles:
             self._handles.pop().remove()

@@ -1,4 +1,4 @@
-"""The ways from live tensors into each slot, laid once and used at every save while tensors and slots stay the same."""
+"""Plans how live tensors are copied into each slot. A plan is kept as long as tensors and slots stay the same."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from holdfast.stage.cuda_copy import DeviceLoad, Lane, SideStream
 from holdfast.stage.slots import Slot, Slots
 from holdfast.stage.staging import ALIGNMENT_BYTES, Copy, SlotLayout
 
-PARCEL_BYTES_MAX = 4096  # a tensor up to here costs less to copy at the call than to watch
+PARCEL_BYTES_MAX = 4096  # copying a tensor of up to this size at the call costs less than watching it
 _GAP = np.zeros(ALIGNMENT_BYTES, np.uint8)
 
 
 class Parcel(NamedTuple):
-    """Small tensors that follow each other in the slot, with what lies between them: one call copies all."""
+    """Small tensors that are next to each other in the slot, with the gaps between them: one call copies all."""
 
     sources: list[NDArray[Any]]
     target: NDArray[Any]
@@ -32,15 +32,15 @@ class Parcel(NamedTuple):
 
 
 class CopyPlan(NamedTuple):
-    """How one layout gets into one slot: what is copied when the save is called, and what may be copied behind its back."""
+    """How one layout is copied into one slot: which tensors at once, and which in the background."""
 
     parcels: tuple[Parcel, ...]
     at_once: tuple[Move, ...]
     tracks: tuple[Track, ...]
-    lanes: tuple[Lane, ...]  # those of GPUs
+    lanes: tuple[Lane, ...]  # for GPUs
 
     def copy_at_once(self) -> None:
-        """Copy what training may change at any time, and what is small, before returning. Lanes have a turn of their own."""
+        """Copy everything that is small or that training may change at any time. Lanes do this in a turn of their own."""
         for parcel in self.parcels:
             parcel.copy()
         _copy(self.at_once)
@@ -56,7 +56,7 @@ def _copy(moves: Sequence[Move]) -> None:
 
 
 class CopyPlans:
-    """They hold on to the memory of the tensors they lead from until a later save finds others."""
+    """The copy plans of all slots. They keep the memory of their source tensors alive until a later save finds others."""
 
     def __init__(self) -> None:
         self._slots: Slots | None = None
@@ -64,11 +64,11 @@ class CopyPlans:
         self._sides: dict[torch.device, SideStream] = {}
 
     def into(self, slot: Slot, layout: SlotLayout) -> CopyPlan:
-        """The ways of this layout into this slot."""
+        """The plan of this layout for this slot."""
         return self._into(slot.slots, slot.index, slot.data, layout)
 
     def lay_ahead(self, slots: Slots, layout: SlotLayout) -> None:
-        """Lay the ways into every slot now, so that the first saves find them."""
+        """Make the plans for all slots now, so that the first saves find them ready."""
         for index in range(slots.geometry.slots):
             self._into(slots, index, slots.data(index), layout)
 
@@ -103,20 +103,22 @@ class CopyPlans:
         return CopyPlan(tuple(_pack(small, data)), tuple(at_once), tuple(lay_tracks(watched)), tuple(lanes))
 
     def _side(self, home: torch.device) -> SideStream:
-        """One for all saves of this checkpointer: a save is enqueued whole before the next one begins."""
+        """The side stream of a device, one for all saves of this checkpointer: a save is enqueued whole before the next one
+        begins.
+        """
         if home not in self._sides:
             self._sides[home] = SideStream(home)
         return self._sides[home]
 
 
 def _is_small(move: Move) -> bool:
-    """Whether this is a few bytes, one behind the other."""
+    """Whether the tensor is contiguous and has only a few bytes."""
     octets = move.source.dtype is torch.uint8 and move.source.dim() == 1 and move.source.is_contiguous()
     return octets and move.nbytes <= PARCEL_BYTES_MAX
 
 
 def _pack(small: Sequence[tuple[int, Move]], data: memoryview) -> Iterator[Parcel]:
-    """Parcels of neighbours, in the order of the slot: what alignment leaves between two is filled with zeros."""
+    """Make parcels of neighbours, in the order of the slot. Gaps left by alignment are filled with zeros."""
     slot = np.frombuffer(data, np.uint8)
     sources: list[NDArray[Any]] = []
     first = end = 0

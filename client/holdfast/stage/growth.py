@@ -1,4 +1,4 @@
-"""How the state to be saved has changed since its slots were made: what is new, gone, or of another size."""
+"""Compares the state to be saved with the one its slots were made for: which tensors are new, gone, or of another size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES_MAX = 3
 
 
 class Need(NamedTuple):
-    """What a slot must have room for, and the tensors of which that is the sum."""
+    """The room that a slot must have, and the tensors from which it was computed."""
 
     data_bytes: int
     table_bytes: int
@@ -21,11 +21,11 @@ class Need(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Tensors by `group/name`."""
+    """Changed tensors by `group/name`."""
 
     added: tuple[str, ...]
     removed: tuple[str, ...]
-    changed: tuple[str, ...]  # another dtype, shape, or part of it on this rank
+    changed: tuple[str, ...]  # of another dtype or shape, or another part of it on this rank
 
     def __str__(self) -> str:
         counts = [f"{len(names)} {what}" for what, names in self._asdict().items() if names]
@@ -36,7 +36,7 @@ class Change(NamedTuple):
 
 
 def compare(before: Sequence[Leaf], now: Sequence[Leaf]) -> Change:
-    """What differs, of the groups that are saved now. What both begin with, the very same leaves, is not looked at."""
+    """The differences, for the groups that are saved now. Identical leaves at the beginning of both are skipped."""
     try:
         same = indexOf(map(is_, before, now), False)
     except ValueError:
@@ -52,7 +52,7 @@ def compare(before: Sequence[Leaf], now: Sequence[Leaf]) -> Change:
 
 
 def outgrown(change: Change, before: int, now: int) -> str:
-    """What a user is told whose state needed larger slots: bytes of one slot, then and now."""
+    """The notice for a user whose state needed larger slots, with the bytes of one slot before and now."""
     return (
         f"the state no longer fits its slots of {before / MIB:.1f} MiB ({change}): reserved new slots of "
         f"{now / MIB:.1f} MiB. The first save into them is slower, because the new memory has to be faulted in"

@@ -1,4 +1,4 @@
-"""Where the state that is trained comes from: the step that was restored last, which every save says of itself."""
+"""Tracks where the trained state comes from: the step that was restored last. Every save states it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from holdfast_formats.lineage import Existing, Intent
 
 
 class TrainingOrigin:
-    """The same on all ranks of a launch, since all restore and save alike."""
+    """The origin of the state. It is the same on all ranks of a launch, because all restore and save alike."""
 
     def __init__(self) -> None:
         self._restored: int | None = None
@@ -17,17 +17,21 @@ class TrainingOrigin:
         self._saved = False
 
     def restored(self, step: int, groups: Collection[str], held: Collection[str]) -> None:
-        """A step was restored, in these of the `held` groups. Training goes on from it if that is all of them, or if there
-        was nothing before; a part that is restored later, such as the weights of a teacher, takes it nowhere else.
+        """Note that a step was restored, in these of the `held` groups.
+
+        Training goes on from that step if these are all groups, or if nothing was restored before. A part that is restored
+        later, such as the weights of a teacher, does not change the origin.
         """
         if set(held) <= set(groups) or not (self._saved or self._turn):
             self._restored, self._turn, self._again = step, self._turn + 1, 0
 
     def replaces(self) -> None:
-        """A save was asked for that takes the place of whatever stands there; on all ranks alike, whatever becomes of it."""
+        """Note that a save was requested that replaces an existing step. All ranks count it alike, whatever becomes of the
+        save.
+        """
         self._turn, self._again = self._turn + 1, self._again + 1
 
     def intent(self, existing: Existing, groups: Collection[str]) -> Intent:
-        """What a save of these groups says of itself."""
+        """The statement that goes with a save of these groups."""
         self._saved = True
         return Intent(self._restored, self._turn, existing, tuple(groups), self._again)

@@ -1,4 +1,4 @@
-"""Getting ready for the first save while the model is still being set up."""
+"""Prepares the memory for the first save while the model is still being set up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Preallocation:
-    """A background thread that reserves this rank's slots and touches their memory, and page-locks it for these devices."""
+    """A background thread that reserves this rank's slots, touches their memory, and page-locks it for the given devices."""
 
     def __init__(self, reserve: Callable[[], Slots], devices: Sequence[torch.device] = ()) -> None:
         self._reserve, self._devices = reserve, devices
@@ -25,11 +25,11 @@ class Preallocation:
         self._thread.start()
 
     def stop(self) -> None:
-        """End early; the memory stays reserved."""
+        """End early. The memory stays reserved."""
         self._stop.set()
 
     def join(self) -> None:
-        """Wait until the memory is ready, or cannot be had now."""
+        """Wait until the memory is ready, or cannot be reserved now."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -41,4 +41,4 @@ class Preallocation:
         except CheckpointError as error:
             log.info(
                 "could not reserve slots ahead of the first save: %s", error.detail
-            )  # the first save tries again, and says so
+            )  # the first save tries again, and reports the problem

@@ -1,6 +1,7 @@
-"""What this rank says of the bytes that it may share with others: digests of its boxes, taken in the slot before the seal.
+"""Computes digests of the boxes that other ranks may hold too, in the slot before the seal, to compare replicas.
 
-They are taken in the background, of what was copied, so they cost the training nothing and cannot miss what was saved.
+They are computed in the background from the copied bytes. So they cost the training nothing, and cover exactly what is
+saved.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ from holdfast_formats.staging import replica_claims, slot_table
 
 
 class Kind(IntEnum):
-    """What is said of a tensor."""
+    """What a rank states about a tensor."""
 
-    NOTHING = 0  # no other rank holds any of it, or it is one rank's by its name
-    CLAIM = 1  # whoever holds it holds these bytes
-    OWN = 2  # it may be another one on each rank
+    NOTHING = 0  # no other rank holds any of it, or its name says that it is one rank's own
+    CLAIM = 1  # every rank that holds it holds these bytes
+    OWN = 2  # it may differ between ranks
 
 
 class Statement:
-    """The digests of one save: of boxes that stand behind each other in the slot."""
+    """The digests of one save, of boxes that follow one another in the slot."""
 
     def __init__(self, places: NDArray[np.uint64], sampled: NDArray[np.bool_], entire: NDArray[np.bool_], step: int) -> None:
-        """`places` are the boxes' offsets in the slot and lengths; then of which a sample and of which all is digested."""
+        """`places` are offset in the slot and length of each box; the other arrays say which digests are wanted."""
         self._places, self._sampled, self._entire, self._step = places, sampled, entire, step
 
     @property
     def table_bytes(self) -> int:
-        """How much longer it makes a table."""
+        """How many bytes the digests add to a table."""
         return slot_table.digests_bytes(len(self._places))
 
     def digests(self, data: memoryview) -> bytes:
-        """As a table has them; call it once everything is in the slot."""
+        """The digests as a table stores them. Call it once everything is in the slot."""
         octets = np.frombuffer(data, np.uint8)
         rows = np.zeros((len(self._places), 2), np.uint64)
         rows[:, 0] = _taken(octets, self._places, self._sampled, self._step)
@@ -56,7 +57,7 @@ class Statement:
 def _taken(
     octets: NDArray[Any], places: NDArray[np.uint64], wanted: NDArray[np.bool_], step: int | None
 ) -> NDArray[np.uint64]:
-    """The digests of the boxes that are wanted: of a sample for this step, of all their bytes with none; else 0."""
+    """The digests of the wanted boxes, of a sample for `step` or of all bytes if it is None; 0 for the other boxes."""
     found = np.zeros(len(wanted), np.uint64)
     chosen = np.flatnonzero(wanted & (places[:, 1] != 0))
     if not len(chosen):
@@ -73,7 +74,7 @@ def _taken(
 
 
 def _one(box: NDArray[Any], step: int | None) -> int:
-    """What `native_copy.c` does."""
+    """The digest of one box, equal to that of `native_copy.c`."""
     if step is None or len(box) <= replica_claims.SAMPLE_BYTES:
         return digest.number(box)
     parts = [digest.number(box[at : at + replica_claims.STRETCH_BYTES]) for at in replica_claims.places(len(box), step)]
@@ -81,11 +82,11 @@ def _one(box: NDArray[Any], step: int | None) -> int:
 
 
 class _Rows(NamedTuple):
-    """What is to be said of each box, in the order of a layout: NumPy's, as there may be many."""
+    """The boxes of a layout, in its order, as NumPy arrays because there may be many."""
 
     places: NDArray[np.uint64]  # offset and bytes
     kinds: NDArray[np.uint8]
-    told: NDArray[np.bool_]  # a save that said it of the whole box was committed
+    told: NDArray[np.bool_]  # a save that digested the whole box was committed
 
     def first(self, count: int) -> _Rows:
         return _Rows(self.places[:count], self.kinds[:count], self.told[:count])
@@ -102,21 +103,21 @@ _NO_ROWS = _Rows(np.empty((0, 2), np.uint64), np.empty(0, np.uint8), np.empty(0,
 
 
 class Claims:
-    """What is to be said of this rank's state, from save to save.
+    """Decides which digests of this rank's state each save states.
 
-    A claim is digested whole until a save that said so has been committed, and by a sample from then on.
+    A box is digested as a whole until such a save has been committed, and by a sample from then on.
     """
 
     def __init__(self, state: Mapping[str, Any], world: int) -> None:
         self._state, self._alone = state, world == 1
         self._leaves: tuple[Leaf, ...] = ()
-        self._ends: list[int] = []  # how many boxes there are up to each leaf
+        self._ends: list[int] = []  # the number of boxes up to each leaf
         self._rows = _NO_ROWS
         self._told: set[Key] = set()
         self._telling: tuple[SaveTicket, tuple[Leaf, ...]] | None = None
 
     def of(self, layout: SlotLayout, ticket: SaveTicket) -> Statement | None:
-        """What to say of a save's layout; None in a world of one, where nobody could say otherwise."""
+        """The digests to state for a save's layout; None in a world of one rank, which has no replicas."""
         if self._alone:
             return None
         self._note_told()
@@ -136,12 +137,12 @@ class Claims:
         if ticket.error is None:
             self._told.update([leaf.key for leaf in leaves])
             kept = common(self._leaves, leaves)
-            self._leaves, self._ends = self._leaves[:kept], self._ends[:kept]  # of others it is asked anew
+            self._leaves, self._ends = self._leaves[:kept], self._ends[:kept]  # the others are determined anew
             self._rows = self._rows.first(self._ends[-1] if kept else 0)
             self._rows.told[:] = True
 
     def _look_at(self, layout: SlotLayout) -> None:
-        """Of leaves that stood at the begin of the last layout all is known."""
+        """Determine the kinds of boxes, except for leaves with which the last layout began too."""
         kept = common(self._leaves, layout.leaves)
         boxes = self._ends[kept - 1] if kept else 0
         places: list[tuple[int, int]] = []
@@ -170,7 +171,7 @@ def _kind(leaf: Leaf, buffers: frozenset[int]) -> Kind:
 
 
 def _buffers(state: Mapping[str, Any]) -> frozenset[int]:
-    """Where the buffers of the state's modules are."""
+    """The memory of all buffers of the state's modules."""
     modules = [value for value in state.values() if isinstance(value, nn.Module)]
     found = (local_tensor(buffer) for module in modules for buffer in module.buffers())
     return frozenset(buffer.data_ptr() for buffer in found if buffer.numel())

@@ -1,4 +1,6 @@
-"""The shared memory that a rank has reserved for its saves; made anew where it is too small or the daemon is another."""
+"""Holds the shared memory that a rank has reserved for its saves, and makes it anew if it is too small or the daemon
+changed.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ TABLE_BYTES_MIN = 2**16
 
 
 class Reservation:
-    """Not safe for threads: its owner's lock guards it. What the user should know of the memory, the session says."""
+    """The reserved memory. It is not thread-safe: its owner's lock guards it. The session passes notices about it to the
+    user.
+    """
 
     def __init__(self, session: Session, count: int) -> None:
-        """Nothing is reserved yet; `count` slots are asked for when the first room is."""
+        """Reserve nothing yet; `count` slots are requested with the first call of `room_for`."""
         self._session, self._count = session, count
         self._slots: Slots | None = None
-        self._leaves: tuple[Leaf, ...] = ()  # what room was last asked for
+        self._leaves: tuple[Leaf, ...] = ()  # the room that was requested last
         self._touching: Preallocation | None = None
 
     @property
@@ -33,9 +37,10 @@ class Reservation:
         return self._slots if self._slots is not None and self._slots.link is self._session.link else None
 
     def room_for(self, need: growth.Need, last: SaveTask | None = None) -> Slots:
-        """This rank's slots; larger ones, and a notice, where the state has outgrown them. The session is connected.
+        """This rank's slots. If the state has outgrown them, make larger ones and add a notice. The session must be
+        connected.
 
-        `last` is the save that may be on its way into the old ones still.
+        `last` is the save that may still be on its way into the old slots.
         """
         link = self._session.link
         assert link is not None
@@ -46,10 +51,10 @@ class Reservation:
                 log.info("this save has other tensors than the last one and still fits its slots (%s)", change)
             return known
         if known is not None and last is not None:
-            last.join()  # once it is sealed the daemon can save it, and has the old memory back
+            last.join()  # once it is sealed the daemon can save it, and gets the old memory back
         if known is not None:
             cuda_copy.unpin(known)
-        self._slots = None  # the old ones are given back, whether or not there is room for new ones
+        self._slots = None  # the old slots are given back, whether or not there is room for new ones
         room = max(TABLE_HEADROOM * need.table_bytes, TABLE_BYTES_MIN)
         made = self._slots = Slots(link, self._count, need.data_bytes, room)
         if known is not None and (any(change) or need.table_bytes > known.geometry.table_bytes_max):
@@ -60,7 +65,7 @@ class Reservation:
         return made
 
     def close(self) -> None:
-        """Stop touching memory, and unlock its pages. The memory itself goes with the session's end."""
+        """Stop touching memory, and unlock its pages. The memory itself is freed when the session ends."""
         if self._touching is not None:
             self._touching.stop()
         if self._slots is not None:

@@ -1,4 +1,4 @@
-"""What one call of `save` asked for, and what becomes of it where a signal handler called at a bad moment."""
+"""Holds the arguments of one `save()` call, and what becomes of it if a signal handler made it during another call."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ class SaveRequest(NamedTuple):
     groups: Collection[str] | None
     metrics: Mapping[str, float]
     wait: Wait | None
-    full: bool  # compare all that was copied
+    full: bool  # compare all copied bytes
     existing: Existing = "refuse"
 
     def put_off(self, during: str, save: Callable[[], object], tickets: Tickets) -> Later:
-        """To be saved when the call has ended that a signal handler interrupted, which the ticket says; refused by name
-        where that is no use."""
+        """Mark the ticket as postponed until the call that a signal handler interrupted has ended; raise if that is of no
+        use.
+        """
         ticket = self.ticket
         handler = f"in a signal handler that interrupted {during}"
         if during in (RESTORE, CLOSE):
@@ -47,7 +48,7 @@ class SaveRequest(NamedTuple):
             ticket.awaits = ""
             try:
                 save()
-            except Exception as error:  # there is nobody to raise it to
+            except Exception as error:  # there is no caller to raise it to
                 tickets.fail(
                     ticket, error if isinstance(error, CheckpointError) else CheckpointError(f"not saved: {error!r}")
                 )
@@ -62,7 +63,7 @@ class SaveRequest(NamedTuple):
 
 
 def check_step(step: SupportsIndex) -> int:
-    """Whatever is an integer, numpy's too; `InvalidRequest` for the rest."""
+    """Return the step as an int; numpy integers are accepted. Raises `InvalidRequest` for anything else."""
     try:
         return naming.check_step(step if isinstance(step, bool) else operator.index(step))
     except TypeError:
@@ -76,7 +77,7 @@ def check_check(check: str) -> str:
 
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Those that JSON can say, as Python's floats; `InvalidRequest` for what is no number."""
+    """Return the metrics that JSON can hold, as Python floats; `InvalidRequest` for anything but numbers."""
     kept: dict[str, float] = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, numbers.Real):

@@ -1,4 +1,4 @@
-"""One save's way from live memory to a sealed slot: at once, or behind the back of the training."""
+"""Brings one save from live memory into a sealed slot, at once or in the background."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ log = logging.getLogger(__name__)
 
 
 class Sealable(NamedTuple):
-    """A leased slot and everything that goes into it; `says` what it is to say of the bytes that ranks share."""
+    """A leased slot and its contents; `says` has the digests of bytes that ranks share."""
 
     slot: Slot
     layout: SlotLayout
     table: bytes
     says: Statement | None = None
-    full: bool = False  # all of the live memory is compared with what was copied, not some words
+    full: bool = False  # compare all of the live memory with the copy, not only samples
 
     def seal(self) -> None:
-        """All is in the slot: complete its table, and hand both over."""
+        """Complete the slot's table once all is copied, and hand both to the daemon."""
         digests = self.says.digests(self.slot.data) if self.says is not None else b""
         self.slot.seal(slot_table.with_digests(self.table, digests), self.layout.data_bytes)
 
 
 class SaveTask:
-    """Brings a rank's part of one save into its slot and seals it; whatever fails ends ticket and round by name."""
+    """Copies a rank's part of one save into its slot and seals it. On any failure, ticket and save fail with that error."""
 
     def __init__(self, ticket: SaveTicket, part: Sealable, tickets: Tickets, routes: CopyPlans) -> None:
         self._ticket, self._part, self._tickets, self._routes = ticket, part, tickets, routes
@@ -46,9 +46,9 @@ class SaveTask:
         self._failed: CheckpointError | None = None
 
     def begin(self, waited: bool = False) -> None:
-        """Copy what may change at any time, and leave the rest to a background thread, which seals when it is done.
+        """Copy what may change at any time, and leave the rest to a background thread, which seals at the end.
 
-        What goes wrong later is told by the ticket; where it is `waited` for, by `complete`.
+        Later failures are reported by the ticket; if the save is `waited` for, by `complete`.
         """
         self._waited = waited
         try:
@@ -68,25 +68,25 @@ class SaveTask:
         self._copy = copy
         try:
             copy.start()
-        except BaseException:  # a signal handler's, who may not have let it start; what has begun is completed
+        except BaseException:  # a signal handler may have come before it was started; a begun copy is completed
             copy.start()
             raise
 
     def complete(self) -> None:
-        """Wait until it is sealed. Raises what went wrong, after the round was given up."""
+        """Wait until it is sealed. If it failed, abandon the save for all ranks and raise the error."""
         self.join()
         if self._failed is not None:
             raise self._failed
 
     def fence(self) -> None:
-        """Return when the live state may change again: that of a GPU by what its current stream is given from now on."""
+        """Return when the live state may change again. For GPUs this holds for work that is enqueued from now on."""
         if self._copy is not None:
             self._copy.fence()
             for copy in self._devices:
                 copy.fence()
 
     def held(self, seconds: float, last: bool = False) -> None:
-        """Training stood still for this save, so long. With the `last` time the daemon is told the sum, once."""
+        """Note for how long training stood still for this save. With the `last` time the daemon is told the sum, once."""
         if self._told:
             return
         self._stalled_s += seconds
@@ -95,14 +95,14 @@ class SaveTask:
             self._part.slot.measured(self._stalled_s)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Return when the slot is sealed, or the save has failed; whether that was within `timeout` seconds."""
+        """Wait until the slot is sealed or the save has failed; return whether that was within `timeout` seconds."""
         return self._copy is None or self._copy.join(timeout)
 
     def __str__(self) -> str:
         return f"{self._ticket.run}@{self._ticket.step}"
 
     def _ways(self) -> CopyPlan:
-        """The way into the slot, in which the assets, which are no live memory, stand already."""
+        """The copy plan for the slot. The assets, which are not live memory, are copied already."""
         layout, data = self._part.layout, self._part.slot.data
         for blob, content in layout.blobs:
             data[blob.slot_offset : blob.slot_offset + blob.length] = content
@@ -131,7 +131,7 @@ class SaveTask:
             self._part.slot.abandon(error)
         except CheckpointError as gone:
             step, why = self._ticket.step, gone.detail
-            # Aside: the thread that waits for us may be writing to the log itself.
+            # in a thread of its own: the thread that waits for us may be writing to the log itself
             background_requests.start(
                 lambda: log.warning("could not tell the daemon that step %d is given up: %s", step, why)
             )

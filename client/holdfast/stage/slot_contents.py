@@ -1,4 +1,4 @@
-"""What saves of a training state put into slots: the state as it is now, where it stands there, and the slot's table."""
+"""Determines what a save puts into a slot: the state as it is now, its places in the slot, and the slot's table."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ TABLE_BYTES_A_TENSOR = 256
 
 
 class SlotContents:
-    """Not safe for threads: its owner's lock guards it. What is as it was at the last layout is not looked at again."""
+    """The contents of slots. It is not thread-safe: its owner's lock guards it. It reuses the parts that did not change."""
 
     def __init__(self, state: TrainState, assets: Mapping[str, bytes], fenced: bool, file_bytes_max: int) -> None:
-        """Nothing is looked at yet; `fenced` and `file_bytes_max` are the checkpointer's options."""
+        """Look at nothing yet; `fenced` and `file_bytes_max` are the checkpointer's options."""
         self._state, self._assets = state, assets
         self._fenced, self._file_bytes_max = fenced, file_bytes_max
-        self.layout = staging.NOTHING  # the last one
+        self.layout = staging.NOTHING  # of the last save
 
     def snapshot(self, groups: Collection[str] | None = None) -> Snapshot:
-        """The state, with the random streams of this moment: what the user's objects draw when asked is put back."""
+        """Take a snapshot of the state and its random streams. What the user's objects draw meanwhile is put back."""
         with self._state.random.kept():
             return self._state.snapshot(groups)
 
@@ -36,11 +36,11 @@ class SlotContents:
     def table(
         self, who: SaveIdentity, snapshot: Snapshot, metrics: Mapping[str, float], intent: Intent = NO_INTENT
     ) -> bytes:
-        """The table of a slot that is laid out as the last one was."""
+        """The table of a slot that has the layout of the last one."""
         return staging.encode_table(who, snapshot, self.layout, metrics, self._file_bytes_max, intent)
 
     def expected(self, who: SaveIdentity) -> Need:
-        """What the next saves will need, with what an optimizer will add at its first step."""
+        """The room that the next saves will need, including what an optimizer will add at its first step."""
         snapshot = self.snapshot()
         layout = self.lay_out(snapshot)
         more = background_safe.expected_growth(self._state.state)

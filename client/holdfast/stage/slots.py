@@ -1,4 +1,4 @@
-"""This rank's part of the node's arena: map it, lease a slot, seal it."""
+"""This rank's part of the node's arena: maps it, leases slots, seals them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.staging import arena, messages, wire
 from holdfast_formats.staging.arena import SlotHeader, SlotState
 
-LEASE_MARGIN_S = 10.0  # how much longer than the daemon itself we wait for its answer
+LEASE_MARGIN_S = 10.0  # how much longer than the daemon's own limit a rank waits for its answer
 
 
 class Slot:
@@ -26,7 +26,7 @@ class Slot:
         self.data = slots.data(index)
 
     def seal(self, table: bytes, data_bytes: int) -> None:
-        """Declare the slot complete. When this returns the daemon has taken it over and saves it, whatever becomes of us."""
+        """Declare the slot complete. When this returns, the daemon owns it and saves it, even if this process dies."""
         geometry, memory = self.slots.geometry, self.slots.memory
         if len(table) > geometry.table_bytes_max:
             raise LimitExceeded(f"a table of {len(table)} bytes does not fit the slot's {geometry.table_bytes_max}")
@@ -40,19 +40,19 @@ class Slot:
         link.request(seal, wire.Sealed)
 
     def measured(self, stall_s: float) -> None:
-        """Tell the daemon, in passing, how long training stood still for this save."""
+        """Tell the daemon how long training stood still for this save, without waiting for a reply."""
         link = self.slots.link
         link.tell(wire.Measured(id=link.next_id(), step=self._step, stall_s=stall_s))
 
     def abandon(self, error: CheckpointError) -> None:
-        """Give the lease back unsealed, so that the other ranks learn at once that this step is not saved."""
+        """Return the lease unsealed, so that the other ranks learn at once that this step is not saved."""
         link = self.slots.link
         message = wire.Abandon(id=link.next_id(), slot=self.index, step=self._step, problem=error.problem())
         link.request(message, wire.Done)
 
 
 class Slots:
-    """The segment that the daemon made for this rank. `notice` says why it is less than was asked for, if it is."""
+    """The segment that the daemon made for this rank. If it is smaller than requested, `notice` says why."""
 
     def __init__(self, link: Transport, count: int, data_bytes: int, table_bytes: int) -> None:
         self.link = link
@@ -61,7 +61,7 @@ class Slots:
         self.notice, self.spilled = given.notice, given.spilled
         self._touching, self._touched = threading.Lock(), False
         self.pinning = threading.Lock()
-        self.pinned: bool | None = None  # page-locked for GPUs; None before that was tried (device.pin)
+        self.pinned: bool | None = None  # page-locked for GPUs; None until that was tried (device.pin)
         self.unlock_pages: weakref.finalize[..., Slots] | None = None
         fd = link.take_fd()
         try:
@@ -74,13 +74,13 @@ class Slots:
         self.geometry = arena.read_superblock(self.memory)
 
     def touch(self, stop: threading.Event) -> None:
-        """Map every page now, so that the first save costs what the others cost; ends early when `stop` is set."""
-        with self._touching:  # who comes second finds it done
-            if not self._touched and not self.spilled:  # a spilled one would be written to the disk by it
+        """Map every page now, so that the first save is as fast as later ones; ends early when `stop` is set."""
+        with self._touching:  # a second thread waits here and finds it done
+            if not self._touched and not self.spilled:  # touching a spilled segment would write it to the disk
                 self._touched = self._mapping.touch(stop)
 
     def data(self, index: int) -> memoryview:
-        """A slot's room for tensors."""
+        """The memory of a slot for tensors."""
         start = self.geometry.data_offset(index)
         return self.memory[start : start + self.geometry.data_bytes]
 

@@ -1,4 +1,4 @@
-"""Where live tensors stand in a slot, and what the slot's table says of them."""
+"""Lays out live tensors in a slot, and encodes the slot's table that describes them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from holdfast_formats.staging.holdings import span_of
 from holdfast_formats.staging.slot_table import Blob, SlotTable
 from holdfast_formats.tensors import StagedFragment, TensorSpec
 
-ALIGNMENT_BYTES = 64  # a cache line: where each fragment begins in its slot
-LONG_BYTES_MIN = 2**18  # a fragment whose place in a page matters, and is worth up to a page
+ALIGNMENT_BYTES = 64  # a cache line: fragments in a slot begin at multiples of this
+LONG_BYTES_MIN = 2**18  # for longer fragments the place in a page matters, and is worth up to a page
 
 
 class Copy(NamedTuple):
@@ -34,30 +34,30 @@ class Copy(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """How far a layout had got behind one leaf: copies so far, and the first free byte."""
+    """The state of a layout after one leaf: number of copies so far, and the first free byte."""
 
     copies: int
     end: int
 
 
 class SlotLayout(NamedTuple):
-    """Where everything one rank saves stands in its slot, and the copies that bring it there."""
+    """Where everything that one rank saves is in its slot, and the copies that bring it there."""
 
     leaves: tuple[Leaf, ...]
-    marks: tuple[Mark, ...]  # one a leaf
-    fragments: tuple[StagedFragment, ...]  # one a leaf
-    encoded: tuple[bytes, ...]  # each fragment as it stands in the table
+    marks: tuple[Mark, ...]  # one per leaf
+    fragments: tuple[StagedFragment, ...]  # one per leaf
+    encoded: tuple[bytes, ...]  # each fragment as in the table
     copies: tuple[Copy, ...]
     blobs: tuple[tuple[Blob, bytes], ...]
     data_bytes: int
-    steady: int  # how many of the first copies are likely to be the same at the next save
+    steady: int  # how many of the first copies will probably be the same at the next save
 
 
 NOTHING = SlotLayout((), (), (), (), (), (), 0, 0)
 
 
 class SaveIdentity(NamedTuple):
-    """Whose part of which save a slot is."""
+    """The save and the rank that a slot belongs to."""
 
     run: str
     step: int
@@ -75,9 +75,10 @@ def lay_out(
 ) -> SlotLayout:
     """Give every fragment and asset its place in a slot, in the order of the snapshot.
 
-    `settled` says what only an optimizer's step changes, so that it may be copied while forward and backward run. Leaves
-    that an earlier layout began with, the very same ones, keep their places without being looked at again. Long fragments
-    begin as far from the begin of a page as in files of `file_bytes_max`: a daemon writes them without copying them.
+    `settled` says which pieces only an optimizer's step changes, so that they may be copied while forward and backward run.
+    If an earlier layout began with the identical leaves, these keep their places and are not examined again. Long fragments
+    begin as far from the beginning of a page as in files of `file_bytes_max`, so that a daemon can write them without
+    copying them.
     """
     kept = common(before.leaves, snapshot.leaves)
     in_page = _places_in_page(snapshot.leaves, file_bytes_max) if any(map(_is_long, snapshot.leaves[kept:])) else {}
@@ -109,9 +110,10 @@ def lay_out(
 
 
 def _places_in_page(leaves: Sequence[Leaf], file_bytes_max: int) -> dict[tuple[str, str], int]:
-    """How far from the begin of a page of its file each long fragment stands, if it stands there in one piece.
+    """The distance from the beginning of a page of each long fragment in its file, if the fragment is contiguous there.
 
-    As if all ranks held the tensors that this one does. Where they do not, it is a guess, and bytes are copied once more.
+    This assumes that all ranks hold the same tensors as this one. If they do not, it is only a guess, and the bytes are
+    copied once more.
     """
     long = {(leaf.group, leaf.name): leaf.pieces[0].box for leaf in leaves if _is_long(leaf)}
     specs = [TensorSpec(leaf.group, leaf.name, leaf.dtype, leaf.shape) for leaf in leaves]
@@ -129,7 +131,7 @@ def _is_long(leaf: Leaf) -> bool:
 
 
 def common(before: Sequence[Leaf], now: Sequence[Leaf]) -> int:
-    """How many leaves both begin with, the very same ones."""
+    """The number of identical leaves with which both begin."""
     for position, (a, b) in enumerate(zip(before, now, strict=False)):
         if a is not b:
             return position
@@ -166,7 +168,9 @@ def encode_table(
 
 
 def place(copies: Sequence[Copy], data: memoryview) -> list[tuple[Copy, Move]]:
-    """Live memory and its place in the slot, as integers of one shape, bytes where it is contiguous; no empty tensors."""
+    """Live memory and its place in the slot, as integers of one shape (bytes if it is contiguous). Tensors must not be
+    empty.
+    """
     if not copies or len(data) == 0:
         return []
     slot = torch.frombuffer(data, dtype=torch.uint8)
@@ -176,7 +180,7 @@ def place(copies: Sequence[Copy], data: memoryview) -> list[tuple[Copy, Move]]:
         if size:
             raw = as_integers(copy.tensor, SIGNED)
             if raw.is_contiguous():
-                raw = raw.as_strided((raw.numel(),), (1,)).view(torch.uint8)  # of one element the stride may be any
+                raw = raw.as_strided((raw.numel(),), (1,)).view(torch.uint8)  # with one element the stride does not matter
             target = slot[copy.slot_offset : copy.slot_offset + size].view(raw.dtype).view(raw.shape)
             moves.append((copy, Move(copy.name, raw, target)))
     return moves

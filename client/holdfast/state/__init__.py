@@ -1,1 +1,1 @@
-"""The trainer's live objects as named leaves, and back."""
+"""Turns the trainer's live objects into named leaves, and back."""

@@ -14,9 +14,9 @@ from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX
 
 
 def collect(assets: Any) -> dict[str, bytes]:
-    """The files behind `assets`, by name.
+    """Return the files behind `assets`, by name.
 
-    Taken are: a file's path, a directory's path (its plain files), a mapping of names to bytes, text or JSON values, an
+    Accepted are: a file's path, a directory's path (its regular files), a mapping of names to bytes, text or JSON values, an
     object that writes itself with `save_pretrained(directory)` (a config, a tokenizer), and sequences of these. Raises
     `InvalidRequest` for anything else or a name that the format uses itself, `LimitExceeded` when they are too large.
     """
@@ -59,7 +59,7 @@ def _from_path(path: Path) -> dict[str, bytes]:
 
 
 def _belongs(name: str) -> bool:
-    """Weights in an asset directory are not assets: the checkpoint has its own."""
+    """Whether a file of an asset directory is an asset. Weights are not, because the checkpoint has its own."""
     return not name.startswith(".") and not name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".pt"))
 
 

@@ -1,8 +1,8 @@
-"""Whether the live state is still made up as an earlier save found it, found out without walking through it again.
+"""Detects whether the live state still has the structure that an earlier save found, without walking through it again.
 
-What a walk went through is noted: the containers, with what stood in them, who holds them, and the tensors, with their
-memory. As long as every holder has the very same containers, these hold the very same things, and every tensor is the same
-stretch of memory, another walk would find the same.
+A walk notes the containers with their contents, the objects that hold the containers, and the tensors with their memory.
+Another walk would find the same as long as every holder has the identical containers, these hold the identical objects, and
+every tensor is the same stretch of memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules", "_state_dict_pre_hooks", "
 
 
 class _Seen(NamedTuple):
-    """A mapping and what it held: its keys and values in order."""
+    """A mapping and its contents: its keys and values in order."""
 
     mapping: Mapping[Any, Any]
     keys: tuple[Any, ...]
@@ -37,7 +37,7 @@ class _Seen(NamedTuple):
 
 
 class ChangeWatch:
-    """What one walk found. `possible` is False when it met something of which only a new walk can tell the state."""
+    """What one walk found. `possible` is False if it met something whose state only a new walk can tell."""
 
     def __init__(self) -> None:
         self.possible = True
@@ -45,7 +45,7 @@ class ChangeWatch:
         self._lists: list[tuple[list[Any], tuple[Any, ...]]] = []
         self._modules = _Modules()
         self._optimizers: list[tuple[object, tuple[torch.optim.Optimizer, ...]]] = []
-        self._held: list[tuple[Mapping[str, Any], str, object]] = []  # who holds a container: mapping, key, container
+        self._held: list[tuple[Mapping[str, Any], str, object]] = []  # holders of containers: mapping, key, container
         self._transient: list[tuple[nn.Module, frozenset[str]]] = []  # modules, and their buffers that are not saved
         self._hooked: list[tuple[nn.Module, str]] = []
         self._sharded: list[tuple[Any, torch.Tensor, object]] = []
@@ -53,10 +53,10 @@ class ChangeWatch:
         self._forms = _Forms(())
 
     def unchanged(self) -> bool:
-        """Whether a new walk would find the very same tensors at the very same places."""
+        """Whether a new walk would find the identical tensors at the same places."""
         if not self.possible:
             return False
-        for module, prefix in self._hooked:  # FSDP2 brings its parameters back to their shards here
+        for module, prefix in self._hooked:  # FSDP2 puts its parameters back to their shards here
             for hook in module._state_dict_pre_hooks.values():
                 hook(module, prefix, True)
         return (
@@ -75,13 +75,13 @@ class ChangeWatch:
         )
 
     def see(self, mapping: Mapping[Any, Any]) -> None:
-        """Note a container and what stands in it now."""
+        """Note a container and its present contents."""
         self._seen.append(_Seen(mapping, tuple(mapping), tuple(mapping.values())))
 
     def see_module(self, module: nn.Module) -> None:
-        """Note everything that decides what a module's `state_dict` holds."""
+        """Note everything that decides the contents of a module's `state_dict`."""
         while (inner := module.module if isinstance(module, AveragedModel) else wrapped(module)) is not None:
-            self._modules.see(module)  # a wrapper: what it wraps, and what it counts
+            self._modules.see(module)  # a wrapper: note its module and its counters
             for mapping in (module._modules, module._buffers):
                 self.see(mapping)
             module = inner
@@ -102,10 +102,10 @@ class ChangeWatch:
         found = optimizer_wrappers.find(value).optimizers
         self._optimizers.append((value, found))
         for optimizer in found:
-            for name in ("state", "param_groups"):  # load_state_dict puts others in their place
+            for name in ("state", "param_groups"):  # load_state_dict replaces them
                 if name in vars(optimizer):
                     self._held.append((vars(optimizer), name, vars(optimizer)[name]))
-                else:  # a property, of whatever
+                else:  # a property of some class
                     self.possible = False
             self.see(optimizer.state)
             for kept in optimizer.state.values():
@@ -116,7 +116,7 @@ class ChangeWatch:
                 self._lists.append((group["params"], tuple(group["params"])))
 
     def see_memory(self, tensors: Iterable[Storable]) -> None:
-        """Note where tensors lie, and in what form. Call it once, with all of them."""
+        """Note the memory and form of tensors. Call it once, with all of them."""
         memory: list[torch.Tensor] = []
         for value in tensors:
             if isinstance(value, Fragment):
@@ -132,7 +132,9 @@ class ChangeWatch:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module's `state_dict` is what its containers hold; TorchScript's are no dicts that could be compared."""
+    """Whether a module's `state_dict` contains just its containers. Those of TorchScript are not dicts that
+    can be compared.
+    """
     held = vars(module)
     return (
         all(isinstance(held.get(container), dict) for container in _CONTAINERS)
@@ -146,12 +148,12 @@ def _is_special(module: nn.Module, method: str) -> bool:
 
 
 def _place(fragment: Fragment) -> tuple[Any, ...]:
-    """What a fragment is: any of it may be set to another."""
+    """The attributes of a fragment, each of which may be replaced."""
     return fragment.tensor, fragment.held, fragment.shape, fragment.offset, fragment.flat
 
 
 class _Modules:
-    """Modules, and the containers that each of them had: also these can be set to others."""
+    """Modules and the containers that each of them had; these can be replaced too."""
 
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
@@ -176,7 +178,7 @@ class _Modules:
 
 
 class _Forms:
-    """Where tensors lie and what they are. Strides are compared only where they do not follow from the shape."""
+    """The memory and form of tensors. Strides are compared only if they do not follow from the shape."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -194,11 +196,11 @@ class _Forms:
                 [tensor.data_ptr() for tensor in tensors] == self._addresses
                 and [tensor.dtype for tensor in tensors] == self._dtypes
                 and [tensor.is_contiguous() for tensor in tensors] == self._contiguous
-                # One at a time: a list of as many new tuples would set off Python's garbage collection.
+                # One at a time: a list of as many new tuples would trigger Python's garbage collection.
                 and all(map(eq, (tensor.shape for tensor in tensors), self._shapes))
                 and all(tensor.stride() == stride for tensor, stride in self._strided)
                 and not any(tensor.is_neg() for tensor in tensors)
                 and not any(tensor.is_conj() for tensor in tensors if tensor.is_complex())
             )
         except (RuntimeError, NotImplementedError):
-            return False  # one has no memory any more: the walk says which
+            return False  # one has no memory any more: the walk names it

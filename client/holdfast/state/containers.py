@@ -1,4 +1,4 @@
-"""Values that came back, put into the containers, arrays and tensors that the user holds: these stay the same objects."""
+"""Puts restored values into the containers, arrays and tensors that the user holds, so that these stay the same objects."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _ABSENT = object()
 
 
 class ContainerKeeper:
-    """Puts values into live ones, for one restore, and notes where another object had to take a live one's place.
+    """Puts values into live objects, for one restore, and notes if a live object had to be replaced by another one.
 
-    A live object may stand at several places of a state, and hold one value only: where the values that came back for them
-    differ, the first place keeps it, and the others get objects of their own.
+    A live object may be at several places of a state, but can hold only one value. If the values restored for these places
+    differ, the first place keeps the object, and the others get objects of their own.
     """
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self._given: dict[int, tuple[Any, Any]] = {}  # id of a live object -> it, and what it was given
+        self._given: dict[int, tuple[Any, Any]] = {}  # id of a live object -> the object, and its new value
 
     def noting(self, restoration: MatchedLeaves) -> MatchedLeaves:
-        """The restoration, whose notes will have this keeper's."""
+        """Return the restoration with this keeper's notes added to its own."""
         self.notes = restoration.late
         return restoration
 
     def put(self, live: Any, value: Any, path: str) -> Any:
-        """What is to stand where `live` stands: `live` with the new value, or `value` where it cannot take it.
+        """Return the object for the place of `live`: `live` with the new value, or `value` if `live` cannot take it.
 
-        What is in both at the same place is kept so at every depth.
+        Objects inside that are at the same place in both are treated the same way, at every depth.
         """
         if type(live) is tuple and type(value) is tuple:
             items = self._items(live, value, path)
@@ -90,7 +90,7 @@ class ContainerKeeper:
     def _give_bytes(self, live: bytearray, value: bytearray, path: str) -> bytearray:
         try:
             live[:] = value
-        except BufferError:  # a memoryview of it is held, and it would change its length
+        except BufferError:  # a memoryview of it exists, and its length would change
             self.notes.append(_replaced(path, live, value))
             return value
         return live
@@ -106,12 +106,12 @@ _KINDS = frozenset({dict, OrderedDict, Counter, defaultdict, list, deque, set, b
 
 
 def is_mutable(live: object) -> bool:
-    """Whether somebody who holds this object would miss a value that another object gets."""
+    """Whether code that holds this object would miss the new value if another object got it."""
     return type(live) in _KINDS or isinstance(live, torch.Tensor | Fragment)
 
 
 def can_take(live: object, value: object) -> bool:
-    """Whether a mutable object can become equal to `value` and stay the object that it is."""
+    """Whether a mutable object can become equal to `value` and stay the same object."""
     if live is value:
         return True
     if isinstance(live, torch.Tensor | Fragment):
@@ -128,7 +128,7 @@ def can_take(live: object, value: object) -> bool:
 
 
 def _place(value: Storable) -> tuple[object, ...]:
-    """What has to agree for one tensor's bytes to be another's."""
+    """What must be equal for one tensor's bytes to be another's."""
     local = local_tensor(value)
     if isinstance(value, Fragment):
         return local.dtype, local.shape, value.shape, value.offset, value.flat

@@ -1,4 +1,4 @@
-"""What is no model and no optimizer: schedulers, data loaders, counters. It all lands in the group `extra`."""
+"""Entries that are neither model nor optimizer: schedulers, data loaders, counters. They all go to the group `extra`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class Stateful(NamedTuple):
         return trees.grow(self.target.state_dict(), self.key, self.key, f"{RANK_PREFIX}{self.rank:05d}/{self.key}")
 
     def _shards(self, names: frozenset[str]) -> Mapping[str, Storable]:
-        """For the names that are not one rank's, memory laid out as the live object's: only that says how it is sharded."""
+        """Memory for the names that are not one rank's own. It has the form of the live object, because only that tells the
+        sharding.
+        """
         if all(name.startswith(RANK_PREFIX) for name in names):
             return {}
         live = self._tree().tensors
@@ -49,9 +51,10 @@ class Stateful(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A nested plain value, perhaps with tensors: restored into the live containers, arrays and tensors, else put into them.
+    """A nested plain value, perhaps with tensors. It is restored into the live containers, arrays and tensors, or replaces
+    them.
 
-    Every save reads what stands in the state's mapping then.
+    Every save reads what is in the state's mapping then.
     """
 
     key: str
@@ -66,7 +69,9 @@ class Value(NamedTuple):
         _collect(content, self.key, trees.grow(self.state[self.key], self.key, self.key))
 
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
-        """Want the stored document; live tensors at the same places are filled, whatever is mutable there stays itself."""
+        """Want the stored document. Live tensors at the same places are filled, and mutable objects there stay the same
+        objects.
+        """
         live = trees.grow(self.state[self.key], self.key, self.key).tensors
         plan = _plan(self.key, stored, selection, lambda _: _filled(live), self._install)
         text = stored.value(GROUP, self.key)
@@ -81,7 +86,7 @@ class Value(NamedTuple):
         return plan
 
     def _check_installable(self, value: Any) -> None:
-        """Refuse, before anything is touched, a value that nobody could be given back; of an array the form is compared."""
+        """Refuse, before anything changes, a value that cannot be installed. Of an array, only the form is compared."""
         live = self.state[self.key]
         if isinstance(live, np.ndarray) and isinstance(value, np.ndarray):
             fits = live.flags.writeable
@@ -106,8 +111,11 @@ class Value(NamedTuple):
 
 
 def _filled(live: Mapping[str, Storable]) -> dict[str, Storable]:
-    """Memory to fill by name: the live tensor's own; other memory where it stands in the state more than once, or where its
-    name is one that several keys share (1 and "1"): which of them has which depends on their order."""
+    """The memory to fill, by name: the live tensor's own, or new memory in two cases.
+
+    The first is a tensor that is in the state more than once. The second is a name that several keys share (1 and "1"):
+    which of them has which name depends on their order.
+    """
     times = Counter(map(id, live.values()))
     bases = {name: base for name in live if (base := name.rpartition("~")[0]) in live}
     shared = {*bases, *bases.values()}
@@ -148,7 +156,7 @@ def _plan(
     plan.missing += [f"{GROUP}/{name}" for name in regrown.unknown]
     for name, tensor in regrown.tensors.items():
         if name in held and not selection.takes(GROUP, name):
-            plan.claimed.add((GROUP, name))  # ignored: the value is put together with what is live there
+            plan.claimed.add((GROUP, name))  # ignored: the value is built with the live tensor
         else:
             plan.want(GROUP, name, tensor)
     if not regrown.unknown:

@@ -1,7 +1,8 @@
-"""The tensors of a module under FSDP1, read off its flat parameters: nothing is gathered, and no rank waits for another.
+"""Reads the tensors of a module under FSDP1 off its flat parameters; nothing is gathered, and no rank waits for another.
 
-`FullyShardedDataParallel` puts the parameters of a unit end to end and leaves each rank a flat range of that. Where each
-parameter stands in it is in the unit's `FlatParamHandle` (`torch.distributed.fsdp._flat_param`, the same since torch 2.1).
+`FullyShardedDataParallel` puts the parameters of a unit end to end and leaves each rank a flat range of the result. The
+place of each parameter in it is in the unit's `FlatParamHandle` (`torch.distributed.fsdp._flat_param`, the same since torch
+2.1).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ EXTRA_STATE = "_extra_state"
 
 
 class FlatState(NamedTuple):
-    """Tensors and modules' own values by name as they are in the wrappers; `release` ends what restored memory outdates."""
+    """Tensors and modules' own values, by name as in the wrappers. `release` frees memory that is outdated
+    after a restore.
+    """
 
     tensors: dict[str, Storable]
     extras: dict[str, tuple[nn.Module, Any]]
@@ -33,9 +36,10 @@ def is_flat(module: nn.Module) -> bool:
 
 
 def flat_state(module: nn.Module, path: str) -> FlatState:
-    """The persistent tensors of a module that has units of FSDP1: Fragments of the flat shards, and what else there is.
+    """The persistent tensors of a module with units of FSDP1: Fragments of the flat shards, and all other tensors.
 
-    Raises `InvalidRequest` by the unit's path where an optimizer would hold flat parameters whole, or they are gathered now.
+    Raises `InvalidRequest` with the unit's path if an optimizer would hold flat parameters whole, or if they are gathered
+    now.
     """
     found = FlatState({}, {}, ())
     handled: set[str] = set()
@@ -78,9 +82,9 @@ def _check(handle: Any, path: str) -> None:
 
 
 def _fragments(handle: Any) -> Iterator[tuple[str, Storable]]:
-    """Names below the unit, and this rank's part of each; a shared parameter is one value under all its names."""
+    """The names below the unit, and this rank's part of each; a shared parameter is one value under all its names."""
     flat = handle.flat_param
-    if not handle.uses_sharded_strategy:  # NO_SHARD: every rank has all of them
+    if not handle.uses_sharded_strategy:  # NO_SHARD: every rank has all parameters
         values: list[Storable] = list(flat._params)
     else:
         shards = zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True)

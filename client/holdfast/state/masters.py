@@ -1,4 +1,6 @@
-"""Full-precision copies beside what is restored: an optimizer's next step would write them over the restored weights."""
+"""Makes sure that full-precision copies fit restored weights: the next optimizer step would overwrite the
+weights with them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class MasterPair(NamedTuple):
 def pairs(
     optimizers: Iterable[OptimizerState], weights: Mapping[str, Storable], masters: Mapping[str, Storable]
 ) -> list[MasterPair]:
-    """Every weight that has a copy: in an optimizer's state, or by name in the mapping of masters."""
+    """Every weight that has a full-precision copy: in an optimizer's state, or by name in the mapping of masters."""
     found = [
         MasterPair(parameter.name, parameter.value, kept) for state in optimizers for parameter, kept in state.masters()
     ]
@@ -37,9 +39,10 @@ def pairs(
 
 
 def settle(restoration: MatchedLeaves, found: Sequence[MasterPair], wish: Masters | None) -> MatchedLeaves:
-    """The restoration, if it leaves no copy behind its weight; with "from-model" such copies are made of the weights.
+    """Return the restoration if every restored weight's copy is restored too; with "from-model", copies are set from the
+    weights.
 
-    Raises `StateMismatch` naming them otherwise.
+    Raises `StateMismatch` with the names otherwise.
     """
     if wish not in (None, "from-model"):
         raise InvalidRequest(f"masters must be 'from-model' or None, not {wish!r}")
@@ -73,7 +76,7 @@ def _in(value: Storable, filled: set[int]) -> bool:
 
 
 def _stays(value: Storable, filled: set[int]) -> bool:
-    """Whether a copy keeps what it held. One of which this rank has no element is held by other ranks."""
+    """Whether a copy keeps its old value. If this rank has no element of it, other ranks hold it."""
     return local_tensor(value).numel() > 0 and not _in(value, filled)
 
 

@@ -1,4 +1,4 @@
-"""Modules and mappings of tensors: their tensors by the model's own names, tied ones once."""
+"""Collects the tensors of modules and mappings by the model's own names; tied tensors are collected once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from holdfast.tensors.torch_dtypes import has_memory
 from holdfast_formats.errors import InvalidRequest
 
 EXTRA_STATE = "_extra_state"
-# What wrappers put into the names of a module that they wrap in place; none of it is the model's own name.
+# Wrappers put these into the names of a module that they wrap in place; they are not part of the model's own names.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _WRAPPER_CLASSES = ("DistributedDataParallel", "DataParallel")
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
-    """The module inside DDP, torch.compile or activation checkpointing; None where this is none of them."""
+    """The module inside DDP, torch.compile or activation checkpointing; None for any other module."""
     kind = type(module).__name__
     if kind in _WRAPPER_CLASSES:
         inner = module.module
@@ -53,9 +53,9 @@ def clean(name: str) -> str:
 
 
 class ModuleState(NamedTuple):
-    """The live tensors of a module by clean name, and by clean name the submodules with a value of their own.
+    """The live tensors of a module, and its submodules with a value of their own, both by clean name.
 
-    `release` is to be called once tensors were restored.
+    Call `release` after tensors were restored.
     """
 
     tensors: dict[str, Storable]
@@ -64,7 +64,7 @@ class ModuleState(NamedTuple):
 
 
 def module_state(module: nn.Module, path: str) -> ModuleState:
-    """Every persistent tensor of the module, live: parameters, buffers, and what `get_extra_state` gives."""
+    """Every persistent tensor of the module, live: parameters, buffers, and those from `get_extra_state`."""
     if isinstance(module, AveragedModel):
         inner = module_state(module.module, path)
         if "n_averaged" in inner.tensors:
@@ -94,7 +94,7 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
 
 
 def _refuse_temporaries(module: nn.Module, found: Mapping[str, Any], path: str) -> None:
-    """Refuse, by name, tensors that the module made for its `state_dict`: what is restored into them, it never sees."""
+    """Refuse, by name, tensors that the module created for its `state_dict`: it would never see restored values in them."""
     own = {id(value) for value in (*module.parameters(), *module.buffers())}
     foreign = {name: value for name, value in found.items() if isinstance(value, torch.Tensor) and id(value) not in own}
     if not foreign:
@@ -121,7 +121,7 @@ def _below(path: str, name: str) -> str:
 
 
 def parameter_names(tensors: Mapping[str, Storable], prefix: str = "") -> dict[int, tuple[str, Storable]]:
-    """Names by the identity of what an optimizer holds of each. The first name counts."""
+    """Parameter names by the identity of the objects that an optimizer may hold for each. The first name counts."""
     named: dict[int, tuple[str, Storable]] = {}
     for name, value in tensors.items():
         held = value.held if isinstance(value, Fragment) else value
@@ -136,14 +136,14 @@ def tied(tensors: Mapping[str, Storable]) -> dict[str, str]:
     fragments: dict[int, str] = {}
     for name, value in tensors.items():
         if isinstance(value, Fragment) and fragments.setdefault(id(value), name) != name:
-            aliases[name] = fragments[id(value)]  # also where this rank's part of both is empty
+            aliases[name] = fragments[id(value)]  # also if this rank's part of both is empty
             continue
         local = local_tensor(value)
         if not has_memory(local) or local.numel() == 0:
-            continue  # the first is refused by name where the leaf is made
+            continue  # the first one is refused by name when the leaf is made
         storage = local.untyped_storage().data_ptr()
         place = (local.device, storage, local.storage_offset(), local.shape, local.stride(), local.dtype)
-        # Shards that happen to be one memory are the same tensor only where they are the same part of it.
+        # Shards that share memory by chance are the same tensor only if they are the same part of it.
         part = (tuple(value.shape), value.boxes if isinstance(value, Fragment) else str(getattr(value, "placements", "")))
         canonical = first.setdefault((*place, *part), name)
         if canonical != name:
@@ -152,7 +152,7 @@ def tied(tensors: Mapping[str, Storable]) -> dict[str, str]:
 
 
 class NamedTensors(NamedTuple):
-    """Named tensors that make up a group, or share one under a prefix: a module's or a plain mapping's."""
+    """Named tensors that form a group, or share a prefix in one: those of a module or of a plain mapping."""
 
     group: str
     path: str
@@ -183,7 +183,7 @@ class NamedTensors(NamedTuple):
                 content.add(self.group, tensor_name, tensor)
 
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
-        """Want every live tensor that is taken, and every module's own value."""
+        """Want every selected live tensor, and every module's own value."""
         plan = PartPlan()
         aliases = tied(self.state.tensors)
         for name, value in self.state.tensors.items():

@@ -1,4 +1,4 @@
-"""A checkpoint's optimizer state on its way into live optimizers: into the tensors they have, or into new ones."""
+"""Puts a checkpoint's optimizer state into live optimizers: into the tensors that they have, or into new ones."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from holdfast_formats.region import Shape
 
 
 def plan(state: OptimizerState, stored: OfferedLeaves, selection: Selection, keeper: ContainerKeeper) -> PartPlan:
-    """Want the live state and what a fresh optimizer lacks of the stored one, to be installed once filled.
+    """Want the live state, and stored state that a fresh optimizer lacks; the latter is installed once it is filled.
 
-    Nothing of the optimizer changes before the plan's actions run. A parameter without stored and without live
-    state (frozen, never stepped) stays as it is.
+    The optimizer does not change before the plan's actions run. A parameter with neither stored nor live state (frozen,
+    never stepped) stays as it is.
     """
     made = PartPlan()
     if selection.takes(GROUP, state.key):
@@ -46,7 +46,7 @@ def plan(state: OptimizerState, stored: OfferedLeaves, selection: Selection, kee
 
 
 class _Resumption:
-    """The optimizers of one key and a checkpoint's document of them, on the way to a plan."""
+    """Builds a plan from the optimizers of one key and a checkpoint's document of them."""
 
     def __init__(
         self, state: OptimizerState, stored: OfferedLeaves, selection: Selection, plan: PartPlan, keeper: ContainerKeeper
@@ -107,7 +107,7 @@ class _Resumption:
                     )
 
     def _claim(self, parameter: Parameter, key: str, target: Key, kind: str) -> None:
-        """Fill the live tensor under this key, or a new one made after the stored spec."""
+        """Fill the live tensor under this key, or a new one made from the stored spec."""
         self.done.add(target)
         live = self.state.state_of(parameter).get(key)
         spec = self.stored.spec(*target)
@@ -119,7 +119,7 @@ class _Resumption:
         self.plan.want(*target, *placed(parameter, *made))
 
     def _hyper(self, groups: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-        """Per live group the stored hyper-parameters: of the stored group that its first known parameter was in."""
+        """For each live group, the hyper-parameters of the stored group that contained its first known parameter."""
         by_name = {name: group for group in groups.values() for name in group["params"]}
         chosen = []
         for position, group in enumerate(self.state.groups_of_parameters()):
@@ -144,7 +144,7 @@ class _Resumption:
     def _install(
         self, parameters: Mapping[str, Parameter], values: Mapping[str, Mapping[str, Any]], hyper: list[dict[str, Any]]
     ) -> None:
-        # Not through load_state_dict: it would cast every state tensor to its parameter's dtype.
+        # Not with load_state_dict: it would cast every state tensor to its parameter's dtype.
         for parameter, key, value in self.created:
             parameter.optimizer.state[parameter.tensor][key] = value
         for name, kept in values.items():
@@ -168,7 +168,9 @@ def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _merged(live: Any, value: Any) -> Any:
-    """The stored hyper-parameter in the live one's kind: a tensor keeps its identity, for schedulers and graphs hold it."""
+    """The stored hyper-parameter as the type of the live one. A tensor keeps its identity, because schedulers and graphs
+    hold it.
+    """
     if isinstance(live, torch.Tensor) and isinstance(value, float | int | torch.Tensor):
         with torch.no_grad():
             return live.copy_(torch.as_tensor(value))
@@ -178,20 +180,20 @@ def _merged(live: Any, value: Any) -> Any:
 
 
 def _agree(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    # Tensors among them are not filled yet when this is asked; numbers and text decide.
+    # Tensors among them are not filled yet at this point; numbers and text decide.
     plain = [{k: repr(v) for k, v in hyper.items() if not isinstance(v, torch.Tensor)} for hyper in (a, b)]
     return plain[0] == plain[1]
 
 
 class Made(NamedTuple):
-    """A state tensor and whether it is, though plain, this rank's shard of the state of a sharded parameter."""
+    """A state tensor; `shard` says that, though plain, it is this rank's shard of the state of a sharded parameter."""
 
     tensor: torch.Tensor
     shard: bool
 
 
 def _fresh(parameter: Parameter, key: str, dtype: torch.dtype, whole: Shape, kind: str) -> Made:
-    """A state tensor as the optimizer would have made it itself, to be filled whole."""
+    """A state tensor as the optimizer would have made it itself, to be filled completely."""
     shape = local_shape(dtype, whole)
     value, held = parameter.value, parameter.tensor.detach()
     if key == "step" and not shape:

@@ -1,8 +1,8 @@
-"""torch's optimizers inside the objects that frameworks wrap around them, and what such an object holds beside them.
+"""Finds torch's optimizers inside the wrappers of frameworks, and state that such a wrapper holds itself.
 
 accelerate, torchtitan, Megatron, apex and Lightning hand out an object with `param_groups` whose steps are those of one or
-more torch optimizers inside. What is trained is in the innermost ones: they are saved, restored, watched and waited for.
-Whatever asks for the optimizers of a state asks here.
+more torch optimizers inside. The innermost ones hold the trained state: they are saved, restored, watched and waited for.
+All code that needs the optimizers of a state uses this module.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import nn
 from holdfast.tensors.fragments import Fragment, Storable, local_tensor
 from holdfast_formats.errors import InvalidRequest
 
-NESTED_MAX = 4  # lists in lists of a wrapper's attributes that are looked through for tensors
-_PROPERTIES = ("optimizer", "optimizers", "chained_optimizers")  # also where they are no plain attributes
+NESTED_MAX = 4  # lists in lists of a wrapper's attributes in which tensors are looked for
+_PROPERTIES = ("optimizer", "optimizers", "chained_optimizers")  # also if they are not plain attributes
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
 _NO_OPTIMIZERS = (nn.Module, torch.Tensor, Fragment, str, bytes, int, float, type(None))
 
 
 class FoundOptimizers(NamedTuple):
-    """The optimizers that step, in a fixed order, and the objects around them that only pass the step on."""
+    """The optimizers that step, in a fixed order, and the wrappers that only pass the step on."""
 
     optimizers: tuple[torch.optim.Optimizer, ...]
     wrappers: tuple[Any, ...]
 
 
 def is_optimizer(value: object) -> bool:
-    """Whether an entry of the state is an optimizer, an object that looks like one, or a collection of nothing else."""
+    """Whether an entry of the state is an optimizer, an object that looks like one, or a collection of only these."""
     if isinstance(value, torch.optim.Optimizer):
         return True
     if isinstance(value, _NO_OPTIMIZERS):
@@ -42,7 +42,7 @@ def is_optimizer(value: object) -> bool:
 
 
 def find(value: object) -> FoundOptimizers:
-    """The innermost optimizers of an entry for which `is_optimizer` holds; none, where none of torch's is inside."""
+    """The innermost optimizers of an entry for which `is_optimizer` holds; empty if there is no torch optimizer inside."""
     optimizers: dict[int, torch.optim.Optimizer] = {}
     wrappers: dict[int, Any] = {}
     _gather(value, optimizers, wrappers)
@@ -56,7 +56,7 @@ def innermost(state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
 
 
 def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Storable]) -> FoundOptimizers:
-    """The innermost optimizers of an entry; refuses one without any, and what would be lost with a wrapper.
+    """The innermost optimizers of an entry. Refuse an entry without any, and a wrapper with state that would be lost.
 
     `known` are tensors that are stored anyway.
     """
@@ -78,7 +78,7 @@ def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Sto
 
 
 def _refuse_more(key: str, optimizer: torch.optim.Optimizer) -> None:
-    """`InvalidRequest` for what a class or a hook of its own adds to `state_dict()`: nobody would store it."""
+    """`InvalidRequest` for values that a class or a hook adds to `state_dict()`: they would not be stored."""
     plain = type(optimizer).state_dict is torch.optim.Optimizer.state_dict and "state_dict" not in vars(optimizer)
     if plain and not getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
         return
@@ -104,12 +104,12 @@ def _gather(value: object, optimizers: dict[int, torch.optim.Optimizer], wrapper
         if isinstance(value, torch.optim.Optimizer):
             optimizers[id(value)] = value
         return
-    wrappers[id(value)] = value  # met already, should it be inside what it holds
+    wrappers[id(value)] = value  # met already, in case it is inside an object that it holds
     for held in inside:
         _gather(held, optimizers, wrappers)
     theirs = {id(p) for optimizer in optimizers.values() for p in _parameters(optimizer)}
     if isinstance(value, torch.optim.Optimizer) and any(id(p) not in theirs for p in _parameters(value)):
-        del wrappers[id(value)]  # it steps parameters of its own, and has help for others
+        del wrappers[id(value)]  # it steps parameters of its own, and others help it
         optimizers[id(value)] = value
 
 
@@ -125,7 +125,7 @@ def _held(value: object) -> Iterator[object]:
 def _attribute(value: object, name: str) -> Any:
     try:
         return getattr(value, name, None)
-    except Exception:  # a property of somebody's class that is not ready yet may raise anything
+    except Exception:  # a property of another class that is not ready yet may raise anything
         return None
 
 
@@ -134,7 +134,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _refuse_own(key: str, wrapper: Any, known: tuple[set[int], set[int]], state: Mapping[str, Any]) -> None:
-    """Refuse state that a wrapper holds itself: it would not be in the checkpoint."""
+    """Refuse state that a wrapper holds itself, because it would not be in the checkpoint."""
     inner, memory = known
     where, what = f"{key}: the {type(wrapper).__name__} around the optimizer", ""
     own = _attribute(wrapper, "state")
@@ -179,7 +179,7 @@ def _tensors_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.T
 
 
 def _address(tensor: Storable) -> int:
-    """Where the memory behind a tensor begins; 0 for one without memory."""
+    """The address of the memory behind a tensor; 0 for a tensor without memory."""
     try:
         return local_tensor(tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

@@ -43,7 +43,7 @@ MASTER_KEYS = frozenset(
         "param_master",
     }
 )
-# How a step is computed, not what has been trained: the live optimizer's choice stays.
+# They say how a step is computed, not what was trained: the live optimizer keeps its own.
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})  # `repr` tells them apart, and they never change
@@ -52,7 +52,7 @@ LOCAL, PLAIN, MESH = "local", "plain", "mesh"
 
 
 class Parameter(NamedTuple):
-    """A parameter an optimizer holds: its name, the tensor itself, and the state's view of it (a Fragment, perhaps)."""
+    """A parameter of an optimizer: its name, the tensor itself, and the state's view of it (which may be a Fragment)."""
 
     name: str
     tensor: torch.Tensor
@@ -62,9 +62,9 @@ class Parameter(NamedTuple):
 
 
 class OptimizerState(NamedTuple):
-    """The torch optimizers under one key in the state, mostly one, with the names of everything they may hold.
+    """The torch optimizers under one key in the state, usually one, with the names of everything they may hold.
 
-    Several have one document: which of them steps a parameter does not matter to what is kept of it.
+    Several optimizers share one document: the state of a parameter does not depend on which of them steps it.
     """
 
     key: str
@@ -76,7 +76,7 @@ class OptimizerState(NamedTuple):
         return frozenset({GROUP, MASTER_GROUP})
 
     def parameters(self) -> Iterator[Parameter]:
-        """Its parameters in order; `InvalidRequest`, by position, for one that belongs to nothing in the state."""
+        """Its parameters in order; `InvalidRequest`, with the position, for one that does not belong to the state."""
         groups = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
         for position, (optimizer, group) in enumerate(groups):
             for index, tensor in enumerate(group["params"]):
@@ -112,11 +112,11 @@ class OptimizerState(NamedTuple):
                 yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
 
     def collect(self, content: Content) -> None:
-        """Add every state tensor under its parameter's name, and the document with all that is not a tensor."""
+        """Add every state tensor under its parameter's name, and the document with everything that is not a tensor."""
         self.collect_tensors(content).collect(content)
 
     def collect_tensors(self, content: Content) -> OptimizerDocument:
-        """Add every state tensor; what the document says of them, until there are others, comes back."""
+        """Add every state tensor. Return the part of the document about them, which is valid until there are others."""
         parameters = list(self.parameters())
         self._refuse_ownerless(parameters)
         shards = self.shard_keys()
@@ -131,7 +131,7 @@ class OptimizerState(NamedTuple):
                     document["kinds"].setdefault(key, kind)
                 if group == MASTER_GROUP:
                     document["masters"].setdefault(key, []).append(parameter.name)
-                if not _holds(content, (group, name), value):  # the mapping `master` may hold this very tensor
+                if not _holds(content, (group, name), value):  # the mapping `master` may hold the identical tensor
                     content.add(group, name, *placed(parameter, value, key in shards))
         return OptimizerDocument(self, document)
 
@@ -145,9 +145,9 @@ class OptimizerState(NamedTuple):
                         plan.want(group, name, *placed(parameter, value, key in shards))
 
     def shard_keys(self) -> frozenset[str]:
-        """Keys under which plain tensors are this rank's shards, as optimizers that work on local tensors keep them.
+        """Keys under which plain tensors are this rank's shards, as in optimizers that work on local tensors.
 
-        A key is one of these if its tensors have the local shape of every sharded parameter: a single one may by chance.
+        A key counts if its tensors have the local shape of every sharded parameter; a single one may have it by chance.
         """
         alike: dict[str, bool] = {}
         for parameter in self.parameters():
@@ -169,7 +169,7 @@ class OptimizerState(NamedTuple):
         return state
 
     def _refuse_ownerless(self, parameters: Sequence[Parameter]) -> None:
-        """Refuse what is kept for anything but the parameters: under no name, it would not be in the checkpoint."""
+        """Refuse state that belongs to anything but the parameters: it would have no name in the checkpoint."""
         owned = {(id(parameter.optimizer), id(parameter.tensor)) for parameter in parameters}
         for optimizer in self.optimizers:
             for key, kept in optimizer.state.items():
@@ -194,7 +194,7 @@ class OptimizerState(NamedTuple):
 
 
 class OptimizerDocument:
-    """All of one optimizer that is not a tensor of its state, as JSON: hyper-parameters may change from save to save."""
+    """Everything of an optimizer's state that is not a tensor, as JSON: hyper-parameters may change from save to save."""
 
     def __init__(self, state: OptimizerState, known: Mapping[str, Any]) -> None:
         self._state, self._known = state, known
@@ -203,7 +203,7 @@ class OptimizerDocument:
         self._written: tuple[str, trees.Tree] | None = None
 
     def collect(self, content: Content) -> None:
-        """Add the document, written anew where anything in it may be another."""
+        """Add the document, encoded anew if anything in it may have changed."""
         hyper = [{k: v for k, v in group.items() if k != "params"} for group in self._state.groups_of_parameters()]
         plain = self._constant and all(_is_scalar(value) for group in hyper for value in group.values())
         seen = repr(hyper) if plain else ""
@@ -221,7 +221,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def _holds(content: Content, key: Key, value: torch.Tensor) -> bool:
-    """Whether a leaf of this name is this tensor's memory already."""
+    """Whether a leaf of this name already has this tensor's memory."""
     leaf = content.leaves.get(key)
     if leaf is None or not has_memory(local := local_tensor(value)):
         return False
@@ -230,7 +230,7 @@ def _holds(content: Content, key: Key, value: torch.Tensor) -> bool:
 
 
 def placed(parameter: Parameter, value: torch.Tensor, shard: bool) -> tuple[Storable, torch.Tensor | None]:
-    """The state tensor as it lies: by itself, or as memory in the place of its parameter."""
+    """The state tensor with its place: its own, or that of its parameter."""
     shard = shard and bool(value.dim()) and is_sharded(parameter.value) and not is_dtensor(value)
     return (parameter.value, local_tensor(value)) if shard else (value, None)
 
@@ -248,7 +248,7 @@ def is_sharded(value: Storable) -> bool:
 
 
 def _kind(parameter: Parameter, value: torch.Tensor, shard: bool) -> str:
-    """What a restore must know to make such a tensor anew, where shape alone would suggest another."""
+    """What a restore must know to create such a tensor, if the shape alone would suggest another kind."""
     if not is_dtensor(parameter.value):
         return ""
     alike = tuple(value.shape) == global_shape(parameter.value)

@@ -1,10 +1,11 @@
-"""The random streams of this process: Python's, numpy's, torch's on the CPU and on every CUDA device.
+"""Saves and restores the random streams of this process: Python's, numpy's, torch's on the CPU and on every CUDA device.
 
-Each stream is a tensor `ranks/<rank>/rng/<stream>` of the group `extra`; what is no array stands in the JSON value `rng`.
-Where save and restore both have a layout, a rank continues the streams of the rank that stood at its place
-(`holdfast_formats.layout.successors`), else those of its own number. A rank without either continues another rank's, that
-of the coordinates modulo the saved sizes or else of `rank mod saved ranks`, mixed with its own number, so that no two ranks
-draw the same: each stream is seeded anew from a digest of the saved stream's bytes and the rank.
+Each stream is a tensor `ranks/<rank>/rng/<stream>` of the group `extra`; parts that are not arrays are in the JSON value
+`rng`. If save and restore both have a layout, a rank continues the streams of the rank that had its place
+(`holdfast_formats.layout.successors`), otherwise those of the same rank number. If there is no such rank, it continues the
+streams of another one: that with its coordinates modulo the saved sizes, or else `rank mod saved ranks`. These are mixed
+with its own number, so that no two ranks draw the same: each stream is seeded from a digest of the saved stream's bytes and
+the rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _PYTHON, _NUMPY, _TORCH, _CUDA = "python", "numpy", "torch", "cuda."
 
 
 class RandomStreams(NamedTuple):
-    """The state of every stream at one moment: arrays as tensors by stream name, and what is no array."""
+    """The state of every stream at one moment: arrays as tensors by stream name, and parts that are not arrays."""
 
     tensors: dict[str, torch.Tensor]
     residual: dict[str, Any]
@@ -51,7 +52,7 @@ def capture() -> RandomStreams:
 
 
 def install(streams: RandomStreams) -> None:
-    """Continue these streams; CUDA devices that this process does not have are passed over."""
+    """Continue these streams; those of CUDA devices that this process does not have are skipped."""
     residual = streams.residual
     if _PYTHON in streams.tensors:
         words = tuple(streams.tensors[_PYTHON].tolist())
@@ -93,7 +94,7 @@ def mixed(streams: RandomStreams, rank: int) -> RandomStreams:
 
 
 class Random:
-    """The streams at the moments that count: that of a save, and that from which a restored training goes on."""
+    """The random streams at two moments: that of a save, and that from which a restored training goes on."""
 
     def __init__(self) -> None:
         self._saved: RandomStreams | None = None
@@ -101,7 +102,9 @@ class Random:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """`now` is the moment at which the block begins, and whatever is drawn in the block is put back."""
+        """Within the block, `now` is the moment at which the block begins; afterwards all random numbers drawn in it are put
+        back.
+        """
         self._saved = before = capture()
         try:
             yield
@@ -114,7 +117,7 @@ class Random:
         return self._saved or capture()
 
     def go_on_from(self, streams: RandomStreams) -> None:
-        """Continue these; `CorruptManifest` for what no streams can be made of."""
+        """Continue these streams; `CorruptManifest` if they are not valid."""
         try:
             install(streams)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -128,11 +131,11 @@ class Random:
 
 
 class RandomState(NamedTuple):
-    """The streams as a part of the training state of one rank.
+    """The random streams as a part of the training state of one rank.
 
     `loaders` are restored objects over which the training iterates. Each is asked for its state before the streams are
-    installed: one that makes its iterator for that, as torchdata's StatefulDataLoader does, draws a seed for it, which the
-    training that was interrupted had drawn before.
+    installed. If an object creates its iterator for that, as torchdata's StatefulDataLoader does, it draws a seed, which the
+    interrupted training had drawn before.
     """
 
     rank: int
@@ -150,7 +153,9 @@ class RandomState(NamedTuple):
         content.add_value(GROUP, KEY, json_values.dumps(streams.residual, KEY))
 
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan:
-        """Want this rank's streams, or those it continues. A checkpoint without any is noted, not refused."""
+        """Want this rank's streams, or those that it continues. If the checkpoint has none, this is noted
+        and not refused.
+        """
         plan = PartPlan(claimed={(GROUP, KEY)})
         text = stored.value(GROUP, KEY)
         names = stored.specs.get(GROUP, {})
@@ -193,14 +198,14 @@ def _equal(a: RandomStreams, b: RandomStreams) -> bool:
 
 
 def _heir(rank: int, known: Heir | None, saved: Sequence[int]) -> Heir:
-    """Whose streams this rank continues, of the ranks that saved any."""
+    """The saved rank whose streams this rank continues."""
     if known is not None and known.rank in saved:
         return known
     return Heir(rank, True) if rank in saved else Heir(saved[rank % len(saved)], False)
 
 
 def _words(words: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(words, dtype=torch.int64, device="cpu")  # whatever the default device is
+    return torch.tensor(words, dtype=torch.int64, device="cpu")  # independent of the default device
 
 
 def _prefix(rank: int) -> str:

@@ -45,13 +45,13 @@ __all__ = ["Leaf", "MatchedLeaves", "OfferedLeaves", "Snapshot", "TrainState"]
 
 MODEL, MASTER, EMA, OPTIM, EXTRA = "model", optimizers.MASTER_GROUP, "ema", optimizers.GROUP, extras.GROUP
 _ORDER = (MODEL, MASTER, OPTIM, EMA, EXTRA)
-_RESERVED_KEYS = frozenset({rng.KEY, "ranks"})  # names of the group `extra` that are the checkpoint's own
+_RESERVED_KEYS = frozenset({rng.KEY, "ranks"})  # names of the group `extra` that are reserved
 
 
 class Snapshot(NamedTuple):
-    """What this rank would save: leaves are views of live memory, everything else was copied when it was taken.
+    """What this rank would save: leaves are views of live memory, everything else was copied for the snapshot.
 
-    The first `steady` leaves are likely to be the same at the next save.
+    The first `steady` leaves will probably be the same at the next save.
     """
 
     groups: tuple[str, ...]
@@ -63,7 +63,7 @@ class Snapshot(NamedTuple):
 
 
 class StatePart(Protocol):
-    """An entry of the state: it can say what it consists of."""
+    """An entry of the state, which can list its contents."""
 
     @property
     def groups(self) -> frozenset[str]: ...
@@ -71,13 +71,13 @@ class StatePart(Protocol):
 
 
 class AskedEntry(StatePart, Protocol):
-    """An entry that is asked anew at every save, and says what it wants back."""
+    """An entry that is read anew at every save, and says what it wants from a checkpoint."""
 
     def plan(self, stored: OfferedLeaves, selection: Selection) -> PartPlan: ...
 
 
 class Parts(NamedTuple):
-    """The state's entries, by how they are looked at: tensors by name, optimizers, and what is asked anew at every save."""
+    """The state's entries by kind: named tensors, optimizers, and entries that are read anew at every save."""
 
     groups: tuple[str, ...]
     named: tuple[NamedTensors, ...]
@@ -101,14 +101,14 @@ class Parts(NamedTuple):
         return pairs(self.optimizers, weights, copies)
 
     def plans(self, stored: OfferedLeaves, selection: Selection) -> list[PartPlan]:
-        """What each entry wants back."""
+        """What each entry wants from the checkpoint."""
         named = [part.plan(stored, selection) for part in self.named]
         resumed = [optimizer_resume.plan(part, stored, selection, self.keeper) for part in self.optimizers]
         return [*named, *resumed, *(part.plan(stored, selection) for part in self.others)]
 
 
 class _Walk(NamedTuple):
-    """What a walk through the whole state found, as long as `watch` and `entries` say that another would find the same."""
+    """The result of a walk through the whole state. It holds as long as `watch` and `entries` are unchanged."""
 
     parts: Parts
     content: Content  # of named tensors and optimizers
@@ -131,16 +131,16 @@ class TrainState:
         self.declared = declared
         self.wholeness = OverwriteGuard()
         self.random = rng.Random()
-        self._known: dict[Key, KnownLeaf] = {}  # what earlier snapshots found, so that later ones need not look again
+        self._known: dict[Key, KnownLeaf] = {}  # found by earlier snapshots, so that later ones need not look again
         self._walk: _Walk | None = None
-        self._parts()  # refuses at once what can be seen at once
+        self._parts()  # refuses now what can be refused without a save
 
     def groups(self) -> tuple[str, ...]:
-        """The groups this state has now; an optimizer's first step may add `master`."""
+        """The groups that this state has now; an optimizer's first step may add `master`."""
         return self._parts().groups
 
     def snapshot(self, groups: Collection[str] | None = None) -> Snapshot:
-        """The live state of these groups (all, if None); `Refused` by path for anything that could not be stored."""
+        """The live state of these groups (all, if None); `Refused` with the path of anything that cannot be stored."""
         if groups is not None:
             return self._part_of(groups)
         walk = self._walk = self._walk if self._walk is not None and self._holds(self._walk) else self._walked()
@@ -160,7 +160,7 @@ class TrainState:
         wanted = check_groups(groups, parts.groups)
         content = Content(known=self._known)
         for part in parts.all:
-            # What an optimizer keeps lies where its parameters do, so a layout asks for these as well.
+            # Optimizer state is placed as its parameters are, so a layout needs these as well.
             if part.groups & wanted or (self.declared is not None and part in parts.named):
                 part.collect(content)
         kept = tuple(group for group in parts.groups if group in wanted)
@@ -175,7 +175,7 @@ class TrainState:
         )
 
     def _walked(self) -> _Walk:
-        """Look at everything, and note what shows whether that must be done again."""
+        """Walk through everything, and note what shows later whether this must be repeated."""
         parts = self._parts()
         content, watch = Content(known=self._known), ChangeWatch()
         for part in parts.named:
@@ -197,7 +197,9 @@ class TrainState:
         return _Walk(parts, content, documents, watch, dict(self.state))
 
     def _holds(self, walk: _Walk) -> bool:
-        """Whether the state's entries are what the walk met; what is asked anew anyway may be another of its kind."""
+        """Whether the state's entries are those of the walk. Entries that are read anew anyway may be other objects of their
+        kind.
+        """
         return (
             list(self.state) == list(walk.entries)
             and all(now is walk.entries[key] or _is_loose(key, now) for key, now in self.state.items())
@@ -213,11 +215,12 @@ class TrainState:
         strict: bool = True,
         from_model: Masters | None = None,
     ) -> MatchedLeaves:
-        """Compare the live state with what is stored and say where which bytes must go; nothing live changes.
+        """Compare the live state with the checkpoint and determine where which bytes go; nothing live changes.
 
-        `ignore` are patterns on `group/name`. Raises `StateMismatch` naming every tensor of a wrong shape or dtype, and,
-        if strict, every name that only one side has, and live masters whose weights alone would be restored, unless
-        `from_model` says to set them. Groups that the live state has not are left alone, with a note.
+        `ignore` are patterns on `group/name`. Raises `StateMismatch` with the names of all tensors of a wrong shape or
+        dtype. If strict, it also names everything that only one side has. It raises too if weights would be restored without
+        their live masters, unless `from_model` says to set these. Groups that the live state lacks are left out, with a
+        note.
         """
         if isinstance(ignore, str):
             raise InvalidRequest(
@@ -247,7 +250,9 @@ class TrainState:
         return found
 
     def _parts(self, stored: OfferedLeaves | None = None) -> Parts:
-        """The state's entries as they are now: modules and tensors, then optimizers, then what is loaded, then RNG."""
+        """The present entries of the state: modules and tensors, then optimizers, then loaded objects, then
+        random streams.
+        """
         for key in self.state:
             _check_key(key)
         modules = _module_groups(self.state)
@@ -278,7 +283,7 @@ def _by_group(groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dic
 
 
 def _live(named: Sequence[NamedTensors]) -> Live:
-    """What the named tensors say; a mapping that is no module has all its tensors for parameters."""
+    """Parameters and names of the live tensors. If a mapping is not a module, all its tensors count as parameters."""
     tensors = {(part.group, name): value for part in named for name, value in part.state.tensors.items()}
     foreign = frozenset(key for key, value in tensors.items() if isinstance(value, Fragment) or is_dtensor(value))
     model = next((part.state.tensors for group in (MODEL, MASTER) for part in named if part.group == group), {})
@@ -322,7 +327,7 @@ def _is_loose(key: str, value: object) -> bool:
 
 
 def _is_group_mapping(key: str, value: object) -> bool:
-    """An entry whose key makes it a group of its own, also while it has no tensor."""
+    """Whether an entry's key makes it a group of its own, even if it has no tensor."""
     return key in (MODEL, MASTER, EMA) and isinstance(value, Mapping) and (not value or _is_tensors(value))
 
 

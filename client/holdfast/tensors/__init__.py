@@ -1,1 +1,1 @@
-"""Leaves of a state: what a tensor is, and where it lies in the whole."""
+"""Leaves of a state: what a tensor is, and which part of the whole it holds."""

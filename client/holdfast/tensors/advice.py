@@ -1,4 +1,4 @@
-"""What to write instead of a value that no state can hold."""
+"""Suggests what to write instead of a value that cannot be stored."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ _LINES: tuple[tuple[tuple[type, ...], str], ...] = (
 
 
 def advice(value: object, path: str, trail: tuple[str, ...], inside: bool = False) -> str:
-    """The line to write instead of `value`, which stands at `trail` below the state's entry `path`.
+    """The line to write instead of `value`, which is at `trail` below the state's entry `path`.
 
-    `inside`: not in the entry itself, but in what an object's `state_dict` gave.
+    `inside` means that it is not in the entry itself, but in the result of an object's `state_dict`.
     """
     at = _expression("state_dict()" if inside else f'state["{path}"]', trail)
     if inside and (isinstance(value, nn.Module) or _is_stateful(value)):

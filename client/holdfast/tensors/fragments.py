@@ -1,6 +1,6 @@
-"""Where a live tensor lies in the global one: plain tensors, DTensors, and shards declared by hand.
+"""Determines which part of a global tensor a live tensor holds: plain tensors, DTensors, and shards declared by hand.
 
-A framework's sharding becomes data here, boxes and the views that hold them, and nobody behind this module knows of
+A framework's sharding becomes boxes, and views of the memory that holds them. No code outside this module needs to know
 meshes. Nothing communicates: each rank computes its own boxes from torch's split rules.
 """
 
@@ -33,9 +33,9 @@ Run = tuple[int, int]  # global indices [start, stop) along one dimension
 class Fragment:
     """A shard declared by hand: a live local tensor and its place in a global one of `shape`.
 
-    It is the box whose corner is `offset` (and whose shape is the tensor's), or the elements [start, stop) of the
-    row-major global tensor when `flat` is given. The tensor stays the caller's: saves read it, restores write into it.
-    `held` is the parameter that an optimizer knows it as, where that is another object.
+    It is the box whose corner is `offset` (and whose shape is the tensor's), or the elements [start, stop) of the row-major
+    global tensor when `flat` is given. The tensor stays the caller's: saves read it, restores write into it. `held` is the
+    parameter as the optimizer knows it, if that is another object.
     """
 
     def __init__(
@@ -58,11 +58,13 @@ class Fragment:
         self.shape: Shape = tuple(int(n) for n in shape)
         self.offset = None if offset is None else tuple(int(n) for n in offset)
         self.flat = None if flat is None else (int(flat[0]), int(flat[1]))
-        _ = self.boxes  # refuses a place outside the shape at once
+        _ = self.boxes  # refuses a place outside the shape now
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """The boxes of the global tensor that the local one holds, in the order of its memory; counted as torch counts."""
+        """The boxes of the global tensor that the local one holds, in the order of its memory; elements are counted as in
+        torch.
+        """
         if self.offset is not None:
             box = Box(self.offset, tuple(self.tensor.shape))
             check_box(box, self.shape, "Fragment")
@@ -86,8 +88,8 @@ Storable = torch.Tensor | Fragment
 class LivePiece(NamedTuple):
     """A box of the global tensor and the live memory that holds it: writing into `tensor` writes the user's tensor.
 
-    `tensor` is a detached view with the live dtype and the box's shape; of float4, which torch counts in pairs, it has
-    half the box's last dimension.
+    `tensor` is a detached view with the live dtype and the box's shape. torch counts float4 elements in pairs, so there it
+    has half the box's last dimension.
     """
 
     box: Box
@@ -95,9 +97,9 @@ class LivePiece(NamedTuple):
 
 
 class PlacedPieces(NamedTuple):
-    """What a rank holds of a global tensor. `placement` is for people; `mesh` maps dimension names to sizes.
+    """The part of a global tensor that a rank holds. `placement` is for people; `mesh` maps dimension names to sizes.
 
-    `alone`: no other rank holds any of it, by what its placements say.
+    `alone` means that, by its placements, no other rank holds any of it.
     """
 
     shape: Shape
@@ -116,21 +118,21 @@ def local_tensor(value: Storable) -> torch.Tensor:
     if isinstance(value, Fragment):
         return value.tensor.detach()
     if is_dtensor(value):
-        with torch.no_grad():  # to_local outside autograd hands out the local tensor itself
+        with torch.no_grad():  # outside autograd, to_local returns the local tensor itself
             return value.to_local().detach()  # type: ignore[attr-defined,no-any-return]
-    return value if torch.nn.parameter.is_lazy(value) else value.detach()  # a lazy one has no memory, and refuses
+    return value if torch.nn.parameter.is_lazy(value) else value.detach()  # a lazy tensor has no memory, and raises
 
 
 def global_shape(value: Storable) -> Shape:
-    """The shape of the whole tensor, as torch counts elements."""
+    """The shape of the whole tensor, with elements counted as in torch."""
     return tuple(value.shape)
 
 
 def pieces(value: Storable, name: str) -> PlacedPieces:
-    """The boxes of `value` that this rank holds, as views of its live memory; a rank that holds nothing has none.
+    """The boxes of `value` that this rank holds, as views of its live memory; empty if the rank holds nothing.
 
-    Raises `InvalidRequest` by name for what cannot be stored (a Partial placement, a layout without memory) and
-    `StateMismatch` when a local tensor has not the shape that its placements give it.
+    Raises `InvalidRequest` by name for tensors that cannot be stored (a Partial placement, a layout without memory), and
+    `StateMismatch` if a local tensor does not have the shape that follows from its placements.
     """
     return pieces_like(value, local_tensor(value), name)
 
@@ -157,7 +159,7 @@ def pieces_like(value: Storable, local: torch.Tensor, name: str) -> PlacedPieces
 
 
 def _is_alone(value: Any) -> bool:
-    """Whether the mesh of a DTensor has every rank, and cuts it along every dimension that has more than one."""
+    """Whether the mesh of a DTensor has every rank, and shards it along every dimension that has more than one."""
     sizes = tuple(int(n) for n in value.device_mesh.shape)
     cut = all(n == 1 or not isinstance(placement, Replicate) for n, placement in zip(sizes, value.placements, strict=True))
     return cut and prod(sizes) == torch.distributed.get_world_size()
@@ -169,7 +171,7 @@ def _widened(box: Box, factor: int) -> Box:
 
 
 def _flat_views(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
-    """Views of the boxes that follow each other in contiguous memory."""
+    """Views of the boxes that follow one another in contiguous memory."""
     line = local.view(-1)
     ends = list(accumulate(box.volume for box in boxes))
     return [line[end - box.volume : end].view(box.shape) for box, end in zip(boxes, ends, strict=True)]
@@ -179,7 +181,7 @@ def _grid_views(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]
     """Views of the boxes that partition a local tensor as a grid: along each dimension, blocks in ascending order."""
     if len(boxes) == 1:
         return [local]
-    corners: list[dict[int, int]] = []  # a dimension: global offset -> local offset
+    corners: list[dict[int, int]] = []  # per dimension: global offset -> local offset
     for dimension in range(local.dim()):
         blocks = sorted({(box.offset[dimension], box.shape[dimension]) for box in boxes})
         ends = accumulate(length for _, length in blocks)
@@ -207,7 +209,7 @@ class Split(NamedTuple):
 
 
 def split_runs(size: int, splits: Sequence[Split]) -> list[Run]:
-    """The global indices that are left after these cuts, one after the other: the rule of DTensor, `torch.chunk` each."""
+    """The global indices that are left after these cuts, applied one after the other as DTensor does: `torch.chunk` each."""
     runs = [(0, size)] if size else []
     for split in splits:
         runs = _chunk(runs, split.parts, split.part) if split.factor is None else _strided_chunk(runs, split)
@@ -219,7 +221,7 @@ def _length(runs: Sequence[Run]) -> int:
 
 
 def _cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
-    """Positions [begin, end) of the indices that `runs` lists; runs that meet become one."""
+    """Positions [begin, end) of the indices that `runs` lists; adjacent runs become one."""
     kept: list[Run] = []
     position = 0
     for start, stop in runs:
@@ -264,9 +266,9 @@ def _mesh_boxes(value: Any, local: Shape, name: str) -> tuple[list[Box], str, di
 
 @lru_cache(maxsize=LAYOUTS_REMEMBERED)
 def _boxes(shape: Shape, local: Shape, splits: tuple[Split | None, ...]) -> tuple[Box, ...]:
-    """What these cuts leave of a tensor, whatever its name; a model has few shapes and many tensors.
+    """The boxes that these cuts leave of a tensor, whatever its name; a model has few shapes and many tensors.
 
-    Raises `ValueError` where the local tensor does not agree.
+    Raises `ValueError` if the local tensor does not fit.
     """
     cuts = [[s for s in splits if s and s.dimension == d] for d in range(len(shape))]
     if 0 in local and 0 in (_length(split_runs(n, cut)) for n, cut in zip(shape, cuts, strict=True)):
@@ -280,7 +282,7 @@ def _boxes(shape: Shape, local: Shape, splits: tuple[Split | None, ...]) -> tupl
 def _split(placement: Any, parts: int, part: int, name: str, dimensions: int) -> Split | None:
     if isinstance(placement, Replicate):
         return None
-    factor = getattr(placement, "split_factor", None)  # only _StridedShard has one; torch 2.13 made it no Shard any more
+    factor = getattr(placement, "split_factor", None)  # of _StridedShard only; since torch 2.13 that is not a Shard
     if factor is None and not isinstance(placement, Shard):
         raise InvalidRequest(
             f"tensor {name!r} has the placement {placement!r}: its value is not reduced yet",
@@ -291,10 +293,10 @@ def _split(placement: Any, parts: int, part: int, name: str, dimensions: int) ->
 
 
 def _runs_along(dimension: int, size: int, local: Shape, splits: list[Split]) -> list[Run]:
-    """The rank's indices along one dimension, agreeing with the local tensor's length there.
+    """The rank's indices along one dimension, consistent with the local tensor's length there.
 
-    DTensor cuts from left to right; fully_shard cuts what tensor parallelism left, so strided cuts come last. For even
-    shapes both say the same. Where they do not, the local length decides, and what it cannot decide is a `ValueError`.
+    DTensor cuts from left to right. fully_shard cuts what tensor parallelism left, so strided cuts come last. For even
+    shapes both give the same. If they differ, the local length decides; if it cannot decide, this is a `ValueError`.
     """
     runs = split_runs(size, splits)
     tensor_parallel_first = sorted(splits, key=lambda split: split.factor is not None)

@@ -32,8 +32,8 @@ from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceed
 DEPTH_MAX = 64
 TEXT_BYTES_MAX = 64 * 2**20
 
-Trail = tuple[str, ...]  # the way to a value: keys and positions
-Place = Callable[[Trail, Any], str]  # stores a tensor or an array beside the document and says under which name
+Trail = tuple[str, ...]  # the path to a value: keys and positions
+Place = Callable[[Trail, Any], str]  # stores a tensor or an array beside the document and returns its name
 Fetch = Callable[[str, str], Any]  # ("tensor" or "array", name) -> the value
 
 _PLAIN = frozenset({bool, type(None)})
@@ -46,8 +46,9 @@ _SCALAR_KINDS = "biufc"
 def dumps(value: Any, path: str, place: Place | None = None, inside: bool = False) -> str:
     """The canonical JSON text of `value`; equal values have equal texts.
 
-    Raises `InvalidRequest` naming the path below `path` of what JSON cannot hold, `LimitExceeded` for what is nested or
-    grown beyond the limits. Without `place`, tensors and arrays are refused too. `inside`: an object gave the value.
+    Raises `InvalidRequest`, with the path below `path`, for values that JSON cannot hold, and `LimitExceeded` for values
+    nested too deeply or too large. Without `place`, tensors and arrays are refused too. `inside` means that an object
+    returned the value.
     """
     text = _text(_Writer(path, place, inside).encode(value, ()))
     if len(text) > TEXT_BYTES_MAX:
@@ -59,7 +60,7 @@ def dumps(value: Any, path: str, place: Place | None = None, inside: bool = Fals
 
 
 def loads(text: str, path: str, fetch: Fetch | None = None) -> Any:
-    """The value that `dumps` wrote; `CorruptManifest` naming `path` for a text it could not have written."""
+    """The value that `dumps` wrote; `CorruptManifest` with `path` for a text that `dumps` could not have written."""
     try:
         return _Reader(fetch).decode(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
@@ -67,7 +68,7 @@ def loads(text: str, path: str, fetch: Fetch | None = None) -> Any:
 
 
 def referred(text: str) -> dict[str, str]:
-    """The names a document refers to, each with its kind: "tensor" or "array"."""
+    """The names to which a document refers, each with its kind: "tensor" or "array"."""
     names: dict[str, str] = {}
 
     def note(kind: str, name: str) -> None:
@@ -82,19 +83,19 @@ def _text(encoded: Any) -> str:
 
 
 def render(path: str, trail: Trail) -> str:
-    """A path for people: `loader.sampler.order[3]`."""
+    """A path as people write it: `loader.sampler.order[3]`."""
     return path + "".join(step if step.startswith("[") else f".{step}" for step in trail)
 
 
 class _Writer:
-    """One walk over a value; the containers on the way down are remembered to find cycles."""
+    """Writes one value. The containers on the way down are remembered, to find cycles."""
 
     def __init__(self, path: str, place: Place | None, inside: bool) -> None:
         self.path = path
         self.inside = inside
         self.place = place
         self.above: set[int] = set()
-        self.hashed = 0  # how many keys and members of sets this is in
+        self.hashed = 0  # the number of keys and members of sets that contain this
 
     def encode(self, value: Any, trail: Trail) -> Any:
         kind = type(value)
@@ -102,7 +103,7 @@ class _Writer:
             return value
         if kind in _ATOMS:
             return _ATOMS[kind](value)
-        if isinstance(value, torch.Tensor | Fragment) or kind is np.ndarray:  # a masked array is more than its memory
+        if isinstance(value, torch.Tensor | Fragment) or kind is np.ndarray:  # a masked array has more than its memory
             return self._beside(value, trail)
         if isinstance(value, np.generic):
             return self._scalar(value, trail)
@@ -122,7 +123,7 @@ class _Writer:
         values = list(values)
         kinds = set(map(type, values))
         if kinds <= _PLAIN or _all_small_integers(values):
-            return values  # a sampler's permutation may have millions
+            return values  # a sampler's permutation may have millions of numbers
         if kinds == {str} and "".join(values).isascii():
             return values  # the names of all parameters
         return [self.encode(value, (*trail, f"[{position}]")) for position, value in enumerate(values)]
@@ -131,7 +132,7 @@ class _Writer:
         return sorted((self.key(value, (*trail, "{…}")) for value in values), key=_text)
 
     def key(self, value: Any, trail: Trail) -> Any:
-        """A tensor here has no place that is the same at the next start, and is refused."""
+        """Encode a key. A tensor here would have no place that is the same at the next start, so it is refused."""
         self.hashed += 1
         try:
             return self.encode(value, trail)
@@ -225,7 +226,7 @@ _CONTAINERS: dict[type, Callable[[_Writer, Any, Trail], Any]] = {
 
 
 class _Reader:
-    """The reverse walk; `fetch` supplies what stands beside the document."""
+    """Reads a document; `fetch` supplies the tensors and arrays beside it."""
 
     def __init__(self, fetch: Fetch | None) -> None:
         self.fetch = fetch

@@ -1,4 +1,4 @@
-"""The leaves of a training state: named tensors with their pieces, gathered together with the JSON beside them."""
+"""The leaves of a training state: named tensors with their pieces, collected together with the JSON beside them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from holdfast_formats.layout.successors import Heir
 from holdfast_formats.region import Shape
 from holdfast_formats.tensors import TensorSpec
 
-RANK_PREFIX = "ranks/"  # tensors that belong to one rank's process, not to the model: RNG, data loaders
+RANK_PREFIX = "ranks/"  # tensors of one rank's process, not of the model: RNG, data loaders
 
 Key = tuple[str, str]  # group, name
 
 
 class Leaf(NamedTuple):
-    """A global tensor and the pieces of it that live in this process; shape and boxes count the format's elements.
+    """A global tensor and the pieces of it that are in this process; shape and boxes count the format's elements.
 
-    `plain` is one that does not say itself where it lies: no DTensor, no Fragment. `alone` is one that says that no other
-    rank holds any of this.
+    `plain`: neither a DTensor nor a Fragment, so it does not state its place itself. `alone`: its placements say that no
+    other rank holds any of it.
     """
 
     group: str
@@ -48,13 +48,13 @@ class Leaf(NamedTuple):
 
 
 class OfferedLeaves(NamedTuple):
-    """What a checkpoint offers to this rank, by group and name."""
+    """The contents of a checkpoint for this rank, by group and name."""
 
     specs: Mapping[str, Mapping[str, tuple[str, Shape]]]
     aliases: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Mapping[str, str]]
-    config: Mapping[str, Any] | None = None  # the model's config.json, where a layout has to know it
-    stream: Heir | None = None  # whose random streams this rank continues, where layouts say it
+    config: Mapping[str, Any] | None = None  # the model's config.json, if a layout needs it
+    stream: Heir | None = None  # the rank whose random streams this rank continues, if layouts say it
 
     def spec(self, group: str, name: str) -> tuple[str, Shape] | None:
         found = self.specs.get(group, {}).get(name)
@@ -64,14 +64,14 @@ class OfferedLeaves(NamedTuple):
         return self.values.get(group, {}).get(key)
 
     def canonical(self, group: str, name: str) -> str | None:
-        """The name under which this tensor's bytes stand: its own, or the one it is an alias of."""
+        """The name under which this tensor's bytes are stored: its own, or the one it is an alias of."""
         if name in self.specs.get(group, {}):
             return name
         return self.aliases.get(group, {}).get(name)
 
 
 class Selection(NamedTuple):
-    """Which part of the state an operation is about: some groups, less what patterns on `group/name` exclude."""
+    """The part of the state that an operation covers: some groups, without names that match a pattern on `group/name`."""
 
     groups: frozenset[str]
     ignore: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ def is_ignored(group: str, ignore: Sequence[str]) -> bool:
 
 
 class KnownLeaf(NamedTuple):
-    """A leaf as an earlier save described it, and the tensor and memory for which that holds."""
+    """A leaf from an earlier save, and the tensor and memory for which it is valid."""
 
     value: Storable
     form: tuple[object, ...]
@@ -96,7 +96,7 @@ class KnownLeaf(NamedTuple):
 
 @dataclass
 class Content:
-    """What is collected of the live state: leaves, JSON texts by (group, key), aliases by group, mesh dimensions."""
+    """Everything collected of the live state: leaves, JSON texts by (group, key), aliases by group, mesh dimensions."""
 
     leaves: dict[Key, Leaf] = field(default_factory=dict)
     values: dict[Key, str] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Content:
     taken: Collection[Key] = ()  # names of leaves that were collected elsewhere
 
     def add(self, group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> None:
-        """Take in a tensor; `local` replaces its memory, piece for piece. Refuses a second tensor of this name."""
+        """Add a tensor; `local` replaces its memory, piece for piece. A second tensor of the same name is refused."""
         leaf, mesh = self._describe(group, name, value, local)
         if leaf.key in self.leaves or leaf.key in self.taken:
             raise InvalidRequest(
@@ -117,10 +117,10 @@ class Content:
             self.mesh.setdefault(dimension, size)
 
     def _describe(self, group: str, name: str, value: Storable, local: torch.Tensor | None) -> tuple[Leaf, dict[str, int]]:
-        """The leaf made for an earlier save, where this is the same tensor in the same memory; else a new one."""
+        """The leaf of an earlier save, if this is the same tensor in the same memory; otherwise a new one."""
         memory = fragments.local_tensor(value) if local is None else local
         if not has_memory(memory):
-            return describe(group, name, value, local)  # which refuses it, by name
+            return describe(group, name, value, local)  # raises, with the name
         form: tuple[object, ...] = (memory.data_ptr(), memory.dtype, memory.shape, memory.stride())
         if isinstance(value, Fragment):
             form = (*form, value.shape, value.offset, value.flat)
@@ -137,10 +137,10 @@ class Content:
 
 @dataclass
 class PartPlan:
-    """What a part of the state wants from a checkpoint, and what it will do once the wanted leaves are filled.
+    """What a part of the state wants from a checkpoint, and what it does once the wanted leaves are filled.
 
-    `wanted` are live tensors, or new ones that `actions` install; `documents` the JSON keys it cannot do without;
-    `claimed` what it takes of the checkpoint, or leaves there knowingly, besides those.
+    `wanted` are live tensors, or new ones that `actions` install. `documents` are the JSON keys that it needs. `claimed` are
+    other names of the checkpoint that it uses or leaves out on purpose.
     """
 
     wanted: list[Leaf] = field(default_factory=list)
@@ -158,7 +158,7 @@ class PartPlan:
 
 
 def describe(group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> tuple[Leaf, dict[str, int]]:
-    """The leaf of a live tensor and its mesh; refuses, by name, what no file could hold."""
+    """The leaf of a live tensor and its mesh; refuses, by name, a tensor that no file can hold."""
     path = f"{group}/{name}"
     placed: PlacedPieces = fragments.pieces(value, path) if local is None else fragments.pieces_like(value, local, path)
     typed = local if local is not None else value.tensor if isinstance(value, Fragment) else value
@@ -169,7 +169,7 @@ def describe(group: str, name: str, value: Storable, local: torch.Tensor | None 
 
 
 def check_groups(groups: Collection[str] | None, known: Sequence[str]) -> frozenset[str]:
-    """The groups an operation is about: those asked for, or all; `InvalidRequest` for one that the state has not."""
+    """The groups of an operation: those requested, or all; `InvalidRequest` for one that the state does not have."""
     if groups is None:
         return frozenset(known)
     if isinstance(groups, str):

@@ -1,4 +1,4 @@
-"""The comparison of a live state with a checkpoint, and what follows from it: where bytes go, and what is done then."""
+"""Compares a live state with a checkpoint, and determines where bytes go and what is done afterwards."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from holdfast.tensors.leaves import RANK_PREFIX, Key, Leaf, OfferedLeaves, PartPlan, Selection
 from holdfast_formats.errors import StateMismatch
 
-LISTED_MAX = 20  # names in an error's text; its members have them all
+LISTED_MAX = 20  # names in an error's text; its members have all of them
 
 
 class MatchedLeaves(NamedTuple):
-    """Where the bytes of a checkpoint go. Fill the pieces of every leaf with the stored tensor of the leaf's name, whole
-    or part, then call `apply`. `missing` and `unexpected` are names `group/name`; `notes` say what was decided on the way,
-    and, once it was applied, `late` too.
+    """Where the bytes of a checkpoint go.
+
+    Fill the pieces of every leaf with the stored tensor of the leaf's name, whole or part, then call `apply`. `missing` and
+    `unexpected` are names `group/name`. `notes` say what was decided meanwhile; `apply` adds those in `late`.
     """
 
     leaves: tuple[Leaf, ...]
@@ -28,7 +29,9 @@ class MatchedLeaves(NamedTuple):
     late: list[str]
 
     def apply(self) -> None:
-        """Install what is not tensor memory: new optimizer state, schedulers, loaders, plain values, random streams last."""
+        """Install everything but tensor memory: new optimizer state, schedulers, loaders, plain values,
+        random streams last.
+        """
         for action in self.actions:
             action()
         self.notes.extend(self.late)
@@ -61,7 +64,9 @@ class _Comparison:
             self._take_aliases(group, aliases)
 
     def _take_leaf(self, leaf: Leaf, aliases: Iterable[str]) -> None:
-        """Find the stored tensor: under the leaf's name, one it is a stored alias of, or a name it is tied to here."""
+        """Find the stored tensor: under the leaf's name, a name of which that is a stored alias, or a name tied to it in
+        this state.
+        """
         names = (self.stored.canonical(leaf.group, name) for name in (leaf.name, *aliases))
         found = next((name for name in names if name is not None), None)
         self.claimed.add(leaf.key)
@@ -78,7 +83,9 @@ class _Comparison:
             self.leaves[leaf.group, found, memory] = self._apart(leaf._replace(name=found))
 
     def _apart(self, leaf: Leaf) -> Leaf:
-        """The leaf; in memory of its own where another stored tensor goes into the same, compared when both are there."""
+        """The leaf. If another stored tensor goes into the same memory, it gets new memory, and both are compared once
+        filled.
+        """
         place = tuple((p.tensor.data_ptr(), p.tensor.dtype, p.tensor.shape, p.tensor.stride()) for p in leaf.pieces)
         first = self._places.setdefault(place, leaf) if place else leaf
         if first is leaf:
@@ -91,7 +98,7 @@ class _Comparison:
         for alias, canonical in aliases.items():
             self.claimed.add((group, alias))
             source, other = self.stored.canonical(group, canonical), self.stored.canonical(group, alias)
-            if other is None and source is None:  # what is tied to a tensor that was found has its bytes
+            if other is None and source is None:  # it is tied to a tensor that was found, and has its bytes
                 self.missing.append(f"{group}/{alias}")
             elif other is not None and source is not None and source != other:
                 self.claimed.add((group, other))
@@ -101,7 +108,7 @@ class _Comparison:
                 )
 
     def unexpected(self) -> list[str]:
-        """Stored names of the compared groups that nothing live wants; tensors of other ranks' processes do not count."""
+        """Stored names of the compared groups that no live entry wants; tensors of other ranks' processes do not count."""
         offered = [
             (group, name)
             for names in (self.stored.specs, self.stored.aliases, self.stored.values)
@@ -116,7 +123,7 @@ class _Comparison:
 
 
 def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Selection, strict: bool) -> MatchedLeaves:
-    """The plans of all parts, held against the checkpoint; `StateMismatch` names everything that does not fit."""
+    """Compare the plans of all parts with the checkpoint; `StateMismatch` names everything that does not fit."""
     comparison = _Comparison(stored, selection)
     for plan in plans:
         comparison.take(plan)
@@ -131,7 +138,7 @@ def match_leaves(plans: Sequence[PartPlan], stored: OfferedLeaves, selection: Se
 
 
 def _compare(first: Leaf, other: Leaf, notes: list[str]) -> None:
-    """Note that two stored tensors, which are one here, differ."""
+    """Note if two stored tensors that are one tensor here differ."""
     for one, two in zip(first.pieces, other.pieces, strict=True):
         if not torch.equal(*(piece.tensor.contiguous().view(-1).view(torch.uint8) for piece in (one, two))):
             notes.append(

@@ -1,6 +1,6 @@
-"""An optimizer's document under other names, and the documents of several ranks as one.
+"""Renames the parameters in an optimizer's document, and merges the documents of several ranks into one.
 
-Works on the JSON text that `optimizers` describes: parameters are named in `groups`, `state` and `masters`.
+It works on the JSON text that `optimizers` describes: parameters are named in `groups`, `state` and `masters`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PARTS = frozenset({"groups", "state", "masters", "kinds"})
 def renamed(text: str, names: Mapping[str, Sequence[str]]) -> str:
     """The document with every parameter under its new names, of which it may have several, or none.
 
-    A name that `names` lacks stays. Where two parameters become one, the first one's values are taken.
+    A name that is not in `names` stays. If two parameters become one, the values of the first are used.
     """
     document = _parsed(text)
     if document is None:
@@ -34,7 +34,7 @@ def renamed(text: str, names: Mapping[str, Sequence[str]]) -> str:
 
 
 def merged(texts: Sequence[str]) -> str:
-    """One document that knows the parameters of all of them; of what several know, the first one's values are taken."""
+    """One document with the parameters of all of them; if several have a parameter, the values of the first are used."""
     documents = [_parsed(text) for text in texts]
     known = [document for document in documents if document is not None]
     if len(known) < len(documents) or len(texts) == 1:
@@ -61,7 +61,7 @@ def merged(texts: Sequence[str]) -> str:
 
 
 def _join(groups: dict[str, Any], first: str, group: dict[str, Any]) -> None:
-    """Add parameters to the group that has their hyper-parameters already, or make one for them."""
+    """Add parameters to the group that already has their hyper-parameters, or make one for them."""
     params = group["params"]
     alike = next((known for known in groups.values() if _hyper(known) == _hyper(group)), None)
     if alike is not None:
@@ -81,7 +81,7 @@ def _all_renamed(listed: Iterable[str], names: Mapping[str, Sequence[str]]) -> l
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    """The document, if it is one whose parts are plain objects."""
+    """The document, if all its parts are plain objects."""
     try:
         document = json.loads(text)
     except ValueError:
@@ -97,7 +97,7 @@ def _items(held: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
 
 def _ordered(held: Mapping[str, Any]) -> dict[str, Any]:
-    """An object that says its order where that is not the sorted one, as `json_values` writes it."""
+    """An object that states its order if that is not the sorted one, as `json_values` writes it."""
     keys = list(held)
     return dict(held) if keys == sorted(keys) else {**held, "$keys": keys}
 

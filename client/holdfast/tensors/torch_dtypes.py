@@ -1,4 +1,4 @@
-"""torch's element types by the names safetensors gives them, and the tensors no safetensors file can hold."""
+"""Maps torch's element types to the names of safetensors, and refuses tensors that no safetensors file can hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast_formats.errors import InvalidRequest
 
-# torch's name -> safetensors' name. What a torch lacks (2.6 has no float4) is left out of the tables below.
+# torch's name -> safetensors' name. Types that this torch lacks (2.6 has no float4) are left out of the tables below.
 _NAMES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -62,7 +62,7 @@ def torch_dtype(dtype: str, name: str = "") -> torch.dtype:
 
 
 def packing(dtype: torch.dtype) -> int:
-    """How many of the format's elements one torch element stands for: float4 comes in pairs."""
+    """How many of the format's elements one torch element contains: 2 for float4, which comes in pairs."""
     return 2 if _TO_SAFETENSORS.get(dtype) == "F4" else 1
 
 
@@ -84,7 +84,7 @@ def local_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_storable(tensor: torch.Tensor, name: str) -> None:
-    """Refuse, by name, what is not plain strided memory, each element its own, of a dtype that safetensors knows."""
+    """Refuse, by name, anything but plain strided memory without overlap, of a dtype that safetensors knows."""
     reason = _obstacle(tensor)
     if reason:
         raise InvalidRequest(
@@ -100,16 +100,16 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements of strided memory share a place in it: `expand` makes such tensors, and `as_strided`."""
+    """Whether elements of strided memory overlap, as in tensors made by `expand` and `as_strided`."""
     return not tensor.is_contiguous() and shares_places(tuple(tensor.shape), tensor.stride())
 
 
 def shares_places(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements of an array of this form stand at the same place."""
+    """Whether two elements of an array of this form are at the same place."""
     steps = sorted((abs(stride), n) for n, stride in zip(shape, strides, strict=True) if n > 1)
     if 0 in shape or not steps:
         return False
-    reach = 0  # of all smaller steps together
+    reach = 0  # of all smaller strides together
     for stride, n in steps:
         if stride <= reach:
             break
@@ -118,13 +118,13 @@ def shares_places(shape: Sequence[int], strides: Sequence[int]) -> bool:
         return False
     if prod(n for _, n in steps) > 1 + sum(stride * (n - 1) for stride, n in steps):
         return True
-    places = np.zeros(1, np.int64)  # steps that interleave: only the places themselves tell
+    places = np.zeros(1, np.int64)  # interleaved strides: only the places themselves tell
     for stride, n in steps:
         places = np.add.outer(places, np.arange(n, dtype=np.int64) * stride).reshape(-1)
     return np.unique(places).size < places.size
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # asking torch what they wrap takes longer than all else here
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # asking torch for the wrapped tensor takes longer than all else here
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -133,9 +133,10 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _answers_for_itself(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's class carries out torch's operations itself: then what it consists of is not in its own memory.
+    """Whether a tensor's class implements torch's operations itself, so that its values are not in its own memory.
 
-    torchao's 8-bit state, MaskedTensor and FakeTensor do. A subclass that only renames or adds functions does not.
+    This holds for torchao's 8-bit state, MaskedTensor and FakeTensor. It does not hold for a subclass that only renames or
+    adds functions.
     """
     own = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return own or is_traceable_wrapper_subclass(tensor)
@@ -158,7 +159,7 @@ def _obstacle(tensor: torch.Tensor) -> str | None:
 
 
 def as_integers(tensor: torch.Tensor, kinds: Mapping[int, torch.dtype]) -> torch.Tensor:
-    """The same memory as integers as wide as the elements: copies exactly, NaN payloads included."""
+    """The same memory as integers as wide as the elements: copies are exact, also of NaN payloads."""
     if tensor.is_conj() or tensor.is_neg():
         raise InvalidRequest("a lazily conjugated or negated tensor cannot be staged", hint="call resolve_conj() on it")
     wide = kinds.get(tensor.element_size())

@@ -15,21 +15,21 @@ from holdfast.tensors.torch_dtypes import has_memory, local_shape, overlaps, sha
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.region import Shape
 
-COPY_BYTES_MAX = 16 * 2**20  # tensors up to here are copied when the tree is taken: a loader's next batch changes them
+COPY_BYTES_MAX = 16 * 2**20  # up to this size tensors are copied at once, because a loader's next batch changes them
 
 
 class Tree(NamedTuple):
-    """A nested value as text, and the tensors it refers to by name; arrays among them are copies."""
+    """A nested value as text, and the tensors to which it refers by name; arrays among them are copies."""
 
     text: str
     tensors: dict[str, Storable]
 
 
 def grow(value: Any, path: str, prefix: str, own: str | None = None) -> Tree:
-    """Take a nested value apart, or refuse it by path.
+    """Split a nested value into text and tensors, or refuse it with the path.
 
-    Tensors are named `prefix/key/…`; with `own`, a prefix of this rank, all but DTensors and Fragments, of which
-    every rank has only a part, are named below that instead.
+    Tensors are named `prefix/key/…`. If `own`, a prefix of this rank, is given, all tensors are named below that instead,
+    except DTensors and Fragments, of which every rank has only a part.
     """
     tensors: dict[str, Storable] = {}
 
@@ -49,7 +49,7 @@ def grow(value: Any, path: str, prefix: str, own: str | None = None) -> Tree:
 def _name(prefix: str, trail: Trail, taken: Mapping[str, Any]) -> str:
     name = "/".join((prefix, *(step.strip("[]").replace("/", "|") for step in trail)))
     candidate, number = name, 2
-    while candidate in taken:  # {1: …, "1": …}: the document knows which is which
+    while candidate in taken:  # {1: …, "1": …}: the document tells them apart
         candidate, number = f"{name}~{number}", number + 1
     return candidate
 
@@ -74,7 +74,7 @@ def _from_array(array: np.ndarray[Any, Any], path: str, filled: bool) -> torch.T
 
 
 class Regrown(NamedTuple):
-    """A tree on its way back: the tensors to fill first, then `build` gives the value."""
+    """A tree that is being restored: fill the tensors first, then `build` returns the value."""
 
     tensors: dict[str, Storable]
     unknown: tuple[str, ...]
@@ -82,9 +82,9 @@ class Regrown(NamedTuple):
 
 
 def regrow(text: str, path: str, spec: Callable[[str], tuple[str, Shape] | None], live: Mapping[str, Storable]) -> Regrown:
-    """Prepare the value that `grow` took apart; `live` tensors are filled in place, the others are made anew.
+    """Prepare the value that `grow` split; `live` tensors are filled in place, the others are new.
 
-    `unknown` lists the names that the document refers to and the checkpoint does not have.
+    `unknown` lists the names to which the document refers and that the checkpoint does not have.
     """
     kinds = json_values.referred(text)
     found = {name: spec(name) for name in kinds}

@@ -1,1 +1,1 @@
-"""Signals, forks, and the end of a process: what calls do in the middle of others."""
+"""Signals, forks, and the end of a process: calls that interrupt other calls."""

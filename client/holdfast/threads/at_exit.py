@@ -1,4 +1,4 @@
-"""What a process sees through before it ends, though nobody closed its checkpointers: saves on their way to the daemon."""
+"""Completes saves that are on their way to the daemon before the process ends, even if no checkpointer was closed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Protocol
 
 from holdfast.save_warning import warn
 
-EXIT_WAIT_S = 60.0  # for one save that gets no further: a daemon that does not answer any more keeps no process from ending
+EXIT_WAIT_S = 60.0  # for one save without progress: a daemon that does not answer must not keep the process from ending
 
 _unfinished: dict[int, Unfinished] = {}
 _tickets: weakref.WeakSet[Told] = weakref.WeakSet()
 
 
 class Unfinished(Protocol):
-    """A save on its way to the daemon. Its text says which."""
+    """A save on its way to the daemon. Its text says which one."""
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the daemon has it, or it has failed; False when it got no further for `timeout` seconds."""
+        """Wait until the daemon has it or it has failed; False if it made no progress for `timeout` seconds."""
 
 
 class FailedSave(Protocol):
@@ -36,32 +36,34 @@ class FailedSave(Protocol):
 
 
 class Told(Protocol):
-    """Who tells of failed saves, each once."""
+    """A source of failed saves, each reported once."""
 
     def take_failure(self) -> FailedSave | None:
-        """The oldest one that has not been told of."""
+        """Return the oldest failed save that was not reported yet."""
 
 
 def see_through(save: Unfinished) -> None:
-    """This process does not end before the save is the daemon's."""
+    """Keep this process alive until the daemon has the save."""
     _unfinished[id(save)] = save
 
 
 def forget(save: Unfinished) -> None:
-    """It is, or it has failed."""
+    """Forget the save: the daemon has it, or it has failed."""
     _unfinished.pop(id(save), None)
 
 
 def tell_failures_of(tickets: Told) -> None:
-    """What nobody was told of when the process ends, it is told of then."""
+    """Report failures of this source that were not reported yet when the process ends."""
     _tickets.add(tickets)
 
 
 @atexit.register
 def _end() -> None:
-    """Runs while threads go on, after an exception and after sys.exit() too; not after os._exit() or a signal that kills."""
+    """Run at the end, while threads still run: also after an exception and sys.exit(), not after os._exit() or a deadly
+    signal.
+    """
     ends: dict[str, str] = {}
-    while (save := _next_unfinished()) is not None:  # sealed saves go out after that, to a daemon on another machine
+    while (save := _next_unfinished()) is not None:  # sealed saves are sent after that, to a daemon on another machine
         done = save.join(EXIT_WAIT_S)
         ends[str(save)] = "was completed before exit" if done else f"made no progress for {EXIT_WAIT_S:.0f} s and is lost"
     failed_saves: list[str] = []
@@ -78,7 +80,7 @@ def _end() -> None:
 
 
 def _next_unfinished() -> Unfinished | None:
-    """Other threads hand saves over and end them meanwhile: taking one is a single step."""
+    """Take the next unfinished save in one step of Python, because other threads add and remove saves meanwhile."""
     try:
         return _unfinished.popitem()[1]
     except KeyError:
@@ -90,4 +92,4 @@ def _forget_all() -> None:
     _tickets.clear()
 
 
-os.register_at_fork(after_in_child=_forget_all)  # the threads that would see them through stay with the parent
+os.register_at_fork(after_in_child=_forget_all)  # the threads that would complete them stay with the parent

@@ -1,8 +1,8 @@
-"""Requests of the main thread, made in threads of their own.
+"""Sends the main thread's requests from other threads.
 
-Python runs signal handlers in the main thread, between any two of its steps. Were that thread to hold a lock of the
-connection just then, nobody would hear from the daemon until the handler returns, and a handler that waits for a save would
-wait for ever. So the main thread waits for another one, which nobody interrupts.
+Python runs signal handlers in the main thread, between any two of its steps. If that thread held a lock of the connection at
+this moment, no thread would hear from the daemon until the handler returns, and a handler that waits for a save would wait
+for ever. So the main thread waits for another thread, which no handler interrupts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 
 
 class BackgroundRequests:
-    """A transport like the one it has."""
+    """A transport with the same methods as the one it wraps."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -51,7 +51,7 @@ class BackgroundRequests:
 
 
 def done(act: Callable[[], _Result]) -> _Result:
-    """Do it, in another thread if this is the main one; what it returns or raises."""
+    """Call it, in another thread if this is the main one, and return or raise its result."""
     if threading.current_thread() is not threading.main_thread():
         return act()
     errand = _Errand(act)
@@ -64,7 +64,7 @@ def done(act: Callable[[], _Result]) -> _Result:
 
 
 def start(act: Callable[[], object], name: str = "holdfast-aside") -> None:
-    """Do it in the background; at once, where no thread can be started any more, as when the interpreter ends."""
+    """Call it in the background; directly, if no thread can be started any more, as when the interpreter ends."""
     try:
         threading.Thread(target=act, name=name, daemon=True).start()
     except RuntimeError:

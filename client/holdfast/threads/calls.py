@@ -1,4 +1,4 @@
-"""One call of a checkpointer at a time, and what becomes of one that a signal handler makes in the middle of another."""
+"""Runs one call of a checkpointer at a time, and handles calls that a signal handler makes during another one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from holdfast_formats.errors import InvalidRequest
 _Result = TypeVar("_Result")
 LATER_MAX = 64
 STEP, RESTORE, CLOSE = "optimizer.step()", "restore()", "close()"
-_STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__  # what torch wraps every step in
+_STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__  # torch wraps every step in this
 
 
 class Later(NamedTuple):
-    """What is done when the call that a signal interrupted has ended; or `give_up`, where that was a step that failed."""
+    """Work that is done when the interrupted call has ended, or `give_up` if that was a step that failed."""
 
     awaits: str
     act: Callable[[], object]
@@ -30,22 +30,26 @@ class Later(NamedTuple):
 
 
 class Calls:
-    """Calls of several threads wait for each other. A signal handler's does not wait for the call of its own thread, which
-    cannot go on before the handler returns: it is told which call that is, and may leave work that is done after it."""
+    """Serialises calls of several threads.
+
+    A signal handler's call must not wait for the call of its own thread, which cannot continue before the handler returns.
+    It is told which call that is, and may leave work that is done afterwards.
+    """
 
     def __init__(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
-        """The optimizers whose steps change the state: in the middle of one there is no state to save."""
+        """`optimizers` are those whose steps change the state: during a step there is no consistent state to save."""
         self._optimizers = optimizers
         self._lock = threading.RLock()
-        self._running = ""  # by whoever holds the lock
+        self._running = ""  # by the thread that holds the lock
         self._later: deque[Later] = deque()
         self._catching_up = False
         self._pid = os.getpid()
 
     def run(self, name: str, act: Callable[[], _Result], instead: Callable[[str], _Result]) -> _Result:
-        """Do it alone; or `instead`, told in the middle of what, where this thread was interrupted by a signal there.
+        """Run `call` alone; run `instead`, with the name of the interrupted call, if a signal handler interrupted one in
+        this thread.
 
-        Raises `InvalidRequest` in a child that was forked: connection, threads and locks are its parent's.
+        Raises `InvalidRequest` in a forked child: connection, threads and locks belong to its parent.
         """
         if self.forked:
             raise InvalidRequest(
@@ -72,21 +76,23 @@ class Calls:
         return os.getpid() != self._pid
 
     def run_between_steps(self, name: str, act: Callable[[], _Result], instead: Callable[[str], _Result]) -> _Result:
-        """The same, and `instead` also in the middle of an optimizer's step, where half of the state is of the next one."""
+        """As `run`, but also run `instead` in the middle of an optimizer's step, when half of the state is already the next
+        one.
+        """
         return instead(STEP) if is_stepping(self._optimizers) else self.run(name, act, instead)
 
     def later(self, work: Later) -> None:
         self._later.append(work)
 
     def catch_up(self, stepped: bool = False) -> None:
-        """Do what was left for now. What waits for a step that did not end, because an exception ended it, is given up."""
+        """Do the work that was left for later. Work that waits for a step that ended with an exception is given up."""
         if threading.current_thread() is not threading.main_thread() or (not stepped and is_stepping(self._optimizers)):
             return  # signals come in the main thread
         if self._catching_up:
-            return  # what is done there ends calls too; whoever began goes on with the rest
+            return  # this work ends calls too; the thread that began goes on with the rest
         self._catching_up = True
         try:
-            for _ in range(LATER_MAX):  # what is put off once more waits for the next time
+            for _ in range(LATER_MAX):  # work that is postponed once more waits for the next time
                 if not self._later:
                     break
                 work = self._later.popleft()
@@ -105,7 +111,7 @@ def _no_inference() -> AbstractContextManager[object]:
 
 
 def is_stepping(optimizers: Collection[torch.optim.Optimizer]) -> bool:
-    """Whether this thread is in the middle of the step of one of these; its hooks are before or after it."""
+    """Whether this thread is in the middle of the step of one of these; its hooks run before or after it."""
     for wrapper, inner in _steps():
         held = wrapper.f_locals
         stepped = getattr(held.get("func"), "__code__", None)
@@ -115,12 +121,12 @@ def is_stepping(optimizers: Collection[torch.optim.Optimizer]) -> bool:
 
 
 def is_in_hook() -> bool:
-    """Whether an optimizer is being stepped, or calls its hooks: they cannot be removed now."""
+    """Whether an optimizer is stepping or calls its hooks: they cannot be removed now."""
     return any(True for _ in _steps())
 
 
 def _steps() -> Iterator[tuple[FrameType, FrameType]]:
-    """The steps that this thread is in, each with what it has called."""
+    """The steps that this thread is in, each with the call that it made."""
     inner: FrameType | None = sys._getframe()
     while inner is not None and inner.f_back is not None:
         if inner.f_back.f_code is _STEP_CODE:

@@ -1,4 +1,4 @@
-"""An event that may be set and waited for whatever the thread was doing when a signal interrupted it."""
+"""An event that can be set and waited for even if a signal interrupts its own thread."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from contextlib import suppress
 
 
 class Latch:
-    """Set once, for good.
+    """An event that is set once, for good.
 
     `threading.Event` holds a lock while it runs Python. A signal handler that waits for the same event in the thread that it
-    interrupted there would wait for itself. Here every waiter has a lock of its own, and what is shared changes in one step.
+    interrupted there would wait for itself. Here every waiter has a lock of its own, and shared data changes in one step of
+    Python.
     """
 
     def __init__(self) -> None:
@@ -28,13 +29,13 @@ class Latch:
                 self._waiting.popleft().release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it is set, within `timeout` seconds."""
+        """Wait until it is set; return whether it is, within `timeout` seconds."""
         if self._set:
             return True
         mine = threading.Lock()
         mine.acquire()
         self._waiting.append(mine)
-        if not self._set:  # else it was set before it saw us
+        if not self._set:  # else it was set before this waiter was added
             mine.acquire(timeout=-1 if timeout is None else max(timeout, 0))
         with suppress(ValueError):
             self._waiting.remove(mine)
