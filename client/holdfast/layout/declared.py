@@ -1,11 +1,11 @@
-"""Plain tensors that are local ones of a declared layout: what is stored of them, and what a checkpoint is to them.
+"""Converts between plain local tensors of a declared layout and the tensors that are stored.
 
 A rank of a Megatron-, Paddle- or vLLM-like program holds fused, cut and padded tensors that do not say so themselves. Here
-the layout says it. On save every local tensor becomes pieces of the tensors that are stored; on restore the checkpoint is
-shown as this rank alone would have saved it, so that all between sees one set of names and shapes, its own.
+the layout says it. On save, every local tensor becomes pieces of stored tensors. On restore, the checkpoint is presented as
+if this rank alone had saved it. So all code in between sees one set of names and shapes, those of this rank.
 
-What an optimizer keeps of a parameter follows the parameter: in its shape, as the same part of it; a single number, as one
-of every tensor that the parameter is made of, of which a restore takes the first.
+Optimizer state follows its parameter. State of the parameter's shape is the same part of it. A single number is stored once
+for every tensor that the parameter is made of, and a restore takes the first.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from holdfast_formats.region import Shape, whole
 from holdfast_formats.tensors import TensorSpec
 
 MODEL, MASTER, EMA, OPTIM = "model", "master", "ema", "optim"
-_NAMED = (MODEL, MASTER, EMA)  # what optimizers keep follows these
-_SHARED_FROM_STAGE = {MODEL: 3, MASTER: 1, EMA: 3}  # from there on no tensor of the group is whole, known or not
+_NAMED = (MODEL, MASTER, EMA)  # optimizer state follows these
+_SHARED_FROM_STAGE = {MODEL: 3, MASTER: 1, EMA: 3}  # from this stage on no tensor of the group is whole, known or not
 
 Specs = dict[str, tuple[str, Shape]]
-Place = tuple[TensorSpec, Part]  # a stored tensor, and which part of it stands where in the local one
+Place = tuple[TensorSpec, Part]  # a stored tensor, and which part of it is where in the local one
 Places = dict[str, list[Place]]  # by local name
 Source = tuple[Leaf, Place | None]  # None: the leaf is stored as it is
 
 
 class Live(NamedTuple):
-    """What the live state says of itself: its parameters in order, the names of DTensors and Fragments, and those of plain
-    tensors without elements, which may be all that a rank has of what others share.
+    """Facts about the live state: its parameters in order, the names of DTensors and Fragments, and those of empty plain
+    tensors.
+
+    An empty tensor may be all that a rank has of a tensor that the ranks share.
     """
 
     parameters: tuple[str, ...]
@@ -49,21 +51,21 @@ class Live(NamedTuple):
     empty: frozenset[Key]
 
     def is_foreign(self, group: str, name: str) -> bool:
-        """Whether this is no local tensor; what an optimizer keeps is what its parameter is."""
+        """Whether this is not a local tensor of the layout; optimizer state is what its parameter is."""
         if group != OPTIM:
             return (group, name) in self.foreign
         owner = name.rpartition("/")[0]
         return any((of, owner) in self.foreign for of in (MASTER, MODEL))
 
     def is_empty(self, leaf: Leaf) -> bool:
-        """Whether nothing need be stored for this, nor for what an optimizer keeps of it."""
+        """Whether nothing need be stored for this tensor or its optimizer state."""
         owner = _owner(leaf.group, leaf.name)
         owners = [(leaf.group, owner)] if leaf.group != OPTIM else [(MASTER, owner), (MODEL, owner)]
         return leaf.plain and (0 in leaf.shape or any(key in self.empty for key in owners))
 
 
 class Group(NamedTuple):
-    """The local tensors of one group, what each is made of, and the names that the model ties to others."""
+    """The local tensors of one group, the parts of each, and the names that the model ties to others."""
 
     local: Specs
     places: Places
@@ -71,7 +73,7 @@ class Group(NamedTuple):
 
 
 class View(NamedTuple):
-    """A checkpoint in a rank's own terms, and the local tensors behind its names."""
+    """A checkpoint as this rank would have saved it, and the local tensors behind its names."""
 
     stored: OfferedLeaves
     held: Mapping[Key, LocalTensor]
@@ -79,7 +81,7 @@ class View(NamedTuple):
 
 
 class DeclaredLayout:
-    """The layout of one rank's plain tensors. It remembers what it worked out for tensors that stay the same."""
+    """The layout of one rank's plain tensors. It keeps its results for tensors that stay the same."""
 
     def __init__(self, layout: Layout, rank: int, config: Mapping[str, Any] | None, rules: RulesSource) -> None:
         self.layout, self.rank, self.config = layout, rank, config
@@ -91,18 +93,18 @@ class DeclaredLayout:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """What a manifest says of the mesh."""
+        """The mesh as a manifest states it."""
         return successors.stated(self.layout.mesh)
 
     def outward(self, content: Content, live: Live) -> Content:
-        """The same content with what is stored in the place of what is local.
+        """Replace local tensors in the content by the stored ones.
 
-        Raises `StateMismatch` or `InvalidRequest` by name for a tensor that is not what the layout says.
+        Raises `StateMismatch` or `InvalidRequest` by name for a tensor that does not fit the layout.
         """
         groups = {group: self._declare(group, content, live) for group in _NAMED}
         groups[OPTIM] = self._declare_kept(content, groups, live)
         if any(known.local and known is not groups[group] for group, known in self._groups.items()):
-            self._made = {}  # what a tensor is made of may depend on what else there is
+            self._made = {}  # the parts of a tensor may depend on which others there are
         self._groups = groups
         gathered: dict[Key, list[Source]] = {}
         for leaf in content.leaves.values():
@@ -117,7 +119,7 @@ class DeclaredLayout:
         return Content(leaves, content.values, {group: tied for group, tied in aliases.items() if tied}, self.mesh)
 
     def outward_text(self, key: str, text: str) -> str:
-        """An optimizer's document with the names of stored tensors; of what `outward` met last."""
+        """An optimizer's document with the names of stored tensors, from the last call of `outward`."""
         known = self._texts.get(key)
         if known is None or known[0] != text:
             names = {
@@ -148,7 +150,7 @@ class DeclaredLayout:
             own = {local.name: local for local in found.tensors if not live.is_foreign(group, local.name)}
             others = {name: spec for name, spec in given.items() if live.is_foreign(group, name)}
             specs[group] = {**others, **{name: (local.dtype, local.shape) for name, local in own.items()}}
-            offered = {a for a in tied if layout.mesh.pp == 1 or a in live.parameters}  # or it may be another stage's
+            offered = {a for a in tied if layout.mesh.pp == 1 or a in live.parameters}  # or it may belong to another stage
             aliases[group] = {a: tied[a] for a in sorted(offered - specs[group].keys()) if tied[a] in specs[group]}
             held.update({(group, name): local for name, local in own.items()})
             notes += [note for note in found.notes if note not in notes]
@@ -175,7 +177,7 @@ class DeclaredLayout:
         return Group(local, self._worked_out(group, rules, named, live), ties)
 
     def _refuse_unnamed(self, group: str, parameters: Iterable[str], local: Specs, rules: Rules) -> None:
-        """`InvalidRequest` for matrices that no rule names, where ranks hold parts: they may be cut too, nobody said how."""
+        """Raise `InvalidRequest` for matrices without a rule, if ranks hold parts: it is not known whether they are cut."""
         mesh = self.layout.mesh
         if mesh.tp == mesh.etp == mesh.ep == 1:
             return
@@ -196,7 +198,7 @@ class DeclaredLayout:
             )
 
     def _declare_kept(self, content: Content, groups: Mapping[str, Group], live: Live) -> Group:
-        """What optimizers keep in another shape than the parameter's: shards of it, where the layout shares state out."""
+        """Optimizer state of another shape than its parameter: shards of it, if the layout shards state."""
         local: Specs = {}
         for leaf in content.leaves.values():
             if leaf.group == OPTIM and leaf.plain and prod(leaf.shape) != 1:
@@ -210,7 +212,7 @@ class DeclaredLayout:
         return Group(local, self._worked_out(OPTIM, self._rules(live.parameters), shared, live), {})
 
     def _rules(self, names: Iterable[str]) -> Rules:
-        """The rules for a save. Only the config says what is tied: the names of one pipeline stage would not."""
+        """The rules for a save. Ties come from the config only: the names of one pipeline stage would not show them."""
         return rules_choice.choose(self.config, names if self.config is None else (), self.layout, self._extra)
 
     def _worked_out(self, group: str, rules: Rules, local: Specs, live: Live) -> Places:
@@ -221,7 +223,7 @@ class DeclaredLayout:
         return {name: [(made.specs[part.tensor], part) for part in made.local.parts] for name, made in found.items()}
 
     def _places(self, leaf: Leaf) -> Iterator[Place | None]:
-        """The stored tensors of which a leaf has parts; None where it is stored as it is."""
+        """The stored tensors of which a leaf has parts; None if it is stored as it is."""
         group = self._groups.get(leaf.group)
         if not leaf.plain or group is None:
             yield None
@@ -233,7 +235,7 @@ class DeclaredLayout:
             yield None
 
     def _leaf(self, key: Key, sources: Sequence[Source]) -> Leaf:
-        """The stored tensor's leaf; the very one of the last save where it is made of the same."""
+        """The stored tensor's leaf; the identical one of the last save if its parts are the same."""
         leaves = tuple(leaf for leaf, _ in sources)
         known = self._made.get(key)
         if known is not None and len(known[0]) == len(leaves) and all(a is b for a, b in zip(known[0], leaves, strict=True)):
@@ -254,14 +256,14 @@ class DeclaredLayout:
                     f"{leaf.path} and {first.path} imply different shapes or dtypes for the stored tensor {spec.name!r}"
                 )
             if at[1].box.volume:
-                pieces.setdefault(at[1].box, LivePiece(at[1].box, view(leaf, at[1])))  # the same box twice is tied tensors
+                pieces.setdefault(at[1].box, LivePiece(at[1].box, view(leaf, at[1])))  # the same box twice: tied tensors
         return Leaf(spec.group, spec.name, spec.dtype, spec.shape, tuple(pieces.values()), self._placement)
 
 
 def declare(given: ParallelLayout, launch: Launch, assets: Mapping[str, bytes]) -> DeclaredLayout:
-    """The layout of a launch's rank; the config is the one given, else that among the assets, else not known.
+    """The layout of a launch's rank. The config is the given one, else that among the assets, else unknown.
 
-    Raises `InvalidRequest` for what is no layout, or one of another number of ranks.
+    Raises `InvalidRequest` for an invalid layout, or one of another number of ranks.
     """
     wanted, config = rules_choice.layout_of(given.layout), given.config
     if wanted.mesh.world != launch.world:
@@ -278,7 +280,7 @@ _LAST = (2**63, 0)
 
 
 def _order(parameters: Iterable[str], rules: Rules) -> dict[str, tuple[int, int]]:
-    """Where stored tensors stand in the order of the live parameters: sharding deals them out in that order."""
+    """Sort stored tensors in the order of the live parameters, because sharding distributes them in that order."""
     order: dict[str, tuple[int, int]] = {}
     for position, name in enumerate(parameters):
         fusion = rules.fusion(name)
@@ -289,18 +291,18 @@ def _order(parameters: Iterable[str], rules: Rules) -> dict[str, tuple[int, int]
 
 
 def _owner(group: str, name: str) -> str:
-    """The parameter that a tensor is of."""
+    """The parameter to which a tensor belongs."""
     return name.rpartition("/")[0] if group == OPTIM else name
 
 
 def _owners(name: str, groups: Mapping[str, Group]) -> list[Group]:
-    """The groups in which what an optimizer keeps has a parameter that the layout knows."""
+    """The groups in which the layout knows the parameter of this optimizer state."""
     owner = _owner(OPTIM, name)
     return [groups[group] for group in (MASTER, MODEL) if owner in groups[group].places and owner in groups[group].local]
 
 
 def _kept_places(leaf: Leaf, groups: Mapping[str, Group]) -> Iterator[Place | None]:
-    """Where what is kept of a parameter belongs: where the parameter does, or at each tensor of which it has parts."""
+    """The place of optimizer state: that of its parameter, or each tensor of which the parameter has parts."""
     owner, _, key = leaf.name.rpartition("/")
     owners = _owners(leaf.name, groups)
     if not owners:
@@ -316,7 +318,7 @@ def _kept_places(leaf: Leaf, groups: Mapping[str, Group]) -> Iterator[Place | No
             spec = TensorSpec(OPTIM, f"{name}/{key}", leaf.dtype, leaf.shape)
             yield _unless_same(leaf, (spec, Part(spec.name, whole(leaf.shape), 0, strides(leaf.shape))))
     elif [(spec.name, spec.shape) for spec, _ in owners[0].places[owner]] == [(owner, owners[0].local[owner][1])]:
-        yield None  # the rank holds all of the parameter, and so all that is kept of it
+        yield None  # the rank holds the whole parameter, and so all of its state
     else:
         raise InvalidRequest(
             f"{leaf.path} has shape {list(leaf.shape)}, but its parameter has shape "
@@ -326,19 +328,19 @@ def _kept_places(leaf: Leaf, groups: Mapping[str, Group]) -> Iterator[Place | No
 
 
 def _unless_same(leaf: Leaf, place: Place) -> Place | None:
-    """None where the whole stored tensor stands in the local one of the same name and shape."""
+    """None if the local tensor is the whole stored one, with the same name and shape."""
     spec, part = place
     same = spec.name == leaf.name and spec.shape == leaf.shape == part.box.shape and part.strides == strides(leaf.shape)
     return None if same else place
 
 
 def _names(group: Group, name: str) -> list[str]:
-    """The stored tensors of which a local one has parts; its own name where the layout does not know it."""
+    """The stored tensors of which a local one has parts; its own name if the layout does not know it."""
     return list(dict.fromkeys(spec.name for spec, _ in group.places[name])) if name in group.places else [name]
 
 
 def _aliases(tied: Mapping[str, str], group: Group | None) -> dict[str, str]:
-    """What is tied here, among stored names: tensor by tensor of what both are made of."""
+    """Ties between stored names that follow from ties here, tensor by tensor."""
     if group is None:
         return dict(tied)
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Where the parts of local tensors stand in live memory, and what becomes of their padding."""
+"""Maps parts of local tensors to live memory, and zeroes their padding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast_formats.layout.parts import LocalTensor, Part, strides
 
 
 def land(restoration: MatchedLeaves, held: Mapping[Key, LocalTensor], notes: Sequence[str]) -> MatchedLeaves:
-    """The restoration with stored tensors' boxes where local tensors were wanted. Padding is zeroed once all is filled."""
+    """The restoration with boxes of stored tensors instead of local tensors. Padding is zeroed once all is filled."""
     leaves: list[Leaf] = []
     zeroed = []
     for leaf in restoration.leaves:
@@ -36,7 +36,7 @@ def land(restoration: MatchedLeaves, held: Mapping[Key, LocalTensor], notes: Seq
 
 
 def view(leaf: Leaf, part: Part) -> torch.Tensor:
-    """The part's place in the live memory of its local tensor; `InvalidRequest` by name where that is not contiguous."""
+    """The part's place in the live memory of its local tensor; `InvalidRequest` by name if that is not contiguous."""
     tensor = _memory(leaf)
     if part.start == 0 and part.box.shape == leaf.shape and part.strides == strides(leaf.shape):
         return tensor

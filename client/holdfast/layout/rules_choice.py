@@ -1,4 +1,4 @@
-"""Which rules and which layout are meant, from what a caller gives: text, mappings, a team's TOML file, a config.json."""
+"""Chooses rules and layout from what a caller gives: text, mappings, a team's TOML file, a config.json."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from holdfast_formats.layout.rules import Rules
 from holdfast_formats.region import Shape
 
 CONFIG = "config.json"
-RULES_BYTES_MAX = 2**20  # a table has its own, lower limit: this one keeps a wrong file out of memory
+RULES_BYTES_MAX = 2**20  # a table has its own, lower limit; this one keeps a wrong file out of memory
 
-RulesSource = str | Path | Mapping[str, Any] | None  # a TOML file, what it would hold, or the tables as they are
+RulesSource = str | Path | Mapping[str, Any] | None  # a TOML file, its text, or the decoded tables
 LayoutSource = Layout | str | Mapping[str, Any]
 
 
 class ParallelLayout(NamedTuple):
-    """How ranks hold plain tensors, with what `Checkpointer(layout=…)` needs to know of the model besides.
+    """How ranks hold plain tensors, with what `Checkpointer(layout=…)` needs to know of the model.
 
-    `rules` extend the tables of architectures: a TOML file, or what it would hold. `config` is the model's config.json,
-    where it is not among the assets.
+    `rules` extend the tables of architectures: a TOML file, or its contents. `config` is the model's config.json, if it is
+    not among the assets.
     """
 
     layout: LayoutSource
@@ -34,7 +34,7 @@ class ParallelLayout(NamedTuple):
 
 
 def layout_of(layout: LayoutSource) -> Layout:
-    """The layout; `InvalidRequest` for what is none."""
+    """The layout; `InvalidRequest` for anything that is not one."""
     return layout if isinstance(layout, Layout) else language.parse(layout)
 
 
@@ -50,7 +50,7 @@ def choose(
 
 
 def read_rules(source: RulesSource) -> Mapping[str, Any] | None:
-    """A team's own rules as plain values; `InvalidRequest` naming a file that cannot be read or is no TOML."""
+    """Read a team's own rules as plain values; `InvalidRequest` with the file's name if it cannot be read or is not TOML."""
     if source is None or isinstance(source, Mapping):
         return source
     try:
@@ -62,14 +62,14 @@ def read_rules(source: RulesSource) -> Mapping[str, Any] | None:
 
 
 def config_of(reader: CheckpointReader) -> Mapping[str, Any] | None:
-    """The checkpoint's config.json, None where it has none; `CorruptManifest` when it is no JSON object."""
+    """The checkpoint's config.json, None if it has none; `CorruptManifest` if it is not a JSON object."""
     if reader.manifest.file(CONFIG) is None:
         return None
     return parse_config(reader.read_file(CONFIG), reader.source.label)
 
 
 def parse_config(encoded: bytes, label: str) -> Mapping[str, Any]:
-    """A config.json; `CorruptManifest` naming where it comes from when it is no JSON object."""
+    """Parse a config.json; `CorruptManifest` with its source if it is not a JSON object."""
     try:
         found = json.loads(encoded)
     except (ValueError, RecursionError) as error:

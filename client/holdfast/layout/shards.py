@@ -1,4 +1,4 @@
-"""A rank's local tensors in memory: what is wanted of a checkpoint to fill them, and the arrays that come of it."""
+"""Allocates a rank's local tensors in memory, and says what of a checkpoint fills them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Octets = NDArray[np.uint8]
 
 
 def check_framework(framework: str) -> None:
-    """Refuse what arrays cannot be made for, before anything is read."""
+    """Refuse a framework for which arrays cannot be made, before anything is read."""
     if framework not in get_args(Framework):
         raise InvalidRequest(f"framework must be one of {', '.join(get_args(Framework))}, not {framework!r}")
     if framework == "torch" and find_spec("torch") is None:
@@ -31,17 +31,17 @@ def check_framework(framework: str) -> None:
 
 
 def nbytes(local: LocalTensor) -> int:
-    """Bytes of a local tensor, padding included; `StateMismatch` by name where it does not end at a byte."""
+    """Bytes of a local tensor, padding included; `StateMismatch` by name if it does not end at a byte."""
     return dtypes.nbytes(local.dtype, local.volume, local.name)
 
 
 def allocate(local: LocalTensor) -> Octets:
-    """Memory for a local tensor, in which its padding is zero already."""
+    """Memory for a local tensor, with its padding zeroed already."""
     return np.zeros(nbytes(local), np.uint8) if local.padding else np.empty(nbytes(local), np.uint8)
 
 
 def wants(group: str, local: LocalTensor, octets: Octets) -> Iterator[Want]:
-    """What fills the memory of a local tensor; its parts are of stored tensors of the group."""
+    """The boxes that fill the memory of a local tensor; its parts are of stored tensors of the group."""
     width = dtypes.bits(local.dtype)
     memory = octets.view(transfer.element_dtype(width // 8)) if width % 8 == 0 else octets
     for part in local.parts:
@@ -50,7 +50,7 @@ def wants(group: str, local: LocalTensor, octets: Octets) -> Iterator[Want]:
 
 
 def in_octets(part: Part, width: int, name: str) -> Part:
-    """The place of a part whose elements have `width` < 8 bits, counted in bytes; `StateMismatch` where it cuts into one."""
+    """The place of a part with elements of `width` < 8 bits, counted in bytes; `StateMismatch` if it cuts into a byte."""
     box, steps = part.box, part.strides
     starts = (part.start, *steps[:-1])
     if box.shape and box.shape[-1] * width % 8 == 0 and steps[-1] == 1 and all(n * width % 8 == 0 for n in starts):
@@ -58,7 +58,7 @@ def in_octets(part: Part, width: int, name: str) -> Part:
         strides = (*(step * width // 8 for step in steps[:-1]), 1)
         return Part(part.tensor, Box((0,) * len(shape), shape), part.start * width // 8, strides)
     if part.stop - part.start == box.volume and part.start * width % 8 == 0 and box.volume * width % 8 == 0:
-        return Part(part.tensor, Box((0,), (box.volume * width // 8,)), part.start * width // 8, (1,))  # one row of bytes
+        return Part(part.tensor, Box((0,), (box.volume * width // 8,)), part.start * width // 8, (1,))  # as one row of bytes
     raise StateMismatch(
         f"tensor {name!r}: {list(box.offset)}+{list(box.shape)} of {part.tensor!r} begins or ends inside a byte",
         hint=f"{width}-bit elements can be split at whole bytes only: shard another dimension",
@@ -68,7 +68,7 @@ def in_octets(part: Part, width: int, name: str) -> Part:
 def array(local: LocalTensor, octets: Octets, framework: Framework) -> Any:
     """The memory as an array or tensor of the local tensor's dtype and shape; nothing is copied.
 
-    `InvalidRequest` by name for a dtype that the framework lacks.
+    Raises `InvalidRequest` by name for a dtype that the framework lacks.
     """
     if framework == "numpy":
         return octets.view(dtypes.to_numpy(local.dtype)).reshape(local.shape)
@@ -79,7 +79,7 @@ def array(local: LocalTensor, octets: Octets, framework: Framework) -> Any:
 
 
 def pieces(local: LocalTensor, bytes_max: int) -> Iterator[LocalTensor]:
-    """The local tensor as consecutive flat ones of at most `bytes_max` bytes, cut between rows where rows are short."""
+    """The local tensor as consecutive flat ones of at most `bytes_max` bytes, cut between rows if rows are short."""
     width = dtypes.bits(local.dtype)
     limit = max(bytes_max * 8 // width, 1)
     if local.volume <= limit:

@@ -1,6 +1,6 @@
-"""Reading files past the page cache: a cold load costs the processor less than half of one through it.
+"""Reads files past the page cache: an uncached load then costs less than half the processor time.
 
-The disk writes into the reader's own memory. That pays where the memory is of large pages: a transfer into small ones is cut
+The disk writes into the reader's own memory. This pays only with memory of large pages: a transfer into small pages is split
 into many, and takes longer than one through the page cache.
 """
 
@@ -18,10 +18,10 @@ import numpy as np
 
 from holdfast.memory.mapping import LARGE_BYTES
 
-ALIGNMENT = max(4096, mmap.PAGESIZE)  # of place, memory and length: as much as any disk asks for
-REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # what a file system without direct access answers
-# Reads `size` bytes of a file from `start` on into memory that is `memory_for` so many, and returns where they came to lie,
-# fewer only where the file ends before; None where they are to be read through the page cache after all.
+ALIGNMENT = max(4096, mmap.PAGESIZE)  # of offset, memory and length: as much as any disk requires
+REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of a file system without direct access
+# Reads `size` bytes of a file from `start` on into memory from `memory_for`, and returns the bytes in it,
+# fewer only if the file ends before; None if they are to be read through the page cache after all.
 Reader = Callable[[str, int, int, memoryview], memoryview | None]
 _DIRECT = getattr(os, "O_DIRECT", 0)  # not every system has it
 _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -29,7 +29,7 @@ _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @lru_cache
 def possible() -> bool:
-    """Whether this system reads past the page cache, into large pages."""
+    """Whether this system can read past the page cache, into large pages."""
     if not _DIRECT or not hasattr(mmap, "MADV_HUGEPAGE"):
         return False
     try:
@@ -39,7 +39,7 @@ def possible() -> bool:
 
 
 def opened(path: Path) -> int | None:
-    """A descriptor of a plain file that is read past the page cache; None where its file system has none."""
+    """A descriptor of a regular file that is read past the page cache; None if its file system does not support that."""
     try:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | _DIRECT)
     except OSError as error:
@@ -49,7 +49,7 @@ def opened(path: Path) -> int | None:
 
 
 def memory_for(size: int) -> memoryview:
-    """Memory of large pages, as far as there are any, for any `size` bytes of a file and what aligning them adds."""
+    """Memory for any `size` bytes of a file and what alignment adds, of large pages as far as there are any."""
     room = -(-(size + 2 * ALIGNMENT) // LARGE_BYTES) * LARGE_BYTES
     taken = mmap.mmap(-1, room + LARGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
@@ -60,9 +60,9 @@ def memory_for(size: int) -> memoryview:
 
 
 def read(descriptor: int, start: int, size: int, memory: memoryview) -> memoryview:
-    """Bytes of a file, fewer only where it ends before, where they came to lie in `memory`, which is `memory_for` so many.
+    """Read bytes of a file into `memory` and return the part of it that has them; fewer only if the file ends before.
 
-    Raises `OSError`, one of `REFUSED` where this file cannot be read so after all.
+    Raises `OSError`, one of `REFUSED` if this file cannot be read this way after all.
     """
     low = start - start % ALIGNMENT
     high = start + size + -(start + size) % ALIGNMENT

@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way of work that makes many objects and no garbage."""
+"""Pauses Python's garbage collector during work that creates many objects and no garbage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Collect nothing in here: a collection looks at every object alive, and finds none to free while they are made."""
+    """Pause collections in the block: each would look at every live object, and find nothing to free."""
     was_on = gc.isenabled()
     gc.disable()
     try:

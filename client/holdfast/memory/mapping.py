@@ -1,4 +1,4 @@
-"""Shared memory, mapped where the kernel can use large pages for it, and its pages put in place."""
+"""Maps shared memory so that the kernel can use large pages for it, and touches its pages."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ log = logging.getLogger(__name__)
 
 LARGE_BYTES = 2 * 2**20  # a large page, on the machines we support
 TOUCH_BYTES = 64 * 2**20
-_POPULATE_WRITE, _COLLAPSE = 23, 25  # madvise: Linux 5.14 and 6.1, and no names in Python yet
+_POPULATE_WRITE, _COLLAPSE = 23, 25  # madvise: Linux 5.14 and 6.1, without names in Python so far
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 
 
 class Mapping:
-    """All of an open memfd, in memory: `memory` shows it. Unmapped when the last view of it is gone."""
+    """A whole open memfd, mapped: `memory` shows it. It is unmapped when the last view of it is gone."""
 
     def __init__(self, fd: int, *, write: bool) -> None:
         """Raises `OSError` when it cannot be mapped."""
         size = os.fstat(fd).st_size
-        # Python maps where the kernel likes; a large page needs an aligned place. So room is taken first, and mapped over.
+        # A large page needs an aligned address, which Python cannot ask for. So room is reserved first, and mapped over.
         room = mmap.mmap(-1, size + LARGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(room))
         skipped = -start % LARGE_BYTES
@@ -36,7 +36,7 @@ class Mapping:
         self.memory = shown if write else shown.toreadonly()
 
     def touch(self, stop: threading.Event) -> bool:
-        """Put every page in place, large ones as long as there are any; False when `stop` was set before the end."""
+        """Touch every page, with large pages as long as there are any; False if `stop` was set before the end."""
         large = True
         for start in range(0, self._size, TOUCH_BYTES):
             size = min(TOUCH_BYTES, self._size - start)
@@ -49,7 +49,7 @@ class Mapping:
         return True
 
     def _put_large(self, start: int, size: int, stop: threading.Event) -> bool:
-        """Make large pages of these bytes, until `stop` is set; False where there are none to be had."""
+        """Make large pages of these bytes, until `stop` is set; False if none are available."""
         for page in range(start, start + size - LARGE_BYTES + 1, LARGE_BYTES):
             if stop.is_set():
                 break
@@ -63,7 +63,7 @@ class Mapping:
 
 
 def _libc() -> Any:
-    """ctypes releases the GIL, `mmap.madvise` does not."""
+    """The C library by ctypes, which releases the GIL; `mmap.madvise` does not."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)

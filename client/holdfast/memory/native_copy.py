@@ -1,9 +1,7 @@
-"""Copies of memory past the cores' caches, and looks at many places of it, by a few lines of C (`native_copy.c`) where they
-were built, else by numpy.
+"""Copies memory past the cores' caches and reads samples of it, in C (`native_copy.c`) if that was built, else with numpy.
 
-A copy of what no cache holds takes two thirds of the time this way, and leaves the training its caches. The library is
-built with the package where there is an x86-64 and a compiler (`hatch_build.py`); other processors notice long copies by
-themselves.
+A copy of uncached memory takes two thirds of the time this way, and the training keeps its caches. The library is built with
+the package if there is an x86-64 and a compiler (`hatch_build.py`); other processors detect long copies by themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ Array = NDArray[Any]
 
 
 def _load() -> Any:
-    """The library, whose functions run without the GIL; None where it was not built, or not for this machine."""
+    """The library, whose functions run without the GIL; None if it was not built, or not for this machine."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         library.holdfast_copy.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -54,23 +52,23 @@ _library = _load()
 
 
 def library() -> Any:
-    """The functions of `native_copy.c`; None where there are none here."""
+    """The functions of `native_copy.c`; None if they are not available here."""
     return _library
 
 
 def available() -> bool:
-    """Whether copies go past the caches here."""
+    """Whether copies bypass the caches here."""
     return _library is not None
 
 
 def is_plain(target: Array, source: Array) -> bool:
-    """Whether the bytes of the one can be copied over those of the other as they stand."""
+    """Whether the bytes of one can be copied over those of the other as they are."""
     whole = target.flags.c_contiguous and source.flags.c_contiguous and target.flags.writeable
     return whole and (target.dtype, target.shape) == (source.dtype, source.shape)
 
 
 class PairCopies:
-    """Pairs of a target and a source, plain and apart from each other: one call copies them all."""
+    """Pairs of a target and a source, plain and without overlap: one call copies them all."""
 
     def __init__(self, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Raises `ValueError` for a pair that is not plain."""
@@ -89,7 +87,7 @@ class PairCopies:
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes over bytes, past the caches and without the GIL. Raises `ValueError` where their lengths differ."""
+    """Copy bytes over bytes, past the caches and without the GIL. Raises `ValueError` if their lengths differ."""
     into, data = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
     if _library is None:
         np.copyto(into, data)
@@ -100,9 +98,10 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 def digests(boxes: NDArray[np.uint64], native: int, step: int | None) -> NDArray[np.uint64]:
-    """The digests of boxes (rows of address and bytes), of a sample for a step or of all with none; needs the library.
+    """The digests of boxes (rows of address and bytes), of a sample if `step` is given, else of all bytes; needs the
+    library.
 
-    `native` is where the digest of memory is computed.
+    `native` is the address of the digest function.
     """
     boxes, values = np.ascontiguousarray(boxes), np.empty(len(boxes), np.uint64)
     if step is None:
@@ -113,10 +112,10 @@ def digests(boxes: NDArray[np.uint64], native: int, step: int | None) -> NDArray
 
 
 class Noted:
-    """Pairs of a target and a source, plain and apart from each other: words of the sources are noted at one moment, and
-    all is copied at another, which finds out what has changed in between.
+    """Pairs of a target and a source: words of the sources are noted at one time, and all is copied at a later one.
 
-    Of every stretch a word of eight bytes is noted, where `note` says. One save at a time uses it.
+    The copy finds out which sources have changed in between. Of every stretch a word of eight bytes is noted, at the place
+    that `note` chooses. One save at a time uses it.
     """
 
     def __init__(self, pairs: Sequence[tuple[Array, Array]], stretch: int) -> None:
@@ -135,12 +134,14 @@ class Noted:
         return self._copies.table
 
     def noted(self, seed: int, values: NDArray[np.uint64] | None) -> None:
-        """This is what the sources hold; with none they are read here."""
+        """Note the present words of the sources; without `words` they are read here."""
         self._seed = seed
         self._values = self._read() if values is None else values
 
     def copy(self) -> NDArray[np.bool_]:
-        """Copy all, without the GIL; which sources are not what was noted, each asked once its stretch was copied."""
+        """Copy all, without the GIL; return which sources differ from the noted words, each compared after its stretch was
+        copied.
+        """
         if _library is None:
             self._copies.do()
             different = self._values != self._read()
@@ -167,10 +168,10 @@ class Noted:
 
 
 def note(parts: Sequence[Noted], seed: int) -> None:
-    """Note what the sources of all parts, which have one stretch, hold now.
+    """Note the present words of the sources of all parts, which have the same stretch.
 
-    Each word is a page of its own, which no cache knows of. One call, which asks for many of them at a time and not for the
-    last of one part before the first of the next, takes half to two thirds of the time of a call for each.
+    Each word is on a page of its own, which is in no cache. One call that requests many of them at a time, across the
+    borders of parts, takes half to two thirds of the time of one call per part.
     """
     ends = list(accumulate(part.words for part in parts))
     values = None
@@ -183,7 +184,7 @@ def note(parts: Sequence[Noted], seed: int) -> None:
 
 
 def places(size: int, stretch: int, seed: int, number: int) -> NDArray[np.uint64]:
-    """Where in so many bytes the words are that are noted, one a stretch; they are number `number` and the next of all."""
+    """The places of the noted words in so many bytes, one per stretch, counted from word `number` on."""
     begins = np.arange(0, size, stretch, dtype=np.uint64)
     words = (np.minimum(size - begins, np.uint64(stretch)) + np.uint64(WORD_BYTES - 1)) // np.uint64(WORD_BYTES)
     drawn = _mix(np.arange(number, number + len(begins), dtype=np.uint64) + np.uint64(seed))
@@ -192,7 +193,7 @@ def places(size: int, stretch: int, seed: int, number: int) -> NDArray[np.uint64
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """What `replica_claims.mix` does, of many numbers."""
+    """The same as `replica_claims.mix`, for many numbers."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

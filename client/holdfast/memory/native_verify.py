@@ -1,7 +1,7 @@
-"""Many extents proven, and handed over, by one call: without the GIL, which threads would else pass on after each of them.
+"""Verifies many extents and moves them to their places in one call, without the GIL, which threads would pass on after each.
 
-By `native_copy.c`, where it was built, with the function that digests everywhere else. Otherwise, and wherever anything is
-not as it should be, nothing is said but that: whoever asked looks again, slowly, and finds out what it is.
+It uses `native_copy.c`, if that was built, with the usual digest function. If it was not built, or if anything is wrong, the
+answer is only "no": the caller then checks again, slowly, and finds out what is wrong.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from holdfast.memory import native_copy
 from holdfast_formats import digest
 from holdfast_formats.disk.manifest import Extent
 
-_FIELDS = 3  # of an extent: where it goes, how long it is, its digest
+_FIELDS = 3  # of an extent: its target, its length, its digest
 
 
 def available() -> bool:
-    """Whether extents are proven this way here."""
+    """Whether extents can be verified this way here."""
     return native_copy.available() and digest.native() is not None
 
 
 class Extents:
-    """Extents that lie behind each other where they are read, and where each belongs, if anywhere."""
+    """Extents that follow one another where they are read, and the target of each, if it has one."""
 
     def __init__(self) -> None:
         self._rows = array("Q")
-        self._targets: list[memoryview] = []  # kept in place
+        self._targets: list[memoryview] = []  # keeps the targets alive
         self._bytes, self._nowhere = 0, False
 
     def add(self, extents: Sequence[Extent], into: memoryview | None) -> None:
-        """`into` has their bytes when they are proven. Raises `ValueError` where they would not be exactly its bytes."""
+        """`into` has its bytes once they are verified. Raises `ValueError` if its size is not theirs."""
         lengths = [extent.length for extent in extents]
         total = sum(lengths)
         at = 0
@@ -48,7 +48,7 @@ class Extents:
         self._nowhere |= into is None
 
     def take(self, data: memoryview) -> bool:
-        """Whether `data` is these extents, all of them, which are where they belong now. Else the first ones may be."""
+        """Whether `data` is these extents, all of which are at their targets now. If not, the first ones may be there."""
         if not available() or data.nbytes != self._bytes:
             return False
         rows, count = self._table()
@@ -56,9 +56,9 @@ class Extents:
         return bool(native_copy.library().holdfast_prove(there, rows, count, at) == count)
 
     def take_from(self, descriptor: int, offset: int) -> bool:
-        """The same of a file's bytes from `offset` on, all of which belong somewhere: read there, and proven there.
+        """The same for a file's bytes from `offset` on, all of which have targets: they are read and verified there.
 
-        Where this is False, a place may hold what was not proven, until whoever asked has read it again or emptied it.
+        If this is False, a target may hold unverified bytes until the caller has read them again or zeroed them.
         """
         if not available() or self._nowhere:
             return False

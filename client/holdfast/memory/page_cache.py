@@ -1,8 +1,8 @@
-"""Whether a file's bytes are in the page cache, asked without reading them.
+"""Tells whether a file's bytes are in the page cache, without reading them.
 
-A read that may not wait (`RWF_NOWAIT`) is no such question: newer kernels read ahead for it, and a quick disk has answered
-by the time it looks. `mincore` reads nothing, and tells those who own a file, or may write to it; everybody else it tells
-that all is there (`can_do_mincore` in Linux' mm/mincore.c), and they have to ask by reading after all.
+A non-blocking read (`RWF_NOWAIT`) cannot answer this: newer kernels read ahead for it, and a fast disk has answered by the
+next look. `mincore` reads nothing, and answers the owner of a file and those who may write to it. Everybody else is told
+that all is cached (`can_do_mincore` in Linux' mm/mincore.c), and must try to read after all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PageCacheState:
     """One file, which is mapped and never touched."""
 
     def __init__(self, descriptor: int) -> None:
-        """The descriptor stays the caller's, and is needed as long as this is. Raises `OSError`."""
+        """The descriptor stays the caller's, and is needed as long as this object. Raises `OSError`."""
         self._descriptor = descriptor
         found = os.fstat(descriptor)
         self._size = found.st_size
@@ -32,7 +32,9 @@ class PageCacheState:
             self._octets = np.frombuffer(mmap.mmap(descriptor, self._size, prot=mmap.PROT_READ), np.uint8)
 
     def holds(self, offset: int) -> bool:
-        """Whether the page with this byte is cached; False where the file ends before. `OSError` where nobody can tell."""
+        """Whether the page with this byte is cached; False if the file ends before. `OSError` if that
+        cannot be found out.
+        """
         if offset >= self._size:
             return False
         if self._octets is None:

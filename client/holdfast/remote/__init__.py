@@ -1,1 +1,1 @@
-"""A rank that shares no memory with its daemon: slots of its own, and uploads."""
+"""For a rank that shares no memory with its daemon: slots of its own, and uploads."""

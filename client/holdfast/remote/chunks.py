@@ -1,4 +1,4 @@
-"""Sends parts of a slot over HTTP: in chunks that suit the link, packed with zstd where that is sooner there."""
+"""Sends parts of a slot over HTTP, in chunks that suit the link, compressed with zstd if that is faster."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from holdfast_formats.rest import bodies
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES_MIN = 2**18
-CHUNK_SECONDS = 1.0  # what a chunk should take: what a break of the link costs at most, and how soon a change of it is seen
+CHUNK_SECONDS = 1.0  # what a chunk should take: bounds the loss by a broken link, and how late a change of its speed is seen
 ZSTD_LEVEL = 1
-ZSTD_GAIN_MIN = 1.25  # packing costs cores that training wants: only for a clear gain
+ZSTD_GAIN_MIN = 1.25  # compression uses cores that training wants: only for a clear gain
 SAMPLE_BYTES = 2**18
 SAMPLE_EVERY = 16  # chunks
 SMOOTHING = 0.5  # weight of the newest measurement
@@ -29,13 +29,15 @@ PROGRESS_EVERY_S = 30.0
 
 
 class LinkPace:
-    """What link and codec were found to do, in bytes a second, and what follows from it. Starts unpacked and small."""
+    """Measured speeds of link and compression, in bytes a second, and what follows from them. Starts
+    uncompressed and small.
+    """
 
     def __init__(self, chunk_bytes_max: int) -> None:
         self._chunk_bytes_max = chunk_bytes_max
         self.link_bps = 0.0
         self.codec_bps = 0.0
-        self.ratio = 1.0  # packed ÷ plain
+        self.ratio = 1.0  # compressed ÷ plain
 
     @property
     def chunk_bytes(self) -> int:
@@ -45,18 +47,20 @@ class LinkPace:
 
     @property
     def packs(self) -> bool:
-        """Whether the next chunk goes packed. Packing runs beside sending, so the slower of the two sets the pace."""
+        """Whether the next chunk is compressed. Compression runs beside sending, so the slower of the two sets the pace."""
         if not self.link_bps or not self.codec_bps:
             return False
         return min(self.codec_bps, self.link_bps / max(self.ratio, 1e-6)) > ZSTD_GAIN_MIN * self.link_bps
 
     def sent(self, wire_bytes: int, seconds: float) -> None:
-        """A chunk has arrived. Tiny ones tell of the round trip more than of the link, and count for want of others only."""
+        """Note that a chunk has arrived. Tiny ones measure the round trip rather than the link, and count only if there are
+        no others.
+        """
         if wire_bytes >= CHUNK_BYTES_MIN // 4 or not self.link_bps:
             self.link_bps = _smoothed(self.link_bps, wire_bytes / max(seconds, 1e-6))
 
     def packed(self, plain_bytes: int, packed_bytes: int, seconds: float) -> None:
-        """Something was packed, be it to be sent or as a sample."""
+        """Note that something was compressed, to be sent or as a sample."""
         self.ratio = packed_bytes / plain_bytes if not self.codec_bps else _smoothed(self.ratio, packed_bytes / plain_bytes)
         self.codec_bps = _smoothed(self.codec_bps, plain_bytes / max(seconds, 1e-6))
 
@@ -66,14 +70,14 @@ def _smoothed(before: float, measured: float) -> float:
 
 
 class Sent(NamedTuple):
-    """What one part cost."""
+    """The cost of one part."""
 
     plain_bytes: int
     wire_bytes: int
 
 
 class ChunkSender:
-    """Sends parts of uploads of one rank, one after another. Call it from one thread; `close` it from there too."""
+    """Sends parts of uploads of one rank, one after another. Call and `close` it from one thread."""
 
     def __init__(self, api: Api, rank_id: str, chunk_bytes_max: int) -> None:
         self._api, self._rank_id = api, rank_id
@@ -86,7 +90,7 @@ class ChunkSender:
         self._pool.shutdown()
 
     def bring(self, save: OwnSave) -> bodies.Upload:
-        """Open the upload of a sealed slot or find it open, send what is not there yet, and seal it."""
+        """Open the upload of a sealed slot (or find it open), send the missing chunks, and seal it."""
         began = time.monotonic()
         assert save.whole is not None, "only a sealed slot can be uploaded"
         reached = self._api.open_upload(self._rank_id, save.number, save.wanted)
@@ -101,14 +105,14 @@ class ChunkSender:
         return self._api.seal_upload(self._rank_id, save.number, whole)
 
     def send(self, save: OwnSave, part: Part, data: memoryview, received: int) -> Sent:
-        """Send what the daemon has not `received` yet; raises what broke it, and what arrived before that stays there."""
+        """Send what the daemon has not `received` yet. Raises what interrupted it; chunks that arrived before stay there."""
         began = told = time.monotonic()
         first, wire_bytes = received, 0
         ahead = self._prepare(data, received)
         while received < len(data):
             chunk = ahead()
             received = chunk.offset + chunk.length
-            ahead = self._prepare(data, received)  # the next one is packed while this one travels
+            ahead = self._prepare(data, received)  # the next one is compressed while this one is sent
             before = time.monotonic()
             self._api.put_chunk(self._rank_id, save.number, part, chunk)
             save.arrived += chunk.length
@@ -123,7 +127,7 @@ class ChunkSender:
     def _prepare(self, data: memoryview, offset: int) -> Callable[[], UploadChunk]:
         try:
             return self._pool.submit(self._chunk, data, offset).result
-        except RuntimeError:  # the process is ending, and what it has sealed is sent first: no pool works any more by then
+        except RuntimeError:  # the process is ending, and its sealed saves are sent first: no pool works any more by then
             return partial(self._chunk, data, offset)
 
     def _chunk(self, data: memoryview, offset: int) -> UploadChunk:

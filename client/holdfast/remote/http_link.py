@@ -1,4 +1,4 @@
-"""A rank that shares no memory with its daemon: it stages into slots of its own, and what is sealed goes out over HTTP.
+"""The link of a rank that shares no memory with its daemon: it stages into own slots, and uploads sealed ones over HTTP.
 
 `RemoteLink` answers the requests that `Link` sends over the socket, so a checkpointer does not know the difference.
 """
@@ -35,7 +35,7 @@ _Reply = TypeVar("_Reply", bound=wire.Reply)
 
 
 class RemoteLink:
-    """One rank's conversation with a daemon over HTTP. Requests may come from any thread, outcomes come on others."""
+    """One rank's conversation with a daemon over HTTP. Requests may come from any thread; outcomes come on other threads."""
 
     def __init__(self, url: str, on_outcome: Callable[[wire.Outcome], None], on_lost: Callable[[CheckpointError], None]):
         self.url = url
@@ -55,7 +55,7 @@ class RemoteLink:
             wire.Abandon: self._abandon,
             wire.Choose: self._choose,
             wire.Ended: self._ended,
-            wire.Held: lambda message: wire.HeldSlots(reply_to=message.id),  # memory that we share with nobody
+            wire.Held: lambda message: wire.HeldSlots(reply_to=message.id),  # memory that is not shared
         }
 
     @property
@@ -66,7 +66,7 @@ class RemoteLink:
         return next(self._ids)
 
     def request(self, message: wire.Request, kind: type[_Reply], timeout_s: float = REQUEST_TIMEOUT_S) -> _Reply:
-        """Do what the message asks for and return the reply; the waits that it states itself are kept, not `timeout_s`."""
+        """Do what the message asks for and return the reply; the waits that the message states apply, not `timeout_s`."""
         if self._courier is not None and self._courier.lost is not None:
             raise self._courier.lost
         if type(message) not in self._answers:
@@ -81,7 +81,7 @@ class RemoteLink:
         raise DaemonGone("a rank without shared memory cannot exchange file descriptors")
 
     def tell(self, message: wire.Request) -> None:
-        """How long training stood still goes with the seal, where the upload has not come to that yet."""
+        """Send, with the seal, how long training stood still, if the upload has not been sealed yet."""
         save = self._courier.saves.find(message.step) if self._courier and isinstance(message, wire.Measured) else None
         if save is not None and isinstance(message, wire.Measured):
             save.stall_s = message.stall_s
@@ -97,7 +97,7 @@ class RemoteLink:
         raise DaemonGone("a rank without shared memory receives no descriptors")
 
     def close(self, ended: bool = False) -> None:
-        """Part from the daemon: it saves what has been uploaded, and gives up what has not."""
+        """Disconnect: the daemon saves what has been uploaded, and gives up the rest."""
         self._closed = True
         if self._courier is not None:
             self._courier.close()
@@ -115,9 +115,9 @@ class RemoteLink:
             welcome,
             wire.Welcome,
             reply_to=message.id,
-            root="",  # a directory of that name here would be another one
+            root="",  # a directory of that name on this machine would be another one
             mark=RootMark(id=welcome.root_id),
-            url=self.url,  # the address that this rank uses, which need not be the one the daemon knows of itself
+            url=self.url,  # the address that this rank uses, which may differ from the one that the daemon knows
         )
 
     def _reserve(self, message: wire.Reserve) -> wire.Segment:
@@ -180,7 +180,7 @@ class RemoteLink:
 
 
 def _make_room(courier: Uploader, segment: OwnSegment, number: int, wanted: wire.Lease) -> int:
-    """An own slot. Where none is free the policy decides: here of what is not being uploaded, else at the daemon."""
+    """Find an own slot. If none is free, the policy decides: here among saves not being uploaded, else at the daemon."""
     attempt, policy = courier.welcome.attempt, wanted.policy
     try:
         return segment.lease(wanted.step, attempt, wanted.wait_s if policy == "wait" else 0.0)
@@ -192,7 +192,7 @@ def _make_room(courier: Uploader, segment: OwnSegment, number: int, wanted: wire
     error = GenerationDropped.of(wanted.step, None, policy)
     if not courier.ask(number, restate(wanted, SlotRequest)):
         raise error
-    try:  # what the daemon let go of, or had committed, we are about to hear of
+    try:  # the end of saves that the daemon dropped or committed will be reported soon
         return segment.lease(wanted.step, attempt, OPEN_TIMEOUT_S)
     except ArenaFull:
         courier.give_up(number, wanted.step, error)

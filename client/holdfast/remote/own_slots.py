@@ -24,7 +24,7 @@ class OwnSegment:
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.fd = os.memfd_create("holdfast-own", os.MFD_CLOEXEC)  # whoever takes it closes it
+        self.fd = os.memfd_create("holdfast-own", os.MFD_CLOEXEC)  # closed by the one who takes it
         try:
             os.ftruncate(self.fd, geometry.segment_bytes)
             self.memory = memoryview(mmap.mmap(self.fd, geometry.segment_bytes))
@@ -40,7 +40,7 @@ class OwnSegment:
             arena.write_header(self.memory, geometry, slot, SlotHeader(SlotState.FREE, 0, 0, 0, 0, 0))
 
     def lease(self, step: int, attempt: int, wait_s: float) -> int:
-        """A free slot; waits up to `wait_s` seconds for one, then `ArenaFull`."""
+        """Lease a free slot; waits up to `wait_s` seconds for one, then raises `ArenaFull`."""
         with self._changed:
             free = self._changed.wait_for(lambda: self._free or self._lost, wait_s)
             if self._lost is not None:
@@ -62,14 +62,14 @@ class OwnSegment:
             self._changed.notify_all()
 
     def lose(self, error: CheckpointError) -> None:
-        """No slot will become free any more: whoever waits for one is told why."""
+        """No slot will become free any more: tell the reason to everyone who waits for one."""
         with self._changed:
             self._lost = error
             self._changed.notify_all()
 
 
 class OwnSave:
-    """One save in a slot of ours, until its end is known (`told`) and nobody fills the slot any more (not `staging`)."""
+    """A save in an own slot, until its end is known (`told`) and nobody fills the slot any more (not `staging`)."""
 
     def __init__(self, run: str, number: int, wanted: SlotRequest, segment: OwnSegment, slot: int) -> None:
         self.run, self.number, self.wanted, self.segment, self.slot = run, number, wanted, segment, slot
@@ -87,14 +87,14 @@ class OwnSave:
         return self.wanted.step
 
     def seal(self, table_digest: str) -> None:
-        """The slot is complete: what it holds stands in its header from now on."""
+        """Declare the slot complete: from here on its header states its contents."""
         header = arena.read_header(self.segment.memory, self.segment.geometry, self.slot)
         self.whole = bodies.SealRequest(
             data_bytes=header.data_bytes, table_bytes=header.table_bytes, table_digest=table_digest
         )
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until a daemon has all of it, or its end is known; False when none of it arrived for `timeout` seconds."""
+        """Wait until a daemon has all of it, or its end is known; False if none of it arrived for `timeout` seconds."""
         arrived, moved = self.arrived, time.monotonic()
         while not (self.delivered or self.told):
             if self.arrived != arrived:
@@ -123,16 +123,16 @@ class OwnSaves:
         self._saves: dict[int, OwnSave] = {}
 
     def add(self, save: OwnSave) -> None:
-        """`StateMismatch` while another save of the step is under way."""
+        """Add a save; `StateMismatch` while another save of the step is under way."""
         with self._lock:
             if self._saves.setdefault(save.step, save) is not save:
                 raise StateMismatch(f"step {save.step} is already being saved", hint="wait for its ticket first")
 
     def find(self, step: int) -> OwnSave | None:
-        return self._saves.get(step)  # in one step: the training asks, whom signals interrupt
+        return self._saves.get(step)  # in one step of Python: the training asks, which signals interrupt
 
     def forget(self, save: OwnSave) -> bool:
-        """Whether it was known until now."""
+        """Remove a save; return whether it was known until now."""
         with self._lock:
             known = self._saves.get(save.step) is save
             if known:
@@ -141,12 +141,14 @@ class OwnSaves:
         return known
 
     def free(self, save: OwnSave) -> None:
-        """Nobody needs its slot any more."""
+        """Free its slot."""
         if self.forget(save):
             save.segment.release(save.slot)
 
     def staged(self, save: OwnSave) -> bool:
-        """Nobody fills its slot any more; whether its end is known by now. Else this process sees its upload through."""
+        """Note that its slot is filled; return whether its end is known by now. If not, keep the process alive for the
+        upload.
+        """
         with self._lock:
             save.staging = False
             if not save.told:
@@ -154,7 +156,7 @@ class OwnSaves:
             return save.told
 
     def end(self, save: OwnSave, problem: dict[str, Any] | None) -> bool:
-        """Note what became of it, and free its slot unless it is still being filled; False when that was known."""
+        """Note its end, and free its slot unless it is still being filled; False if the end was known."""
         with self._lock:
             if save.told:
                 return False
@@ -166,13 +168,13 @@ class OwnSaves:
         return True
 
     def begin_upload(self, save: OwnSave) -> bool:
-        """From here on the save cannot be taken back; False when it has ended already."""
+        """Begin its upload: from here on the save cannot be taken back. False if it has ended already."""
         with self._lock:
             save.begun = save.begun or not save.told
             return not save.told
 
     def take_back(self, problem: Callable[[OwnSave], dict[str, Any]]) -> OwnSave | None:
-        """End the oldest save that is sealed and whose upload has not begun, and free its slot; None if there is none."""
+        """End the oldest sealed save whose upload has not begun, and free its slot; None if there is none."""
         with self._lock:
             waiting = (save for save in self._saves.values() if not (save.staging or save.begun or save.told))
             save = next(waiting, None)
@@ -183,7 +185,7 @@ class OwnSaves:
         return save
 
     def delivered(self, save: OwnSave, still: Callable[[], bool]) -> bool:
-        """Note that a daemon has all of it, if it is `still` the daemon that we speak to."""
+        """Note that a daemon has all of it, if it is `still` the daemon that we are connected to."""
         with self._lock:
             save.delivered = still()
             if save.delivered:
@@ -191,7 +193,7 @@ class OwnSaves:
             return save.delivered
 
     def bring_again(self) -> list[OwnSave]:
-        """Those that a daemon had completely, and that its successor knows nothing of."""
+        """Saves that a daemon had completely and that its successor does not know."""
         with self._lock:
             again = [save for save in self._saves.values() if save.delivered and not save.told]
             for save in again:
@@ -200,7 +202,7 @@ class OwnSaves:
             return again
 
     def lose(self) -> None:
-        """The end of none of them will be told."""
+        """The ends of these saves will not be reported any more."""
         with self._lock:
             for save in self._saves.values():
                 save.told = True

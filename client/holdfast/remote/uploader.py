@@ -1,7 +1,7 @@
-"""Brings sealed slots to a daemon over HTTP and hears what becomes of them, whatever breaks on the way.
+"""Uploads sealed slots to a daemon over HTTP and receives their outcomes, whatever breaks on the way.
 
-A slot is free again when its save has ended, not when it was uploaded. So a daemon that was started anew gets the bytes once
-more, and no step is lost.
+A slot is freed when its save has ended, not when it was uploaded. So a restarted daemon gets the bytes once more, and no
+step is lost.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ OPEN_TIMEOUT_S = (
 POLL_S = 10.0
 CHOICE_WAIT_S = 2.0
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 3.0
-LOST_AFTER_S = 120.0  # of trying without any answer
-SILENT_WAIT_S = 60.0  # a dead job falls silent within this, though its last request may still be under way
+LOST_AFTER_S = 120.0  # of tries without any answer
+SILENT_WAIT_S = 60.0  # a dead job falls silent within this time, although its last request may still be under way
 BUSY_PAUSE_MAX_S = 5.0
 RESUMES_MAX = 8  # of one upload, for chunks that the daemon found wrong
 CLOSE_TIMEOUT_S = 5.0
 
-_PASSING = (DaemonGone, ArenaFull, DeadlineExceeded, StorageFailed)  # a later try may pass
+_PASSING = (DaemonGone, ArenaFull, DeadlineExceeded, StorageFailed)  # a later try may succeed
 
 _Result = TypeVar("_Result")
-Tellers = tuple[Callable[[wire.Outcome], None], Callable[[CheckpointError], None]]  # of outcomes, and of the daemon's loss
+Tellers = tuple[Callable[[wire.Outcome], None], Callable[[CheckpointError], None]]  # of outcomes, of the daemon's loss
 
 
 class _Patience:
@@ -66,10 +66,10 @@ class _Patience:
 
 
 class Uploader:
-    """What one rank has under way to a daemon. Two threads: one uploads save after save, one listens for their ends."""
+    """One rank's uploads to a daemon. It has two threads: one uploads save after save, one listens for their ends."""
 
     def __init__(self, api: Api, rank_id: str, hello: bodies.RankHello, tellers: Tellers) -> None:
-        """Says hello; raises what the daemon refuses it with."""
+        """Say hello; raises the daemon's refusal."""
         self._api, self._rank_id, self._hello = api, rank_id, hello
         self.run = hello.run
         self._on_outcome, self._on_lost = tellers
@@ -92,8 +92,8 @@ class Uploader:
             thread.start()
 
     def reserve(self, room: messages.Room, segment: OwnSegment) -> None:
-        """Have the daemon keep as much as we have ourselves from now on."""
-        before, self._room = self._room, room  # before it is asked for: a daemon started anew is asked for it, too
+        """Have the daemon reserve as much memory as this rank has itself."""
+        before, self._room = self._room, room  # noted before the request: a restarted daemon is asked for it, too
         try:
             self._persist(lambda: self._api.reserve(self._rank_id, room), time.monotonic())
         except CheckpointError:
@@ -102,7 +102,7 @@ class Uploader:
         self._segment = segment
 
     def begin(self, save: OwnSave, wanted: messages.SlotRequest) -> None:
-        """Ask whether the step may be saved; raises what refuses it. A link that is slow to answer stops no save."""
+        """Ask whether the step may be saved; raises a refusal. A link that is slow to answer stops no save."""
         self.saves.add(save)
         try:
             self.ask(save.number, wanted)
@@ -111,11 +111,11 @@ class Uploader:
             raise
 
     def ask(self, number: int, wanted: messages.SlotRequest) -> bool:
-        """Begin an upload at the daemon, where the policy decides if no slot is free; whether it could be asked by now."""
+        """Begin an upload at the daemon, where the policy decides if no slot is free. Return whether it could be."""
         try:
             self._api.open_upload(self._rank_id, number, wanted, OPEN_TIMEOUT_S)
         except CheckpointError as error:
-            # A daemon that was started anew may not know us quite yet.
+            # A restarted daemon may not know this rank yet.
             if not (isinstance(error, (*_PASSING, NoSuchResource)) or _may_go_on(error)):
                 raise
             log.info("the daemon does not take step %d yet: %s", wanted.step, error.detail)
@@ -123,7 +123,7 @@ class Uploader:
         return True
 
     def take_back(self, step: int, policy: messages.Policy) -> bool:
-        """Drop, for `step`, the oldest save whose upload has not begun, for all ranks; False when there is none."""
+        """Drop, for `step`, the oldest save whose upload has not begun, for all ranks; False if there is none."""
 
         save = self.saves.take_back(lambda save: GenerationDropped.of(save.step, step, policy).problem())
         if save is None:
@@ -133,7 +133,7 @@ class Uploader:
         return True
 
     def deliver(self, save: OwnSave) -> bool:
-        """The slot is sealed: upload it in the background. False when the save has ended already; then its slot is free."""
+        """Upload the sealed slot in the background. False if the save has ended already; then its slot is free."""
         if self.saves.staged(save):
             self.saves.free(save)
             return False
@@ -141,24 +141,24 @@ class Uploader:
         return True
 
     def abandon(self, save: OwnSave, error: CheckpointError) -> None:
-        """The slot was not filled after all: free it, and let the other ranks know."""
+        """Free a slot that was not filled after all, and let the other ranks know."""
         self.saves.free(save)
         self.give_up(save.number, save.step, error)
 
     def choose(self, asked: wire.Choose) -> messages.Answer:
-        """Which step to restore; waits for saves that the daemon is writing, a moment at a time."""
+        """Ask which step to restore; waits for saves that the daemon is writing, a moment at a time."""
         question = restate(asked, bodies.Question, wait_s=min(asked.wait_s, CHOICE_WAIT_S))
         limit = time.monotonic() + asked.wait_s
         return self._persist(lambda: self._api.choose(self._rank_id, asked.turn, question), limit)
 
     def ended(self, said: wire.Ended) -> messages.RestoreVerdict:
-        """How a restore ended; waits for the other ranks, a moment at a time."""
+        """Report how a restore ended; waits for the other ranks, a moment at a time."""
         end = restate(said, bodies.RestoreEnd, wait_s=min(said.wait_s, CHOICE_WAIT_S))
         limit = time.monotonic() + said.wait_s
         return self._persist(lambda: self._api.restore_ended(self._rank_id, said.turn, end), limit)
 
     def close(self) -> None:
-        """Part from the daemon; what it has not got by now is given up."""
+        """Disconnect from the daemon; what it has not received by now is given up."""
         self._closing.set()
         self.saves.lose()
         self._sealed.put(None)
@@ -171,7 +171,7 @@ class Uploader:
             thread.join(CLOSE_TIMEOUT_S)
 
     def _tell(self, save: OwnSave, problem: dict[str, Any] | None) -> None:
-        """Say once what became of a save, and free its slot unless it is still being filled."""
+        """Report once what became of a save, and free its slot unless it is still being filled."""
         if self.saves.end(save, problem):
             self._on_outcome(self._outcome(save))
 
@@ -180,13 +180,13 @@ class Uploader:
         return wire.Outcome(step=save.step, attempt=self.welcome.attempt, state=state, problem=save.problem)
 
     def _guard(self, loop: Callable[[], None]) -> None:
-        """Run a thread; what ends it early ends everything that is under way, by name."""
+        """Run a thread; if it ends early, end everything that is under way, by name."""
         try:
             loop()
         except CheckpointError as error:
             self._lose(error)
         except RuntimeError as error:
-            if not self._closing.is_set():  # else the connection was closed under it, as it should be
+            if not self._closing.is_set():  # else the connection was closed under it, as intended
                 raise
             log.debug("%s ended: %s", threading.current_thread().name, error)
 
@@ -204,7 +204,7 @@ class Uploader:
         self._on_lost(error)
 
     def _persist(self, act: Callable[[], _Result], limit: float) -> _Result:
-        """Try until it is done or refused, but not beyond `limit` when the daemon says that it takes longer."""
+        """Try until it succeeds or is refused, but not beyond `limit` if the daemon says that it takes longer."""
         patience = _Patience()
         while True:
             seen = self._generation
@@ -216,7 +216,7 @@ class Uploader:
                 self._recover(error, seen, patience)
 
     def _recover(self, error: CheckpointError, seen: int, patience: _Patience) -> None:
-        """Do what makes another try worth it, or raise the error again."""
+        """Do what makes another try worthwhile, or raise the error again."""
         if isinstance(error, NoSuchResource):
             try:
                 self._rejoin(seen)
@@ -224,14 +224,16 @@ class Uploader:
             except _PASSING as failure:
                 error = failure
         if isinstance(error, ArenaFull | DeadlineExceeded):
-            self._heard = time.monotonic()  # it does answer
+            self._heard = time.monotonic()  # the daemon does answer
         silent_s = time.monotonic() - self._heard
         if not isinstance(error, _PASSING) or self._closing.is_set() or silent_s > LOST_AFTER_S:
             raise error
         patience.wait(self._closing)
 
     def _rejoin(self, seen: int) -> None:
-        """The daemon does not know us: it is another one. Say hello again, and bring everything whose end we do not know."""
+        """The daemon does not know this rank: it is another one. Say hello again, and upload everything whose end is not
+        known.
+        """
         with self._rejoining:
             if self._generation != seen:
                 return
@@ -262,7 +264,7 @@ class Uploader:
                 save = self.saves.find(ended.step)
                 if save is not None and save.number == ended.number:
                     self._tell(save, _problem_of(ended))
-            after = found.next if self._generation == seen else 0  # another daemon counts anew
+            after = found.next if self._generation == seen else 0  # another daemon counts from the beginning
 
     def _upload_loop(self) -> None:
         sender = ChunkSender(self._api, self._rank_id, self.welcome.chunk_bytes_max)
@@ -280,14 +282,14 @@ class Uploader:
             sender.close()
 
     def give_up(self, number: int, step: int, error: CheckpointError, timeout_s: float | None = None) -> None:
-        """The other ranks of the world are to hear at once that this step is not saved."""
+        """Tell the other ranks of the world at once that this step is not saved."""
         try:
             self._api.abandon_upload(self._rank_id, number, messages.AbandonRequest(problem=error.problem()), timeout_s)
         except CheckpointError as unheard:
             log.info("could not tell %s that step %d is given up: %s", self._api.url, step, unheard.detail)
 
     def _bring(self, sender: ChunkSender, save: OwnSave) -> None:
-        """Bring a sealed slot to the daemon; what breaks is taken up where it broke."""
+        """Upload a sealed slot to the daemon; an interrupted upload resumes where it stopped."""
         patience, resumes = _Patience(), 0
         while self.saves.begin_upload(save):
             seen = self._generation
@@ -299,7 +301,7 @@ class Uploader:
                 if resumes > RESUMES_MAX or not _may_go_on(error):
                     raise
                 log.info("step %d: %s; continuing", save.step, error.detail)
-                with self._rejoining:  # the other thread may be half through
+                with self._rejoining:  # the other thread may be half-way
                     patience.wait(self._closing)
             except AlreadyCommitted:
                 # The daemon before this one may have committed it, and died before it told us.
@@ -311,7 +313,7 @@ class Uploader:
                 self._recover(error, seen, patience)
             else:
                 if not self.saves.delivered(save, lambda seen=seen: self._generation == seen):  # type: ignore[misc]
-                    continue  # a daemon that was started anew in this very moment has nothing of it
+                    continue  # a daemon that was restarted at this very moment has nothing of it
                 if reached.state in ("committed", "aborted"):
                     self._tell(save, _problem_of(reached))
                 return
@@ -322,15 +324,15 @@ def _problem_of(ended: bodies.Upload) -> dict[str, Any] | None:
 
 
 def _may_go_on(error: CheckpointError) -> bool:
-    """Whether a refusal says where an upload stands, rather than that it must not be."""
+    """Whether a refusal says where an upload stands, rather than that it is not allowed."""
     return isinstance(error, InvalidRequest) and bool({"reason", "received"} & error.members.keys())
 
 
 def _join(api: Api, rank_id: str, hello: bodies.RankHello) -> bodies.RankWelcome:
-    """Say hello. A job that was killed a moment ago counts as alive until it was silent for a while: that is awaited.
+    """Say hello, and retry while a dead job counts as alive. A killed job counts as alive until it was silent for a while.
 
-    What it had sent before it died may count as a word of it later, so this is tried until a time is over in which a job
-    that is dead has surely fallen silent.
+    A request that it sent before it died may still count as a sign of life later. So this is tried until the time is over in
+    which a dead job has surely fallen silent.
     """
     began = time.monotonic()
     while True:

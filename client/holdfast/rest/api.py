@@ -1,4 +1,4 @@
-"""The REST API, typed: one method a route, lists as iterators over their pages, problems as the errors they were."""
+"""The REST API, typed: a method for each route, lists as iterators over their pages, problems as the errors they were."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from holdfast_formats.staging import messages
 PAGE_ITEMS = 500
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 60.0
-IDLE_S = 2.0  # a connection is kept unused: the service hangs up after 5, and a request at that moment would be lost
+IDLE_S = 2.0  # idle connections are closed then: the service closes them after 5, which could lose a request
 CONNECTIONS_MAX = 16
 SEND_BYTES = (
     256 * 2**10
-)  # a body goes out in pieces of this size: sending a large one in one go copies its rest again and again
+)  # a body is sent in pieces of this size: sending a large one at once copies the rest again and again
 Step = int | Literal["latest", "latest-healthy"]
 StatisticsSort = Literal["name", "rms", "change", "nonfinite", "bytes", "zeros"]
 Model = TypeVar("Model", bound=BaseModel)
@@ -36,7 +36,7 @@ Part = Literal["data", "table"]
 
 
 class UploadChunk(NamedTuple):
-    """A piece of an upload as it is sent: where it stands, its digest before compression, and its bytes."""
+    """A piece of an upload: its place, its digest before compression, and its bytes."""
 
     offset: int
     length: int
@@ -48,7 +48,7 @@ class UploadChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces:
-    """A body as it goes out; it can be sent again, where the first time was refused."""
+    """A body in pieces; it can be sent again if it was refused the first time."""
 
     body: memoryview | bytes
 
@@ -60,12 +60,12 @@ class Pieces:
 class Api(JobsApi):
     """A connection to one service; safe for threads. A context manager.
 
-    `token` is shown to the service; without it HOLDFAST_TOKEN is, or what this user's own daemon left for its user, or what
-    stands in ~/.config/holdfast/token.
+    `token` is sent to the service. Without it, HOLDFAST_TOKEN is used, or the token that this user's own daemon left for its
+    user, or the one in ~/.config/holdfast/token.
     """
 
     def __init__(self, url: str, timeout_s: float = READ_TIMEOUT_S, token: str | None = None) -> None:
-        """`InvalidRequest` for what cannot be a token, or a file of one that others can read."""
+        """Raises `InvalidRequest` for an invalid token, or a token file that others can read."""
         self.url = url.rstrip("/")
         shown = config.stated_token() if token is None else config.check_token(token, "token=")
         own = owner_token.OwnersToken(self.url) if shown is None else None
@@ -77,7 +77,7 @@ class Api(JobsApi):
             limits=httpx.Limits(max_connections=CONNECTIONS_MAX, keepalive_expiry=IDLE_S),
             headers={} if shown is None else {"Authorization": f"Bearer {shown}"},
             auth=own,
-            trust_env=False,  # a proxy meant for the web must not stand between a node and its own daemon
+            trust_env=False,  # a proxy meant for the web must not be used between a node and its own daemon
         )
 
     def close(self) -> None:
@@ -93,21 +93,21 @@ class Api(JobsApi):
         return self._get("/healthz", bodies.Health)
 
     def runs(self, prefix: str = "") -> Iterator[bodies.Run]:
-        """Runs by name; with `prefix`, those whose names begin so."""
+        """Runs by name; with `prefix`, those whose names begin with it."""
         return self._pages("/v1/runs", bodies.Run, {"prefix": prefix or None})
 
     def run(self, run: str) -> bodies.Run:
         return self._get(_run_path(run), bodies.Run)
 
     def checkpoints(self, run: str, wanted: Filter = NO_FILTER) -> Iterator[bodies.CheckpointInfo]:
-        """The run's checkpoints, newest step first; those that `wanted` lets through."""
+        """The run's checkpoints, newest step first; those that match `wanted`."""
         return self._pages(f"{_run_path(run)}/checkpoints", bodies.CheckpointInfo, wanted.query())
 
     def checkpoint(self, run: str, step: Step = "latest") -> bodies.CheckpointInfo:
         return self._get(_step_path(run, step), bodies.CheckpointInfo)
 
     def best(self, run: str, metric: str, mode: Literal["min", "max"] = "min") -> bodies.CheckpointInfo:
-        """The verified and healthy checkpoint whose metric is lowest, or highest."""
+        """The verified and healthy checkpoint with the lowest metric, or the highest."""
         with self._translated():
             answer = self._http.get(f"{_run_path(run)}/checkpoints/best", params={"metric": metric, "mode": mode})
             return bodies.CheckpointInfo.model_validate_json(self._checked(answer).content)
@@ -115,7 +115,9 @@ class Api(JobsApi):
     def statistics(
         self, run: str, step: Step = "latest", group: str | None = None, sort: StatisticsSort = "name", part: str = ""
     ) -> Iterator[TensorStatistics]:
-        """What the tensors' numbers are like, of those with `part` in their name; `NoSuchResource` before they were read."""
+        """Statistics of the tensors' values, of tensors with `part` in their name; `NoSuchResource` before the checkpoint
+        was verified.
+        """
         query = {"group": group, "sort": sort, "q": part or None}
         return self._pages(f"{_step_path(run, step)}/statistics", TensorStatistics, query)
 
@@ -130,7 +132,7 @@ class Api(JobsApi):
         self.request("DELETE", _step_path(run, step))
 
     def get(self, path: str, model: type[Model]) -> Model:
-        """What a route answers, as the model that it is; for the routes that have no method here."""
+        """The answer of a route as the given model, for routes that have no method here."""
         return self._get(path, model)
 
     def pages(self, path: str, item: type[Model], query: Mapping[str, str | None] | None = None) -> Iterator[Model]:
@@ -138,12 +140,12 @@ class Api(JobsApi):
         return self._pages(path, item, query)
 
     def request(self, method: str, path: str, **parts: Any) -> httpx.Response:
-        """Any request, as httpx takes it; what is not a success is raised as the error it stands for."""
+        """Any request, as httpx takes it; an unsuccessful one raises the error that it stands for."""
         with self._translated():
             return self._checked(self._http.request(method, path, **parts))
 
     def manifest_bytes(self, run: str, step: Step = "latest") -> bytes:
-        """The manifest as it is stored; compressed on the way when both sides can."""
+        """The stored manifest; compressed on the way when both sides can."""
         with self._translated():
             return self._checked(self._http.get(f"{_step_path(run, step)}/manifest")).content
 
@@ -156,8 +158,8 @@ class Api(JobsApi):
     def file_range(self, run: str, step: Step, name: str, offset: int, buffer: memoryview) -> int:
         """Read a file from `offset` on into `buffer`; return the bytes read, fewer than asked for only at its end.
 
-        The service sends proven bytes alone. Where it meets damage behind the first byte it can only cut the connection:
-        then the rest is asked for, and the answer to that is the damage by name.
+        The service sends verified bytes only. If it meets damage after the first byte, it can only cut the connection. Then
+        the rest is requested, and the answer to that names the damage.
         """
         done = 0
         while done < len(buffer):
@@ -177,11 +179,13 @@ class Api(JobsApi):
         return done
 
     def rounds(self, run: str | None = None, state: str | None = None, wanted: Filter = NO_FILTER) -> Iterator[bodies.Round]:
-        """Rounds, newest first; of this run, in this state, and those that `wanted` lets through."""
+        """Rounds (saves), newest first; of this run, in this state, and those that match `wanted`."""
         return self._pages("/v1/rounds", bodies.Round, {**wanted.query(), "run": run, **({"state": state} if state else {})})
 
     def compare(self, run: str, a: Step, b: Step, **how: str | int | bool) -> Iterator[Difference]:
-        """Two checkpoints, tensor by tensor; `how` is `run_b`, `group`, `state`, `q`, `exact`, `limit` (docs/api.md)."""
+        """Compare two checkpoints, tensor by tensor; `how` is `run_b`, `group`, `state`, `q`, `exact`, `limit`
+        (docs/api.md).
+        """
         query = {"a": a, "b": b, **how}
         return self._pages(f"{_run_path(run)}/compare", Difference, {name: str(value) for name, value in query.items()})
 
@@ -189,16 +193,16 @@ class Api(JobsApi):
         return list(self._pages("/v1/nodes", bodies.Node))
 
     def join(self, rank_id: str, hello: bodies.RankHello) -> bodies.RankWelcome:
-        """Say hello as a rank that shares no memory with the daemon; repeating it is harmless."""
+        """Register as a rank that shares no memory with the daemon; repeating it is harmless."""
         return self._send("PUT", _rank_path(rank_id), hello, bodies.RankWelcome)
 
     def leave(self, rank_id: str) -> None:
-        """The rank parts; what it has not sealed ends."""
+        """Disconnect the rank; what it has not sealed ends."""
         with self._translated():
             self._checked(self._http.delete(_rank_path(rank_id)))
 
     def reserve(self, rank_id: str, room: messages.Room) -> None:
-        """Have memory kept for the rank's slots; `LimitExceeded` when the daemon's arena has not that much."""
+        """Have memory reserved for the rank's slots; `LimitExceeded` when the daemon's arena does not have that much."""
         with self._translated():
             self._checked(self._http.put(f"{_rank_path(rank_id)}/segment", json=room.model_dump()))
 
@@ -209,11 +213,11 @@ class Api(JobsApi):
         return self._send("PUT", _upload_path(rank_id, number), wanted, bodies.Upload, timeout_s)
 
     def upload(self, rank_id: str, number: int) -> bodies.Upload:
-        """How far an upload is."""
+        """The progress of an upload."""
         return self._get(_upload_path(rank_id, number), bodies.Upload)
 
     def put_chunk(self, rank_id: str, number: int, part: Part, chunk: UploadChunk) -> bodies.Upload:
-        """Send one chunk; when this returns it has been received and proven."""
+        """Send one chunk; when this returns it has been received and verified."""
         headers = {
             "Content-Length": str(len(chunk.body)),
             "Content-Range": f"bytes {chunk.offset}-{chunk.offset + chunk.length - 1}/{chunk.total}",
@@ -226,27 +230,27 @@ class Api(JobsApi):
             return bodies.Upload.model_validate_json(self._checked(answer).content)
 
     def seal_upload(self, rank_id: str, number: int, whole: bodies.SealRequest) -> bodies.Upload:
-        """Hand a complete slot over; from then on the daemon saves it, whatever becomes of the rank."""
+        """Hand a complete slot over; from then on the daemon saves it, even if the rank dies."""
         return self._send("POST", f"{_upload_path(rank_id, number)}/seal", whole, bodies.Upload)
 
     def abandon_upload(
         self, rank_id: str, number: int, why: messages.AbandonRequest, timeout_s: float | None = None
     ) -> bodies.Upload:
-        """Give an upload up, and the save of its step with it."""
+        """Abandon an upload, and the save of its step with it."""
         return self._send("POST", f"{_upload_path(rank_id, number)}/abandon", why, bodies.Upload, timeout_s)
 
     def outcomes(self, rank_id: str, after: int, wait_s: float) -> bodies.Outcomes:
-        """Uploads that have ended, waiting for one; asking also says that the rank is alive."""
+        """Uploads that have ended, after waiting for one. The request also tells that the rank is alive."""
         with self._translated():
             answer = self._http.get(f"{_rank_path(rank_id)}/outcomes", params={"after": after, "wait_s": wait_s})
             return bodies.Outcomes.model_validate_json(self._checked(answer).content)
 
     def choose(self, rank_id: str, turn: int, question: bodies.Question) -> messages.Answer:
-        """Which step to restore; `DeadlineExceeded` while older saves are being written: ask again."""
+        """Ask which step to restore; `DeadlineExceeded` while older saves are being written: ask again."""
         return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}", question, messages.Answer)
 
     def restore_ended(self, rank_id: str, turn: int, end: bodies.RestoreEnd) -> messages.RestoreVerdict:
-        """How a restore ended: whether this rank goes on; `DeadlineExceeded` while others are at it: ask again."""
+        """Report how a restore ended; return whether this rank goes on. `DeadlineExceeded` while others restore: ask again."""
         return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}/end", end, messages.RestoreVerdict)
 
     def _send(self, method: str, path: str, body: BaseModel, model: type[Model], timeout_s: float | None = None) -> Model:

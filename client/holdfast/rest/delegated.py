@@ -1,4 +1,4 @@
-"""Work that somebody else does for the command line: the service, as a job, or a program of the service's here."""
+"""Has the command line's work done by the service, as a job, or by a program of the service on this machine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PROGRAM = "holdfast_service.offline"
 
 
 def as_job(api: Api, wanted: JobRequest, on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
-    """Have the service do it, and wait; what came of it. Raises the problem that the job ended with.
+    """Have the service do it as a job, wait, and return the result. Raises the problem with which the job ended.
 
-    Whoever stops waiting leaves the job to go on. `on_bytes` hears how far it is.
+    If the caller stops waiting, the job goes on. `on_bytes` is told the progress.
     """
     job = _parsed(api.request("POST", "/v1/jobs", json=wanted.model_dump()).content)
     while job.state not in ENDED:
@@ -36,7 +36,7 @@ def as_job(api: Api, wanted: JobRequest, on_bytes: Callable[[int, int], None]) -
 
 
 def offline(*arguments: str) -> dict[str, Any]:
-    """Do it in a directory that no daemon serves; `RootBusy` where one does. Needs what the daemon needs."""
+    """Do it in a directory that no daemon serves; `RootBusy` if one does. Needs the service's packages."""
     done = subprocess.run([sys.executable, "-m", _PROGRAM, *arguments], capture_output=True, text=True, check=False)
     try:
         said = json.loads(done.stdout)

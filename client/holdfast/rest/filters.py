@@ -1,4 +1,4 @@
-"""Which part of a list is asked for. All that is given holds together."""
+"""Filters for lists. All given conditions must hold."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Filter(NamedTuple):
     since: str | None = None
 
     def query(self) -> dict[str, str | None]:
-        """As parameters of a request, without those that are not given."""
+        """The parameters of a request, without those that are not given."""
         return {name: str(value) for name, value in self._asdict().items() if value is not None}
 
     def lets_through(self, checkpoint: bodies.CheckpointInfo) -> bool:
-        """Whether step and time of a checkpoint are wanted; `InvalidRequest` where only a service knows the answer."""
+        """Whether a checkpoint's step and time match; `InvalidRequest` for conditions that only a service can check."""
         if self.label is not None or self.state is not None:
             raise InvalidRequest(
                 "filters by label and state need a running service", hint="leave --root out, or start `holdfast serve`"
@@ -43,7 +43,7 @@ NO_FILTER = Filter()
 
 
 def since(text: str | None, now: datetime | None = None) -> str | None:
-    """A time as people give it, `2030-01-31` or `90min`, `12h`, `3d` ago -> RFC 3339; `InvalidRequest`."""
+    """Parse a time as people write it, `2030-01-31` or `90min`, `12h`, `3d` ago, into RFC 3339; `InvalidRequest`."""
     if text is None:
         return None
     ago = _AGO.fullmatch(text)

@@ -1,4 +1,4 @@
-"""Jobs and events, over the REST API: a part of `Api`. A stream of events mends itself when its connection breaks."""
+"""Jobs and events over the REST API, a part of `Api`. A stream of events reconnects by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast_formats.errors import DeadlineExceeded, Unavailable
 from holdfast_formats.rest.operations import Event, Gap, Job, JobRequest
 
 POLL_S = 20.0
-QUIET_MAX_S = 60.0  # the service says something every 15 s: a stream that is silent for longer is broken
+QUIET_MAX_S = 60.0  # the service sends something every 15 s: a stream that is silent for longer is broken
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 PATIENCE_S = 300.0
 _ENDED = ("done", "failed", "cancelled")
@@ -34,7 +34,7 @@ class ApiConnection(Protocol):
 
 
 class EventFrame(NamedTuple):
-    """One server-sent event: where the stream stands behind it, its kind, its data; the data is empty in a heartbeat."""
+    """One server-sent event: its position in the stream, its kind, its data; the data is empty in a heartbeat."""
 
     id: str | None
     kind: str
@@ -45,14 +45,14 @@ class JobsApi:
     """The routes of jobs and events."""
 
     def submit_job(self: ApiConnection, wanted: JobRequest) -> Job:
-        """The job that does this: a new one, or the one like it that is queued or running. Refused by name beforehand."""
+        """Submit a job, or return the identical one that is queued or running. Invalid requests are refused at once."""
         headers = {"Content-Type": "application/json"}
         with self._translated():
             answer = self.request("POST", "/v1/jobs", content=wanted.model_dump_json().encode(), headers=headers)
             return Job.model_validate_json(answer.content)
 
     def job(self: ApiConnection, job_id: int, wait_s: float = 0.0) -> Job:
-        """How far a job is; waits up to `wait_s` (at most 20) for its end. `NoSuchResource`."""
+        """The progress of a job; waits up to `wait_s` (at most 20) for its end. `NoSuchResource`."""
         with self._translated():
             return Job.model_validate_json(self.request("GET", f"/v1/jobs/{job_id}", params={"wait_s": wait_s}).content)
 
@@ -63,12 +63,14 @@ class JobsApi:
         return self._pages("/v1/jobs", Job, {"kind": kind, "state": state, "run": run})
 
     def cancel_job(self: ApiConnection, job_id: int) -> Job:
-        """Ask a job to stop, and return it as it is then; one that has ended stays as it ended."""
+        """Ask a job to stop, and return its state; a job that has ended stays as it ended."""
         self.request("DELETE", f"/v1/jobs/{job_id}")
         return self.job(job_id)
 
     def wait_job(self: ApiConnection, job_id: int, timeout_s: float | None = None) -> Job:
-        """The job once it has ended, however it did; `DeadlineExceeded` when that takes longer."""
+        """Wait until the job has ended, and return it, whether it succeeded or not; `DeadlineExceeded` when that takes
+        longer.
+        """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = POLL_S if until is None else until - time.monotonic()
@@ -88,10 +90,10 @@ class JobsApi:
         on_gap: Callable[[Gap], None] = lambda gap: None,
         patience_s: float = PATIENCE_S,
     ) -> Iterator[Event]:
-        """Events behind the id `after`, else from now on, as they happen, without end.
+        """Events after the id `after`, else from now on, as they happen, without end.
 
-        A broken connection is made anew, and nothing is lost or told twice. `on_gap` hears where events are asked for that
-        are not kept any more. Raises what the service refuses, and `Unavailable` when it is away for `patience_s`.
+        A broken connection is made anew, and no event is lost or repeated. `on_gap` is called if events are requested that
+        are not kept any more. Raises the service's refusals, and `Unavailable` if it cannot be reached for `patience_s`.
         """
         asked = {"run": run, "kind": kind, "after": None if after is None else str(after)}
         params = {name: value for name, value in asked.items() if value is not None}
@@ -115,7 +117,7 @@ class JobsApi:
 
 
 def _frames(api: ApiConnection, headers: Mapping[str, str], params: Mapping[str, str]) -> Iterator[EventFrame]:
-    """The frames of one connection, until it ends or breaks (`DaemonGone`); a torn frame at its end is none."""
+    """The frames of one connection, until it ends or breaks (`DaemonGone`); an incomplete frame at its end is ignored."""
     timeout = httpx.Timeout(QUIET_MAX_S, connect=5.0)
     with api._translated(), api._http.stream("GET", "/v1/events", headers=headers, params=params, timeout=timeout) as answer:
         if answer.is_error:

@@ -1,4 +1,4 @@
-"""The token that this user's own daemon left for this user's programs, found by the daemon's address."""
+"""Finds the token that this user's own daemon left for this user's programs, by the daemon's address."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from holdfast_formats.owner_key import OwnerKey
 
 
 class FoundToken(NamedTuple):
-    """A token, and the address that it is good at: never another one."""
+    """A token, and the address at which it is valid: never another one."""
 
     url: str
     token: str
 
 
 def owners(url: str) -> FoundToken | None:
-    """What the daemon at `url` left for this user; None where none did, or where that could be another daemon."""
+    """The token that the daemon at `url` left for this user; None if there is none, or if that could be another daemon."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or 80
@@ -42,7 +42,9 @@ def owners(url: str) -> FoundToken | None:
 
 
 class OwnersToken(httpx.Auth):
-    """Shows the token of this user's daemon, and looks for it again when it is refused: each start has another one."""
+    """Sends the token of this user's daemon, and looks for it again when it is refused, because each start
+    has another one.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -73,7 +75,7 @@ class OwnersToken(httpx.Auth):
 
 
 def _read(path: Path) -> OwnerKey | None:
-    """A key in a file of this user's alone; None for anything else. Root may read everybody's."""
+    """Read a key from a file that only this user can read; None for anything else. Root may read everybody's."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""Replicas over the REST API. One function a route."""
+"""Replicas over the REST API. One function per route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run keeps, over the REST API: its policy, previews, pins, labels, removal. One function a route."""
+"""The retention of a run over the REST API: its policy, previews, pins, labels, removal. One function per route."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FORCES: tuple[str, ...] = get_args(Force)
 
 
 class InForce(NamedTuple):
-    """The policy of a run, and the validator with which it can be changed."""
+    """The policy of a run, and the ETag with which it can be changed."""
 
     policy: RetentionPolicy
     tag: str
 
 
 def policy(api: Api, run: str) -> InForce:
-    """The policy that holds now; the trainer's `keep_last` while none has been set."""
+    """The policy in force; the trainer's `keep_last` as long as none was set."""
     answer = api.request("GET", f"{_run(run)}/policy")
     return InForce(_parsed(answer, RetentionPolicy), answer.headers.get("etag", ""))
 
@@ -35,14 +35,14 @@ def set_policy(api: Api, run: str, wanted: RetentionPolicy, tag: str) -> Preview
 
 
 def preview(api: Api, run: str, wanted: RetentionPolicy | None = None) -> Preview:
-    """What the policy in force, or this one, keeps and removes and why; nothing is changed."""
+    """Return what the policy in force, or this one, keeps and removes and why; nothing is changed."""
     if wanted is None:
         return _parsed(api.request("GET", f"{_run(run)}/retention"), Preview)
     return _parsed(_put(api, run, wanted, params={"dry_run": "true"}), Preview)
 
 
 def pin(api: Api, run: str, step: int) -> None:
-    """Nothing removes this checkpoint from now on."""
+    """Pin a checkpoint: nothing removes it from now on."""
     api.request("PUT", f"{_step(run, step)}/pin")
 
 
@@ -51,7 +51,7 @@ def unpin(api: Api, run: str, step: int) -> None:
 
 
 def label(api: Api, run: str, step: int, name: str) -> None:
-    """Give the checkpoint a label, which other ones may have as well; nothing removes it while it has one."""
+    """Give the checkpoint a label; several may share one. Nothing removes a checkpoint that has a label."""
     api.request("PUT", f"{_step(run, step)}/labels/{check_label(name)}")
 
 
@@ -60,12 +60,12 @@ def unlabel(api: Api, run: str, step: int, name: str) -> None:
 
 
 def remove(api: Api, run: str, step: int, force: Force | None = None) -> None:
-    """Remove a checkpoint; the newest verified and the newest healthy one of its run only where `force` names it."""
+    """Remove a checkpoint; the newest verified and the newest healthy one of its run only if `force` names it."""
     api.request("DELETE", _step(run, step), params=_forced(force))
 
 
 def try_remove(api: Api, run: str, step: int, force: Force | None = None) -> bodies.CheckpointInfo:
-    """What `remove` would remove, or the error it would raise."""
+    """Return what `remove` would remove, or raise its error."""
     answer = api.request("DELETE", _step(run, step), params={**_forced(force), "dry_run": "true"})
     return _parsed(answer, bodies.CheckpointInfo)
 

@@ -1,4 +1,4 @@
-"""How the checkpointing of runs goes, over the REST API. One function a route."""
+"""Summaries of the checkpointing of runs, over the REST API. One function per route."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Order = Literal["name", "attention"]
 
 
 def summary(api: Api, run: str) -> RunSummary:
-    """How one run's checkpointing goes; `NoSuchRun`."""
+    """The summary of one run; `NoSuchRun`."""
     return api.get(f"/v1/runs/{quote(run, safe='')}/summary", RunSummary)
 
 
 def summaries(api: Api, prefix: str = "", order: Order = "name", most: int | None = None) -> Iterator[RunSummary]:
-    """How it goes for all runs whose name begins with `prefix`, page by page; at most so many."""
+    """The summaries of all runs whose name begins with `prefix`, page by page; at most `most`."""
     query = {"prefix": prefix or None, "sort": order, "limit": str(PAGE_ITEMS if most is None else min(most, PAGE_ITEMS))}
     return islice(api.pages("/v1/summaries", RunSummary, query), most)

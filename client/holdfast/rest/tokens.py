@@ -1,4 +1,4 @@
-"""Bearer tokens, over REST or, where no service runs, in a root's catalog."""
+"""Bearer tokens, over REST or, if no service runs, in a root's catalog."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATH = "/v1/tokens"
 
 
 class TokenStore(Protocol):
-    """Where tokens are made. What refuses is raised by name; only admins of all runs are let in over REST."""
+    """A place where tokens are created. Refusals are raised by name; REST admits only admins of all runs."""
 
     def create(self, wanted: TokenRequest) -> NewToken: ...
     def all(self) -> list[Token]: ...
@@ -26,7 +26,7 @@ class TokenStore(Protocol):
 
 
 class ServiceTokens(NamedTuple):
-    """The tokens of a service that runs."""
+    """The tokens of a running service."""
 
     api: Api
 
@@ -34,7 +34,7 @@ class ServiceTokens(NamedTuple):
         return NewToken.model_validate(self.api.request("POST", _PATH, json=wanted.model_dump()).json())
 
     def all(self) -> list[Token]:
-        """Newest first, revoked and expired ones among them."""
+        """All tokens, newest first, including revoked and expired ones."""
         found: list[Token] = []
         cursor: dict[str, str] = {}
         while True:
@@ -49,7 +49,9 @@ class ServiceTokens(NamedTuple):
 
 
 class RootTokens(NamedTuple):
-    """The tokens of a root, served or not, by way of the service's tool: whoever may write there may make the first one."""
+    """The tokens of a root, served or not, changed with the service's tool: whoever may write there can
+    make the first one.
+    """
 
     root: Path
     catalog: str | None = None
@@ -66,7 +68,7 @@ class RootTokens(NamedTuple):
         self._tool(["revoke", "--", name])
 
     def _tool(self, arguments: list[str]) -> Any:
-        if importlib.util.find_spec("holdfast_service") is None:  # asked for here because the client may not import it
+        if importlib.util.find_spec("holdfast_service") is None:  # checked here because the client may not import it
             raise InvalidRequest(
                 "changing a root's tokens needs the service's dependencies",
                 hint="pip install 'holdfast-checkpoint[service]'",
