@@ -1,4 +1,6 @@
-"""Which checkpoints a state can be restored from: said alike by the daemon and by a trainer that has none."""
+"""Says why a state cannot be restored from the existing checkpoints, in the same words for the daemon and for a lone
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,10 @@ from .errors import StateMismatch
 
 
 def lacking(run: str, offers: Mapping[int, Collection[str]], wanted: Collection[str]) -> StateMismatch:
-    """What is wrong where there are checkpoints and none has all the wanted groups; `offers` are their groups, by step.
+    """The error if checkpoints exist and none has all the wanted groups; `offers` are their groups, by step.
 
-    Its member `offered` are those of the wanted groups that the best one has: the one with the most, the newest of these.
+    Its member `offered` are those of the wanted groups that the best checkpoint has: the one with the most of them, and of
+    these the newest.
     """
     step = max(offers, key=lambda step: (len(set(wanted) & set(offers[step])), step))
     offered = sorted(set(wanted) & set(offers[step]))

@@ -1,8 +1,8 @@
-"""msgspec's types, worked out where a module is imported: what decodes into one is made here, and kept.
+"""Makes msgspec decoders at import, and keeps them, because building them in two threads at once crashes the process.
 
-msgspec works a Struct out at its first use. A second thread that uses it meanwhile is given what is half worked out, and the
-process dies of it (seen with msgspec 0.22 in a daemon that checked two checkpoints just after its start). What is worked out
-while a module is imported is worked out by one thread.
+msgspec builds its information on a Struct at the first use. A second thread that uses the Struct meanwhile gets a half-built
+one, and the process crashes (seen with msgspec 0.22 in a daemon that checked two checkpoints just after its start). During
+an import, only one thread builds it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _Made = TypeVar("_Made")
 
 
 def decoder(of: type[_Made]) -> Callable[[bytes | memoryview], _Made]:
-    """What makes one of JSON; it raises `msgspec.DecodeError`. To be called while a module is imported."""
+    """A decoder from JSON; it raises `msgspec.DecodeError`. Call this while a module is imported."""
     return msgspec.json.Decoder(of).decode
 
 
 def converter(of: type[_Made]) -> Callable[[Any], _Made]:
-    """What makes one of plain values; it raises `msgspec.ValidationError`. To be called while a module is imported."""
-    decoder(of)  # works it out
+    """A converter from plain values; it raises `msgspec.ValidationError`. Call this while a module is imported."""
+    decoder(of)  # builds it now
     return partial(msgspec.convert, type=of)

@@ -15,9 +15,10 @@ from .errors import InvalidRequest
 
 DIGITS = 16
 _SPELLED = re.compile(f"[0-9a-f]{{{DIGITS}}}")
-# What xxhash.h calls it: the first takes the processor's widest vectors, whatever the library was compiled for.
+# The names in xxhash.h: the first uses the processor's widest vectors, whatever the library was compiled for.
 _NATIVE = ("XXH3_64bits_dispatch", "XXH3_64bits")
-_SAMPLE, _SAMPLE_SIZES = bytes(range(251)) * 20, (0, 3, 8, 16, 17, 128, 129, 240, 241, 1024, 5020)  # XXH3 knows these ranges
+# XXH3 treats these ranges of lengths differently.
+_SAMPLE, _SAMPLE_SIZES = bytes(range(251)) * 20, (0, 3, 8, 16, 17, 128, 129, 240, 241, 1024, 5020)
 _ALL_SPELLED = re.compile(f"(?:[0-9a-f]{{{DIGITS}}})*")
 
 
@@ -32,15 +33,15 @@ def number(data: Any) -> int:
 
 
 def running() -> xxhash.xxh3_64:
-    """The digest of a buffer that comes in parts: `update(part)`, and `hexdigest()` at the end."""
+    """A running digest of a buffer that comes in parts: `update(part)`, and `hexdigest()` at the end."""
     return xxhash.xxh3_64()
 
 
 @lru_cache
 def native() -> int | None:
-    """Where the library's own `uint64_t (const void *, size_t)` is, for code that is not Python; None where it is hidden.
+    """The address of the library's own `uint64_t (const void *, size_t)`, for code outside Python; None if it is hidden.
 
-    What is found there has digested as Python's `number` does, short and long data alike.
+    Before it is returned, its digests of short and long data are compared with Python's `number`.
     """
     module = find_spec("xxhash._xxhash")
     if module is None or module.origin is None:
@@ -60,7 +61,7 @@ def native() -> int | None:
 
 
 def check_digest(text: str) -> None:
-    """Refuse text that is not a digest, so that a manifest with an empty one can never pass as proven."""
+    """Refuse text that is not a digest, so that a manifest with an empty one never counts as verified."""
     if not _SPELLED.fullmatch(text):
         raise InvalidRequest(f"{text!r} is not an xxh3-64 digest of {DIGITS} hexadecimal digits")
 

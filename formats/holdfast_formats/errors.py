@@ -53,7 +53,7 @@ from typing import Any, ClassVar
 
 
 class CheckpointError(Exception):
-    """Anything Holdfast refuses or fails to do; `hint` says what to do about it."""
+    """Any refusal or failure of Holdfast; `hint` says what to do about it."""
 
     code: ClassVar[str] = "internal-error"
     status: ClassVar[int] = 500
@@ -86,7 +86,7 @@ class CheckpointError(Exception):
 
 
 class Refused(CheckpointError):
-    """The request is wrong; changing it helps, repeating it does not."""
+    """The request is wrong: change it, because repeating it does not help."""
 
     status = 400
 
@@ -96,13 +96,13 @@ class InvalidRequest(Refused):
 
 
 class StateMismatch(Refused):
-    """What is asked for and what is there do not fit: names, shapes, dtypes, coverage."""
+    """Names, shapes, dtypes or coverage of the request and of the existing data do not fit."""
 
     code, status = "state-mismatch", 422
 
 
 class ReplicasDiffer(Refused):
-    """Ranks say that they hold the same tensor, and hold other bytes; `tensors` and `ranks` name them."""
+    """Ranks say that they hold the same tensor, but hold different bytes; `tensors` and `ranks` name them."""
 
     code, status = "replicas-differ", 422
 
@@ -112,25 +112,25 @@ class LimitExceeded(Refused):
 
 
 class PreconditionRequired(Refused):
-    """A change that must say, by If-Match, what it changes."""
+    """This change must say, by If-Match, what it changes."""
 
     code, status = "precondition-required", 428
 
 
 class Denied(CheckpointError):
-    """Not by this caller: another token helps, repeating the request does not."""
+    """This caller may not do it: another token helps, repeating the request does not."""
 
     status = 403
 
 
 class Unauthenticated(Denied):
-    """A token is needed, and there is none, or it is not one that is in force."""
+    """A token is needed, and there is none, or it is not valid."""
 
     code, status = "unauthenticated", 401
 
 
 class Forbidden(Denied):
-    """Who asks is known, and may not do this."""
+    """The caller is known, and may not do this."""
 
     code = "forbidden"
 
@@ -162,7 +162,7 @@ class StaleAttempt(Conflict):
 
 
 class StateOverwritten(Conflict):
-    """A restore that failed left live tensors of different steps; they are neither trained on nor saved."""
+    """A failed restore left live tensors of different steps; they are neither trained nor saved."""
 
     code = "state-overwritten"
 
@@ -172,25 +172,25 @@ class AlreadyCommitted(Conflict):
 
 
 class PreconditionFailed(Conflict):
-    """What is to be changed is not any more what it was when it was read."""
+    """The object to be changed has changed since it was read."""
 
     code, status = "precondition-failed", 412
 
 
 class Pinned(Conflict):
-    """The checkpoint is pinned or labelled: nobody removes it."""
+    """The checkpoint is pinned or labelled, so it is not removed."""
 
     code = "pinned"
 
 
 class InUse(Conflict):
-    """The checkpoint is being read, or holds files of somebody else."""
+    """The checkpoint is being read, or contains files that are not Holdfast's."""
 
     code = "in-use"
 
 
 class NewestVerified(Conflict):
-    """The checkpoint is the newest one of its run that is known to be sound (I10)."""
+    """The checkpoint is the newest verified one of its run (I10)."""
 
     code = "newest-verified"
 
@@ -208,19 +208,19 @@ class RootBusy(Conflict):
 
 
 class WrongRoot(Conflict):
-    """What was reached, a daemon or a catalog, belongs to another root than the one that is meant."""
+    """The daemon or catalog that was reached belongs to another root than the one that is meant."""
 
     code = "wrong-root"
 
 
 class RunBusy(Conflict):
-    """Another job trains this run now; a second one has to say that it takes over."""
+    """Another job trains this run now; a second one must take it over explicitly."""
 
     code = "run-busy"
 
 
 class Damaged(CheckpointError):
-    """Bytes are missing or are not what was written; nothing of them is handed over."""
+    """Bytes are missing or differ from what was written; none of them are handed over."""
 
 
 class CorruptExtent(Damaged):
@@ -240,7 +240,7 @@ class TornSnapshot(Damaged):
 
 
 class CorruptStatistics(Damaged):
-    """What was computed of a checkpoint's tensors cannot be read; the checkpoint itself may be sound."""
+    """Statistics of a checkpoint's tensors cannot be read; the checkpoint itself may be sound."""
 
     code = "corrupt-statistics"
 
@@ -259,7 +259,7 @@ class StorageFailed(Unavailable):
 
 
 class CatalogUnavailable(StorageFailed):
-    """The catalog's database does not answer. Saves go on without it; what only it knows has to wait."""
+    """The catalog's database does not answer. Saves go on without it; requests that need it have to wait."""
 
     code = "catalog-unavailable"
 
@@ -269,7 +269,7 @@ class NoSpace(Unavailable):
 
 
 class QuotaExceeded(Unavailable):
-    """The save does not fit into the bytes that the run's policy grants it."""
+    """The save does not fit into the quota of the run's policy."""
 
     code, status = "quota-exceeded", 507
 
@@ -285,13 +285,13 @@ class RoundAborted(Unavailable):
 
 
 class GenerationDropped(Unavailable):
-    """Storage was slower than the saves, and the policy let this step go for another; `policy` says which one it was."""
+    """Storage was slower than the saves, and the policy dropped this step for another; `policy` says which policy it was."""
 
     code = "generation-dropped"
 
     @classmethod
     def of(cls, step: int, kept: int | None, policy: str) -> GenerationDropped:
-        """The save of `step` gave way to that of `kept`; None: to those before it, which are still under way."""
+        """The save of `step` was dropped for that of `kept`; None: for earlier ones that are still under way."""
         return cls(
             f"the save of step {step} was dropped for {'those before it' if kept is None else f'step {kept}'} "
             f"(policy {policy}): storage is slower than the saves",
@@ -346,13 +346,13 @@ _STANDARD_MEMBERS = frozenset({"type", "title", "status", "detail", "code", "ret
 
 
 def from_problem(body: Mapping[str, Any]) -> CheckpointError:
-    """Rebuild the error a peer reported; an unknown code becomes a plain `CheckpointError`."""
+    """Rebuild the error that a peer reported; an unknown code becomes a plain `CheckpointError`."""
     kind = _BY_CODE.get(str(body.get("code")), CheckpointError)
     members = {k: v for k, v in body.items() if k not in _STANDARD_MEMBERS}
     return kind(str(body.get("detail", "unknown error")), hint=str(body.get("hint", "")), **members)
 
 
-# The CLI's documented exit statuses, one a branch.
+# The documented exit statuses of the command line, one per branch.
 EXIT_STATUS: dict[type[CheckpointError], int] = {
     Refused: 2,
     NotFound: 3,
@@ -364,5 +364,5 @@ EXIT_STATUS: dict[type[CheckpointError], int] = {
 
 
 def exit_status(error: CheckpointError) -> int:
-    """The process exit status that stands for this error's branch; 1 for what has none."""
+    """The process exit status for this error's branch; 1 for an error of no branch."""
     return next((status for branch, status in EXIT_STATUS.items() if isinstance(error, branch)), 1)

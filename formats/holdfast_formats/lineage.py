@@ -1,8 +1,10 @@
-"""Lineage: which checkpoints the training that goes on has come by, and which it has left behind. Pure; docs/format.md § 3.
+"""Lineage: which checkpoints are on the way to the present state, and which training has left behind. Pure; docs/format.md §
+3.
 
-A launch that has restored a step, and saves, goes on from there. Where something newer stands then that it has not saved
-itself, its saves begin a line of their own: a *rewind*, known by attempt and turn, from that step. Every checkpoint lists
-the rewinds on the way to it. The line that was begun last is the living one; what is not on the way to it is abandoned.
+A launch that has restored a step, and saves, goes on from there. If newer checkpoints exist then that it has not saved
+itself, its saves begin a line of their own: a *rewind* from that step, identified by attempt and turn. Every checkpoint
+lists the rewinds on the way to it. The line that was begun last is the living one; checkpoints that are not on the way to it
+are abandoned.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from .errors import InvalidRequest
 Existing = Literal["refuse", "replace", "same"]
 Key = tuple[int, int]  # of a line: the attempt that began it, and its turn
 ROOT: Key = (0, 0)  # the line that begins with nothing
-NOTHING = -1  # the step of a rewind to nothing at all
+NOTHING = -1  # the step of a rewind to no checkpoint at all
 
 
 class Rewind(NamedTuple):
-    """The launch of this attempt went on, at its `turn`-th restore, from this step, though there were newer ones."""
+    """The launch of this attempt went on, at its `turn`-th restore, from this step, although there were newer ones."""
 
     attempt: int
     turn: int
@@ -31,7 +33,9 @@ Way = tuple[Rewind, ...]  # oldest first
 
 
 class Lineage(NamedTuple):
-    """Where a checkpoint comes from: what its launch had restored last, as its `turn`-th restore, and all rewinds."""
+    """Where a checkpoint comes from: the step that its launch had restored last, as its `turn`-th restore,
+    and all rewinds.
+    """
 
     restored: int | None = None  # None: nothing, or not by Holdfast
     turn: int = 0
@@ -39,10 +43,10 @@ class Lineage(NamedTuple):
 
 
 class Intent(NamedTuple):
-    """What a rank says of a save beforehand: where its state comes from, and what to do where the step stands already.
+    """What a rank declares before a save: where its state comes from, and what to do if the step exists already.
 
-    A save that replaces begins a turn too, so that what it makes is never taken for what it replaces: `again` says how many
-    of its launch did since the last restore.
+    A save that replaces begins a turn too, so that its checkpoint is never taken for the replaced one. `again` is the number
+    of such saves of the launch since the last restore.
     """
 
     restored: int | None = None
@@ -56,7 +60,7 @@ NO_INTENT = Intent()
 
 
 class PlacedCheckpoint(Protocol):
-    """A checkpoint, as far as its place among others goes."""
+    """What must be known of a checkpoint to place it among others."""
 
     @property
     def step(self) -> int: ...
@@ -79,7 +83,7 @@ def way(there: Iterable[PlacedCheckpoint]) -> Way:
 
 
 def is_on(way: Way, found: PlacedCheckpoint) -> bool:
-    """Whether the way leads past this checkpoint, or to it."""
+    """Whether this checkpoint is on the way to the living line, or on it."""
     key, ahead = line(found.rewinds), (*way, None)
     lines = (ROOT, *(rewind[:2] for rewind in way))
     ends = {at: inf if nxt is None else nxt.step for at, nxt in zip(lines, ahead, strict=True)}
@@ -93,19 +97,19 @@ def abandoned(there: Sequence[PlacedCheckpoint]) -> set[int]:
 
 
 def is_own(found: PlacedCheckpoint, launch: Key, again: int = 0) -> bool:
-    """Whether this launch, an attempt and its turn, has saved it since its last restore; `again` is that of `Intent`."""
+    """Whether this launch, given by attempt and turn, has saved it since its last restore; `again` is that of `Intent`."""
     attempt, turn = launch
     return found.attempt == attempt and turn - again <= found.turn <= turn
 
 
 def others(there: Sequence[PlacedCheckpoint], launch: Key, after: int, again: int = 0) -> list[int]:
-    """The living steps behind `after` that this launch has not saved itself since its last restore."""
+    """The living steps after `after` that this launch has not saved itself since its last restore."""
     living = way(there)
     return sorted(c.step for c in there if c.step > after and not is_own(c, launch, again) and is_on(living, c))
 
 
 def went_on(there: Sequence[PlacedCheckpoint], launch: Key, restored: int | None, again: int = 0) -> Way:
-    """The rewinds to what this launch saves, which has `restored` a step and goes on from it."""
+    """The rewinds on the way to the saves of this launch, which has `restored` a step and goes on from it."""
     living = way(there)
     if restored is None:
         return living
@@ -117,7 +121,7 @@ def went_on(there: Sequence[PlacedCheckpoint], launch: Key, restored: int | None
 
 
 def check(found: Lineage) -> None:
-    """Raise `InvalidRequest` for a lineage that cannot be."""
+    """Raise `InvalidRequest` for an impossible lineage."""
     keys = [ROOT, *(rewind[:2] for rewind in found.rewinds)]
     if keys != sorted(set(keys)) or any(rewind.step < NOTHING for rewind in found.rewinds):
         raise InvalidRequest(f"the rewinds {[list(rewind) for rewind in found.rewinds]} are not a valid history")

@@ -1,6 +1,6 @@
-"""Moments as text: RFC 3339, as manifests, the catalog, logs and the REST API write them.
+"""Times as text: RFC 3339, as in manifests, the catalog, logs and the REST API.
 
-In UTC and of one precision, texts compare as the moments do.
+In UTC and of one precision, texts compare as the times do.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from datetime import datetime, timedelta, timezone
 
 
 def utc_now(timespec: str = "milliseconds") -> str:
-    """The moment this is."""
+    """The present time."""
     return write(datetime.now(timezone.utc), timespec)
 
 
 def write(moment: datetime, timespec: str = "milliseconds") -> str:
-    """A moment as text, in UTC."""
+    """A time as text, in UTC."""
     return moment.astimezone(timezone.utc).isoformat(timespec=timespec).replace("+00:00", "Z")
 
 
 def read(text: str) -> datetime:
-    """The moment that a text names, in UTC, which is also meant where it names no zone; `ValueError`."""
+    """The time that a text states, in UTC; a text without a zone means UTC. `ValueError`."""
     moment = datetime.fromisoformat(text.upper().replace("Z", "+00:00"))
     if moment.tzinfo is None:
         return moment.replace(tzinfo=timezone.utc)
@@ -30,12 +30,14 @@ def read(text: str) -> datetime:
 
 
 def later(text: str, seconds: float) -> str:
-    """The moment so many seconds after another; before it where they are negative."""
+    """The time so many seconds after another; before it if they are negative."""
     return write(read(text) + timedelta(seconds=seconds))
 
 
 def seconds_of(text: str) -> float:
-    """Seconds since 1970. What names no moment counts as later than any, so no rule about time removes it."""
+    """Seconds since 1970. A text that states no time counts as later than any, so no rule about time
+    removes its checkpoint.
+    """
     try:
         return read(text).timestamp()
     except ValueError:

@@ -17,14 +17,14 @@ TRASH = "trash"
 RECEIPTS = "receipts"
 LOCK = ".holdfast.lock"
 DAEMON_FILE = ".holdfast.json"  # where the daemon that serves this root can be reached
-ATTEMPTS = ".holdfast.attempts.json"  # which attempts of its runs were declared
+ATTEMPTS = ".holdfast.attempts.json"  # the declared attempts of its runs
 ROOT_FILE = ".holdfast.root"  # the root's id
 CATALOG = "catalog.sqlite"
 
 STEP_MAX = 10**15 - 1
 ATTEMPT_MAX = 10**9 - 1
-REPLACED_ATTEMPT = ATTEMPT_MAX - 1  # in the name of what stood where another checkpoint of its step is being put
-NO_ATTEMPT = ATTEMPT_MAX  # in the name of what stages a copy or a repair: no launch reaches it, and a sweep knows it
+REPLACED_ATTEMPT = ATTEMPT_MAX - 1  # in the name of a checkpoint that is being replaced by another one of its step
+NO_ATTEMPT = ATTEMPT_MAX  # in the staging name of a copy or a repair: no launch reaches this number, and a sweep knows it
 RUN_CHARACTERS = f"1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, and not with {CATALOG}"
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _GROUP = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -51,19 +51,19 @@ class StagingName(NamedTuple):
 
 
 def check_run(run: str) -> str:
-    """The run name itself, or `InvalidRequest` when it could not be a directory's name everywhere."""
+    """Return the run name; `InvalidRequest` if it is not a valid directory name on every system."""
     if not isinstance(run, str) or not is_run_name(run):
         raise InvalidRequest(f"run name {run!r} is not allowed", hint=f"use {RUN_CHARACTERS}")
     return run
 
 
 def is_run_name(name: str) -> bool:
-    """Whether a run may have this name: one that is a directory's name everywhere, and not the catalog's."""
+    """Whether a run may have this name: a valid directory name on every system, and not the catalog's."""
     return _RUN.fullmatch(name) is not None and not name.startswith(CATALOG)
 
 
 def check_group(group: str) -> str:
-    """The group name itself, or `InvalidRequest`: groups become file names."""
+    """Return the group name, or raise `InvalidRequest`: groups become file names."""
     if not _GROUP.fullmatch(group):
         raise InvalidRequest(
             f"group name {group!r} is not allowed", hint="use 1 to 64 of a-z 0-9 _, beginning with a letter"
@@ -72,14 +72,14 @@ def check_group(group: str) -> str:
 
 
 def check_step(step: int) -> int:
-    """The step itself, or `InvalidRequest`."""
+    """Return the step, or raise `InvalidRequest`."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= STEP_MAX:
         raise InvalidRequest(f"step must be a whole number from 0 to {STEP_MAX}, not {step!r}")
     return step
 
 
 def check_asset(name: str) -> str:
-    """The asset's file name itself, or `InvalidRequest` when it is a path or a name of ours."""
+    """Return the asset's file name; `InvalidRequest` if it is a path or a name that the format uses."""
     if not is_asset_name(name):
         raise InvalidRequest(f"asset name {name!r} is not allowed", hint="a plain file name that the format does not use")
     return name
@@ -91,7 +91,7 @@ def is_asset_name(name: str) -> bool:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether this is a plain file name (no path, nothing hidden) such as a checkpoint may hold."""
+    """Whether this is a plain file name (no path, not hidden), as allowed in a checkpoint."""
     return _FILE.fullmatch(name) is not None
 
 
@@ -100,7 +100,7 @@ def step_directory(step: int) -> str:
 
 
 def parse_step_directory(name: str) -> int | None:
-    """The step of a checkpoint's directory, or None when the name is not exactly one that `step_directory` makes."""
+    """The step of a checkpoint's directory; None unless the name is exactly as `step_directory` makes it."""
     match = _STEP_DIRECTORY.fullmatch(name)
     step = int(match[1]) if match else None
     return step if step is not None and step_directory(step) == name else None
@@ -119,7 +119,7 @@ def parse_staging_directory(name: str) -> StagingName | None:
 
 
 def shard_file_name(group: str, position: int, count: int) -> str:
-    """`model.safetensors` where one file holds the group, else Hugging Face's `model-00001-of-00004.safetensors`."""
+    """`model.safetensors` if one file holds the group, else Hugging Face's `model-00001-of-00004.safetensors`."""
     check_group(group)
     return f"{group}.safetensors" if count == 1 else f"{group}-{position + 1:05d}-of-{count:05d}.safetensors"
 
@@ -129,20 +129,20 @@ def index_file_name(group: str) -> str:
 
 
 def checkpoint_path(run: str, step: int) -> str:
-    """Where a committed checkpoint stands, relative to the root."""
+    """The path of a committed checkpoint, relative to the root."""
     return f"{check_run(run)}/{CHECKPOINTS}/{step_directory(step)}"
 
 
 def staging_path(run: str, step: int, attempt: int) -> str:
-    """Where an attempt's files for a step are written before they are published, relative to the root."""
+    """The path of an attempt's files for a step before they are published, relative to the root."""
     return f"{check_run(run)}/{STAGING}/{staging_directory(step, attempt)}"
 
 
 def replaced_path(run: str, step: int) -> str:
-    """Where a checkpoint stands while another one of its step is put in its place, where that takes two renames."""
+    """The path of a checkpoint while it is replaced by another one of its step, if that takes two renames."""
     return staging_path(run, step, REPLACED_ATTEMPT)
 
 
 def socket_id(inode: int, changed_ns: int) -> str:
-    """What tells a daemon's socket from another's at the same path on another machine; the same through bind mounts."""
+    """A text that tells a daemon's socket from one at the same path on another machine; the same through bind mounts."""
     return f"{inode}-{changed_ns}"

@@ -1,6 +1,7 @@
-"""The key of a daemon's owner: what a daemon leaves in a file for its own user, who shows it at the daemon's HTTP address.
+"""The key file that a daemon leaves for its own user, whose programs send the token to the daemon's HTTP address.
 
-It is new at every start. The file is its user's alone, and stands in the user's runtime directory, or beside the socket.
+The token is new at every start. Only the user can read the file. It is in the user's runtime directory, or beside the
+socket.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ SYSTEM_DIRECTORY = "/run/holdfast"  # where a service manager or a container put
 
 
 class OwnerKey(BaseModel):
-    """What the file says: the address that is listened at, and the token."""
+    """The contents of the file: the address at which the daemon listens, and the token."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -24,9 +25,9 @@ class OwnerKey(BaseModel):
     token: str = Field(max_length=128, pattern=r"^hf_[A-Za-z0-9_=-]+$", repr=False)
 
     def address(self, host: str, port: int) -> str | None:
-        """Where to connect for `host`:`port`, None unless that can only be this daemon.
+        """Where to connect for `host`:`port`; None unless that can only be this daemon.
 
-        Another user may listen at the same port of another loopback address, so `localhost` becomes the very address.
+        Another user may listen at the same port of another loopback address, so `localhost` becomes the exact address.
         """
         if port != self.port:
             return None
@@ -45,7 +46,7 @@ def file_name(port: int) -> str:
 
 
 def bracketed(host: str) -> str:
-    """An address as it stands in a URL."""
+    """An address as it is written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """An axis-aligned part of a tensor: where it begins and how far it reaches, in elements, a number a dimension."""
+    """An axis-aligned part of a tensor: its first corner and its size, in elements, one number per dimension."""
 
     offset: Shape
     shape: Shape
@@ -38,14 +38,14 @@ class Box(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor of this shape."""
+    """The box of a whole tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def check_box(box: Box, shape: Shape, name: str = "") -> None:
-    """Refuse, by the tensor's name, a box that does not lie inside a tensor of `shape`."""
+    """Refuse, by the tensor's name, a box that is not inside a tensor of `shape`."""
     fits = len(box.offset) == len(box.shape) == len(shape)
-    for o, n, size in zip(box.offset, box.shape, shape, strict=False):  # half the time that `all` takes
+    for o, n, size in zip(box.offset, box.shape, shape, strict=False):  # takes half the time of `all`
         fits = fits and o >= 0 and n >= 0 and o + n <= size
     if not fits:
         raise StateMismatch(f"tensor {name!r}: box {list(box.offset)}+{list(box.shape)} lies outside shape {list(shape)}")
@@ -64,7 +64,7 @@ def byte_runs(box: Box, shape: Shape, itemsize: int) -> Iterator[tuple[int, int,
     """Yield (start in the tensor, start in the box, length) for each contiguous run, both row-major, in bytes."""
     if 0 in box.shape:
         return
-    cut = len(shape)  # dimensions from `cut` on are taken whole
+    cut = len(shape)  # dimensions from `cut` on are whole
     while cut > 0 and box.shape[cut - 1] == shape[cut - 1]:
         cut -= 1
     cut = max(cut - 1, 0)  # the last cut dimension still yields adjacent rows
@@ -90,8 +90,8 @@ def byte_span(box: Box, shape: Shape, itemsize: int) -> tuple[int, int]:
 
 
 def widest_gap(box: Box, shape: Shape, itemsize: int) -> int:
-    """The most bytes that lie between two neighbouring runs of a box; 0 where the box is one run, or empty."""
-    widest, span, stride = 0, itemsize, itemsize  # `span`: from the first byte to the last of what one index holds
+    """The largest gap in bytes between two neighbouring runs of a box; 0 if the box is one run, or empty."""
+    widest, span, stride = 0, itemsize, itemsize  # `span`: from the first byte to the last of one index
     for length, size in zip(reversed(box.shape), reversed(shape), strict=True):
         if not length:
             return 0
@@ -103,7 +103,7 @@ def widest_gap(box: Box, shape: Shape, itemsize: int) -> int:
 
 
 def next_inside(box: Box, shape: Shape, flat: int) -> int | None:
-    """Flat position of a box's first element at or behind position `flat` of a row-major tensor; None behind its last."""
+    """Flat position of a box's first element at or after position `flat` of a row-major tensor; None after its last."""
     if flat >= prod(shape):
         return None
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
@@ -129,7 +129,7 @@ def next_inside(box: Box, shape: Shape, flat: int) -> int | None:
 
 
 def union_volume(boxes: Sequence[Box]) -> int:
-    """How many elements lie in at least one of the boxes."""
+    """The number of elements that are in at least one of the boxes."""
     if len(boxes) == 1:
         return boxes[0].volume
     solid = [box for box in set(boxes) if box.volume]
@@ -137,7 +137,7 @@ def union_volume(boxes: Sequence[Box]) -> int:
         return sum(box.volume for box in solid)
     edges = sorted({edge for box in solid for edge in (box.offset[0], box.stop[0])})
     total = 0
-    for low, high in pairwise(edges):  # between two edges, all boxes reach equally far in dimension 0
+    for low, high in pairwise(edges):  # between two edges, all boxes have the same extent in dimension 0
         across = [Box(b.offset[1:], b.shape[1:]) for b in solid if b.offset[0] <= low and high <= b.stop[0]]
         total += (high - low) * union_volume(across)
     return total
@@ -172,7 +172,7 @@ def _under(index: int, boxes: Iterable[Box]) -> list[Box]:
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None. A sweep along dimension 0 keeps the pairs it compares few."""
+    """Two boxes that share an element, or None. A sweep along dimension 0 keeps the number of compared pairs small."""
     active: list[Box] = []
     for box in sorted(box for box in boxes if box.volume):
         low = box.offset[0] if box.offset else 0
@@ -185,7 +185,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 class ByteView(NamedTuple):
-    """A tensor seen as bytes or as whole elements: the shape and item size that `byte_runs` wants."""
+    """A tensor seen as bytes or as whole elements: the shape and item size for `byte_runs`."""
 
     shape: Shape
     itemsize: int
@@ -194,8 +194,8 @@ class ByteView(NamedTuple):
 def byte_view(dtype: str, shape: Shape, name: str = "") -> ByteView:
     """How to address a tensor of this dtype: elements as they are, sub-byte types as rows of bytes.
 
-    A sub-byte tensor whose rows do not end at a byte is one row of bytes: it can be taken whole, and not cut. Raises
-    `StateMismatch` by name when not even the whole ends at a byte.
+    If the rows of a sub-byte tensor do not end at a byte, it is one row of bytes: it can be read whole, but not cut. Raises
+    `StateMismatch` by name if not even the whole ends at a byte.
     """
     width = dtypes.bits(dtype)
     if width % 8 == 0:
@@ -206,7 +206,7 @@ def byte_view(dtype: str, shape: Shape, name: str = "") -> ByteView:
 
 
 def byte_box(dtype: str, box: Box, shape: Shape, name: str = "") -> Box:
-    """`box` in the coordinates of `byte_view`; `StateMismatch` by name where it would cut inside a byte."""
+    """`box` in the coordinates of `byte_view`; `StateMismatch` by name if it would cut inside a byte."""
     width = dtypes.bits(dtype)
     if width % 8 == 0:
         return box

@@ -12,7 +12,7 @@ from holdfast_formats.disk.packing import FilePlan
 def encode(files: Iterable[FilePlan]) -> bytes:
     """The index of one group's files: each tensor's file, and the tensors' total bytes.
 
-    Ours may stand only inside `metadata`; transformers itself writes `weight_map` and `all_checkpoint_keys` there, so
+    Our own fields may only be inside `metadata`. transformers itself writes `weight_map` and `all_checkpoint_keys` there, so
     those two names are never used.
     """
     listed = list(files)

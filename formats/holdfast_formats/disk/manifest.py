@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, how it lies in its files, and the digest of every byte (docs/format.md)."""
+"""The manifest: the contents of a checkpoint, their places in its files, and the digest of every byte (docs/format.md)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Extent(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, gc=False):
-    """A file of the checkpoint. `digest` proves its first `header_bytes` bytes, or all of it when that is 0."""
+    """A file of the checkpoint. `digest` covers its first `header_bytes` bytes, or the whole file when that is 0."""
 
     name: str
     bytes: int
@@ -57,9 +57,10 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Everything that proves a checkpoint and slices it. `tensors` and `aliases` are keyed by group, then by name.
+    """Everything that is needed to verify a checkpoint and to slice it. `tensors` and `aliases` are keyed by group, then by
+    name.
 
-    `restored`, `turn` and `rewinds` are its lineage; what was written before there was any has none.
+    `restored`, `turn` and `rewinds` are its lineage; older manifests have none.
     """
 
     format: int
@@ -90,13 +91,13 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Listed(msgspec.Struct, frozen=True):
-    """A manifest, of which no more than the files is decoded."""
+    """A manifest of which only the files are decoded."""
 
     files: tuple[FileEntry, ...]
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """What a manifest says of its place among other checkpoints."""
+    """The part of a manifest that gives its place among other checkpoints."""
 
     step: int
     attempt: int
@@ -110,7 +111,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The COMMIT file: the last byte written, and the only thing that makes a directory a checkpoint (I1)."""
+    """The COMMIT file: it is written last, and only it makes a directory a checkpoint (I1)."""
 
     format: int
     manifest_sha256: str
@@ -123,7 +124,7 @@ _decode_files, _decode_place = decoding.decoder(_Listed), decoding.decoder(Place
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest's bytes; validates first, so nothing that `decode` or a reader's bound refuses is ever written."""
+    """The manifest's bytes. It validates first, so a manifest that `decode` or a reader's limit refuses is never written."""
     validate(manifest)
     encoded = msgspec.json.encode(manifest)
     if len(encoded) > MANIFEST_BYTES_MAX:
@@ -145,10 +146,10 @@ def _encode_commit(sha256: str, size: int, files: int) -> bytes:
 
 
 def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
-    """The manifest, after COMMIT vouched for its bytes and its own parts fit together (I5).
+    """Decode the manifest, after checking its bytes against COMMIT and its parts against each other (I5).
 
-    Raises `NotCommitted` when COMMIT is empty or unreadable, `CorruptManifest` when the two disagree or the manifest does
-    not tile its files.
+    Raises `NotCommitted` if COMMIT is empty or unreadable, `CorruptManifest` if the two disagree or the manifest does not
+    tile its files.
     """
     commit = _check_digest(manifest_bytes, commit_bytes)
     try:
@@ -161,7 +162,7 @@ def decode(manifest_bytes: bytes, commit_bytes: bytes) -> Manifest:
 
 
 def placement(manifest_bytes: bytes, commit_bytes: bytes) -> Placement:
-    """A checkpoint's place alone, after COMMIT vouched for the manifest; nothing else of it is looked at."""
+    """Only a checkpoint's place, after checking the manifest's bytes against COMMIT; the rest is not examined."""
     check_bytes(manifest_bytes, commit_bytes)
     try:
         return _decode_place(manifest_bytes)
@@ -170,8 +171,10 @@ def placement(manifest_bytes: bytes, commit_bytes: bytes) -> Placement:
 
 
 def check_bytes(manifest_bytes: bytes, commit_bytes: bytes) -> None:
-    """Raise `CorruptManifest` unless these are the bytes that COMMIT vouches for, and all else that it states is so (I5);
-    `NotCommitted` where it is none. For who hands the bytes on: of the manifest no more than its files is looked at.
+    """Raise `CorruptManifest` unless COMMIT states the digest of these bytes and the right counts (I5).
+
+    Raises `NotCommitted` for an invalid COMMIT. This is for callers that pass the bytes on: of the manifest, only the files
+    are examined.
     """
     commit = _check_digest(manifest_bytes, commit_bytes)
     try:
@@ -202,7 +205,7 @@ def _check_counts(commit: Commit, commit_bytes: bytes, files: Sequence[FileEntry
 
 
 def stated_sha256(commit_bytes: bytes) -> str:
-    """The manifest's digest, as COMMIT states it; `NotCommitted` where it states none."""
+    """The manifest's digest as stated by COMMIT; `NotCommitted` if it states none."""
     return _read_commit(commit_bytes).manifest_sha256
 
 
@@ -247,7 +250,7 @@ def _validate(manifest: Manifest) -> None:
             if tensor.file not in inside:
                 raise _broken(f"tensor {name!r} is in {tensor.file!r}, which is not a listed shard file")
             TensorSpec(group, name, tensor.dtype, tensor.shape).check()
-            size = tensor.nbytes  # once: of 100 000 tensors it is what this costs
+            size = tensor.nbytes  # once: this is the main cost for 100 000 tensors
             _check_extents(name, tensor, size)
             inside[tensor.file].append((tensor.start, size, name))
     for file_name, placed in inside.items():
@@ -272,7 +275,7 @@ def _checked_files(listed: Sequence[FileEntry]) -> dict[str, FileEntry]:
 
 
 def check_metrics(metrics: Mapping[str, float]) -> None:
-    """Refuse, by name, a metric that JSON cannot state."""
+    """Refuse, by name, a metric that JSON cannot hold."""
     for name, value in metrics.items():
         if not isfinite(value):
             raise InvalidRequest(f"metric {name!r} is {value}, which JSON cannot represent", hint="leave it out")

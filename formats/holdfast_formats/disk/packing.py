@@ -1,6 +1,6 @@
-"""Packing: each tensor's file and start byte, from names, dtypes and shapes alone.
+"""Packing: determines each tensor's file and start byte from names, dtypes and shapes alone.
 
-No rank, mesh or node enters, so the same tensors give the same files whoever saves them.
+Rank, mesh and node have no influence, so the same tensors give the same files, whichever ranks save them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.naming import shard_file_name
 from holdfast_formats.tensors import TensorSpec
 
-FILE_BYTES_MAX = 5_000_000_000  # what Hugging Face cuts at, in decimal gigabytes
-EXTENT_BYTES_MIN = 2**18  # digests of less cost more than they save a reader
-EXTENTS_MAX = 2**16  # about as many as a checkpoint has, beside one at the end of each tensor: a manifest of 3 MB
-TENSOR_EXTENTS = 8  # of a tensor at least, unless they would be shorter than the least: some ranks want an eighth of it
+FILE_BYTES_MAX = 5_000_000_000  # Hugging Face's default, in decimal gigabytes
+EXTENT_BYTES_MIN = 2**18  # digests of shorter ones cost more than they save a reader
+EXTENTS_MAX = 2**16  # the approximate number per checkpoint, besides one at the end of each tensor: a manifest of 3 MB
+TENSOR_EXTENTS = 8  # per tensor at least, unless they would be too short: some ranks need an eighth of it
 PARTS_KEPT = 2**12
 _DIGITS = re.compile(r"(\d+)")
 FORMAT_METADATA = {"format": "pt"}  # transformers refuses a file that lacks it
@@ -47,15 +47,16 @@ def _part_key(part: str) -> tuple[int, int | str]:
 
 
 def extent_bytes(data_bytes: int) -> int:
-    """How long a writer makes the extents of a checkpoint whose tensors have so many bytes: a power of two.
+    """The length of the extents of a checkpoint whose tensors have so many bytes: a power of two.
 
-    Who wants a part of a tensor reads few bytes besides when extents are short. Each tensor's begin at multiples of this.
+    If extents are short, a reader of a part of a tensor reads few other bytes. Each tensor's extents begin at multiples of
+    this.
     """
     return _power_of_two(-(-data_bytes // EXTENTS_MAX), EXTENT_BYTES_MAX)
 
 
 def tensor_extent_bytes(tensor_bytes: int, extent_bytes: int) -> int:
-    """How long the extents of one of its tensors are: shorter, where few would make up a small tensor."""
+    """The length of the extents of one of its tensors: shorter for a small tensor, which would have few otherwise."""
     return _power_of_two(-(-tensor_bytes // TENSOR_EXTENTS), extent_bytes)
 
 
@@ -66,9 +67,9 @@ def _power_of_two(least: int, most: int) -> int:
 def pack(specs: Iterable[TensorSpec], file_bytes_max: int = FILE_BYTES_MAX) -> list[FilePlan]:
     """Pack tensors into shard files, group by group, in natural order of their names.
 
-    A file is closed when the next tensor would take its data over `file_bytes_max`; one larger tensor stands alone. Inside
-    a file the order is the safetensors library's. Raises `InvalidRequest` for a limit below one byte and `StateMismatch`
-    when a group has a name twice.
+    A file is closed when the next tensor would take its data over `file_bytes_max`; a single larger tensor gets a file of
+    its own. Inside a file the order is the safetensors library's. Raises `InvalidRequest` for a limit below one byte and
+    `StateMismatch` when a group has a name twice.
     """
     if file_bytes_max < 1:
         raise InvalidRequest(f"file_bytes_max must be at least 1, not {file_bytes_max}")

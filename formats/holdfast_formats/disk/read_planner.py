@@ -1,7 +1,7 @@
-"""The read planner: from what the ranks of a node want to the extents that hold it, each read once.
+"""The read planner: determines which extents hold what the ranks of a node want, so that each is read once.
 
-Whoever hands bytes over must prove them first, so whole extents are read (I7). Those that stand close together in a file are
-read together: a request costs more than a few bytes that nobody wants.
+Bytes must be verified before they are handed over, so whole extents are read (I7). Extents that are close together in a file
+are read together, because a request costs more than reading a few bytes that nobody wants.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from holdfast_formats.region import (
     widest_gap,
 )
 
-GAP_BYTES = 2**16  # read and dropped rather than asked for apart
-GAP_SHARE = 32  # gaps are at most one part in so many of what a read brings
+GAP_BYTES = 2**16  # gaps up to this are read and dropped, instead of making two requests
+GAP_SHARE = 32  # gaps are at most one part in so many of what a read returns
 READ_BYTES_MAX = EXTENT_BYTES_MAX
 
 _offset = attrgetter("offset")
 
 
 class WantedBox(NamedTuple):
-    """A box of a tensor, in elements; a name that is an alias stands for its tensor."""
+    """A box of a tensor, in elements; an alias may be used as the name."""
 
     group: str
     name: str
@@ -44,7 +44,7 @@ class WantedBox(NamedTuple):
 
 
 class PlannedRead(NamedTuple):
-    """Bytes [start, stop) of a file, and the wanted pieces in them, whole and in order; what lies between is dropped."""
+    """Bytes [start, stop) of a file, and the wanted pieces in them, whole and in order; the gaps are dropped."""
 
     file: str
     start: int
@@ -53,7 +53,9 @@ class PlannedRead(NamedTuple):
 
 
 class ReadPlan(NamedTuple):
-    """Reads by file and position. `needed` counts each wanted byte once, `read` all bytes of the reads, gaps too."""
+    """Reads by file and position. `needed` counts each wanted byte once, `read` counts all bytes of the reads, including
+    gaps.
+    """
 
     reads: tuple[PlannedRead, ...]
     needed: int
@@ -61,7 +63,7 @@ class ReadPlan(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Bytes read for each byte needed; 1 where nothing is needed."""
+        """Bytes read for each byte needed; 1 if nothing is needed."""
         return self.read / self.needed if self.needed else 1.0
 
 
@@ -78,10 +80,10 @@ class _Tensor:
 def plan(
     manifest: Manifest, wanted: Iterable[WantedBox], *, gap_bytes: int = GAP_BYTES, read_bytes_max: int = READ_BYTES_MAX
 ) -> ReadPlan:
-    """The reads that bring everything wanted, every extent in exactly one of them, whoever wants it and how often.
+    """The reads that return everything wanted, with every extent in exactly one of them, however often it is wanted.
 
-    A read is no longer than `read_bytes_max`, unless it is one extent that is. Raises `StateMismatch` naming a tensor or a
-    box that does not fit.
+    A read is no longer than `read_bytes_max`, unless it is a single extent that is longer. Raises `StateMismatch` with the
+    name of a tensor or box that does not fit.
     """
     tensors: dict[tuple[str, str], _Tensor] = {}
     for group, name, box in wanted:
@@ -105,7 +107,7 @@ def plan(
 
 
 def resolve(manifest: Manifest, group: str, name: str, label: str = "the checkpoint") -> tuple[str, TensorEntry]:
-    """The stored tensor that a name stands for, aliases followed; `StateMismatch` naming a tensor that is not there."""
+    """The stored tensor for a name, with aliases followed; `StateMismatch` with the name of a tensor that does not exist."""
     named = manifest.tensors.get(group, {})
     entry = named.get(name)
     if entry is not None:
@@ -120,9 +122,9 @@ def resolve(manifest: Manifest, group: str, name: str, label: str = "the checkpo
 
 
 def extents_of(extents: Sequence[Extent], box: Box, view: ByteView) -> list[tuple[int, int]]:
-    """Which of a tensor's extents hold bytes of a box in `byte_view` coordinates.
+    """The extents of a tensor that hold bytes of a box in `byte_view` coordinates.
 
-    The answer is index ranges [first, stop), ascending, with at least one other extent between each two of them.
+    The result is index ranges [first, stop), ascending, with at least one other extent between each two of them.
     """
     start, stop = byte_span(box, view.shape, view.itemsize)
     if start == stop:
@@ -132,7 +134,7 @@ def extents_of(extents: Sequence[Extent], box: Box, view: ByteView) -> list[tupl
         return [(first, last + 1)]
     gap = widest_gap(box, view.shape, view.itemsize)
     if gap == 0 or gap < min(extent.length for extent in extents[first + 1 : last]):
-        return [(first, last + 1)]  # too long to lie between two runs
+        return [(first, last + 1)]  # too long to be between two runs
     found: list[tuple[int, int]] = []
     at: int | None = start // view.itemsize
     while at is not None:
@@ -146,7 +148,7 @@ def extents_of(extents: Sequence[Extent], box: Box, view: ByteView) -> list[tupl
 
 
 def _touched(tensor: _Tensor) -> tuple[list[tuple[int, int]], int]:
-    """The index ranges of the extents that a tensor's boxes need, and how many bytes are in the boxes."""
+    """The index ranges of the extents that a tensor's boxes need, and the number of bytes in the boxes."""
     entry, boxes = tensor.entry, tensor.boxes
     extents = entry.extents
     if not extents:
@@ -168,7 +170,7 @@ def _touched(tensor: _Tensor) -> tuple[list[tuple[int, int]], int]:
 
 
 def _joined(boxes: Collection[Box], shape: Shape) -> Collection[Box]:
-    """Boxes of whole rows, where there are no others, made as few as they can be: many ranks cut dimension 0."""
+    """Join boxes of whole rows, if there are no others: many ranks cut dimension 0."""
     if len(boxes) == 1 or any(box.shape[1:] != shape[1:] for box in boxes):
         return boxes
     ends: list[list[int]] = []
@@ -190,7 +192,7 @@ def _place(tensor: _Tensor) -> tuple[str, int]:
 
 
 def _coalesce(pieces: Sequence[Piece], gap_bytes: int, read_bytes_max: int) -> Iterator[PlannedRead]:
-    """Pieces in file order as reads."""
+    """Join pieces in file order into reads."""
     held: list[Piece] = []
     file, start, stop, dropped = "", 0, 0, 0
     for piece in pieces:

@@ -1,7 +1,7 @@
 """The safetensors header: encode, decode, validate.
 
-Format: README § Format of https://github.com/huggingface/safetensors (0.8): eight bytes of little-endian header length,
-the header as JSON, the tensors' bytes without hole or overlap. On the library's own output `encode(decode(x)) == x`.
+Format: README § Format of https://github.com/huggingface/safetensors (0.8): eight bytes of little-endian header length, the
+header as JSON, the tensors' bytes without gap or overlap. On the library's own output `encode(decode(x)) == x`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from holdfast_formats.errors import CorruptManifest, LimitExceeded, StateMismatc
 
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000  # the library's own limit
-DATA_ALIGNMENT_BYTES = 4096  # ours: O_DIRECT and mmap stay aligned; legal, since the padding is spaces in the header
+DATA_ALIGNMENT_BYTES = 4096  # ours: O_DIRECT and mmap stay aligned; allowed, since the padding is spaces in the header
 _SIZE_MAX = 2**63 - 1
 _METADATA = "__metadata__"
 _REPAIR = "restore another step; this file is not what was written"
 
 
 class FileTensor(NamedTuple):
-    """One tensor of a file: dtype, shape in elements, bytes [start, stop) behind the header."""
+    """One tensor of a file: dtype, shape in elements, bytes [start, stop) after the header."""
 
     name: str
     dtype: str
@@ -102,7 +102,7 @@ def decode(head: bytes, file_bytes: int, source: str = "file") -> Header:
 
 
 def header_length(head: bytes, file_bytes: int, source: str = "file") -> int:
-    """The header's length in bytes, read from the first eight; `CorruptManifest` when it cannot be true."""
+    """The header's length in bytes, read from the first eight; `CorruptManifest` when it is impossible."""
     if len(head) < LENGTH_BYTES:
         raise _broken(source, f"has {len(head)} bytes, too few for a safetensors file")
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
@@ -112,7 +112,9 @@ def header_length(head: bytes, file_bytes: int, source: str = "file") -> int:
 
 
 def validate(tensors: Sequence[FileTensor]) -> int:
-    """Check that the tensors tile the data from 0 on, in order, each as long as dtype and shape say; return the end."""
+    """Check that the tensors tile the data from 0 on, in order, each of the length that dtype and shape give; return the
+    end.
+    """
     names = {tensor.name for tensor in tensors}
     if len(names) != len(tensors) or _METADATA in names or not _is_unicode("".join(names)):
         raise StateMismatch(f"tensor names must be distinct Unicode strings, and none may be {_METADATA!r}")
@@ -148,7 +150,7 @@ def _stored(name: str, entry: _Entry) -> FileTensor:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether UTF-8 can hold the text: JSON can spell half a surrogate pair, which no reader in another language takes."""
+    """Whether UTF-8 can encode the text: JSON can contain half a surrogate pair, which other languages' readers refuse."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -20,9 +20,9 @@ Values = dict[str, dict[str, str]]  # group -> key -> JSON document as text
 
 
 class RankValues(NamedTuple):
-    """What state.json holds for one rank, by the rule of `for_rank`. Names are `group/key`.
+    """The contents of state.json for one rank, by the rule of `for_rank`. Names are `group/key`.
 
-    `remapped` names the values that another rank wrote, `ranked` all those on which ranks did not agree.
+    `remapped` names the values that another rank wrote, `ranked` all values that differ between ranks.
     """
 
     values: Values
@@ -31,7 +31,7 @@ class RankValues(NamedTuple):
 
 
 def merge(step: int, metrics: Mapping[str, float], groups: Sequence[str], ranks: Mapping[int, Values]) -> bytes:
-    """The bytes of state.json from every rank's values; the order of ranks and keys does not show.
+    """Merge every rank's values into the bytes of state.json; the order of ranks and keys does not matter.
 
     Raises `InvalidRequest`, by group and key, for a value that is not a JSON document.
     """
@@ -45,7 +45,7 @@ def merge(step: int, metrics: Mapping[str, float], groups: Sequence[str], ranks:
             except (ValueError, RecursionError) as error:
                 raise InvalidRequest(f"value {key!r} of group {group!r} is not a JSON document: {error}") from error
     document = {"format": FORMAT, "step": step, "metrics": dict(metrics), "groups": merged}
-    try:  # ASCII, so that a string which is not valid Unicode comes back as it was
+    try:  # ASCII, so that a string that is not valid Unicode survives
         return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
     except ValueError as error:
         raise InvalidRequest(f"the state or its metrics contain a number that JSON cannot represent: {error}") from error
@@ -65,9 +65,10 @@ def _merge_one(held: Mapping[int, str], world: int) -> dict[str, Any]:
 def for_rank(encoded: bytes, rank: int, heirs: Callable[[str, str], int] | None = None) -> RankValues:
     """The values that `rank` restores.
 
-    What all ranks agreed on goes to every rank, what differed to the rank that wrote it. A rank that wrote nothing, as in a
-    larger world, gets what writer number `rank mod writers` wrote, counted in rank order, and the name is reported. `heirs`
-    says for a group and key whose value it is instead. Raises `CorruptManifest` when the document is not ours.
+    Values that were the same on all ranks go to every rank, others to the rank that wrote them. A rank that wrote nothing,
+    as in a larger world, gets the value of writer number `rank mod writers`, counted in rank order, and the name is
+    reported. For a group and key, `heirs` may name another rank whose value to take. Raises `CorruptManifest` if the
+    document is invalid.
     """
     values: Values = {}
     remapped: list[str] = []
@@ -87,7 +88,7 @@ def for_rank(encoded: bytes, rank: int, heirs: Callable[[str, str], int] | None 
 
 
 def by_rank(encoded: bytes, group: str) -> dict[str, dict[int, str]]:
-    """The values of a group on which ranks did not agree: by key, then by the rank that wrote it, in rank order."""
+    """The values of a group that differ between ranks: by key, then by the rank that wrote it, in rank order."""
     with _read(encoded) as groups:
         differing = {key: entry["ranks"] for key, entry in groups.get(group, {}).items() if "all" not in entry}
         return {
@@ -98,7 +99,7 @@ def by_rank(encoded: bytes, group: str) -> dict[str, dict[int, str]]:
 
 @contextmanager
 def _read(encoded: bytes) -> Iterator[dict[str, Any]]:
-    """The document's groups; `CorruptManifest` for whatever in it is not ours."""
+    """The document's groups; `CorruptManifest` for anything invalid in it."""
     try:
         document = json.loads(encoded, parse_constant=_no_constant)
         if document["format"] != FORMAT:

@@ -1,7 +1,7 @@
-"""What proves a checkpoint's files: every byte of every file lies in exactly one piece, and every piece has a digest.
+"""Verifies a checkpoint's files: every byte of every file is in exactly one piece, and every piece has a digest.
 
-A piece is a header, an extent of a tensor, or a whole small file. Whoever hands bytes over reads whole pieces and checks
-them first (I7). Works on values alone, so the reader and the service prove by the same rule.
+A piece is a header, an extent of a tensor, or a whole small file. Code that hands bytes over reads whole pieces and checks
+them first (I7). This module works on values only, so the reader and the service use the same rule.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tensor_piece(group: str, name: str, entry: TensorEntry, extent: Extent) -> P
 
 
 def pieces(manifest: Manifest) -> dict[str, tuple[Piece, ...]]:
-    """Every file's pieces in file order; together they tile the file exactly, as `manifest.validate` has shown."""
+    """Every file's pieces in file order; together they tile the file exactly, as `manifest.validate` has checked."""
     found = {file.name: [Piece(file.name, 0, file.header_bytes or file.bytes, file.digest)] for file in manifest.files}
     for group, tensors in manifest.tensors.items():
         for name, entry in tensors.items():
@@ -51,14 +51,14 @@ def pieces(manifest: Manifest) -> dict[str, tuple[Piece, ...]]:
 
 
 def check(piece: Piece, data: Any) -> None:
-    """Raise `CorruptExtent`, naming file, tensor and byte range, unless `data` is what was written there (I7)."""
+    """Raise `CorruptExtent`, with file, tensor and byte range, unless `data` has the piece's length and digest (I7)."""
     check_found(piece, memoryview(data).nbytes, digest(data))
 
 
 def check_found(piece: Piece, held: int, found: str, expected: str | None = None) -> None:
-    """`check` for bytes that came in parts: how many there are, and their digest.
+    """`check` for bytes that came in parts: their number, and their digest.
 
-    Where only a part of the piece was read, `expected` is that part's digest, taken when the whole piece was proven.
+    If only a part of the piece was read, `expected` is that part's digest, taken when the whole piece was verified.
     """
     if held == piece.length and found == (expected or piece.digest):
         return
@@ -75,7 +75,7 @@ def check_found(piece: Piece, held: int, found: str, expected: str | None = None
 
 
 def check_size(manifest: Manifest, name: str, size: int | None) -> None:
-    """Raise `CorruptManifest`, naming the file and the tensors it hurts, unless the file is there and as long as stated."""
+    """Raise `CorruptManifest`, with the file and the affected tensors, unless the file exists and has the stated length."""
     entry = manifest.file(name)
     if entry is None or size == entry.bytes:
         return
@@ -105,7 +105,7 @@ def tensors_by_file(manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
 
 
 def check_header(file: FileEntry, tensors: Mapping[str, TensorEntry], head: bytes) -> None:
-    """Raise `CorruptManifest` unless a shard file's header states these tensors at the bytes that the manifest states."""
+    """Raise `CorruptManifest` unless a shard file's header has these tensors at the bytes that the manifest states."""
     header = safetensors.decode(head, file.bytes, file.name)
     stated = {t.name: (t.dtype, t.shape, header.header_bytes + t.start) for t in header.tensors}
     listed = {name: (entry.dtype, entry.shape, entry.start) for name, entry in tensors.items()}
@@ -120,7 +120,7 @@ def check_header(file: FileEntry, tensors: Mapping[str, TensorEntry], head: byte
 
 
 def check_index(manifest: Manifest, group: str, encoded: bytes) -> None:
-    """Raise `CorruptManifest` unless a group's index sends every tensor to the file that the manifest names."""
+    """Raise `CorruptManifest` unless a group's index maps every tensor to the file that the manifest names."""
     name = naming.index_file_name(group)
     try:
         weight_map = _decode_index(encoded).weight_map
@@ -138,12 +138,12 @@ _decode_index = decoding.decoder(_Index)
 
 
 def overlapping(listed: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:
-    """The pieces of a file that hold any of its bytes [start, stop)."""
+    """The pieces of a file that contain any of its bytes [start, stop)."""
     return tuple(piece for piece in listed if max(piece.start, start) < min(piece.stop, stop))
 
 
 def batches(listed: Iterable[Piece], bytes_max: int = EXTENT_BYTES_MAX) -> Iterator[tuple[Piece, ...]]:
-    """The pieces by file and position, those that touch each other together, so that small ones cost one read."""
+    """The pieces by file and position, adjacent ones together, so that small ones cost one read."""
     batch: list[Piece] = []
     for piece in sorted(listed, key=lambda piece: (piece.file, piece.start)):
         follows = batch and piece.file == batch[0].file and piece.start == batch[-1].stop

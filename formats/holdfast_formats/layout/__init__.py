@@ -1,1 +1,1 @@
-"""Who holds what: layouts, meshes, and the rules of models."""
+"""Which rank holds what: layouts, meshes, and the rules of models."""

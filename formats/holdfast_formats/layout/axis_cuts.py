@@ -1,7 +1,7 @@
-"""How an axis cuts an element tensor: the box of each rank, by the rule that its table states.
+"""Cuts an element tensor along an axis: the box of each rank, by the rule that its table states.
 
-Elements that are cut alike are of one kind, and a kind is cut once for each rank of its axis: a model has many tensors and
-few kinds of them.
+Elements that are cut alike are of one kind, and a kind is cut once for each rank of its axis, because a model has many
+tensors and few kinds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast_formats.region import Box, Shape, whole
 
 
 class Cut(NamedTuple):
-    """A rank's share of an element: its box, the local shape (larger with padding), and what there is to say."""
+    """A rank's share of an element: its box, the local shape (larger with padding), and a note."""
 
     box: Box
     shape: Shape
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """All that a cut depends on; `known` is whether there is a rule at all."""
+    """Everything that a cut depends on; `known` says whether there is a rule at all."""
 
     shape: Shape
     dimension: int | None
@@ -56,12 +56,12 @@ class Cutter:
             self._add(element)
 
     def cut(self, element: Element, at: Coordinate) -> Cut:
-        """The box of the rank at a coordinate; `StateMismatch`, with the numbers, where the element's rule refuses."""
+        """The box of the rank at a coordinate; `StateMismatch`, with the numbers, if the element's rule refuses."""
         cuts = self._of.get(element.name)
         return self._at(element, self._add(element) if cuts is None else cuts, at)
 
     def shapes(self, at: Coordinate) -> tuple[Shape, ...]:
-        """The local shape of every kind: what ranks hold of the same elements is as much where these are equal."""
+        """The local shape of every kind: if these are equal, ranks hold the same amount of the same elements."""
         return tuple(self._at(first, cuts, at).shape for first, cuts in self._kinds.values())
 
     def _add(self, element: Element) -> dict[int, Cut]:
@@ -121,7 +121,7 @@ def _kind(element: Element) -> _Kind:
 
 
 def _odd(element: Element) -> bool:
-    """Whether the tensor has another shape than the config gives it; a vocabulary may have been made larger since."""
+    """Whether the tensor's shape differs from the config's; a vocabulary may have been enlarged since."""
     stated = element.rule.shape if element.rule is not None else None
     if stated is None or stated == element.shape:
         return False
@@ -134,7 +134,9 @@ def _uncut(shape: Shape, note: str = "") -> Cut:
 
 
 def _divided(element: Element, units: int, size: int, index: int) -> Cut:
-    """`units` indivisible units along the rule's dimension over `size` ranks; where they do not divide, the rule decides."""
+    """Divide `units` indivisible units along the rule's dimension over `size` ranks; if they do not divide, the rule
+    decides.
+    """
     rule, shape = element.rule, element.shape
     assert rule is not None and rule.dimension is not None
     width, note = shape[rule.dimension] // units, ""

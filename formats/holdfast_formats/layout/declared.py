@@ -1,7 +1,7 @@
-"""What a rank's live tensors are of the tensors that are stored, when a layout says how they came to be.
+"""Maps a rank's live tensors to stored tensors, if a layout says how they were made.
 
-`holding` goes from stored tensors to what a rank holds. Here the rank has its local tensors already, and the stored ones'
-shapes come from the model's config: a save needs no other rank to know where its bytes belong.
+`holding` goes from stored tensors to a rank's tensors. Here the rank has its local tensors already, and the shapes of the
+stored ones come from the model's config: a save needs no other rank to know where its bytes belong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOCAL_FORMS = {"qkv": "ranks", "gate_up": "ranks", "experts": "stacked"}
 
 
 class DeclaredTensor(NamedTuple):
-    """A live local tensor: the parts it consists of, and the stored tensors those belong to, by name."""
+    """A live local tensor: its parts, and the stored tensors to which these belong, by name."""
 
     local: LocalTensor
     specs: dict[str, TensorSpec]
@@ -31,11 +31,11 @@ class DeclaredTensor(NamedTuple):
 def declare(
     layout: Layout, rank: int, rules: Rules, group: str, local: Specs, parameters: Iterable[str] = ()
 ) -> dict[str, DeclaredTensor]:
-    """Say of every live local tensor of a group which boxes of which stored tensors it holds.
+    """For every live local tensor of a group, determine which boxes of which stored tensors it holds.
 
     `local` gives their dtypes and local shapes by name. `parameters` names, in order, all parameters whose state the ranks
-    of a sharding group hold together, where this rank does not hold a part of each. Fused names among the live ones imply
-    the layout's form. Raises `StateMismatch`, with tensor and numbers, where layout, config and live shapes disagree.
+    of a sharding group hold together, if this rank does not hold a part of each. Fused names among the live ones imply the
+    layout's form. Raises `StateMismatch`, with tensor and numbers, if layout, config and live shapes disagree.
     """
     keyed = group == KEYED_GROUP
     parameters = tuple(parameters)
@@ -45,7 +45,7 @@ def declare(
     found: dict[str, DeclaredTensor] = {}
     for name, (dtype, shape) in local.items():
         tensor = held.get(name)
-        if tensor is None and 0 in shape:  # others hold all of it
+        if tensor is None and 0 in shape:  # other ranks hold all of it
             found[name] = DeclaredTensor(LocalTensor(name, dtype, shape, ()), {})
             continue
         if tensor is None or tensor.shape != shape:
@@ -60,7 +60,7 @@ def declare(
 
 
 def with_forms(layout: Layout, parameters: Iterable[str], rules: Rules) -> Layout:
-    """The layout with the forms that live parameters' names show, where it does not state them."""
+    """The layout with the forms that follow from live parameters' names, unless it states them."""
     shown: dict[str, str] = {}
     for parameter in parameters:
         fusion = rules.fusion(parameter)
@@ -76,7 +76,7 @@ def with_forms(layout: Layout, parameters: Iterable[str], rules: Rules) -> Layou
 def _stored_specs(
     layout: Layout, rules: Rules, local: Specs, parameters: Iterable[str], keyed: bool
 ) -> dict[str, tuple[str, Shape]]:
-    """The stored tensors of everything that this rank holds or shares in, in the order in which that is dealt out."""
+    """The stored tensors of everything that this rank holds or shares in, in the order in which they are distributed."""
     specs: dict[str, tuple[str, Shape]] = {}
     aliases = rules.aliases()
     for name, dtype, shape in _expected(local, parameters, keyed):
@@ -97,7 +97,7 @@ def _stored_specs(
 
 
 def _expected(local: Specs, parameters: Iterable[str], keyed: bool) -> Iterator[tuple[str, str, Shape | None]]:
-    """Names with dtypes and, where they are live here, local shapes: of all parameters, then what else is live."""
+    """Names with dtypes and, for live tensors, local shapes: of all parameters, then of all other live tensors."""
     keys: dict[str, tuple[str, Shape | None]] = {}
     for name, (dtype, shape) in local.items():
         keys[split_key(name, keyed)[1]] = dtype, () if shape == () else None
@@ -113,7 +113,7 @@ def _expected(local: Specs, parameters: Iterable[str], keyed: bool) -> Iterator[
 
 
 def _shape(element: str, rules: Rules, layout: Layout, local: Shape | None) -> Shape:
-    """The global shape of an element tensor: from the config, or the local one where nothing cuts it."""
+    """The global shape of an element tensor: from the config, or the local one if nothing cuts it."""
     rule = rules.rule(element)
     if rule is not None and rule.shape is not None:
         return rule.shape

@@ -1,7 +1,7 @@
-"""The element tensors of a group: what its tensors are once fused ones and stacks are taken apart.
+"""The element tensors of a group: its tensors after fused ones and stacks are taken apart.
 
-Layouts speak of element tensors alone, so that a checkpoint which holds `qkv_proj` or stacked experts and one which holds
-their parts are the same to them. An optimizer's `<parameter>/<key>` is taken apart as its parameter is.
+Layouts refer to element tensors only. So a checkpoint with `qkv_proj` or stacked experts and one with their parts are the
+same to them. An optimizer's `<parameter>/<key>` is taken apart as its parameter is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Specs = Mapping[str, tuple[str, Shape]]  # name -> dtype, shape
 
 
 class Element(NamedTuple):
-    """An element tensor: its name (`parameter`, and of optimizer state `/key`), and what the rules say of the parameter."""
+    """An element tensor: its name (`parameter`, and for optimizer state `/key`), and the rules for the parameter."""
 
     name: str
     parameter: str
@@ -29,14 +29,16 @@ class Element(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """A group's element tensors in the order of its own tensors, and which stored tensors hold those that are not stored."""
+    """A group's element tensors in the order of its own tensors, and which stored tensors contain those
+    that are not stored.
+    """
 
     by_name: dict[str, Element]
     sources: dict[str, list[Fused]]
 
 
 def split_key(name: str, keyed: bool) -> tuple[str, str]:
-    """An optimizer's name as parameter and `/key`; the whole name where the group's names are not keyed."""
+    """Split an optimizer's name into parameter and `/key`; the whole name if the group's names have no keys."""
     parameter, slash, key = name.rpartition("/")
     return (parameter, slash + key) if keyed and slash else (name, "")
 
@@ -44,7 +46,7 @@ def split_key(name: str, keyed: bool) -> tuple[str, str]:
 def take_apart(specs: Specs, rules: Rules, keyed: bool) -> Elements:
     """The elements of a group's tensors; `keyed` says that its names are `<parameter>/<key>`.
 
-    Raises `StateMismatch`, naming the tensor and the numbers, for a fused tensor that does not have the shape of its parts.
+    Raises `StateMismatch`, with the tensor and the numbers, for a fused tensor that does not have the shape of its parts.
     """
     found = Elements({}, {})
     for name, (dtype, shape) in specs.items():
@@ -75,7 +77,7 @@ def take_apart(specs: Specs, rules: Rules, keyed: bool) -> Elements:
 def part_shapes(fusion: Fusion, name: str, shape: Shape, rules: Rules) -> tuple[Shape, ...]:
     """The shapes of the tensors that are fused into one of `shape`; in a stack, of one expert's.
 
-    From the config where there is one, else from the number of heads or as equal parts.
+    They follow from the config if there is one, else from the number of heads or as equal parts.
     """
     inner, count = shape, len(fusion.of)
     if fusion.stacked:
@@ -102,7 +104,7 @@ def part_shapes(fusion: Fusion, name: str, shape: Shape, rules: Rules) -> tuple[
 def compose(fusion: Fusion, name: str, key: str, dtype: str, shapes: tuple[Shape, ...]) -> LocalTensor:
     """The whole fused tensor, made of whole elements in the pattern in which checkpoints hold it.
 
-    `StateMismatch` where that pattern goes by heads whose number is not known.
+    Raises `StateMismatch` if that pattern depends on heads whose number is not known.
     """
     if not fusion.groups:
         raise heads_unknown(name)
@@ -125,7 +127,7 @@ def heads_unknown(name: str) -> StateMismatch:
 
 
 def one_for_all(name: str, dtype: str, elements: Sequence[str]) -> LocalTensor:
-    """A scalar that an optimizer keeps for a fused parameter: it stands for the scalar of each of its parts."""
+    """A scalar of a fused parameter's optimizer state, which stands for the scalar of each of its parts."""
     return LocalTensor(name, dtype, (), tuple(Part(element, Box((), ()), 0, ()) for element in elements))
 
 

@@ -1,7 +1,7 @@
-"""The layout language: what a mesh of ranks holds of a checkpoint, as text, JSON and an object.
+"""The layout language: which part of a checkpoint a mesh of ranks holds, as text, JSON and an object.
 
 `tp=4,pp=2:17/15,sharding=8:stage1:flat:align=64` is a layout; the empty text is one rank that holds everything. All
-spellings of one layout have one `text()`, which may stand in a URL and in an ETag.
+spellings of one layout have the same `text()`, which may be used in a URL and in an ETag.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ KEYS_MAX = 64
 LAYERS_MAX = 1 << 20  # layers of one virtual stage
 ALIGN_MAX = 1 << 24  # elements
 BUCKET_MAX = 1 << 48  # elements
-VOCABULARY_MAX = 1 << 20  # rows of a tensor-parallel rank that the vocabulary is padded to
+VOCABULARY_MAX = 1 << 20  # the vocabulary is padded to a multiple of so many rows per tensor-parallel rank
 SPLITS_KEPT = 64
-CLOSE = 0.5  # one of two letters is right
+CLOSE = 0.5  # one of the two letters is correct
 
 METHODS = {"whole": ("sort",), "flat": ("align", "pad", "bucket"), "dim0": (), "flat-param": ("align",)}
 STAGES = ("stage0", "stage1", "stage2", "stage3")
@@ -43,10 +43,11 @@ _RULES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
 class Sharding(NamedTuple):
-    """How data-parallel ranks share out tensors: from which stage on what, by which method, with what padding.
+    """How data-parallel ranks shard tensors: from which stage on which tensors, by which method, with what padding.
 
-    Stage 1 and 2 share out optimizer and master tensors, stage 3 parameters too; `method` is "" at stage 0. `align` and
-    `bucket` count elements, 0 buckets is one buffer; `pad` is what a buffer's end is padded to, 0 for count·align.
+    Stages 1 and 2 shard optimizer and master tensors, stage 3 parameters too; `method` is "" at stage 0. `align` and
+    `bucket` count elements; a bucket of 0 means one buffer. A buffer's end is padded to a multiple of `pad`, 0 means
+    count·align.
     """
 
     stage: int = 0
@@ -58,7 +59,7 @@ class Sharding(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """Which pattern each kind of fused tensor has; "" as it is stored."""
+    """The pattern of each kind of fused tensor; "" means as it is stored."""
 
     qkv: str = ""
     gate_up: str = ""
@@ -66,8 +67,10 @@ class Forms(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A mesh and what its ranks hold. `split` is the layers of each virtual stage in order, () for an even split;
-    `vocabulary` pads its rows to a multiple of vocabulary·tp, 0 not at all.
+    """A mesh and what its ranks hold.
+
+    `split` is the layers of each virtual stage in order, () for an even split. `vocabulary` pads its rows to a multiple of
+    vocabulary·tp, 0 not at all.
     """
 
     mesh: Mesh = Mesh()
@@ -86,14 +89,15 @@ class Layout(NamedTuple):
         return self.sharding.method
 
     def form(self, kind: str) -> str:
-        """The pattern in which fused tensors of a kind are held; "" as they are stored."""
+        """The pattern in which fused tensors of a kind are held; "" means as they are stored."""
         return str(getattr(self.forms, kind))
 
     def virtual_stage(self, layer: int, layers: int) -> tuple[int, int]:
-        """The pipeline stage of a layer and the chunk inside it, as Megatron interleaves: virtual stage = chunk·pp + stage.
+        """The pipeline stage of a layer and the chunk inside it, interleaved as in Megatron: virtual stage = chunk·pp +
+        stage.
 
-        Layers behind the last one (a multi-token-prediction module) are the last virtual stage's. Raises `StateMismatch`
-        where an explicit split is of another number of layers.
+        Layers after the last one (a multi-token-prediction module) belong to the last virtual stage. Raises `StateMismatch`
+        if an explicit split has another number of layers.
         """
         stages = self.mesh.pp * self.mesh.vpp
         ends = _ends(self.split, stages, layers)
@@ -101,7 +105,7 @@ class Layout(NamedTuple):
         return virtual % self.mesh.pp, virtual // self.mesh.pp
 
     def notes(self, layers: int) -> tuple[str, ...]:
-        """What this layout decides by itself for a model of so many layers, in words."""
+        """Sentences about what this layout decides by itself for a model of so many layers."""
         stages = self.mesh.pp * self.mesh.vpp
         if self.split or not layers % stages:
             return ()
@@ -111,7 +115,7 @@ class Layout(NamedTuple):
 
 @lru_cache(SPLITS_KEPT)
 def _ends(split: tuple[int, ...], stages: int, layers: int) -> list[int]:
-    """For each virtual stage the layer behind its last one."""
+    """For each virtual stage, the layer after its last one."""
     if not split:
         least, longer = divmod(layers, stages)
         return list(accumulate(least + (stage < longer) for stage in range(stages)))
@@ -124,7 +128,7 @@ def _ends(split: tuple[int, ...], stages: int, layers: int) -> list[int]:
 
 
 def parse(source: str | Mapping[str, Any]) -> Layout:
-    """The layout that text, JSON text or a mapping says; `InvalidRequest` names the part that is wrong."""
+    """Parse a layout from text, JSON text or a mapping; `InvalidRequest` names the part that is wrong."""
     if not isinstance(source, str):
         return _layout(_of_mapping(source))
     if len(source) > TEXT_BYTES_MAX or len(source.encode("utf-8", "replace")) > TEXT_BYTES_MAX:
@@ -156,7 +160,9 @@ def _of_json(source: str) -> dict[str, str]:
 
 
 def _of_mapping(source: Mapping[str, Any]) -> dict[str, str]:
-    """The text's parts out of numbers, the text's own strings, and objects: `{"pp": {"size": 4, "layers": [8, 8]}}`."""
+    """Turn a mapping of numbers, strings of the language, and objects into parts:
+    `{"pp": {"size": 4, "layers": [8, 8]}}`.
+    """
     if not isinstance(source, Mapping) or len(source) > KEYS_MAX:
         _refuse(f"a layout is text or an object of at most {KEYS_MAX} keys")
     parts: dict[str, str] = {}
@@ -233,7 +239,7 @@ def _layout(parts: dict[str, str]) -> Layout:
 
 
 def _number(name: str, value: str, least: int, most: int) -> int:
-    """The whole number that text says; `InvalidRequest` by name outside [least, most]."""
+    """Parse a whole number; `InvalidRequest` by name outside [least, most]."""
     found = int(value) if _NUMBER.fullmatch(value) else -1
     if not least <= found <= most:
         _refuse(f"{name}={_shown(value)} must be a whole number from {least} to {most}")
@@ -252,7 +258,9 @@ def _split(mesh: Mesh, value: str) -> tuple[int, ...]:
 
 
 def _sharding(count: int, options: list[str]) -> Sharding:
-    """What stands behind the axis: `stage1:flat:align=128`. An axis without a stage shards what the least stage does."""
+    """Parse the text after the axis: `stage1:flat:align=128`. An axis without a stage shards what the
+    lowest stage shards.
+    """
     words = [word.strip() for word in options if "=" not in word]
     for word in words:
         if word not in STAGES and word not in METHODS:
@@ -282,7 +290,7 @@ def _choice(key: str, value: str, choices: tuple[str, ...]) -> str:
 
 
 def text(layout: Layout) -> str:
-    """The one text of a layout: what is usual is left out, the rest stands in the order of `KEYS`."""
+    """The one text of a layout: default values are left out, the rest is in the order of `KEYS`."""
     return ",".join(f"{key}={value}" for key, value in _parts(layout).items())
 
 

@@ -1,8 +1,8 @@
-"""The mesh of a layout: its axes, and which rank stands where.
+"""The mesh of a layout: its axes, and the coordinates of each rank.
 
 Ranks are numbered with the order's first axis innermost, as in Megatron-core (`RankGenerator` in
-`megatron/core/parallel_state.py`). Experts see the same ranks through a second grid: `etp` stands where `tp` does, `cp` has
-no place, and what is left of all data parallelism after `ep` is split into its sharding and its replicas.
+`megatron/core/parallel_state.py`). Experts see the same ranks through a second grid: `etp` is in the place of `tp`, there is
+no `cp`, and what is left of all data parallelism after `ep` is split into its sharding and its replicas.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ STAGES_MAX = 1 << 12  # virtual pipeline stages
 GRIDS_KEPT = 64
 SHOWN_MAX = 40  # characters of a bad value that an error repeats
 
-Grid = tuple[tuple[str, int, int], ...]  # axis, size, how many ranks one step along it is; innermost first
+Grid = tuple[tuple[str, int, int], ...]  # axis, size, distance in ranks of one step along it; innermost first
 
 
 class Coordinate(NamedTuple):
-    """Where a rank stands: on the dense grid (tp, cp, sharding, dp, pp), and on the experts' (etp, ep, edp, pp).
+    """A rank's coordinates: on the dense grid (tp, cp, sharding, dp, pp), and on the experts' (etp, ep, edp, pp).
 
-    `edp` counts everyone who holds the same experts; `esharding` is the place among those who share out their optimizer.
+    `edp` counts all ranks that hold the same experts; `esharding` is the place among those that shard their optimizer.
     """
 
     tp: int
@@ -57,21 +57,21 @@ class Mesh(NamedTuple):
 
     @property
     def world(self) -> int:
-        """Ranks in all: experts are spread over the same ones."""
+        """The number of ranks; experts are spread over the same ones."""
         return self.tp * self.cp * self.sharding * self.dp * self.pp
 
     @property
     def edp(self) -> int:
-        """Ranks of a stage that hold the same part of the same experts."""
+        """The number of ranks of a stage that hold the same part of the same experts."""
         return self.tp * self.cp * self.sharding * self.dp // (self.etp * self.ep)
 
     @property
     def esharding(self) -> int:
-        """Of those, how many share out what is sharded; the rest are replicas, as many as `dp` allows."""
+        """How many of those shard; the rest are replicas, as many as `dp` allows."""
         return self.edp // gcd(self.edp, self.dp)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where the rank stands; `InvalidRequest` for a rank outside the world."""
+        """The coordinates of the rank; `InvalidRequest` for a rank outside the world."""
         check_rank(rank, self.world)
         place = {axis: rank // step % size for axis, size, step in dense_grid(self)}
         place |= {axis: rank // step % size for axis, size, step in expert_grid(self)}
@@ -82,7 +82,7 @@ class Mesh(NamedTuple):
         return Coordinate(**place, edp=edp)
 
     def rank(self, *, tp: int = 0, cp: int = 0, sharding: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The rank that stands there on the dense grid; `InvalidRequest`, naming the axis, for a place outside it."""
+        """The rank with these coordinates on the dense grid; `InvalidRequest`, naming the axis, for one outside it."""
         wanted = {"tp": tp, "cp": cp, "sharding": sharding, "dp": dp, "pp": pp}
         for axis, size, _ in dense_grid(self):
             if not 0 <= wanted[axis] < size:
@@ -90,9 +90,9 @@ class Mesh(NamedTuple):
         return sum(wanted[axis] * step for axis, _, step in dense_grid(self))
 
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from this one along `axis` alone, itself among them, in the order of the axis.
+        """The ranks that differ from this one only along `axis`, including itself, in the order of the axis.
 
-        Takes every axis of either grid; `edp` is the experts' data parallelism, of which `esharding` is a part.
+        It accepts every axis of either grid; `edp` is the experts' data parallelism, of which `esharding` is a part.
         """
         check_rank(rank, self.world)
         names = {"edp": ("esharding", "ereplica")}.get(axis, (axis,))
@@ -105,7 +105,7 @@ class Mesh(NamedTuple):
 
 
 def check_rank(rank: int, world: int) -> int:
-    """The rank itself, or `InvalidRequest`."""
+    """Return the rank, or raise `InvalidRequest`."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world:
         raise InvalidRequest(f"rank must be from 0 to {world - 1}, not {rank!r}")
     return rank
@@ -140,10 +140,10 @@ def _steps(axes: Iterable[tuple[str, int]]) -> Grid:
 
 
 def arrange(sizes: Mapping[str, int], order: Iterable[str] = ORDER) -> Mesh:
-    """The mesh of these sizes (axes that are not named have one rank) in this order, checked.
+    """The checked mesh of these sizes in this order; axes that are not named have one rank.
 
-    Equal arrangements of ranks give equal meshes: axes of one rank have no place of their own. Raises `InvalidRequest` where
-    the order lacks an axis, experts do not fit, or stages would differ between dense layers and experts.
+    Equal arrangements of ranks give equal meshes, because axes of one rank are left out of the comparison. Raises
+    `InvalidRequest` if the order lacks an axis, experts do not fit, or stages would differ between dense layers and experts.
     """
     for axis, size in sizes.items():
         if axis not in AXES or not 1 <= size <= WORLD_MAX:
@@ -185,7 +185,7 @@ def _check_stages(mesh: Mesh) -> None:
 
 
 def _complete(order: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The order with all axes: `sharding` just inside `dp` and `ep` just inside `sharding` where they are not named."""
+    """The order with all axes: `sharding` just inside `dp` and `ep` just inside `sharding` if they are not named."""
     for axis in order:
         if axis not in ORDER:
             raise InvalidRequest(f"an order has no axis {axis[:SHOWN_MAX]!r}", hint=f"it is made of {', '.join(ORDER)}")
@@ -205,7 +205,7 @@ def _complete(order: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ..
 
 
 def _moving(mesh: Mesh) -> set[str]:
-    """The axes along which ranks differ on either grid: their order says who stands where, that of the others nothing."""
+    """The axes along which ranks differ on either grid. Only their order decides the coordinates of ranks."""
     place = {"etp": "tp", "esharding": "sharding", "ereplica": "dp"}
     return {place.get(axis, axis) for axis, size, _ in (*dense_grid(mesh), *expert_grid(mesh)) if size > 1}
 
@@ -218,6 +218,6 @@ def _canonical(mesh: Mesh) -> tuple[str, ...]:
 
 
 def told_order(mesh: Mesh) -> tuple[str, ...]:
-    """What has to be said of a checked mesh's order; () where it is the usual one."""
+    """The part of a checked mesh's order that must be stated; () if it is the default."""
     moving = _moving(mesh)
     return () if mesh.order == ORDER else tuple(axis for axis in mesh.order if axis in moving)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from holdfast_formats.layout.parts import LocalTensor, Part
 
-Runs = tuple[NDArray[Any], int]  # first elements, and how many follow each
+Runs = tuple[NDArray[Any], int]  # first elements, and the length of each run
 
 
 def gaps(local: LocalTensor) -> list[tuple[int, int]]:
@@ -19,7 +19,7 @@ def gaps(local: LocalTensor) -> list[tuple[int, int]]:
     runs = [_runs(part) for part in local.parts if part.box.volume]
     starts = np.concatenate([*(first for first, _ in runs), [local.volume]])
     stops = np.concatenate([[0], *(first + length for first, length in runs)])
-    # Parts do not overlap, so the n-th start in order belongs behind the n-th stop in order.
+    # Parts do not overlap, so the n-th start in order belongs to the gap after the n-th stop in order.
     starts.sort()
     stops.sort()
     open_ = np.flatnonzero(stops < starts)

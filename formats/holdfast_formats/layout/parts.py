@@ -1,8 +1,8 @@
-"""What a rank holds in a layout: local tensors, each made of parts of other tensors.
+"""A rank's local tensors in a layout, each made of parts of other tensors.
 
-A part says which box of another tensor stands where in a local one. The place is a first element and a stride for each
-dimension of the box, so that one form covers a shard, a fused tensor, a stack of experts and a flat range of any of them.
-What no part covers is padding: zeros in memory, and nothing on storage.
+A part says which box of another tensor is where in a local one. The place is a first element and a stride for each dimension
+of the box. This one form covers a shard, a fused tensor, a stack of experts and a flat range of any of them. Elements that
+no part covers are padding: zeros in memory, and not stored.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from holdfast_formats.region import Box, Shape, intersect, whole
 
 
 class Part(NamedTuple):
-    """Element `box.offset + i` of `tensor` stands at element `start + Σ i·strides` of the local tensor, counted row-major.
+    """Element `box.offset + i` of `tensor` is element `start + Σ i·strides` of the local tensor, counted row-major.
 
-    Every dimension's stride reaches past all inner ones, as it does in a row-major tensor: positions follow the box's order.
+    Every dimension's stride is longer than all inner ones together, as in a row-major tensor: positions follow the box's
+    order.
     """
 
     tensor: str
@@ -32,12 +33,12 @@ class Part(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One behind the last element's position."""
+        """One after the last element's position."""
         return self.start + sum((n - 1) * stride for n, stride in zip(self.box.shape, self.strides, strict=True)) + 1
 
 
 class LocalTensor(NamedTuple):
-    """A tensor as a rank holds it; its parts do not overlap, but for a scalar that stands for several."""
+    """A tensor as a rank holds it. Its parts do not overlap, except for a scalar that stands for several."""
 
     name: str
     dtype: str
@@ -63,7 +64,7 @@ class Fused(NamedTuple):
 
 
 def strides(shape: Sequence[int]) -> Shape:
-    """How far one step along each dimension of a row-major tensor reaches, in elements."""
+    """The distance of one step along each dimension of a row-major tensor, in elements."""
     return tuple(accumulate(reversed((*shape[1:], 1)), lambda a, b: a * b))[::-1] if shape else ()
 
 
@@ -74,7 +75,7 @@ def of_box(name: str, dtype: str, tensor: str, box: Box) -> LocalTensor:
 
 
 def narrow(part: Part, box: Box) -> Part | None:
-    """What the part has of `box`, which is counted in the part's own tensor; None when that is nothing."""
+    """The part's share of `box`, which is counted in the part's own tensor; None if they do not overlap."""
     common = intersect(part.box, box)
     if common is None:
         return None
@@ -84,7 +85,7 @@ def narrow(part: Part, box: Box) -> Part | None:
 
 
 def cut(part: Part, start: int, stop: int) -> list[Part]:
-    """What the part has at positions [start, stop) of its local tensor, with positions counted from `start`."""
+    """The part's share of positions [start, stop) of its local tensor, with positions counted from `start`."""
     low, high = part.start, part.stop
     if start <= low and high <= stop:
         return [part._replace(start=low - start)]
@@ -92,8 +93,8 @@ def cut(part: Part, start: int, stop: int) -> list[Part]:
         return []
     outer = next(d for d, n in enumerate(part.box.shape) if n > 1)  # a part of one element is in or out
     stride, n = part.strides[outer], part.box.shape[outer]
-    span = high - low - (n - 1) * stride  # how far one step of the outermost dimension reaches
-    # Steps from `whole_from` to `whole_to` lie inside as they are.
+    span = high - low - (n - 1) * stride  # the distance of one step of the outermost dimension
+    # Steps from `whole_from` to `whole_to` are inside as they are.
     whole_from = max(-(-(start - low) // stride), 0)
     whole_to = min((stop - low - span) // stride + 1, n)
     first = max((start - low - span) // stride + 1, 0)
@@ -123,7 +124,7 @@ def flat(local: LocalTensor, start: int, stop: int) -> LocalTensor:
 
 def rows(local: LocalTensor, first: int, last: int) -> LocalTensor:
     """Rows [first, last) of a local tensor: a cut along dimension 0."""
-    if len(local.parts) == 1 and local.parts[0].box.shape == local.shape:  # the part is all of it, row-major
+    if len(local.parts) == 1 and local.parts[0].box.shape == local.shape:  # the part is the whole tensor, row-major
         tensor, box, _, steps = local.parts[0]
         shape = (last - first, *local.shape[1:])
         part = Part(tensor, Box((box.offset[0] + first, *box.offset[1:]), shape), 0, steps)
@@ -133,9 +134,10 @@ def rows(local: LocalTensor, first: int, last: int) -> LocalTensor:
 
 
 def fuse(name: str, dtype: str, pieces: Sequence[tuple[str, Box]], dimension: int, groups: int) -> LocalTensor:
-    """One tensor out of boxes of others, along `dimension`: of each box the first of `groups` equal parts, then of each
-    the second, and so on. One group is one box after the other. `StateMismatch` where the groups do not divide a box, and
-    where boxes differ in another dimension.
+    """Fuse boxes of several tensors into one tensor, along `dimension`.
+
+    It has the first of `groups` equal parts of each box, then the second part of each, and so on. One group means one box
+    after the other. Raises `StateMismatch` if the groups do not divide a box, or if boxes differ in another dimension.
     """
     lengths = []
     first = pieces[0][1].shape
@@ -178,10 +180,10 @@ def stack(name: str, layers: Sequence[LocalTensor]) -> LocalTensor:
 
 
 def resolve(local: LocalTensor, sources: Mapping[str, Sequence[Fused]]) -> LocalTensor:
-    """The same local tensor with parts of stored tensors, where its own parts are of tensors that lie inside others.
+    """The same local tensor with parts of stored tensors, if its own parts are of tensors that are inside others.
 
-    `sources` names, for a tensor, the stored ones that hold it; what it does not name is stored as it is. Raises
-    `StateMismatch` naming the tensor of which a part is not stored.
+    `sources` names, for a tensor, the stored ones that contain it; a tensor that is not named is stored itself. Raises
+    `StateMismatch` with the tensor of which a part is not stored.
     """
     parts: list[Part] = []
     for part in local.parts:
@@ -215,7 +217,7 @@ def _inside(part: Part, source: Fused) -> Iterable[Part]:
 
 
 def _place(part: Part, shape: Shape) -> tuple[Box, list[int | None]]:
-    """The box of a row-major tensor of `shape` in which the part stands, and which dimension each of the part's became."""
+    """The box of a row-major tensor of `shape` that contains the part, and which dimension each of the part's became."""
     steps = strides(shape)
     left, offset = part.start, []
     for step in steps:
@@ -240,5 +242,5 @@ def view(memory: NDArray[Any], part: Part) -> NDArray[Any]:
 
 
 def full(name: str, dtype: str, shape: Shape) -> LocalTensor:
-    """A tensor of which a rank holds everything."""
+    """A tensor that a rank holds completely."""
     return of_box(name, dtype, name, whole(shape))

@@ -1,8 +1,8 @@
 """What each rank of a layout holds of a group: local tensors, and the parts of stored tensors that they are made of.
 
-Pure arithmetic on names, shapes and a layout; no tensor is touched and no model's code is run. In order: stored tensors are
-taken apart into elements, pipeline and experts choose whose they are, tensor parallelism cuts them, the layout's own fused
-forms put them together again, and sharding deals out what is left.
+This is pure arithmetic on names, shapes and a layout; no tensor is touched and no model's code is run. In order: stored
+tensors are taken apart into elements, pipeline and expert parallelism choose their ranks, tensor parallelism cuts them, the
+layout's own fused forms combine them again, and sharding distributes what is left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RANKS = "ranks/"  # tensors of one rank's process: random streams, data loaders
 
 
 class HeldTensors(NamedTuple):
-    """What a rank holds: tensors whose parts are of stored ones, and what was decided on the way, for people."""
+    """What a rank holds: tensors with parts of stored ones, and notes on decisions for people."""
 
     tensors: tuple[LocalTensor, ...]
     notes: tuple[str, ...]
@@ -50,9 +50,9 @@ class HeldSize(NamedTuple):
 
 
 class _Dealt(NamedTuple):
-    """Tensors that sharding ranks deal out among them, and who keeps what.
+    """Tensors that are distributed over sharding ranks, and which rank keeps what.
 
-    A scalar is kept by who keeps some of the tensor at its position in `beside`.
+    A scalar is kept by the ranks that keep a part of the tensor at its position in `beside`.
     """
 
     tensors: list[LocalTensor]
@@ -63,8 +63,9 @@ class _Dealt(NamedTuple):
 
 
 class _Cell(NamedTuple):
-    """What the ranks of one place in pipeline, expert and tensor parallelism hold: `common` is held by every one of them,
-    dense tensors and experts' are dealt out. Parts are of stored tensors.
+    """What the ranks of one place in pipeline, expert and tensor parallelism hold.
+
+    `common` is held by every one of them; dense tensors and experts' are distributed. Parts are of stored tensors.
     """
 
     common: tuple[LocalTensor, ...]
@@ -78,15 +79,15 @@ _Cuts = dict[str, tuple[Element, Cut]]
 
 
 class LayoutHoldings:
-    """What the ranks of one layout hold of one group; ranks that differ in data parallelism alone are worked out once."""
+    """What the ranks of one layout hold of one group. Ranks that differ only in data parallelism are computed once."""
 
     def __init__(
         self, layout: Layout, group: str, specs: Specs, rules: Rules, aliases: Mapping[str, str] | None = None
     ) -> None:
-        """Raises `StateMismatch`, with tensor and numbers, where the layout does not fit the tensors.
+        """Raises `StateMismatch`, with tensor and numbers, if the layout does not fit the tensors.
 
-        `specs` are the group's stored tensors, `aliases` the names that are tied to one of them. Where sharding deals
-        tensors out one after the other, their order is that of `specs`.
+        `specs` are the group's stored tensors, `aliases` the names that are tied to one of them. If sharding distributes
+        tensors one after the other, their order is that of `specs`.
         """
         self.layout = layout
         self.group = group
@@ -121,7 +122,7 @@ class LayoutHoldings:
         at = self._coordinate(rank)
         key = (at.pp, at.ep, self._cutter.shapes(at))
         cell = self._alike.get(key)
-        if cell is None:  # whatever their boxes are, ranks with equal shapes hold as much
+        if cell is None:  # whatever their boxes are, ranks with equal shapes hold the same amount
             cell = self._alike[key] = self._cell(at)
         count, octets = len(cell.common), cell.common_bytes
         for index, listed in ((at.sharding, cell.dense), (at.esharding, cell.experts)):
@@ -134,7 +135,9 @@ class LayoutHoldings:
         return HeldSize(count, octets)
 
     def _place(self) -> dict[tuple[int, int], list[tuple[int, Element]]]:
-        """The elements by pipeline stage and expert-parallel rank, each with its number; -1 for what all of them hold."""
+        """The elements by pipeline stage and expert-parallel rank, each with its number; -1 for elements that all ranks
+        hold.
+        """
         mesh = self.layout.mesh
         experts = self._rules.experts if self._rules.experts is not None else _count(self._elements, "expert")
         stages: dict[int | str, int] = {}
@@ -220,7 +223,7 @@ class LayoutHoldings:
         return None
 
     def _fused(self, fusion: Fusion, first: Element, held: Sequence[tuple[Element, Cut]], at: Coordinate) -> LocalTensor:
-        """One local tensor out of the parts that this rank holds; `StateMismatch` where one is missing or another dtype."""
+        """One local tensor from the parts that this rank holds; `StateMismatch` if one is missing or has another dtype."""
         name, dtype = fusion.name + first.key, first.dtype
         if any(element.dtype != dtype for element, _ in held):
             kinds = sorted({element.dtype for element, _ in held})
@@ -242,7 +245,7 @@ class LayoutHoldings:
         return stack(name, [self._joined(fusion, name, parts, at) for _, parts in sorted(experts.items())])
 
     def _joined(self, fusion: Fusion, name: str, held: Sequence[tuple[Element, Cut]], at: Coordinate) -> LocalTensor:
-        """Boxes of the fused elements as one local tensor, in the layout's pattern or, where it has none, the stored one."""
+        """Boxes of the fused elements as one local tensor, in the layout's pattern or, if it has none, the stored one."""
         form = self.layout.form("gate_up" if fusion.kind == "experts" else fusion.kind)
         dtype = held[0][0].dtype
         if form == "contiguous":
@@ -257,7 +260,7 @@ class LayoutHoldings:
     ) -> list[tuple[str, Box]]:
         """The rank's slice of the whole fused tensor: it may hold nothing of some of the parts."""
         rule, mesh = held[0][0].rule, self.layout.mesh
-        axis = "" if rule is None else rule.axis  # what no axis cuts, each of its ranks holds whole
+        axis = "" if rule is None else rule.axis  # each rank holds the whole of a tensor that no axis cuts
         size, index = {"tp": (mesh.tp, at.tp), "etp": (mesh.etp, at.etp), "": (1, 0)}[axis]
         rows = sum(element.shape[fusion.dimension] for element, _ in held)
         if rows % size:
@@ -283,7 +286,7 @@ class LayoutHoldings:
             yield self._cutter.cut(tied._replace(name=alias), at).of(tied)._replace(name=alias)
 
     def _deal(self, tensors: list[LocalTensor], count: int) -> list[_Dealt]:
-        """Who of `count` sharding ranks keeps what. Of an optimizer every key is dealt out like its parameter."""
+        """Which of `count` sharding ranks keeps what. Of an optimizer, every key is distributed like its parameter."""
         by_key: dict[str, list[LocalTensor]] = {}
         scalars: list[LocalTensor] = []
         for tensor in tensors:
@@ -305,10 +308,10 @@ class LayoutHoldings:
 def of_manifest(
     manifest: Manifest, group: str, layout: Layout, config: Mapping[str, Any] | None, extra: Mapping[str, Any] | None = None
 ) -> LayoutHoldings:
-    """What the ranks of a layout hold of a checkpoint's group; every reader comes to the same.
+    """What the ranks of a layout hold of a checkpoint's group; every reader gets the same result.
 
-    `config` is the model's config.json, `extra` a team's own rules. Where sharding deals tensors out one after the other,
-    their order is the natural order of their names. Raises `NoSuchResource` for a group that is not there.
+    `config` is the model's config.json, `extra` a team's own rules. If sharding distributes tensors one after the other,
+    their order is the natural order of their names. Raises `NoSuchResource` for a group that does not exist.
     """
     entries = manifest.tensors.get(group)
     if entries is None:
@@ -337,20 +340,20 @@ def _kept_scalars(dealt: _Dealt, index: int) -> NDArray[np.int64]:
 
 
 def _local_groups(fusion: Fusion, element: Element, cut: Cut, name: str) -> int:
-    """How many groups the local heads fall into: one a key/value head that this rank holds."""
+    """The number of groups of the local heads: one per key/value head that this rank holds."""
     if fusion.units is None:
         raise heads_unknown(name)
     return max(cut.box.shape[fusion.dimension] * fusion.units[1] // element.shape[fusion.dimension], 1)
 
 
 def _count(elements: Elements, what: str) -> int:
-    """One more than the highest layer or expert in the names, where no config says how many there are."""
+    """One more than the highest layer or expert in the names, if no config says how many there are."""
     numbers = (getattr(e.rule, what) for e in elements.by_name.values() if e.rule is not None)
     return max((n + 1 for n in numbers if isinstance(n, int)), default=0)
 
 
 def _tell(cuts: _Cuts) -> Iterable[str]:
-    """What was decided for whom: the first name, and how many more."""
+    """A note for several tensors: the first name, and how many more."""
     names: dict[str, str] = {}
     counted: Counter[str] = Counter()
     for element, cut in cuts.values():

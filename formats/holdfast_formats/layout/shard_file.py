@@ -1,7 +1,7 @@
-"""A rank's shard as one safetensors file: its header, its length, and what stands in any window of its bytes.
+"""A rank's shard as one safetensors file: its header, its length, and the contents of any window of its bytes.
 
-Nothing is read here. A window is stated as parts of stored tensors and where they go, so that whoever sends the file holds
-no more than a window of it, whatever its size.
+Nothing is read here. A window is stated as parts of stored tensors and their places, so the sender of a file holds only one
+window of it, whatever its size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from holdfast_formats.layout import parts
 from holdfast_formats.layout.parts import LocalTensor, Part
 from holdfast_formats.region import Shape, byte_box, byte_view
 
-WINDOW_ALIGNMENT_BYTES = 8  # the widest element, and tensors stand by descending width: such a cut is inside none
+WINDOW_ALIGNMENT_BYTES = 8  # the widest element; tensors are in descending order of width, so this cuts no element
 
 
 class PlacedTensor(NamedTuple):
     """A local tensor and its bytes [start, stop) of the file.
 
-    `units` is the same tensor counted in what can be addressed, `itemsize` bytes each: its elements, or bytes where elements
-    are narrower. Its parts stand by position; `starts` are their first positions, `reach` the furthest stop up to each.
+    `units` is the same tensor counted in what can be addressed, `itemsize` bytes each: its elements, or bytes if elements
+    are narrower. Its parts are in order of position; `starts` are their first positions, `reach` the largest stop up to
+    each.
     """
 
     local: LocalTensor
@@ -40,9 +41,9 @@ class PlacedTensor(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """What a window has of one local tensor: `units` units of `itemsize` bytes, `at` bytes into the window.
+    """A window's share of one local tensor: `units` units of `itemsize` bytes, `at` bytes into the window.
 
-    The parts' positions are counted from there, and their boxes in units of their tensors; what they leave out is zero.
+    The parts' positions are counted from there, and their boxes in units of their tensors; everything else is zero.
     """
 
     at: int
@@ -60,7 +61,7 @@ class Strip(NamedTuple):
 
 
 class ShardFile(NamedTuple):
-    """A file that could be: its header, its tensors in order, its length in bytes."""
+    """A file that can be sent: its header, its tensors in order, its length in bytes."""
 
     header: bytes
     tensors: tuple[PlacedTensor, ...]
@@ -68,15 +69,15 @@ class ShardFile(NamedTuple):
 
 
 def describe(run: str, step: int, layout: str, rank: int, group: str) -> dict[str, str]:
-    """What a shard's file says of itself; `layout` is the canonical text."""
+    """The metadata in a shard's file; `layout` is the canonical text."""
     return {"run": run, "step": str(step), "layout": layout, "rank": str(rank), "group": group}
 
 
 def lay_out(tensors: Sequence[LocalTensor], shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> ShardFile:
     """The file of these local tensors, whose parts are of stored tensors with these shapes, in elements.
 
-    Tensors stand in the safetensors library's order. Raises `StateMismatch` for a name that is there twice, and naming a
-    tensor that does not end at a byte, or that is cut inside a byte where its elements are narrower than one.
+    Tensors are in the safetensors library's order. Raises `StateMismatch` for a duplicate name, and, with its name, for a
+    tensor that does not end at a byte, or that is cut inside a byte if its elements are narrower than one.
     """
     order = safetensors.storage_order((local.name, local.dtype) for local in tensors)
     stored: list[FileTensor] = []
@@ -91,9 +92,9 @@ def lay_out(tensors: Sequence[LocalTensor], shapes: Mapping[str, Shape], metadat
 
 
 def windows(file: ShardFile, start: int, stop: int, window_bytes: int) -> Iterator[tuple[int, int]]:
-    """Windows that cover bytes [start, stop) of the file behind its header, cut at multiples of `window_bytes`.
+    """Windows that cover bytes [start, stop) of the file after its header, cut at multiples of `window_bytes`.
 
-    The first begins at or before `start` and the last may end behind `stop`, so that none cuts an element.
+    The first begins at or before `start` and the last may end after `stop`, so that none cuts an element.
     """
     low = max(start, len(file.header))
     low -= low % WINDOW_ALIGNMENT_BYTES
@@ -105,7 +106,7 @@ def windows(file: ShardFile, start: int, stop: int, window_bytes: int) -> Iterat
 
 
 def strips(file: ShardFile, low: int, high: int) -> list[Strip]:
-    """What bytes [low, high) of the file consist of: one of `windows`."""
+    """The contents of bytes [low, high) of the file, which are one of `windows`."""
     found: list[Strip] = []
     first = bisect_right(file.tensors, low, key=lambda placed: placed.stop)
     for position in range(first, len(file.tensors)):
@@ -148,13 +149,13 @@ def _in_units(local: LocalTensor, shapes: Mapping[str, Shape]) -> tuple[LocalTen
 
 
 def _in_octets(local: LocalTensor, part: Part, shape: Shape, width: int) -> Part:
-    """A part of elements narrower than a byte, as one of bytes; `StateMismatch` where it is cut inside a byte."""
+    """A part of elements narrower than a byte, as one of bytes; `StateMismatch` if it is cut inside a byte."""
     box = byte_box(local.dtype, part.box, shape, part.tensor)
     outer = part.strides[:-1]
     if len(byte_view(local.dtype, shape).shape) == len(shape):
         strides = (*(stride * width // 8 for stride in outer), 1)
         fits = part.strides[-1] == 1 and not any(n * width % 8 for n in (part.start, *outer))
-    else:  # a tensor taken whole, as the one row of bytes that it is
+    else:  # a whole tensor, as one row of bytes
         strides = (1,)
         fits = part.stop - part.start == part.box.volume and part.start * width % 8 == 0
     if not fits:

@@ -39,7 +39,7 @@ _LAYER = re.compile(r"(?:^|\.)([0-9]+)\.")
 
 
 class Sized(Protocol):
-    """What has to be known of a tensor to share it out: a `LocalTensor`, a `TensorSpec`."""
+    """What must be known of a tensor to shard it: a `LocalTensor`, a `TensorSpec`."""
 
     @property
     def name(self) -> str: ...
@@ -58,12 +58,13 @@ class Shard(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Who keeps what of a list of tensors, for all ranks at once: where each tensor stands in its buffer, and how much of
-    the buffer a rank keeps; a share of 0 is kept by all.
+    """Which rank keeps what of a list of tensors, for all ranks at once.
+
+    It has the place of each tensor in its buffer, and how much of the buffer a rank keeps; a share of 0 is kept by all.
     """
 
     ranks: int
-    flat: bool  # whether a shard has one dimension, or keeps its tensor's
+    flat: bool  # whether a shard has one dimension, or those of its tensor
     sizes: NDArray[np.int64]
     at: NDArray[np.int64]
     share: NDArray[np.int64]
@@ -78,7 +79,7 @@ class Cuts(NamedTuple):
         return kept, start[kept], stop[kept]
 
     def of(self, index: int) -> list[Shard]:
-        """The same as values: what one rank keeps."""
+        """The shards of one rank, as values."""
         return [Shard(*shard) for shard in zip(*(column.tolist() for column in self.ranges(index)), strict=True)]
 
 
@@ -97,7 +98,7 @@ def _shard(tensor: LocalTensor, flat: bool, start: int, stop: int) -> LocalTenso
 
 
 def cuts(tensors: Sequence[Sized], layout: Layout, count: int) -> Cuts:
-    """Who of `count` ranks keeps which elements; `StateMismatch` where the tensors are too many elements to count."""
+    """Which of `count` ranks keeps which elements; `StateMismatch` if the tensors have too many elements to count."""
     if count < 1:
         raise InvalidRequest(f"{count} sharding ranks are none")
     volumes = [prod(tensor.shape) for tensor in tensors]
@@ -119,7 +120,7 @@ def cuts(tensors: Sequence[Sized], layout: Layout, count: int) -> Cuts:
 
 
 def _keepers(tensors: Sequence[Sized], volumes: Sequence[int], sort: bool, count: int) -> list[int]:
-    """For each tensor the rank that has the fewest bytes when its turn comes."""
+    """For each tensor, the rank that has the fewest bytes at its turn."""
     bits = [dtypes.bits(tensor.dtype) * volume for tensor, volume in zip(tensors, volumes, strict=True)]
     order = sorted(range(len(bits)), key=lambda i: -bits[i]) if sort else range(len(bits))
     held = [(0, rank) for rank in range(count)]
@@ -132,7 +133,7 @@ def _keepers(tensors: Sequence[Sized], volumes: Sequence[int], sort: bool, count
 
 
 def _rows(shape: Shape, count: int) -> int:
-    """Elements of a chunk along dimension 0; 0 for a tensor that has none and is kept whole."""
+    """Elements of a chunk along dimension 0; 0 for a tensor without dimensions, which is kept whole."""
     return -(-shape[0] // count) * prod(shape[1:]) if shape else 0
 
 
@@ -147,7 +148,7 @@ def _buffers(tensors: Sequence[Sized], sharding: Sharding) -> Iterator[NDArray[n
 
 
 def unit(name: str) -> str:
-    """The FSDP1 unit of a tensor: its name up to the layer's number, "" where it has none."""
+    """The FSDP1 unit of a tensor: its name up to the layer's number, "" if it has none."""
     found = _LAYER.search(name)
     return name[: found.end(1)] if found else ""
 
@@ -170,7 +171,7 @@ def _fuse(
     first = 0
     while first < len(positions):
         last = len(positions)
-        if sharding.bucket:  # the first tensor that takes the buffer to its size is its last one
+        if sharding.bucket:  # the tensor with which the buffer reaches its size is its last one
             last = min(int(np.searchsorted(ends, starts[first] + sharding.bucket)) + 1, last)
         inside = positions[first:last]
         at[inside] = starts[first:last] - starts[first]

@@ -1,10 +1,11 @@
-"""Which rank of a saved world a rank of another one takes after, where both have a layout.
+"""Determines which saved rank's values a rank of another world continues, if both have a layout.
 
-What a rank keeps for itself has a role. A *position* (a data loader's, a sampler's) belongs to a data-parallel index, which
-is `sharding` and `dp` counted together as the ranks are: whoever has that index now goes on from there, whatever its number
-and whatever became of the other axes. A *stream* (random numbers, a module's own state) belongs to a place: the same tp, cp,
-pp and data-parallel index. Where there was no such index or place, the heir has that of the coordinates modulo the saved
-sizes, and is not exact: a stream is mixed with the rank's number then, a position starts where another has started.
+There are two kinds of values that a rank keeps for itself. A *position* (a data loader's, a sampler's) belongs to a
+data-parallel index, which is `sharding` and `dp` counted together as the ranks are. The rank that has that index now goes on
+from there, whatever its number and the other axes. A *stream* (random numbers, a module's own state) belongs to a place: the
+same tp, cp, pp and data-parallel index. If there was no such index or place, the coordinates are taken modulo the saved
+sizes, and the heir is not exact: a stream is then mixed with the rank's number, and a position starts where another one
+started.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _BEHIND = ("etp", "vpp")  # axes that number no ranks
 
 
 class Heir(NamedTuple):
-    """Whose: the saved rank. Exact: it stood at the very same index or place."""
+    """The saved rank that is continued. `exact` says that it had the same index or place."""
 
     rank: int
     exact: bool
@@ -31,7 +32,7 @@ def stated(mesh: Mesh) -> dict[str, int]:
 
 
 def read(mesh: Mapping[str, int]) -> Mesh | None:
-    """The mesh that a manifest states; None where it is no layout's, but one that was read off the tensors."""
+    """The mesh that a manifest states; None if it is not a layout's, but one that was read off the tensors."""
     order = tuple(axis for axis in mesh if axis not in _BEHIND)
     if sorted(order) != sorted(ORDER) or not set(_BEHIND) <= set(mesh):
         return None
@@ -42,7 +43,7 @@ def read(mesh: Mapping[str, int]) -> Mesh | None:
 
 
 def indices(mesh: Mesh) -> int:
-    """How many data-parallel indices there are."""
+    """The number of data-parallel indices."""
     return mesh.sharding * mesh.dp
 
 
@@ -54,7 +55,7 @@ def index(mesh: Mesh, at: Coordinate) -> int:
 
 
 def position(saved: Mesh, now: Mesh, rank: int) -> Heir:
-    """Whose data position a rank of the mesh `now` continues."""
+    """The saved rank whose data position a rank of the mesh `now` continues."""
     at = now.coordinate(rank)
     wanted = index(now, at)
     same = {axis: getattr(at, axis) if getattr(at, axis) < getattr(saved, axis) else 0 for axis in ("tp", "cp", "pp")}
@@ -62,7 +63,7 @@ def position(saved: Mesh, now: Mesh, rank: int) -> Heir:
 
 
 def stream(saved: Mesh, now: Mesh, rank: int) -> Heir:
-    """Whose streams a rank of the mesh `now` continues."""
+    """The saved rank whose streams a rank of the mesh `now` continues."""
     at = now.coordinate(rank)
     wanted = index(now, at)
     place = {axis: getattr(at, axis) % getattr(saved, axis) for axis in ("tp", "cp", "pp")}
@@ -71,7 +72,7 @@ def stream(saved: Mesh, now: Mesh, rank: int) -> Heir:
 
 
 def left(saved: Mesh, now: Mesh) -> range:
-    """The data-parallel indices whose positions nobody continues: there are fewer now."""
+    """The data-parallel indices whose positions no rank continues, because there are fewer now."""
     return range(indices(now), indices(saved))
 
 

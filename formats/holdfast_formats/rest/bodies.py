@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 class Page(BaseModel, Generic[Item]):
-    """A page of a list; `next` is the cursor of the page behind it, None on the last one."""
+    """A page of a list; `next` is the cursor of the next page, None on the last one."""
 
     items: list[Item]
     next: str | None = None
@@ -32,8 +32,8 @@ class Run(BaseModel):
 
 
 CheckpointState = Literal["committed", "verified", "unhealthy", "abandoned", "damaged"]
-MARKS = {"pinned", "labels"}  # members of a checkpoint that the run's file states
-# Members of a checkpoint that no manifest states.
+MARKS = {"pinned", "labels"}  # members of a checkpoint that come from the run's file
+# Members of a checkpoint that are in no manifest.
 KNOWN_SINCE = {"verified", "checked", "check", "damage", "nonfinite", "healthy", "same_as", "abandoned"} | MARKS
 
 

@@ -1,7 +1,7 @@
-"""Two checkpoints, tensor by tensor: by their manifests what is equal, missing or of another shape, by their bytes the rest.
+"""Compares two checkpoints tensor by tensor: by their manifests what is equal, missing or reshaped, and by bytes the rest.
 
-Digests alone say what is equal, as long as both were cut into the same extents; how far changed tensors are apart takes
-their bytes, in blocks. Norms are L2, over float64 sums, as `torch.linalg.vector_norm(b.double() - a.double())`.
+Digests alone tell equality if both were cut into the same extents. How far changed tensors are apart is computed from their
+bytes, in blocks. Norms are L2, over float64 sums, as `torch.linalg.vector_norm(b.double() - a.double())`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import NoSuchResource
 from holdfast_formats.rest.observed import Difference, DifferenceState
 
-BLOCK_ELEMENTS = 2**16  # as float64 they stay in a core's cache
+BLOCK_ELEMENTS = 2**16  # as float64 they fit a core's cache
 
 Octets = NDArray[np.uint8]
 
 
 class Pair(NamedTuple):
-    """A tensor of two checkpoints; None where one of them has none of that name."""
+    """A tensor of two checkpoints; None for a checkpoint without a tensor of this name."""
 
     group: str
     name: str
@@ -40,7 +40,7 @@ class Pair(NamedTuple):
 
     @property
     def state(self) -> DifferenceState:
-        """What the manifests say; "unknown" where they are cut into other extents, so that only the bytes could tell."""
+        """The result by the manifests; "unknown" if they are cut into different extents, so that only the bytes can tell."""
         a, b = self.a, self.b
         if a is None or b is None:
             return "missing-in-a" if a is None else "missing-in-b"
@@ -68,7 +68,7 @@ def pairs(a: Manifest, b: Manifest, group: str | None = None) -> list[Pair]:
 
 
 def difference(pair: Pair, distance: Distance | None = None) -> Difference:
-    """What is known of a pair: by the manifests, and by its bytes where these were compared."""
+    """The result for a pair: by the manifests, and by its bytes if these were compared."""
     entry = pair.entry
     made = Difference(
         group=pair.group,
@@ -152,7 +152,7 @@ def _as_float(octets: Octets, dtype: np.dtype[Any]) -> NDArray[np.float64]:
 
 
 def blocks(a: Iterable[Octets], b: Iterable[Octets]) -> Iterator[tuple[Octets, Octets]]:
-    """The same bytes of two tensors side by side, however each is cut; both hold as many bytes."""
+    """The same bytes of two tensors side by side, however each is cut; both have the same number of bytes."""
     left, right = (iter(part for part in cut if len(part)) for cut in (a, b))
     held_a = held_b = np.empty(0, np.uint8)
     while True:
@@ -175,7 +175,9 @@ class Summary(NamedTuple):
 
 
 def summarise(found: Iterable[Difference]) -> Summary:
-    """All tensors taken together; `relative` is the change over the norm of a, of those whose bytes were compared."""
+    """All tensors together; `relative` is the norm of the change over the norm of a, for tensors whose
+    bytes were compared.
+    """
     states: dict[str, int] = {}
     elements = changed = 0
     change = norm = 0.0

@@ -1,4 +1,4 @@
-"""Bodies that say where a catalog and the directories contradict each other, and what was mended."""
+"""Bodies that state contradictions between a catalog and the directories, and what was repaired."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Kind = Literal[
     "not-listed",  # a sound checkpoint or a run's file is on storage, and the catalog does not list it
     "listed-but-gone",  # the catalog lists a checkpoint that is not on storage
     "listed-but-unreadable",  # the catalog lists a checkpoint whose COMMIT or manifest cannot be read
-    "unreadable",  # a directory stands among the checkpoints and cannot be listed
-    "differs",  # the catalog says something else of it than its manifest, or than the run's file
+    "unreadable",  # a directory is among the checkpoints and cannot be listed
+    "differs",  # the catalog states something else of it than its manifest, or than the run's file
     "fence-too-low",  # an attempt is on record that is newer than the newest declared one (I6)
-    "round-nobody-writes",  # a round is going on, and no daemon writes it
+    "round-nobody-writes",  # the record of a save is open, and no daemon writes it
     "job-nobody-runs",  # a job is running on a node that is gone
     "statistics-of-nothing",  # statistics of a checkpoint that is not listed
 ]
 
 
 class Contradiction(BaseModel):
-    """One place where the catalog says something else than what is there."""
+    """One place where the catalog contradicts the directories."""
 
     kind: Kind
     run: str | None = None
@@ -31,7 +31,7 @@ class Contradiction(BaseModel):
 
 
 class CatalogCheck(BaseModel):
-    """What a look at the catalog and the directories found. `items` are the first ones; `count` counts all."""
+    """The result of comparing the catalog with the directories. `items` are the first ones; `count` counts all."""
 
     catalog: str = Field(description="its URL, without the password")
     runs: int
@@ -49,7 +49,7 @@ class CatalogCheck(BaseModel):
 
 
 class CatalogRebuild(BaseModel):
-    """What was made anew: `mended` is what was wrong before, `left` is what still is."""
+    """The result of a rebuild: `mended` was wrong before, `left` is still wrong."""
 
     mended: list[Contradiction]
     left: list[Contradiction]
@@ -60,7 +60,7 @@ class CatalogRebuild(BaseModel):
 
 
 class CatalogAdoption(BaseModel):
-    """A catalog was made a root's own."""
+    """The result of handing a catalog over to a root."""
 
     catalog: str = Field(description="its URL, without the password")
     root: str

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 
 class SaveTimes(BaseModel):
-    """Seconds of each phase of one save, and its bytes. Absent phases did not happen, or nobody measured them."""
+    """Seconds of each phase of one save, and its bytes. Absent phases did not happen, or were not measured."""
 
     stall_s: float | None = Field(default=None, description="longest time for which it stalled a rank's training")
     stage_s: float | None = Field(default=None, description="from the first slot lease to the last seal")
@@ -22,7 +22,9 @@ class SaveTimes(BaseModel):
 
 
 class TensorStatistics(BaseModel):
-    """Of one stored tensor. Norms and moments are over its finite elements; None where there is none, or no earlier step."""
+    """Statistics of one stored tensor. Norms and moments are over its finite elements; None if there is none, or no earlier
+    step.
+    """
 
     group: str
     name: str
@@ -50,7 +52,7 @@ class LayerHealth(BaseModel):
 
 
 class Layers(BaseModel):
-    """Health by layer over steps; the cells of a layer are in the order of `steps`, None where nothing is known."""
+    """Health by layer over steps; the cells of a layer are in the order of `steps`, None if unknown."""
 
     run: str
     group: str
@@ -68,12 +70,12 @@ class Attention(BaseModel):
     step: int | None = None
 
 
-# Of a run whose ranks came to a service: some are here; all have said goodbye; or some are gone without.
+# Of a run whose ranks connected to a service: some are connected; all have said goodbye; some are gone without that.
 Life = Literal["running", "ended", "lost"]
 
 
 class RunSummary(BaseModel):
-    """How a run's checkpointing goes. Seconds and bytes; None where too little has happened to say."""
+    """Summary of a run's checkpointing. Seconds and bytes; None if too little has happened to tell."""
 
     run: str
     attempt: int

@@ -1,4 +1,4 @@
-"""Bodies of the REST API for what goes on beside saves: events, jobs, replicas, tokens."""
+"""Bodies of the REST API for everything but saves: events, jobs, replicas, tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 Scope = Literal["read", "write", "admin"]
 ReplicaState = Literal["copying", "present", "damaged", "gone"]
 
-# Every kind of event, and what it tells.
+# Every kind of event, and its meaning.
 EVENTS: dict[str, str] = {
     "daemon-started": "a daemon started to serve the root",
     "root-copied": "a daemon found that the root is a copy of another root, and gave it a new ID",
@@ -42,7 +42,7 @@ EVENTS: dict[str, str] = {
 
 
 class Event(BaseModel):
-    """What happened. Ids ascend; the newest events are kept, older ones are forgotten."""
+    """Something that happened. Ids ascend; the newest events are kept, older ones are deleted."""
 
     id: int
     at: str = Field(description="RFC 3339, UTC")
@@ -56,14 +56,14 @@ class Event(BaseModel):
 
 
 class Gap(BaseModel):
-    """Said in an event stream where events that were asked for are not kept any more: it goes on at the oldest one."""
+    """Sent in an event stream if requested events are not kept any more: the stream goes on at the oldest one."""
 
     asked: int = Field(description="the ID after which the stream was to start or continue")
     oldest: int = Field(description="the oldest stored ID, 0 if there is none")
 
 
 class JobRequest(BaseModel):
-    """What is to be done. The same request while one like it goes on is the same job."""
+    """A job to be done. While an identical job is queued or running, the request returns that job."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -112,7 +112,7 @@ class TokenRequest(BaseModel):
 
 
 class Token(BaseModel):
-    """A token as it is listed; its text is shown once, when it is made."""
+    """A token in a list; its text is shown only once, when it is made."""
 
     id: int
     name: str
@@ -129,6 +129,6 @@ class NewToken(Token):
 
 
 class Link(BaseModel):
-    """A way in for a browser, good once and for a minute."""
+    """A sign-in link for a browser, valid once and for a minute."""
 
     path: str = Field(description="path to open on this service; `/` if no token is needed")

@@ -1,6 +1,6 @@
-"""What a run keeps: the retention policy as run.json, the REST API and the command line state it, and its verdicts.
+"""Retention policies and their verdicts, as run.json, the REST API and the command line state them.
 
-The rules of a policy are alternatives: a checkpoint stays when any one of them keeps it.
+The rules of a policy are alternatives: a checkpoint stays if any one of them keeps it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ COUNT_MAX = 10**9
 SECONDS_MAX = 10.0**11
 BYTES_MAX = 2**63 - 1
 BEST_RULES_MAX = 16
-STEPS_MAX = 10_000  # explicit ones, pins, and steps under labels, each
+STEPS_MAX = 10_000  # explicit steps, pins, and steps under labels, each
 LABEL_CHARACTERS = "1 to 64 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-Force = Literal["newest-verified", "newest-healthy"]  # the two checkpoints that are removed by name alone
+Force = Literal["newest-verified", "newest-healthy"]  # the two checkpoints that are removed only if they are named
 
 Count = Annotated[int, Field(strict=True, ge=1, le=COUNT_MAX)]
 Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX)]
@@ -29,7 +29,7 @@ Step = Annotated[int, Field(strict=True, ge=0, le=naming.STEP_MAX)]
 
 
 class Best(BaseModel):
-    """Keep the `count` checkpoints whose metric is lowest (`min`) or highest (`max`); of equal ones the oldest."""
+    """Keep the `count` checkpoints with the lowest (`min`) or highest (`max`) metric; of equal ones the oldest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,7 +40,7 @@ class Best(BaseModel):
 
 
 class RetentionPolicy(BaseModel):
-    """What stays of a run. Without a rule that limits, which `steps` and `quota_bytes` are not, everything does."""
+    """What is kept of a run. Everything is kept if no rule limits; `steps` and `quota_bytes` are not such rules."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -66,7 +66,7 @@ class RetentionPolicy(BaseModel):
 
     @property
     def limits(self) -> bool:
-        """Whether any rule may let a checkpoint go."""
+        """Whether any rule may remove a checkpoint."""
         return bool(self.best) or any(
             rule is not None
             for rule in (self.last, self.every_steps, self.steps_apart, self.every_seconds, self.within_seconds)
@@ -74,7 +74,7 @@ class RetentionPolicy(BaseModel):
 
 
 class Verdict(BaseModel):
-    """What becomes of one checkpoint, and why: what keeps it, or why each rule does not."""
+    """The verdict on one checkpoint, with reasons: what keeps it, or why each rule does not."""
 
     step: int
     keep: bool
@@ -96,7 +96,7 @@ class Preview(BaseModel):
 
 
 def check_label(label: str) -> str:
-    """The label itself, or `InvalidRequest`."""
+    """Return the label, or raise `InvalidRequest`."""
     if not _LABEL.fullmatch(label):
         raise InvalidRequest(f"label {label!r} is not allowed", hint=f"use {LABEL_CHARACTERS}")
     return label

@@ -1,6 +1,6 @@
-"""Statistics of every tensor of a checkpoint: parts put together, columns of numbers as bytes, layers for plots.
+"""Statistics of every tensor of a checkpoint: merged from parts, stored as columns of numbers, grouped by layer for plots.
 
-Columns follow the order of the manifest and hold no names: whoever reads them has the manifest beside them.
+Columns follow the order of the manifest and have no names: a reader needs the manifest too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast_formats.disk.packing import natural_key
 from holdfast_formats.errors import CorruptStatistics
 from holdfast_formats.rest.observed import TensorStatistics
 
-LAYERS_MAX = 512  # of a group; what comes after them in natural order is taken together
+LAYERS_MAX = 512  # of a group; the layers after them in natural order are taken together
 OTHERS = "(others)"
 _MAGIC = b"HFST"
 _VERSION = 1
@@ -36,12 +36,14 @@ _COLUMNS: dict[str, str] = {
     "changed_from": "<i8",
 }
 _COUNTS = ("nan", "inf", "zeros")
-_NOWHERE = -1  # `changed_from` of what has no predecessor
+_NOWHERE = -1  # `changed_from` of a tensor without a predecessor
 _HINT = "the checkpoint itself is not affected; only its statistics are lost"
 
 
 class PartStatistics(NamedTuple):
-    """Of some elements of one tensor. Moments are over the `finite` ones; `change` is the norm of their change."""
+    """Statistics of some elements of one tensor. Moments are over the `finite` ones; `change` is the norm
+    of their change.
+    """
 
     finite: int = 0
     nan: int = 0
@@ -51,11 +53,11 @@ class PartStatistics(NamedTuple):
     maximum: float = -math.inf
     mean: float = 0.0
     norm: float = 0.0
-    change: float | None = 0.0  # None: not known of all of them
+    change: float | None = 0.0  # None: not known for all of them
 
 
 def merge(parts: Sequence[PartStatistics]) -> PartStatistics:
-    """The parts of a tensor taken together. Counts are exact; sums are rounded once, whatever the parts' order."""
+    """Merge the parts of a tensor. Counts are exact; sums are rounded once, whatever the parts' order."""
     if len(parts) == 1:
         return parts[0]
     finite = sum(part.finite for part in parts)
@@ -75,7 +77,7 @@ def merge(parts: Sequence[PartStatistics]) -> PartStatistics:
 
 
 class Statistics:
-    """The columns, an entry a tensor, in the order of the manifest. In those of floats, NaN stands for "there is none"."""
+    """The columns, one entry per tensor, in the order of the manifest. In float columns, NaN means "none"."""
 
     def __init__(self, columns: Mapping[str, NDArray[Any]]) -> None:
         self.columns = dict(columns)
@@ -94,7 +96,7 @@ class Statistics:
 
 
 def collect(found: Iterable[tuple[PartStatistics, int | None]]) -> Statistics:
-    """The columns of whole tensors in the manifest's order, each with the step that its change is measured from."""
+    """The columns of whole tensors in the manifest's order, each with the step from which its change is measured."""
     rows = [_row(part, step) for part, step in found]
     table = list(zip(*rows, strict=True)) if rows else [()] * len(_COLUMNS)
     return Statistics({name: np.array(column, kind) for (name, kind), column in zip(_COLUMNS.items(), table, strict=True)})
@@ -118,7 +120,7 @@ def encode(statistics: Statistics) -> bytes:
 
 
 def decode(encoded: bytes, tensors: int) -> Statistics:
-    """The statistics of a checkpoint of so many tensors; `CorruptStatistics` for bytes that are not that."""
+    """Decode the statistics of a checkpoint of so many tensors; `CorruptStatistics` if the bytes are not valid."""
     size = _HEAD.size + 8 * len(_COLUMNS) * tensors
     try:
         if zstandard.frame_content_size(encoded) != size:
@@ -191,10 +193,10 @@ def layer_of(name: str) -> str:
 
 
 def sum_up(manifest: Manifest, statistics: Statistics) -> dict[str, Any]:
-    """What plots and verdicts need of them, as JSON: (non-finite, rms, relative change) of every layer of every group, and
-    the NaN and infinities of each tensor that has any.
+    """What plots and verdicts need, as JSON: (non-finite, rms, relative change) of every layer of every group, and the NaN
+    and infinities of each tensor that has any.
 
-    Tensors without dimensions, which are counters, take no part in norms.
+    Tensors without dimensions, which are counters, are left out of norms.
     """
     listed = tensors_of(manifest)
     held: dict[str, dict[str, list[int]]] = {}

@@ -38,7 +38,7 @@ class SlotState(IntEnum):
 
 
 class Geometry(NamedTuple):
-    """A segment's measures: how many slots, and each one's room for data and for its table, in bytes."""
+    """The sizes of a segment: the number of slots, and each one's room for data and for its table, in bytes."""
 
     slots: int
     data_bytes: int
@@ -53,7 +53,7 @@ class Geometry(NamedTuple):
         return PAGE_BYTES + self.slots * self.slot_bytes
 
     def header_offset(self, slot: int) -> int:
-        """Where a slot begins; `InvalidRequest` for a slot that the segment does not have."""
+        """The offset of a slot; `InvalidRequest` for a slot that the segment does not have."""
         if not 0 <= slot < self.slots:
             raise InvalidRequest(f"slot {slot} does not exist in a segment of {self.slots} slots")
         return PAGE_BYTES + slot * self.slot_bytes
@@ -66,7 +66,7 @@ class Geometry(NamedTuple):
 
 
 class SegmentOwner(NamedTuple):
-    """Whose segment it is: one rank of one attempt of a run."""
+    """The rank that a segment belongs to: one rank of one attempt of a run."""
 
     run: str
     rank: int
@@ -89,7 +89,7 @@ def page_aligned(size: int) -> int:
 
 
 def geometry(slots: int, data_bytes: int, table_bytes: int) -> Geometry:
-    """The geometry of a segment whose slots hold this much; `LimitExceeded` or `InvalidRequest` for impossible ones."""
+    """The geometry of a segment whose slots hold this much; `LimitExceeded` or `InvalidRequest` for impossible sizes."""
     if not 1 <= slots <= SLOTS_MAX or data_bytes < 0 or table_bytes < 0:
         raise InvalidRequest(f"a segment of {slots} slots of {data_bytes} + {table_bytes} bytes is not possible")
     made = Geometry(slots, page_aligned(data_bytes), page_aligned(max(table_bytes, 1)))
@@ -99,14 +99,14 @@ def geometry(slots: int, data_bytes: int, table_bytes: int) -> Geometry:
 
 
 def write_superblock(memory: memoryview, made: Geometry, owner: SegmentOwner | None = None) -> None:
-    """State the segment's measures and whose it is; a segment of nobody cannot be adopted by another daemon."""
+    """Write the segment's sizes and owner; a segment without an owner cannot be adopted by another daemon."""
     rank, world, attempt, run = (owner.rank, owner.world, owner.attempt, owner.run.encode()) if owner else (0, 0, 0, b"")
     slots, data, table = made.slots, made.data_bytes, made.table_bytes_max
     _SUPERBLOCK.pack_into(memory, 0, MAGIC, VERSION, slots, data, table, rank, world, attempt, run)
 
 
 def read_superblock(memory: memoryview) -> Geometry:
-    """The geometry a segment states; `InvalidRequest` or `LimitExceeded` when it is not one of ours or is cut short."""
+    """The geometry that a segment states; `InvalidRequest` or `LimitExceeded` if it is not one of ours or is cut short."""
     made = read_measures(memory)
     if made.segment_bytes > len(memory):
         raise InvalidRequest(f"a segment of {len(memory)} bytes claims to hold {made.segment_bytes}")
@@ -114,7 +114,7 @@ def read_superblock(memory: memoryview) -> Geometry:
 
 
 def read_measures(memory: memoryview) -> Geometry:
-    """The geometry that a segment's first page states, whether or not the rest is there."""
+    """The geometry that a segment's first page states, whether or not the rest exists."""
     if len(memory) < PAGE_BYTES:
         raise InvalidRequest(f"a segment of {len(memory)} bytes is not a staging arena")
     magic, version, slots, data_bytes, table_bytes_max, *_ = _SUPERBLOCK.unpack_from(memory, 0)
@@ -127,7 +127,7 @@ def read_measures(memory: memoryview) -> Geometry:
 
 
 def read_owner(memory: memoryview) -> SegmentOwner:
-    """Whose segment it is; `InvalidRequest` when it says nobody or somebody impossible. Read the superblock first."""
+    """The owner of a segment; `InvalidRequest` if it has none or an impossible one. Read the superblock first."""
     *_, rank, world, attempt, name = _SUPERBLOCK.unpack_from(memory, 0)
     run = name.rstrip(b"\0").decode(errors="replace")
     if not naming.is_run_name(run) or not rank < world:
@@ -151,7 +151,7 @@ def write_header(memory: memoryview, made: Geometry, slot: int, header: SlotHead
 
 
 def read_header(memory: memoryview, made: Geometry, slot: int) -> SlotHeader:
-    """A slot's header; `InvalidRequest` when the bytes are not one."""
+    """A slot's header; `InvalidRequest` if the bytes are not valid."""
     magic, version, state, *rest = _HEADER.unpack_from(memory, made.header_offset(slot))
     if magic != MAGIC or version != VERSION or state not in tuple(SlotState):
         raise InvalidRequest(f"slot {slot} has no valid header")
@@ -170,10 +170,10 @@ def seal(memory: memoryview, made: Geometry, slot: int, header: SlotHeader, tabl
 
 
 def slot_lock(made: Geometry, slot: int, kind: int) -> bytes:
-    """What `F_OFD_SETLK` takes to lock a slot: its header's first byte, shared by who reads it, alone by who leases it out.
+    """The argument of `F_OFD_SETLK` that locks a slot: its header's first byte, shared by readers, exclusive for a lease.
 
-    Such a lock belongs to an open file description, so a reader opens the segment anew, and it ends with its holder. A lock
-    of the kernel's outlives the daemon: no other daemon leases out what is being read.
+    Such a lock belongs to an open file description, so a reader opens the segment anew, and the lock ends with its holder.
+    The kernel keeps it when the daemon dies: no other daemon leases a slot that is being read.
     """
     return _LOCK.pack(kind, 0, made.header_offset(slot), 1, 0)
 

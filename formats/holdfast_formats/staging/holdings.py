@@ -1,4 +1,4 @@
-"""What slots hold of a tensor, and its bytes put together from there: by the writer for a file, by a restart for itself."""
+"""The parts of a tensor in slots, and its bytes assembled from them: by the writer for a file, by a restart for itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Holding(NamedTuple):
 
 
 def hold(spec: TensorSpec, box: Box, data: Bytes) -> Holding:
-    """The holding of a box, given the slot's bytes from the box's first one on; what follows the box does not count."""
+    """The holding of a box, given the slot's bytes from the box's first one on; bytes after the box are ignored."""
     view = byte_view(spec.dtype, spec.shape, spec.name)
     inside = byte_box(spec.dtype, box, spec.shape, spec.name)
     return Holding(data[: inside.volume * view.itemsize], _span(inside, view), inside)
@@ -41,13 +41,13 @@ def _span(inside: Box, view: ByteView) -> tuple[int, int] | None:
 
 
 def hold_all(spec: TensorSpec, data: Bytes) -> Holding:
-    """The holding of a whole tensor, with less ado than `hold` makes of it."""
+    """The holding of a whole tensor, faster than with `hold`."""
     size = spec.nbytes
     return Holding(data[:size], (0, size), Box((), ()))
 
 
 def view(held: Sequence[Holding], start: int, stop: int) -> Bytes | None:
-    """Bytes [start, stop) of the tensor where they stand in one piece; None when they must be gathered."""
+    """Bytes [start, stop) of the tensor if they are in one piece; None when they must be gathered."""
     for one in held:
         if one.span is not None and one.span[0] <= start and stop <= one.span[1]:
             return one.flat[start - one.span[0] : stop - one.span[0]]
@@ -55,7 +55,7 @@ def view(held: Sequence[Holding], start: int, stop: int) -> Bytes | None:
 
 
 def gather(spec: TensorSpec, held: Sequence[Holding], offset: int, target: Bytes) -> int:
-    """Fill `target` with the tensor's bytes from `offset` on; returns how many there were: all, if the boxes tile it."""
+    """Fill `target` with the tensor's bytes from `offset` on; return how many there were: all, if the boxes tile it."""
     stop = offset + target.nbytes
     copied = 0
     for one in held:
@@ -70,7 +70,7 @@ def gather(spec: TensorSpec, held: Sequence[Holding], offset: int, target: Bytes
 
 def _gather_strided(spec: TensorSpec, held: Sequence[Holding], offset: int, target: Bytes) -> int:
     seen = byte_view(spec.dtype, spec.shape, spec.name)
-    before = offset % seen.itemsize  # the ends of what is asked for may lie inside an element
+    before = offset % seen.itemsize  # the ends of the requested range may be inside an element
     after = -(offset + target.nbytes) % seen.itemsize
     padded: Bytes = np.empty(before + target.nbytes + after, np.uint8) if before or after else target
     extent: NDArray[Any] = padded.view(element_dtype(seen.itemsize))

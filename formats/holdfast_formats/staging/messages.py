@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from holdfast_formats.lineage import Existing, Intent
 
-Policy = Literal["newest-wins", "oldest-durable", "wait"]  # what gives way where storage is slower than the saves
+Policy = Literal["newest-wins", "oldest-durable", "wait"]  # which saves are dropped if storage is slower than the saves
 
 _Kind = TypeVar("_Kind", bound=BaseModel)
 

@@ -1,4 +1,4 @@
-"""A plan (layout + whose slot each byte is read from) and a receipt (what a node made durable). Both are values."""
+"""A plan (packing, and the slot from which each byte is read) and a receipt (what a node made durable). Both are values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast_formats.tensors import TensorSpec
 
 
 class BoxOrigin(NamedTuple):
-    """Where the bytes of one box stand: in the slot of `rank`, from `slot_offset` on, row-major."""
+    """The place of one box's bytes: in the slot of `rank`, from `slot_offset` on, row-major."""
 
     rank: int
     box: Box
@@ -44,7 +44,7 @@ class PlannedAsset(NamedTuple):
 
 
 class WritePlan(NamedTuple):
-    """Everything a node needs to write one step: nothing in it depends on time, on nodes, or on the order of ranks."""
+    """Everything a node needs to write one step. It does not depend on time, on nodes, or on the order of ranks."""
 
     run: str
     step: int
@@ -65,12 +65,12 @@ class WritePlan(NamedTuple):
 
     @property
     def extent_bytes(self) -> int:
-        """The length of extents: from the tensors' bytes alone, so that it is the same whoever saves them."""
+        """The length of extents. It follows from the tensors' bytes alone, so it is the same whichever ranks save them."""
         return extent_bytes(sum(file.layout.bytes - len(file.layout.header) for file in self.files))
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """What one node wrote and fsynced for one round: the files, and the extents of every tensor by group and name."""
+    """What one node wrote and fsynced for one save: the files, and the extents of every tensor by group and name."""
 
     node: str
     run: str
@@ -88,7 +88,7 @@ def encode_receipt(receipt: Receipt) -> bytes:
 
 
 def decode_receipt(encoded: bytes) -> Receipt:
-    """A receipt read back from disk; `CorruptManifest` when it is not one."""
+    """Decode a receipt read from disk; `CorruptManifest` when it is invalid."""
     try:
         return _decode(encoded)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -13,23 +13,23 @@ from __future__ import annotations
 
 import re
 
-ROW_BYTES = 16  # of a box: the two numbers, unsigned and little-endian
+ROW_BYTES = 16  # per box: the two numbers, unsigned and little-endian
 SAMPLE_BYTES = 2**16
 STRETCHES, STRETCH_BYTES = 16, 2**12  # of a box that is longer than a sample
 
-HOME = "extra"  # the group of tensors that ranks have apart
+HOME = "extra"  # the group for tensors that differ between ranks
 _APART = re.compile(r"ranks/(\d{5,})/\$([a-z][a-z0-9_]{0,63})/(.+)", re.DOTALL)
 _MASK = 2**64 - 1
 
 
 def places(nbytes: int, step: int) -> list[int]:
-    """Where the stretches of a sample begin in a box of more than `SAMPLE_BYTES`: one at random in each sixteenth of it."""
+    """The beginnings of a sample's stretches in a box of more than `SAMPLE_BYTES`: one at random in each sixteenth of it."""
     room = nbytes // STRETCHES - STRETCH_BYTES + 1
     return [nbytes // STRETCHES * i + mix(step * STRETCHES + i) % room for i in range(STRETCHES)]
 
 
 def mix(value: int) -> int:
-    """A number of 64 bits in which every bit depends on every bit of `value` (the end of Vigna's splitmix64)."""
+    """A 64-bit number in which every bit depends on every bit of `value` (the end of Vigna's splitmix64)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -37,11 +37,11 @@ def mix(value: int) -> int:
 
 
 def apart(rank: int, group: str, name: str) -> str:
-    """The name, in the group `HOME`, of a rank's own of a tensor that ranks do not hold alike."""
+    """The name, in the group `HOME`, of one rank's version of a tensor that differs between ranks."""
     return f"ranks/{rank:05d}/${group}/{name}"
 
 
 def parse_apart(group: str, name: str) -> tuple[int, str, str] | None:
-    """Rank, group and name of what such a tensor is one rank's own of; None for any other tensor."""
+    """Rank, group and name of the tensor of which this is one rank's version; None for any other tensor."""
     found = _APART.fullmatch(name) if group == HOME else None
     return None if found is None else (int(found[1]), found[2], found[3])

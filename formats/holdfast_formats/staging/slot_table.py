@@ -1,6 +1,6 @@
-"""A slot's table: what one rank put into its slot for one save. It stands in the slot itself, behind the header.
+"""A slot's table: what one rank put into its slot for one save. It is in the slot itself, after the header.
 
-So a slot describes itself: whoever finds it sealed, and the table's digest right, can save it without its rank.
+So a slot describes itself: a process that finds it sealed, with the right digest of the table, can save it without its rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ASSET_BYTES_MAX = 256 * 2**20
 
 
 class Blob(msgspec.Struct, frozen=True, array_like=True):
-    """A small file (an asset such as config.json) whose bytes stand in the slot."""
+    """A small file (an asset such as config.json) whose bytes are in the slot."""
 
     name: str
     slot_offset: int
@@ -33,8 +33,8 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
 class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
     """One rank's part of one save.
 
-    `values` holds JSON documents as text, by group and key. `groups` names what is saved, also groups without a tensor.
-    `digests` are what this rank says of the bytes in its boxes (`claims`), none in a world of one.
+    `values` holds JSON documents as text, by group and key. `groups` names what is saved, including groups without a tensor.
+    `digests` are this rank's claims about the bytes in its boxes (`claims`), empty in a world of one.
     """
 
     run: str
@@ -58,12 +58,12 @@ class SlotTable(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def owner(self) -> SegmentOwner:
-        """Whose part it is."""
+        """The rank and save that it belongs to."""
         return SegmentOwner(self.run, self.rank, self.world, self.attempt)
 
     @property
     def intent(self) -> Intent:
-        """Where the state comes from, and what it may take the place of."""
+        """Where the state comes from, and what it may replace."""
         return Intent(self.restored, self.turn, self.existing, self.groups, self.again)
 
 
@@ -74,14 +74,14 @@ class _Encoded(SlotTable, frozen=True):
 
 
 def encode_fragment(fragment: StagedFragment) -> bytes:
-    """One fragment as it stands in a table; `InvalidRequest` for what JSON cannot state."""
+    """Encode one fragment as in a table; `InvalidRequest` for values that JSON cannot hold."""
     return _json(fragment)
 
 
 def encode(table: SlotTable, fragments: Sequence[bytes] | None = None) -> bytes:
-    """The table's bytes; `LimitExceeded` when they would not fit a slot, `InvalidRequest` for what JSON cannot state.
+    """The table's bytes; `LimitExceeded` if they do not fit a slot, `InvalidRequest` for values that JSON cannot hold.
 
-    `fragments` stand for the table's own where they are encoded already: most are the same from save to save.
+    `fragments` replace the table's own if they are encoded already: most are the same from save to save.
     """
     check_metrics(table.metrics)
     count = len(table.fragments)
@@ -96,12 +96,12 @@ def encode(table: SlotTable, fragments: Sequence[bytes] | None = None) -> bytes:
 
 
 def with_digests(encoded: bytes, digests: bytes) -> bytes:
-    """A table that was encoded without digests, with them: they are known only once everything has been copied."""
+    """Add digests to a table that was encoded without them: they are known only once everything has been copied."""
     return encoded[:-1] + b',"digests":"' + b64encode(digests) + b'"}' if digests else encoded
 
 
 def digests_bytes(boxes: int) -> int:
-    """How much longer the digests of so many boxes make a table."""
+    """How many bytes the digests of so many boxes add to a table."""
     return 4 * -(-boxes * replica_claims.ROW_BYTES // 3) + 16
 
 
@@ -116,7 +116,7 @@ _decode = decoding.decoder(SlotTable)
 
 
 def decode(encoded: bytes | memoryview, data_bytes: int) -> SlotTable:
-    """The table, after every fragment and blob was found to lie inside `data_bytes`; `InvalidRequest` if not."""
+    """Decode the table, after checking that every fragment and blob is inside `data_bytes`; `InvalidRequest` if not."""
     try:
         table = _decode(encoded)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

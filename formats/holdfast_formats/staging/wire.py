@@ -1,9 +1,9 @@
 """Messages between a rank and its node's daemon, over a unix stream socket.
 
-A frame is four bytes of little-endian length and a JSON object with a `type`. A request carries `id`; its reply carries the
-same number as `reply_to`. `Outcome` comes unasked. The file descriptors that travel, memfds, ride on the first byte of the
-`Segment` and `HeldSlots` frames, and of the `Attach` frame when a rank brings its segment to another daemon. Bulk data
-never comes this way: it lies in the slot, table included. What is also said over HTTP is stated in `messages`.
+A frame is four bytes of little-endian length and a JSON object with a `type`. A request carries `id`; its reply has the same
+number as `reply_to`. `Outcome` comes without a request. File descriptors (memfds) are passed with the first byte of the
+`Segment` and `HeldSlots` frames, and of the `Attach` frame when a rank brings its segment to another daemon. Bulk data is
+never sent this way: it is in the slot, table included. What is also said over HTTP is stated in `messages`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast_formats.whereabouts import RootMark
 PROTOCOL = 5
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
-HELD_RANKS_MAX = 64  # descriptors that one message may bring
+HELD_RANKS_MAX = 64  # descriptors that one message may have
 WAIT_MAX_S = 86_400.0
 
 
@@ -37,7 +37,7 @@ class Reply(Message):
 
 
 class Hello(Request, messages.Introduction):
-    """The first message: who speaks."""
+    """The first message: says which rank connects."""
 
     type: Literal["hello"] = "hello"
     protocol: int = PROTOCOL
@@ -52,13 +52,15 @@ class Welcome(Reply, messages.Reception):
 
 
 class Reserve(Request, messages.Room):
-    """Ask for a segment of up to `slots` slots; the reply is `Segment` and carries its descriptor."""
+    """Ask for a segment of up to `slots` slots; the reply is `Segment`, with its descriptor."""
 
     type: Literal["reserve"] = "reserve"
 
 
 class Segment(Reply):
-    """What is given: at least one slot; a spilled segment is a file on disk. `notice` says why it is less than was asked."""
+    """The granted segment: at least one slot; a spilled segment is a file on disk. `notice` says why it is less than
+    requested.
+    """
 
     type: Literal["segment"] = "segment"
     slots: int
@@ -69,10 +71,10 @@ class Segment(Reply):
 
 
 class Attach(Request):
-    """Go on with a segment that another daemon made; its memfd comes along. `open` are the steps whose end is awaited, and
-    `turns` those of their intents, in the same order.
+    """Go on with a segment that another daemon made; its memfd is passed with it.
 
-    An outcome is told for each of them. What was leased to this rank for any other step is given back.
+    `open` are the steps whose end is awaited, and `turns` those of their intents, in the same order. An outcome follows for
+    each of them. Slots leased to this rank for any other step are freed.
     """
 
     type: Literal["attach"] = "attach"
@@ -81,14 +83,14 @@ class Attach(Request):
 
 
 class Lease(Request, messages.SlotRequest):
-    """Ask for a slot for `step`. Under the policy `wait`, one is awaited for at most `wait_s` seconds."""
+    """Ask for a slot for `step`. Under the policy `wait`, the rank waits for one for at most `wait_s` seconds."""
 
     type: Literal["lease"] = "lease"
     wait_s: float = Field(default=0.0, ge=0.0, le=WAIT_MAX_S)
 
 
 class Granted(Reply):
-    """The slot is the rank's until it seals it, or until `deadline_s` seconds have passed and the round aborts."""
+    """The slot is the rank's until it seals it, or until `deadline_s` seconds have passed and the save is aborted."""
 
     type: Literal["granted"] = "granted"
     slot: int
@@ -104,13 +106,13 @@ class Seal(Request):
 
 
 class Sealed(Reply):
-    """From here on the daemon saves this rank's part, whatever becomes of the rank."""
+    """From here on the daemon saves this rank's part, even if the rank dies."""
 
     type: Literal["sealed"] = "sealed"
 
 
 class Abandon(Request, messages.AbandonRequest):
-    """The rank gives its lease back unsealed, which aborts the round."""
+    """The rank returns its lease unsealed, which aborts the save."""
 
     type: Literal["abandon"] = "abandon"
     slot: int = Field(ge=0)
@@ -118,7 +120,7 @@ class Abandon(Request, messages.AbandonRequest):
 
 
 class Choose(Request, messages.StepQuestion):
-    """Asked `turn`-th by this rank; every rank's n-th question has one answer."""
+    """This rank's `turn`-th question; every rank's n-th question has the same answer."""
 
     type: Literal["choose"] = "choose"
     turn: int = Field(ge=0)
@@ -130,7 +132,7 @@ class Chosen(Reply, messages.Answer):
 
 
 class Ended(Request, messages.RestoreResult):
-    """The answer comes when the other ranks' restores have ended too, or one of them has met damage."""
+    """The reply comes when the other ranks' restores have ended too, or one of them has met damage."""
 
     type: Literal["ended"] = "ended"
     turn: int = Field(ge=0)
@@ -142,7 +144,7 @@ class Judged(Reply, messages.RestoreVerdict):
 
 
 class Held(Request):
-    """Does the daemon still hold the slots from which this step was committed?"""
+    """Ask whether the daemon still holds the slots from which this step was committed."""
 
     type: Literal["held"] = "held"
     step: int = Field(ge=0)
@@ -157,7 +159,7 @@ class HeldPart(Message):
 
 
 class HeldSlots(Reply):
-    """One part for each rank of the world that saved, and with it its memfd, in this order; none when nothing is held.
+    """One part for each rank of the world that saved, with its memfd, in this order; empty if the step is not held.
 
     A slot may be leased again at any time, unless the reader locks it first: docs/format.md § 11.
     """
@@ -167,7 +169,7 @@ class HeldSlots(Reply):
 
 
 class Measured(Request):
-    """How long this rank's training stood still for a save: in `save()`, and at the fence behind it. There is no reply."""
+    """How long this rank's training stood still for a save: in `save()`, and at the fence after it. There is no reply."""
 
     type: Literal["measured"] = "measured"
     step: int = Field(ge=0)
@@ -175,7 +177,7 @@ class Measured(Request):
 
 
 class Farewell(Request):
-    """The last message of a rank that ends as planned: nothing need be held for a restart. There is no reply."""
+    """The last message of a rank that ends as planned: nothing need be kept for a restart. There is no reply."""
 
     type: Literal["farewell"] = "farewell"
 
@@ -190,7 +192,7 @@ class Failed(Reply):
 
 
 class Outcome(Message):
-    """What became of a save: committed, or aborted with the reason; one that was dropped says `generation-dropped`."""
+    """What became of a save: committed, or aborted with the reason; `generation-dropped` for a dropped one."""
 
     type: Literal["outcome"] = "outcome"
     step: int
@@ -212,7 +214,7 @@ TO_RANK: TypeAdapter[Any] = TypeAdapter(ToRank)
 
 
 def encode_frame(message: Message) -> bytes:
-    """One frame; `LimitExceeded` or `InvalidRequest` for a message that no peer would take."""
+    """Encode one frame; `LimitExceeded` or `InvalidRequest` for a message that no peer would accept."""
     try:
         body = message.model_dump_json().encode()
     except PydanticSerializationError as error:
@@ -223,14 +225,14 @@ def encode_frame(message: Message) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into messages, wherever the pieces were torn. Does no input or output itself."""
+    """Splits a byte stream into messages, however the bytes were split. Does no input or output itself."""
 
     def __init__(self, messages: TypeAdapter[Any]) -> None:
         self._messages = messages
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """The messages that are complete now; `InvalidRequest` or `LimitExceeded` ends the conversation."""
+        """Return the messages that are complete now; `InvalidRequest` or `LimitExceeded` ends the conversation."""
         self._pending += data
         complete = []
         while len(self._pending) >= LENGTH_BYTES:

@@ -1,4 +1,4 @@
-"""Where bytes rest: the Tier seam, the POSIX tier, and the tier in memory that tests use."""
+"""Stored files: the Tier interface, the POSIX tier, and the tier in memory for tests."""
 
 from .locking import RootLock, lock_root
 from .memory import MemoryTier

@@ -1,4 +1,4 @@
-"""Reading and writing past the page cache: which accesses can, and how such a descriptor is had."""
+"""Reading and writing past the page cache: which accesses are possible, and how to open such a descriptor."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 from .tier import address
 
-ALIGNMENT = max(4096, mmap.PAGESIZE)  # whole pages: none is ever written both directly and through the cache
+ALIGNMENT = max(4096, mmap.PAGESIZE)  # whole pages: no page is written both directly and through the cache
 DIRECT_BYTES_MIN = 2**20  # a smaller file gains nothing from it
-REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # what a file system without direct access answers
+REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of a file system without direct access
 _DIRECT = getattr(os, "O_DIRECT", 0)  # not every system has it
 _FLAGS = _DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def open_direct(leaf: str, access: int, directory: int) -> int | None:
-    """A descriptor of a file that goes past the page cache; None where the file system has none."""
+    """A descriptor of a file that bypasses the page cache; None if the file system does not support that."""
     if not _DIRECT:
         return None
     try:
@@ -29,6 +29,6 @@ def open_direct(leaf: str, access: int, directory: int) -> int | None:
 
 
 def is_aligned(offset: int, views: Sequence[memoryview]) -> bool:
-    """Whether the offset, and length and memory of every buffer, are such that they can go past the page cache."""
+    """Whether the offset, and length and memory of every buffer, are aligned so that they can bypass the page cache."""
     numbers = [offset, *(view.nbytes for view in views), *(address(view) for view in views)]
     return any(view.nbytes for view in views) and all(number % ALIGNMENT == 0 for number in numbers)

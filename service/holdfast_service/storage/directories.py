@@ -1,4 +1,4 @@
-"""Directories below a root, reached and removed name by name without following a link."""
+"""Directories below a root, opened and removed name by name without following a link."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int]:
-    """What tells a directory from every other one of this machine, by whatever path it is reached."""
+    """Identifies a directory among all directories of this machine, whatever path leads to it."""
     return status.st_dev, status.st_ino
 
 
 def check_same(descriptor: int, at: tuple[int, int], root: Path) -> None:
-    """`StorageFailed` where a root was moved and another directory put in its place: that is left alone."""
+    """Raise `StorageFailed` if a root was moved and another directory is in its place; that one is left alone."""
     if identity_of(os.fstat(descriptor)) != at:
         raise StorageFailed(
             f"{root} is no longer the same directory: it was moved or remounted",
@@ -30,7 +30,7 @@ def check_same(descriptor: int, at: tuple[int, int], root: Path) -> None:
 
 @contextmanager
 def absent() -> Iterator[None]:
-    """Nothing at the place that is asked for is no error."""
+    """Ignore the error if there is nothing at the requested place."""
     try:
         yield
     except OSError as error:
@@ -39,7 +39,7 @@ def absent() -> Iterator[None]:
 
 
 def open_directory(parent: int, name: str, make: bool) -> int:
-    """A descriptor of the directory `name`, made if it is not there and `make` allows it."""
+    """A descriptor of the directory `name`, which is made if it does not exist and `make` allows it."""
     try:
         return os.open(name, DIRECTORY, dir_fd=parent)
     except FileNotFoundError:
@@ -51,7 +51,7 @@ def open_directory(parent: int, name: str, make: bool) -> int:
 
 
 def remove_empty(parent: int, name: str) -> bool:
-    """Remove a directory in which there is nothing; False where there is something, or where it is no directory."""
+    """Remove an empty directory; False if it is not empty, or not a directory."""
     try:
         os.rmdir(name, dir_fd=parent)
     except OSError as error:

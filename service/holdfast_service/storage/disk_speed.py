@@ -1,4 +1,6 @@
-"""How fast the disk under a root takes bytes: a short write into a file without a name, past the page cache where it can."""
+"""Measures how fast the disk under a root writes: a short write into a file without a name, past the page
+cache if possible.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def measure(root: Path, size: int, stop: Callable[[], bool]) -> float | None:
-    """Bytes a second of a write of `size`; None where `stop` says, between two pieces, that the disk is wanted.
+    """Bytes a second of a write of `size`; None if `stop` says, between two pieces, that the disk is needed.
 
-    `StorageFailed` or `NoSpace`. Nothing is left behind.
+    Raises `StorageFailed` or `NoSpace`. Nothing is left on the disk.
     """
     with translated("measure", str(root)), mmap.mmap(-1, PIECE_BYTES) as piece:
         piece[:] = os.urandom(PIECE_BYTES)  # not zeros, which some disks do not write at all

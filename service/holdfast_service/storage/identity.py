@@ -1,4 +1,4 @@
-"""Which root a directory is: the id in it, made when a daemon first has it, and made anew in a copy."""
+"""The identity of a root: an id in its directory, made when a daemon first serves it, and made anew in a copy."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ log = logging.getLogger(__name__)
 
 
 class Identity(NamedTuple):
-    """A root's mark; `copy_of` is the id that was found in it where it belongs to another directory."""
+    """A root's mark; `copy_of` is the id that was found in it if that belongs to another directory."""
 
     mark: RootMark
     copy_of: str | None = None
 
 
 def settle(tier: PosixTier) -> Identity:
-    """The root's identity, for who holds its lock: the one that it has, or a new one for a new root and for a copy.
+    """Return the root's identity, for the holder of its lock: the existing one, or a new one for a new root and for a copy.
 
-    A copied id stands in a directory with another inode than the one it was given to. So a root that came from a backup, or
-    was moved to another file system, is another root from then on; one that was renamed or mounted elsewhere is the same.
+    A copied id is in a directory with another inode than the one for which it was made. So a root that came from a backup,
+    or was moved to another file system, becomes another root; one that was renamed or mounted elsewhere is the same.
     """
     at = os.stat(tier.root)
     found = _read(tier)
@@ -40,7 +40,7 @@ def settle(tier: PosixTier) -> Identity:
 
 
 def known(root: Path) -> str:
-    """The id of a root that is not to be changed, "" where it has none yet or is a copy."""
+    """The id of a root, without changing it; "" if it has none yet or is a copy."""
     if not root.is_dir():
         return ""
     found = _read(PosixTier(root))

@@ -10,9 +10,9 @@ from pathlib import Path
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # of sync_file_range
 _ZERO_RANGE_KEEP_SIZE = 0x10 | 0x01  # of fallocate
-_STATFS_BYTES_MAX = 256  # more than struct statfs has anywhere
+_STATFS_BYTES_MAX = 256  # larger than struct statfs anywhere
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of mallopt
-# Larger buffers are mapped and unmapped one by one, and every page of them faults anew. The blocks of a check are smaller
+# Larger buffers are mapped and unmapped one by one, and every page of them faults in anew. The blocks of a check are smaller
 # (1 MiB, daemon/checking/statistics.py): mapped one by one they tripled its processor time.
 _MAPPED_BYTES_MIN = 2 * 1024 * 1024
 _KEPT_BYTES_MAX = 4 * 1024 * 1024  # free at the end of an arena
@@ -21,12 +21,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def renameat2(source_parent: int, source: str, target_parent: int, target: str) -> None:
-    """Rename, and fail with EEXIST when the target is there."""
+    """Rename, and fail with EEXIST if the target exists."""
     _call("renameat2", source_parent, os.fsencode(source), target_parent, os.fsencode(target), _RENAME_NOREPLACE)
 
 
 def exchange(source_parent: int, source: str, target_parent: int, target: str) -> None:
-    """Give two names each other's files, at one stroke."""
+    """Exchange two names atomically."""
     _call("renameat2", source_parent, os.fsencode(source), target_parent, os.fsencode(target), _RENAME_EXCHANGE)
 
 
@@ -53,19 +53,19 @@ def start_writeback(descriptor: int, offset: int, length: int) -> None:
 
 
 def await_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Wait until these pages are written out. This is no fsync: neither metadata nor the device's cache is flushed."""
+    """Wait until these pages are written out. This is not an fsync: neither metadata nor the device's cache is flushed."""
     flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER
     _call("sync_file_range", descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), flags)
 
 
 def give_memory_back() -> None:
-    """From here on, what this process frees of large buffers goes back to the system at once, where malloc can be told.
+    """From here on, return freed large buffers to the system at once, if malloc can be told so.
 
-    glibc's malloc learns from the first large buffer that is freed to keep such ones, in an arena for each of many threads:
-    a daemon that once took eight chunks of megabytes kept 200 MiB for good.
+    After the first large buffer that is freed, glibc's malloc keeps such buffers, in an arena for each of many threads: a
+    daemon that once received eight chunks of megabytes kept 200 MiB for good.
     """
     mallopt = getattr(_libc, "mallopt", None)
-    if mallopt is not None:  # else another C library, which has its own ways
+    if mallopt is not None:  # another C library, which behaves differently
         for option, value in (
             (_M_MMAP_THRESHOLD, _MAPPED_BYTES_MIN),
             (_M_TRIM_THRESHOLD, _KEPT_BYTES_MAX),
@@ -75,7 +75,7 @@ def give_memory_back() -> None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """ENOSYS where the C library lacks the function."""
+    """Call a function; ENOSYS if the C library does not have it."""
     function = getattr(_libc, name, None)
     code = errno.ENOSYS
     if function is not None:

@@ -16,20 +16,20 @@ from .translation import translated
 
 
 class RootLock:
-    """A held lock; the kernel lets it go when the process ends, however it ends."""
+    """A held lock; the kernel releases it when the process ends, however it ends."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
 
     def release(self) -> None:
-        """Let the lock go; does nothing the second time."""
+        """Release the lock; does nothing the second time."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
 
 def lock_root(root: Path) -> RootLock:
-    """Lock `root`, which is made if it is not there; `RootBusy` names the process that holds it.
+    """Lock `root`, which is made if it does not exist; `RootBusy` names the process that holds it.
 
     `InvalidRequest` for a directory inside a run or a checkpoint.
     """
@@ -49,7 +49,7 @@ def _lock(root: Path, path: Path) -> RootLock:
 
 
 def take(root: Path, descriptor: int) -> RootLock:
-    """Lock the open lock file of `root` and leave our process id in it; `RootBusy` names the process that holds it."""
+    """Lock the open lock file of `root` and write our process id into it; `RootBusy` names the process that holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -1,4 +1,4 @@
-"""A tier in memory: the fake that comes with the seam, for tests of everything above it."""
+"""A tier in memory: the fake of the interface, for tests of the code above it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Path = tuple[str, ...]
 class MemoryTier:
     """Files and directories in two tables. `acts` lists what was made durable, in order, for tests of order (I3).
 
-    `alignment` is what its files ask of their writers; nothing depends on it here.
+    `alignment` is the alignment that its files request from writers; nothing depends on it here.
     """
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES, alignment: int = 1) -> None:

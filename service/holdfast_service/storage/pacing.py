@@ -1,4 +1,4 @@
-"""Writing no faster than was asked for, so that what else uses a shared disk or network gets its part."""
+"""Limits the speed of writing, so that other users of a shared disk or network get their part."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class Pace:
-    """So many bytes a second, for all who write together. Time that nobody used is not made up for later."""
+    """So many bytes a second, for all writers together. Unused time is not made up for later."""
 
     def __init__(self, bytes_per_second: int) -> None:
         self._bytes_per_second = bytes_per_second

@@ -1,7 +1,7 @@
 """A directory of a file system as a tier. The only module that renames and fsyncs.
 
-The system calls on which durability hangs stand as `_fsync`, `_pwritev`, `_preadv`, `_rename` and `_exchange` at the top,
-so that a test can make any one of them fail. Large files are written and proven past the page cache where that is possible.
+The system calls on which durability depends are `_fsync`, `_pwritev`, `_preadv`, `_rename` and `_exchange` at the top, so
+that a test can make any one of them fail. Large files are written and verified past the page cache where that is possible.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .writeback import Writeback, drop_from_cache
 
 BUFFERS_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one pwritev
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hold up its reader
-FILE_MODE = 0o666  # less the umask
+_OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block its reader
+FILE_MODE = 0o666  # minus the umask
 _NO_SUCH_RENAME = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 _fsync = os.fsync
@@ -40,10 +40,10 @@ _reserve = libc.fallocate
 
 
 class PosixTier:
-    """The directory `root`, made if it is not there. The root may be reached by a symbolic link, nothing below it may."""
+    """The directory `root`, made if it does not exist. Only the path to the root itself may contain a symbolic link."""
 
     def __init__(self, root: Path, pace: Pace | None = None) -> None:
-        """With a `pace`, what `create` made is written no faster."""
+        """With a `pace`, files from `create` are written no faster than that."""
         self.root, self._pace = root, pace
         self._replacing = threading.Lock()
         make_root(root)
@@ -71,7 +71,7 @@ class PosixTier:
 
     def replace(self, path: str, data: bytes) -> None:
         parent, leaf = split_leaf(path)
-        new = f".{leaf}.new"  # a fixed name, so that a crash leaves at most one behind, and the next replace takes it away
+        new = f".{leaf}.new"  # a fixed name, so that a crash leaves at most one behind, which the next replace overwrites
         with self._replacing, translated("replace", path), self._directory(parent, make=True) as directory:
             with suppress(FileNotFoundError):
                 os.unlink(new, dir_fd=directory)
@@ -93,7 +93,7 @@ class PosixTier:
             self._directory(source_parent) as here,
             self._directory(target_parent, make=True) as there,
         ):
-            os.close(os.open(source_leaf, DIRECTORY, dir_fd=here))  # it must be a directory, and no link to one
+            os.close(os.open(source_leaf, DIRECTORY, dir_fd=here))  # it must be a directory, and not a link to one
             try:
                 _rename_to_free_name(here, source_leaf, there, target_leaf)
             except OSError as error:
@@ -200,7 +200,7 @@ class PosixTier:
 
     @contextmanager
     def _directory(self, names: Sequence[str], make: bool = False) -> Iterator[int]:
-        """A descriptor of a directory below the root, reached name by name without following a link."""
+        """A descriptor of a directory below the root, opened name by name without following a link."""
         descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             check_same(descriptor, self._at, self.root)
@@ -214,7 +214,7 @@ class PosixTier:
 
     @contextmanager
     def _there(self, path: str) -> Iterator[int | None]:
-        """A descriptor of a directory to look into, None where there is none."""
+        """A descriptor of a directory to read, None if there is none."""
         names = split_path(path)
         with translated("list", path), ExitStack() as stack:
             directory = None
@@ -240,7 +240,7 @@ class PosixTier:
 class PosixFile:
     """A new file. Threads may be inside `write` while another discards it: the last one out closes the descriptors.
 
-    `direct` is a second descriptor, for the writes that go past the page cache; None where there is no such thing.
+    `direct` is a second descriptor, for the writes that bypass the page cache; None if that is not possible.
     """
 
     def __init__(self, path: str, descriptor: int, direct: int | None, size: int, pace: Pace | None) -> None:
@@ -273,7 +273,7 @@ class PosixFile:
     def finish(self) -> None:
         try:
             with translated("fsync", self._path), self._open() as descriptor:
-                _fsync(descriptor)  # of the file, so of what went through the other descriptor too; once only (I9)
+                _fsync(descriptor)  # of the file, so also of writes through the other descriptor; once only (I9)
                 if self._size >= DIRECT_BYTES_MIN:
                     drop_from_cache(descriptor)
         finally:
@@ -293,13 +293,13 @@ class PosixFile:
         except OSError as error:
             if error.errno not in REFUSED:
                 raise
-            self._refused = True  # also when a short write left an unaligned rest: all of it is written again, buffered
+            self._refused = True  # also if a short write left an unaligned rest: all of it is written again, buffered
             return False
         return True
 
     @contextmanager
     def _open(self) -> Iterator[int]:
-        # A descriptor closed under a writer could by then be another file's: counting the users rules that out.
+        # A descriptor closed under a writer could soon be another file's: counting the users prevents that.
         with self._lock:
             if self._closed:
                 raise StorageFailed(f"{self._path} is closed already", path=self._path)
@@ -314,7 +314,7 @@ class PosixFile:
                 self._close()
 
     def _close(self) -> None:
-        # What close reports is no news: finish has fsynced before, and a discarded file makes no promise.
+        # An error of close is not news: finish has fsynced before, and a discarded file is not promised.
         for descriptor in (self._descriptor, self._direct):
             if descriptor is not None:
                 with suppress(OSError):
@@ -322,7 +322,7 @@ class PosixFile:
 
 
 def make_root(root: Path) -> None:
-    """Make the directory `root` and what of its parents is missing, durably."""
+    """Make the directory `root` and its missing parents, durably."""
     with translated("make", str(root)):
         missing = [path for path in (root, *root.parents) if not path.exists()]
         root.mkdir(parents=True, exist_ok=True)
@@ -335,7 +335,7 @@ def make_root(root: Path) -> None:
 
 
 def set_aside(path: Path, target: Path | None) -> None:
-    """Give a file of ours that is of no use another name, or none. A power cut may undo that: it would be found again."""
+    """Rename a useless file of ours, or delete it if no name is given. A power cut may undo that."""
     with translated("rename", str(path)):
         if target is None:
             path.unlink(missing_ok=True)
@@ -382,7 +382,7 @@ def _write_all(descriptor: int, offset: int, views: Sequence[memoryview]) -> Non
 
 
 def _read_direct(descriptor: int, offset: int, view: memoryview) -> int | None:
-    """Bytes read, fewer only at the file's end; None where the file cannot be read directly."""
+    """Bytes read, fewer only at the file's end; None if the file cannot be read directly."""
     there = min(max(os.fstat(descriptor).st_size - offset, 0), view.nbytes)
     done = 0
     try:
@@ -414,7 +414,7 @@ def _rename_to_free_name(here: int, source: str, there: int, target: str) -> Non
     except OSError as error:
         if error.errno not in _NO_SUCH_RENAME:
             raise
-        # A kernel or file system without the exclusive rename; the root's lock keeps other processes out meanwhile.
+        # A kernel or file system without exclusive rename; meanwhile the root's lock keeps other processes out.
         if target in os.listdir(there):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
         os.rename(source, target, src_dir_fd=here, dst_dir_fd=there)

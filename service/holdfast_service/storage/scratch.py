@@ -1,4 +1,4 @@
-"""Files without a name on the storage's disk: room that is reserved whole, and that is gone with its last descriptor."""
+"""Files without a name on the root's disk: their space is reserved as a whole, and freed with the last descriptor."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from .translation import translated
 
 PROBE_BYTES = 64 * 2**20
 _PROBE_PIECE_BYTES = 4 * 2**20
-_NAME = (
-    ".scratch"  # one fixed name where files cannot be born without one: a crash leaves at most one, the next one takes it
-)
+_NAME = ".scratch"  # a fixed name, if files cannot be created without one: a crash leaves at most one, which is reused
 _IN_MEMORY = (0x01021994, 0x858458F6)  # f_type of tmpfs and ramfs
 
 
 def open_scratch(root: Path, size: int, beside: int) -> int:
-    """A descriptor of a new file of `size` bytes below `root`, every block of it reserved.
+    """A descriptor of a new file of `size` bytes below `root`, with every block reserved.
 
-    `NoSpace`, with the numbers, where the disk has not room for it and for `beside` bytes more; `StorageFailed` where the
-    file system keeps its files in memory, or cannot reserve: then a write into mapped memory could fail for want of a block.
+    Raises `NoSpace`, with the numbers, if the disk has no room for it and `beside` bytes more. Raises `StorageFailed` if the
+    file system keeps its files in memory, or cannot reserve: then a write into mapped memory could fail for lack of a block.
     """
     with translated("create scratch file in", str(root)):
         if libc.file_system(root) in _IN_MEMORY:
@@ -46,19 +44,21 @@ def open_scratch(root: Path, size: int, beside: int) -> int:
 
 
 def free_bytes(root: Path) -> int:
-    """What may still be reserved below `root`."""
+    """The bytes that can still be reserved below `root`."""
     with translated("stat", str(root)):
         return _free(root)
 
 
 def is_scratch(descriptor: int) -> bool:
-    """Whether this is a file without a name and without a hole: nobody else finds it, and no write to it wants a block."""
+    """Whether this is a file without a name and without holes: nobody else can open it, and writes to it
+    need no new block.
+    """
     status = os.fstat(descriptor)
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 0 and status.st_blocks * 512 >= status.st_size > 0
 
 
 def write_speed(descriptor: int, size: int) -> float:
-    """Bytes a second that the disk takes, from a short write that is waited for; what was written is given up again."""
+    """Bytes a second that the disk takes, from a short synced write; the written bytes are given up again."""
     length = min(size, PROBE_BYTES)
     piece = os.urandom(min(length, _PROBE_PIECE_BYTES))  # not zeros, which some disks do not write at all
     with translated("probe", "scratch"):
@@ -73,9 +73,9 @@ def write_speed(descriptor: int, size: int) -> float:
 
 
 def empty(descriptor: int, offset: int, length: int) -> None:
-    """Give up what stands there and keep the blocks: the next write need not read what it writes over.
+    """Drop the contents and keep the blocks: the next write need not read what it overwrites.
 
-    Where the file system cannot, the bytes stay, and the next write costs more.
+    If the file system cannot do that, the bytes stay, and the next write costs more.
     """
     with suppress(OSError):
         libc.zero_range(descriptor, offset, length)
@@ -87,7 +87,7 @@ def _free(root: Path) -> int:
 
 
 def nameless(root: Path) -> int:
-    """A descriptor of a new file in `root` that nobody else finds."""
+    """A descriptor of a new file in `root` that nobody else can open."""
     flags = os.O_RDWR | os.O_CLOEXEC
     with suppress(OSError):
         return os.open(root, os.O_TMPFILE | flags, 0o600)

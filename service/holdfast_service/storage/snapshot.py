@@ -17,7 +17,7 @@ _TARGET = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40}|[0-9a-f]{64})")
 
 
 class HubSnapshot:
-    """The files of one snapshot. A link that leads anywhere but to a plain file in `blobs` is not there."""
+    """The files of one snapshot. A link to anything but a regular file in `blobs` counts as missing."""
 
     def __init__(self, directory: Path) -> None:
         self._snapshot = f"{directory.parent.name}/{directory.name}"
@@ -39,16 +39,18 @@ class HubSnapshot:
         return self._cache.read_stored(self._found(path), offset, buffer)
 
     def _found(self, path: str) -> str:
-        """Where a file's bytes lie. Only a link's text is believed; what it names is reached without following any."""
+        """The place of a file's bytes. Only the text of a link is used; the path that it names is opened without following
+        links.
+        """
         there = f"{self._snapshot}/{path}"
         try:
             target = _TARGET.fullmatch(os.readlink(self._cache.root / there))
-        except OSError:  # no link
+        except OSError:  # not a link
             return there
         return f"blobs/{target[1]}" if target else there
 
 
 def opened(directory: Path) -> Readable:
-    """A directory to read, with the links of a hub's cache where it is a snapshot in one."""
+    """A directory to read; if it is a snapshot in a hub's cache, its links are followed."""
     snapshot = directory.parent.name == "snapshots" and (directory.parent.parent / "blobs").is_dir()
     return HubSnapshot(directory) if snapshot else PosixTier(directory)

@@ -1,4 +1,4 @@
-"""Stamps of files: a text that becomes another when a file is written, replaced or made anew, had without reading it."""
+"""Stamps of files: a text that changes when a file is written, replaced or made anew, computed without reading the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .directories import ABSENT
 
 
 def stamps(directory: int, names: Sequence[str]) -> dict[str, str]:
-    """The stamp of the directory itself, as "", and of each one in it, of those that hold files of all these names."""
+    """The stamp of the directory itself, as "", and of each subdirectory that holds files of all these names."""
     found = {"": _stamp(directory, "", names)}
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -30,6 +30,6 @@ def _stamp(directory: int, below: str, names: Sequence[str]) -> str | None:
             raise
         if not stat.S_ISREG(status.st_mode):
             return None
-        # The time of the last change can be set by nobody, unlike that of the last write.
+        # Nobody can set the time of the last status change, unlike that of the last write.
         parts.append(f"{status.st_ino:x}.{status.st_size:x}.{status.st_ctime_ns:x}")
     return " ".join(parts)

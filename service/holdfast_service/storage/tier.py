@@ -1,7 +1,7 @@
-"""The seam: what a place for checkpoints must be able to do. `tests/suites/tier_suite.py` is the exam every tier takes.
+"""The interface of a place for checkpoints. Every tier must pass the tests in `tests/suites/tier_suite.py`.
 
-Paths are relative POSIX paths below the tier's root; `""` is the root itself where a directory is asked for. Nothing below
-the root is reached through a symbolic link.
+Paths are relative POSIX paths below the tier's root; `""` is the root itself where a directory is expected. No symbolic link
+below the root is followed.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ class FileWriter(Protocol):
 
     @property
     def alignment(self) -> int:
-        """Writes whose offset, length and memory are multiples of this go past any cache; 1 where it makes no difference."""
+        """Writes whose offset, length and memory are multiples of this bypass any cache; 1 if it makes no difference."""
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """Write every byte of the buffers, one behind the other from `offset` on, inside the size the file was made with."""
+        """Write every byte of the buffers, one after the other from `offset` on, inside the size the file was made with."""
 
     def finish(self) -> None:
         """Make the bytes durable and close. After a failure the file is closed too, and is never made durable (I9)."""
 
     def discard(self) -> None:
-        """Close without a promise about the bytes; does nothing on a file that is closed."""
+        """Close without a promise about the bytes; does nothing on a closed file."""
 
 
 class Readable(Protocol):
-    """What is asked of a place that is only read from. Every failure is one of those of `Tier`."""
+    """The interface of a place that is only read. Every failure is one of those of `Tier`."""
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """Bytes of a file; fewer than `length` only at its end."""
 
     def read_into(self, path: str, offset: int, buffer: Buffer) -> int:
-        """Fill `buffer` from a file; the number of bytes read, fewer than it holds only at the file's end."""
+        """Fill `buffer` from a file; return the number of bytes read, fewer than it holds only at the file's end."""
 
     def read_stored(self, path: str, offset: int, buffer: Buffer) -> int:
-        """`read_into` for whoever proves what is stored: past any cache where offset, length and memory are aligned."""
+        """`read_into` for verification of stored bytes: past any cache if offset, length and memory are aligned."""
 
     def size(self, path: str) -> int | None:
-        """Bytes of a file, None when there is no file at `path`."""
+        """Bytes of a file, None if there is no file at `path`."""
 
     def list(self, path: str) -> list[str]:
-        """The names in a directory, sorted; none for what is not a directory."""
+        """The names in a directory, sorted; empty for anything but a directory."""
 
 
 class Tier(Readable, Protocol):
     """A place for checkpoints. Every failure is one of `NoSpace`, `StorageFailed`, `NoSuchResource`, `InvalidRequest`."""
 
     def create(self, path: str, size: int) -> FileWriter:
-        """A new file with room for `size` bytes, parents made; `StorageFailed` when there is something at `path`."""
+        """A new file with room for `size` bytes; parents are made. `StorageFailed` if something exists at `path`."""
 
     def put(self, path: str, data: bytes) -> None:
         """A new small file, durable when this returns (its name is durable after `sync_directory`)."""
 
     def replace(self, path: str, data: bytes) -> None:
-        """Put `data` in the place of a file or of nothing, atomically; durable, with its name, when this returns."""
+        """Replace a file by `data`, or create it, atomically; durable, with its name, when this returns."""
 
     def sync_directory(self, path: str) -> None:
         """Make the names in this directory durable, and the path to it from the root."""
@@ -75,39 +75,42 @@ class Tier(Readable, Protocol):
         """
 
     def exchange(self, source: str, target: str) -> bool:
-        """Give two directories each other's names, atomically; durable when this returns. False where that is not possible.
+        """Exchange the names of two directories, atomically; durable when this returns. False if that is not possible.
 
         A failure after the exchange carries the member `outcome="unknown"` (I9).
         """
 
     def supplant(self, source: str, target: str) -> None:
-        """Put a durable file in the place of another one, or of nothing, atomically; durable there when this returns.
+        """Replace a file by a durable one, or put it where there is none, atomically; durable there when this returns.
 
-        Who has the other one open keeps reading that.
+        Readers that have the old one open keep reading that.
         """
 
     def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
-        """For this directory, as `""`, and each one in it that holds files of all these names: a text without their contents
-        that becomes another when one of the files is written, replaced or made anew. None for what is not a directory."""
+        """For this directory, as `""`, and each subdirectory that holds files of all these names: a text, computed without
+        reading them, that changes when one of the files is written, replaced or made anew.
+
+        Returns None for anything but a directory.
+        """
 
     def remove_file(self, path: str) -> None:
         """Remove one file."""
 
     def remove_empty(self, path: str) -> bool:
-        """Remove a directory in which there is nothing; False where there is something in it, or it is no directory.
+        """Remove an empty directory; False if it is not empty, or not a directory.
 
-        Nothing there is fine.
+        A missing one is fine.
         """
 
     def remove_tree(self, path: str) -> None:
-        """Remove whatever is at `path` and below it; nothing there is fine. Of a symbolic link only the link goes."""
+        """Remove whatever is at `path` and below it; a missing path is fine. Of a symbolic link only the link is removed."""
 
     def free_bytes(self) -> int:
         """Bytes that may still be written here."""
 
 
 def split_path(path: str) -> list[str]:
-    """The names along a path, none for the root; `InvalidRequest` for a path that could lead out of the root."""
+    """The names along a path, empty for the root; `InvalidRequest` for a path that could lead out of the root."""
     if path == "":
         return []
     names = path.split("/")
@@ -135,12 +138,12 @@ def octets(buffer: Buffer) -> memoryview:
 
 
 def address(view: memoryview) -> int:
-    """Where the buffer stands in memory; 0 for one without bytes."""
+    """The buffer's address in memory; 0 for one without bytes."""
     return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
 
 
 def check_range(path: str, offset: int, length: int, size: int) -> None:
-    """Refuse bytes outside the room that a file was made with."""
+    """Refuse bytes outside the size that a file was made with."""
     if offset < 0 or offset + length > size:
         raise InvalidRequest(f"{path}: {length} bytes at {offset} do not fit the file of {size} bytes")
 

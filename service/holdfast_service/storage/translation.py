@@ -1,4 +1,4 @@
-"""OSErrors become named errors here and nowhere else."""
+"""The only place where OSErrors become named errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Small files that decide about others, read whole: never more than a bound, and never taken for absent when they are not.
+"""Reads small files that decide about others: never more than a limit, and a damaged file is never taken for a missing one.
 
-What a name leads to is not believed. A sparse file of gigabytes under a name of ours must not fill the daemon's memory, and
-a link or a pipe in the place of a file is damage: who takes it for nothing would act as if no such file had been written.
+Their names prove nothing. A sparse file of gigabytes must not fill the daemon's memory. A link or a pipe in the place of a
+file is damage: if it counted as missing, the daemon would act as if no such file had been written.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from holdfast_formats.errors import CorruptManifest, NotCommitted
 
 from .tier import Readable
 
-_AT_ONCE_BYTES = 16 * 2**20  # manifests up to here are read before they are proven; larger ones are proven piece by piece
+_AT_ONCE_BYTES = 16 * 2**20  # manifests up to this size are read, then verified; larger ones piece by piece
 _HINT = "Holdfast writes no such file: restore it from a replica, or restore another step"
 
 
 def read_whole(tier: Readable, path: str, bytes_max: int) -> bytes | None:
-    """A file's bytes, None where nothing has this name; `CorruptManifest` for what is no plain file, or is too long."""
+    """A file's bytes, None if it does not exist; `CorruptManifest` if it is not a regular file, or too long."""
     size, name = tier.size(path), path.rpartition("/")[2]
     if size is None:
         if name in tier.list(path.rpartition("/")[0]):
@@ -34,7 +34,7 @@ def read_whole(tier: Readable, path: str, bytes_max: int) -> bytes | None:
 
 
 def read_commit(tier: Readable, directory: str) -> bytes:
-    """COMMIT as it is stored, with which reading begins (I5); `NotCommitted` where there is none."""
+    """COMMIT as it is stored, with which reading begins (I5); `NotCommitted` if there is none."""
     try:
         found = read_whole(tier, f"{directory}/{naming.COMMIT}" if directory else naming.COMMIT, manifest.COMMIT_BYTES_MAX)
     except CorruptManifest as error:
@@ -45,7 +45,7 @@ def read_commit(tier: Readable, directory: str) -> bytes:
 
 
 def read_manifest(tier: Readable, directory: str, commit: bytes) -> bytes:
-    """The manifest's bytes, for `manifest.decode` to prove; `CorruptManifest` where there are none, or too many.
+    """The manifest's bytes, for `manifest.decode` to verify; `CorruptManifest` if it is missing or too long.
 
     Raises `NotCommitted` for a COMMIT that cannot be read.
     """
@@ -59,7 +59,7 @@ def read_manifest(tier: Readable, directory: str, commit: bytes) -> bytes:
 
 
 def _prove_in_pieces(tier: Readable, path: str, stated: str) -> None:
-    """A long file that is no manifest is found out without ever being in memory whole."""
+    """Check a long file's digest in pieces, so that a file that is not a manifest is never in memory as a whole."""
     made, offset = hashlib.sha256(), 0
     piece = memoryview(bytearray(_AT_ONCE_BYTES))
     while count := tier.read_into(path, offset, piece):

@@ -1,4 +1,4 @@
-"""Buffered writes that do not flood the page cache: written out as they come, and dropped when they are durable."""
+"""Keeps buffered writes from flooding the page cache: written out as they come, and dropped when they are durable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _await_writeback = libc.await_writeback
 
 
 class Writeback:
-    """Keeps the dirty pages of one file bounded. An error met while waiting is raised: fsync would not repeat it (I9)."""
+    """Limits the dirty pages of one file. An error met while waiting is raised, because fsync would not repeat it (I9)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class Writeback:
         self._known = True
 
     def wrote(self, descriptor: int, offset: int, length: int) -> None:
-        """Begin to write these bytes out, and wait for the oldest ones when too many are under way."""
+        """Begin to write these bytes out, and wait for the oldest ones if too many are under way."""
         if length < PACED_BYTES_MIN or not self._known:
             return
         try:
@@ -52,6 +52,6 @@ class Writeback:
 
 
 def drop_from_cache(descriptor: int) -> None:
-    """Let the kernel forget a file's clean pages: nobody reads a checkpoint right after it was written."""
-    with suppress(OSError):  # advice
+    """Let the kernel drop a file's clean pages: nobody reads a checkpoint right after it was written."""
+    with suppress(OSError):  # only advice
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,1 +1,1 @@
-"""What puts the rooms together."""
+"""Puts the rooms together."""

@@ -1,6 +1,6 @@
-"""Puts the rooms together: control over a root, a node's data plane over control, and what the HTTP edge is given of both.
+"""Puts the rooms together: control over a root, a node's data plane, and the services that the HTTP edge uses.
 
-What is opened is closed by the `stack`, the last first. Only `__main__` is above.
+Everything that is opened is closed by the `stack`, the last first. Only `__main__` is above this module.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ log = logging.getLogger("holdfast_service")
 
 
 class Control(NamedTuple):
-    """What decides over a root."""
+    """The decisions over a root."""
 
     root: Path
     tier: PosixTier
@@ -67,7 +67,7 @@ class Control(NamedTuple):
 
 
 class NodeParts(NamedTuple):
-    """The data plane of this machine, and what goes on in its background."""
+    """The data plane of this machine, and its background work."""
 
     daemon: Daemon
     saver: Saver
@@ -78,7 +78,7 @@ class NodeParts(NamedTuple):
 
 
 def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
-    """The root's storage and catalog; a catalog that is missing or damaged is made anew, one of another root refused."""
+    """The root's storage and catalog; a missing or damaged catalog is made anew, one of another root is refused."""
     tier = PosixTier(root, Pace(config.write_bytes_per_second) if config.write_bytes_per_second else None)
     identity = settle(tier)
     owner = ownership.Root(identity.mark.id, root, config.node)
@@ -97,7 +97,7 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
 
 
 def open_node(config: Config, control: Control, url: str | None, stack: ExitStack) -> NodeParts:
-    """The daemon, listening at its socket: what an earlier one left is taken up, and what is due is checked and copied."""
+    """The daemon, listening at its socket. Work that an earlier one left is taken over, and due checks and copies begin."""
     root, tier, catalog, decisions, (mark, _) = control
     budget = Budget(config.arena_bytes_max)
     keeper = OfRoot(_keeper(root, config), mark.id)
@@ -128,7 +128,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
 
 
 def services(config: Config, control: Control, node: NodeParts, door: Policy, stack: ExitStack) -> Services:
-    """What the HTTP edge is given."""
+    """The services that the HTTP edge uses."""
     from holdfast_service.api.services import Services
 
     saver, daemon = node.saver, node.daemon
@@ -174,7 +174,9 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
 
 
 def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver) -> Scrub:
-    """The scrub, which begins with what is committed and was never checked: found now, or left by a daemon that died."""
+    """The scrub, which begins with committed checkpoints that were never checked: found now, or left by a
+    daemon that died.
+    """
     rate = config.scrub_bytes_per_second
     plan = ScrubPlan(rate, config.scrub_every) if rate else ScrubPlan(None, None)
     scrub = Scrub(checker, decisions, saver, plan)
@@ -186,7 +188,7 @@ def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver)
 
 
 def _keeper(root: Path, config: Config) -> DescriptorKeeper:
-    """Who keeps shared memory while no daemon lives. A root's holder is found by its root: the socket may change."""
+    """The holder that keeps shared memory while no daemon lives. It is found by its root, because the socket may change."""
     store = fd_store()
     if store is not None:
         return FdStore(store.notify, store.inherited)

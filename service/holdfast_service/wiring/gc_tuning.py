@@ -1,17 +1,17 @@
-"""Python's garbage collector in a process that serves: it must not hold up who asks, and garbage must go all the same."""
+"""Tunes Python's garbage collector so that collections do not stall requests, and garbage is still freed."""
 
 from __future__ import annotations
 
 import gc
 
-# How many more objects there are before the youngest are looked at, and how many such looks before older ones are. A page of
-# a thousand rows makes tens of thousands of objects, none of them garbage: with Python's own 700 each page was stopped fifty
-# times, and every few pages everything was looked at, for up to 50 ms. Cycles that hold large buffers still go in seconds.
+# How many new objects trigger a look at the youngest, and how many such looks trigger one at older ones. A page of a
+# thousand rows makes tens of thousands of objects, none of them garbage: with Python's own 700, each page was stopped fifty
+# times, and every few pages all objects were looked at, for up to 50 ms. Cycles with large buffers still go in seconds.
 THRESHOLDS = (10_000, 10, 10)
 
 
 def settle() -> None:
-    """Called once everything that serves is there: what is alive now stays, so no collection goes through it again."""
+    """Call this once the service is complete: objects that live now are never examined by a collection again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

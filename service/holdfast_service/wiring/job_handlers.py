@@ -1,4 +1,4 @@
-"""Wires jobs: which kinds a node does, and who does them. Only `__main__` is above."""
+"""Wires jobs: the kinds that a node can do, and the code that does them. Only `__main__` is above."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_CHANGED = 100  # tensors that a comparison names
 
 
 class Workers(NamedTuple):
-    """Who does what jobs ask for."""
+    """The code that does what jobs request."""
 
     tier: Tier
     catalog: Catalog
@@ -39,7 +39,7 @@ def start_jobs(node: str, workers: Workers) -> JobRunner:
     runner = JobRunner(Jobs(catalog.database, node, utc_now), decisions.events, begin=give_way)
 
     def exists(request: JobRequest) -> None:
-        assert request.run is not None and request.step is not None  # what is needed is checked first
+        assert request.run is not None and request.step is not None  # requirements are checked first
         catalog.checkpoint(request.run, request.step)
 
     def verify(job: Job, progress: Progress) -> dict[str, Any]:
@@ -61,18 +61,20 @@ def start_jobs(node: str, workers: Workers) -> JobRunner:
 
 
 class Comparison:
-    """The `compare` job: how far checkpoint `with`, RUN@STEP or a step of the same run, is from the one that is named."""
+    """The `compare` job: how far checkpoint `with`, RUN@STEP or a step of the same run, differs from the
+    job's checkpoint.
+    """
 
     def __init__(self, workers: Workers) -> None:
         self._tier, self._catalog, self._decisions = workers.tier, workers.catalog, workers.decisions
 
     def check(self, request: JobRequest) -> None:
-        """`InvalidRequest` for what names no checkpoint, `NoSuchCheckpoint` for one that is not there."""
+        """`InvalidRequest` for an invalid name, `NoSuchCheckpoint` for a checkpoint that does not exist."""
         for side in self._sides(request):
             self._catalog.checkpoint(side.run, side.step)
 
     def __call__(self, job: Job, progress: Progress) -> dict[str, Any]:
-        """Raises `CorruptExtent` for what is not what was written: nothing is compared that was not proven (I7)."""
+        """Raises `CorruptExtent` for damaged bytes: only verified bytes are compared (I7)."""
         left, right = sides = self._sides(job)
         with self._decisions.reading(*left), self._decisions.reading(*right):
             made = [roots.load_manifest(self._tier, *side) for side in sides]
@@ -90,7 +92,7 @@ class Comparison:
         return {**summary, "bytes": total, "most": [one.model_dump() for one in most[:MOST_CHANGED]]}
 
     def _sides(self, request: JobRequest | Job) -> tuple[ComparedCheckpoint, ComparedCheckpoint]:
-        assert request.run is not None and request.step is not None  # what is needed is checked first
+        assert request.run is not None and request.step is not None  # requirements are checked first
         run, at, step = str(request.arguments["with"]).rpartition("@")
         if not (step.isascii() and step.isdigit() and len(step) <= len(str(naming.STEP_MAX))):
             raise InvalidRequest("`with` does not name a checkpoint", hint="give RUN@STEP, or a step of the same run")

@@ -1,4 +1,4 @@
-"""Wires replicas and repair: what the daemon copies and mends to what control knows of it. Only `__main__` is above."""
+"""Wires replicas and repair: connects the daemon's copies and repairs to control. Only `__main__` is above."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from holdfast_service.wiring.transfers import Transfers
 
 log = logging.getLogger(__name__)
 
-REACH_MAX_S, REACH_POLL_S = 60.0, 0.1  # so long a start waits for replicas before it mends with what there is
+REACH_MAX_S, REACH_POLL_S = 60.0, 0.1  # how long a start waits for replicas before it repairs without them
 CLOSE_S = 10.0
 
 
 class MendedAtStart:
-    """Checkpoints that a start could not list, because manifest or COMMIT is damaged: mended once replicas are reached."""
+    """Checkpoints that a start could not list, because manifest or COMMIT is damaged: repaired once
+    replicas can be reached.
+    """
 
     def __init__(self, replicators: dict[str, Replicator], book: RepairBook, repairer: Repairer) -> None:
         self._replicators, self._book, self._repairer = replicators, book, repairer
@@ -58,9 +60,9 @@ class MendedAtStart:
 
 
 class Reached:
-    """A replica's directory: locked, so that no other daemon serves it or copies there, and looked at anew each time.
+    """A replica's directory, locked, so that no other daemon serves it or copies there, and checked anew each time.
 
-    Where its disk was mounted there may be an empty directory of another disk now: nothing is written there.
+    If its disk was unmounted, there may be an empty directory of another disk at its path: nothing is written there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +72,7 @@ class Reached:
         self._at: tuple[int, int] | None = None
 
     def __call__(self) -> Tier:
-        """The tier; `StorageFailed` where it cannot be reached, `RootBusy` where another daemon has it."""
+        """The tier; `StorageFailed` if it cannot be reached, `RootBusy` if another daemon has it."""
         at = _identity(self._path)
         if self._tier is not None and at == self._at:
             return self._tier
@@ -85,7 +87,7 @@ class Reached:
         return self._tier
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release it."""
         if self._lock is not None:
             self._lock.release()
 
@@ -100,9 +102,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def copying(config: Config, tier: Tier, decisions: Decisions, lend: Lend) -> Iterator[Transfers]:
-    """The replicas that the configuration names, each with its worker going, for the length of the block.
+    """The configured replicas, each with a running worker, for the length of the block.
 
-    Yields what copies on request.
+    Yields the object that copies on request.
     """
     check_apart(config.root, config.replica)
     replicators: dict[str, Replicator] = {}

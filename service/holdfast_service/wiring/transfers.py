@@ -1,4 +1,4 @@
-"""Wires exports, imports and repairs: each from what is asked for to what came of it, for jobs and for scripts."""
+"""Wires exports, imports and repairs, from the request to the result, for jobs and for scripts."""
 
 from __future__ import annotations
 
@@ -23,33 +23,35 @@ from holdfast_service.storage.tier import split_leaf
 
 
 class Progress(Protocol):
-    """Where work tells how far it is; it may raise, to stop the work."""
+    """Receives the progress of work; it may raise, to stop the work."""
 
     def report(self, done_bytes: int, total_bytes: int) -> None: ...
 
 
 class Quiet:
-    """Nobody looks."""
+    """Ignores progress."""
 
     def report(self, done_bytes: int, total_bytes: int) -> None:
         """Hear it and go on."""
 
 
 class Transfers:
-    """What brings checkpoints out of one root and into it. `place` is the only directory that jobs may name, if any."""
+    """Brings checkpoints out of one root and into it. `place` is the only directory that jobs may name, if any."""
 
     def __init__(self, tier: Tier, decisions: Decisions, repairer: Repairer, place: Path | None = None) -> None:
         self._tier, self._decisions, self.repairer, self._place = tier, decisions, repairer, place
 
     def handlers(self) -> dict[str, Callable[[Job, Progress], dict[str, Any]]]:
-        """What jobs of these kinds do. `export` has `to` and perhaps `model_only`, `import` has `from`: below the place."""
+        """The handlers for jobs of these kinds. `export` has `to` and perhaps `model_only`, `import` has `from`: below
+        `place`.
+        """
         return {"export": self.export_job, "import": self.import_job}
 
     def check(self, request: JobRequest) -> None:
-        """Refuse a request of these kinds that could only fail, before it becomes a job.
+        """Refuse a request of these kinds that must fail, before it becomes a job.
 
-        Raises `InvalidRequest` for a path that is not below the place, `NoSuchCheckpoint` for nothing to export,
-        `AlreadyCommitted` for a step that is there.
+        Raises `InvalidRequest` for a path that is not below `place`, `NoSuchCheckpoint` if there is nothing to export,
+        `AlreadyCommitted` for a step that exists.
         """
         run, step = _named(request)
         if request.kind == "import":
@@ -62,25 +64,25 @@ class Transfers:
             raise NoSuchCheckpoint(f"{run} has no checkpoint of step {step}", hint=f"holdfast ls {run} lists them")
 
     def export_job(self, job: Job, progress: Progress) -> dict[str, Any]:
-        """Export what a job names, below the place."""
+        """Do a job's export, below `place`."""
         run, step = _named(job)
         wanted = Export(run, step, _text(job, "to"), bool(job.arguments.get("model_only", False)))
         return self.export(self._reach(), wanted, progress)
 
     def import_job(self, job: Job, progress: Progress) -> dict[str, Any]:
-        """Import what a job names, from below the place, as its run and step."""
+        """Do a job's import from below `place`, as its run and step."""
         below = _text(job, "from")
         source: Readable = self._reach(below)
-        if self._place is not None and below.count("/"):  # else a hub's blobs would lie beside the place
+        if self._place is not None and below.count("/"):  # else a hub's blobs would be outside `place`
             source = snapshot.opened(self._place / below)
         return self.bring(source, *_named(job), progress)
 
     def repair_job(self, job: Job, progress: Progress) -> dict[str, Any]:
-        """Repair the checkpoint that a job names; raises the damage that is left."""
+        """Repair a job's checkpoint; raises the damage that is left."""
         return self.repair(*_named(job))
 
     def export(self, place: Tier, wanted: Export, progress: Progress) -> dict[str, Any]:
-        """Copy a checkpoint out; it has its name only once it is complete."""
+        """Copy a checkpoint out; it gets its name only when it is complete."""
         with self._decisions.reading(wanted.run, wanted.step):
             size = read_pair(self._tier, naming.checkpoint_path(wanted.run, wanted.step)).made.bytes
             staging, made = exporting.stage(self._tier, place, wanted, _going(progress, 2 * size))
@@ -92,7 +94,7 @@ class Transfers:
         return {"to": wanted.target, "files": len(made.files), "bytes": made.bytes, "committed": not wanted.model_only}
 
     def bring(self, source: Readable, run: str, step: int, progress: Progress) -> dict[str, Any]:
-        """Make a checkpoint of what stands in `source`; it is read back, and counts as verified then."""
+        """Make a checkpoint from `source`; it is read back, and then counts as verified."""
         imports = self._decisions.imports()
         staging = naming.staging_path(run, step, naming.NO_ATTEMPT)
         ours = importing.is_checkpoint(source)
@@ -114,7 +116,7 @@ class Transfers:
         return self._verified(made)
 
     def repair(self, run: str, step: int) -> dict[str, Any]:
-        """Mend what is damaged; raises the damage that is left."""
+        """Repair what is damaged; raises the damage that is left."""
         outcome = self.repairer.run(run, step)
         if outcome.left is not None:
             raise outcome.left
@@ -128,7 +130,7 @@ class Transfers:
         return {"run": made.run, "step": made.step, "tensors": tensors, "files": len(made.files), "bytes": made.bytes}
 
     def _reach(self, below: str = "") -> Tier:
-        """The place, or a directory below it, reached without following a link."""
+        """The directory `place`, or one below it, opened without following a link."""
         if self._place is None:
             raise InvalidRequest(
                 "this service exports to no directory and imports from none", hint="start it with --export-root DIR"
@@ -142,7 +144,7 @@ class Transfers:
 
 
 def open_source(path: Path) -> Readable:
-    """A directory to import from, a snapshot in a hub's cache too; `InvalidRequest` when it is none."""
+    """A directory to import from, including a snapshot in a hub's cache; `InvalidRequest` if it is not a directory."""
     if not path.is_dir():
         raise InvalidRequest(f"{path} is not a directory", hint="pass the directory that contains the files")
     return snapshot.opened(path.resolve())

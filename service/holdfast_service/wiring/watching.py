@@ -1,4 +1,4 @@
-"""Wires what watches the daemon: logs, the history of its saves, and traces of them where somebody takes spans."""
+"""Wires observation: logs, the history of saves, and traces of them if a collector is configured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def watch(config: Config, database: Database, stack: ExitStack) -> RoundHistory:
 
 
 def start_tracing(environment: Mapping[str, str], node: str) -> Callable[[], None]:
-    """Trace if OTEL_* names a place and the SDK is installed; what is returned ends it and sends what is left."""
+    """Trace if OTEL_* names a collector and the SDK is installed; the returned function ends it and sends what is left."""
     wanted = any(environment.get(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT") for kind in ("", "TRACES_"))
     off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none"
     if not wanted or off:
@@ -78,7 +78,7 @@ class Watcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Trace what has ended by now, stop."""
+        """Trace what has ended by now, then stop."""
         self._closing.set()
         self._thread.join()
         self._look()
@@ -93,5 +93,5 @@ class Watcher:
         try:
             self._history.look()
             self._jobs.look()
-        except CheckpointError as error:  # the catalog says so elsewhere; the next look finds what this one missed
+        except CheckpointError as error:  # the catalog reports this elsewhere; the next look finds what this one missed
             log.warning("saves are not traced: %s", error.detail)

@@ -1,4 +1,4 @@
-"""Which table fits a checkpoint: said by name, by config.json, or by the names of its tensors."""
+"""Selects the table for a checkpoint: by its own name, by config.json, or by the names of its tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from holdfast_formats.layout.rules.rules import Rules
 from holdfast_formats.layout.rules.table import RuleTable, TieRow, compile_table
 from holdfast_formats.region import Shape
 
-EXTENDS_MAX = 8  # documents that one table is put together of
+EXTENDS_MAX = 8  # documents that one table may combine
 
 _NONE = compile_table([Document(name="none")])
 
 
 @cache
 def packaged() -> tuple[str, ...]:
-    """The names of the tables that come with Holdfast, those that know the most of a name's peculiarities first."""
+    """The names of the tables that come with Holdfast; the most specific ones first."""
     documents = [check(decode(entry.read_bytes())) for entry in _tables() if entry.name.endswith(".toml")]
     return tuple(doc.name for doc in sorted(documents, key=lambda doc: (-len(doc.marks), doc.name)))
 
@@ -42,7 +42,7 @@ def _table(name: str) -> RuleTable:
 
 
 def _lineage(document: Document) -> list[Document]:
-    """The document and all that it extends, nearest first; of several that it extends the last counts most."""
+    """The document and all that it extends, nearest first; if it extends several, the last one has precedence."""
     found = [document]
     waiting = _bases(document)
     while waiting:
@@ -75,10 +75,10 @@ def choose(
 ) -> Rules:
     """The rules for a checkpoint with this config.json and these tensors.
 
-    `extra` is a decoded rules file: it is the table that counts, unless `table` names another. Without either the table is
-    the one with the config's architecture, else with its model type, else whose marks are all among the names, else "none".
+    `extra` is a decoded rules file: its table is used, unless `table` names another. Without either, the table is the one
+    with the config's architecture, else with its model type, else the one whose marks are all among the names, else "none".
     Layers and experts that no config counts are counted by the names and by the `shapes` of experts' stacks. Raises
-    `InvalidRequest` for a table that does not exist or cannot be meant, and for sizes in the config that are no numbers.
+    `InvalidRequest` for a table that does not exist or is invalid, and for sizes in the config that are not numbers.
     """
     held = frozenset(names)
     chosen = _chosen(config, held, table, extra)
@@ -109,7 +109,7 @@ def _chosen(
 
 
 def _by_config(config: Mapping[str, Any], held: frozenset[str]) -> RuleTable | None:
-    """The table of the config's architecture, else of its model type; of several the one whose marks are met."""
+    """The table of the config's architecture, else of its model type; if there are several, the one whose marks match."""
     said = _documents_of(config)
     architectures = {name for doc in said for name in _texts(doc.get("architectures"))}
     model_types = [name for doc in said for name in _texts([doc.get("model_type")])]
@@ -131,7 +131,7 @@ def _documents_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _marked(tables: Sequence[RuleTable], held: frozenset[str]) -> RuleTable | None:
-    """The first table all of whose marks are met by the names."""
+    """The first table all of whose marks match the names."""
     wanted: dict[str, list[tuple[str, int, Pattern]]] = {}
     for table in tables:
         for i, mark in enumerate(table.marks):
@@ -169,7 +169,7 @@ def _whole(said: Sequence[Mapping[str, Any]], key: str) -> int | None:
 
 
 def _counted(table: RuleTable, held: frozenset[str], shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """How many layers and experts the tensors show."""
+    """The number of layers and of experts that the tensors show."""
     known: dict[str, list[tuple[Pattern, bool]]] = {}
     for pattern in table.tensors:
         known.setdefault(pattern.key, []).append((pattern, False))
@@ -189,7 +189,9 @@ def _counted(table: RuleTable, held: frozenset[str], shapes: Mapping[str, Shape]
 
 
 def _aliases(ties: Sequence[TieRow], config: Mapping[str, Any], held: frozenset[str]) -> dict[str, str]:
-    """Tied names and where each is stored; no checkpoint at hand means that the target is. Both stored are no alias."""
+    """Tied names and the stored name of each. Without a checkpoint, the target counts as stored. If both are stored, it is
+    no tie.
+    """
     found: dict[str, str] = {}
     for tie in ties:
         said = (doc.get(tie.when) for doc in _documents_of(config))

@@ -1,4 +1,4 @@
-"""What a table's TOML may say: its keys, their kinds and limits. docs/rules.md explains them to those who write one."""
+"""The contents of a table's TOML: its keys, their kinds and limits. docs/rules.md explains them to authors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Found = Literal["contiguous", "heads", "groups"]
 
 
 class TensorRule(Struct, frozen=True, forbid_unknown_fields=True):
-    """One `[[tensors]]`: names, and how they are cut. Without `cut` every rank of an axis holds the whole tensor."""
+    """One `[[tensors]]`: names, and how they are cut. Without `cut`, every rank of an axis holds the whole tensor."""
 
     name: Text | Texts
     part: Words = []
@@ -41,7 +41,7 @@ class TensorRule(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FusionRule(Struct, frozen=True, forbid_unknown_fields=True):
-    """One `[[fusions]]`: a tensor that holds others one after the other, or the experts' one above the other."""
+    """One `[[fusions]]`: a tensor that contains others one after the other, or those of all experts stacked."""
 
     kind: Kind
     name: Text
@@ -54,7 +54,7 @@ class FusionRule(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tie(Struct, frozen=True, forbid_unknown_fields=True):
-    """One `[[ties]]`: two names of one tensor where config.json says so, or `default` where it does not say."""
+    """One `[[ties]]`: two names of one tensor if config.json says so, or `default` if it does not say."""
 
     alias: Text
     target: Text
@@ -63,14 +63,16 @@ class Tie(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Synonyms(Struct, frozen=True, forbid_unknown_fields=True):
-    """One `[[synonyms]]`: names of one tensor, of which a checkpoint has one: some programs rename when they save."""
+    """One `[[synonyms]]`: names of one tensor, of which a checkpoint has one, because some programs rename
+    when they save.
+    """
 
     names: Annotated[list[Text], Meta(min_length=2, max_length=8)]
     part: Words = []
 
 
 class Scales(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[scales]`: a weight of two dimensions may have one number a block beside it, under its name and `suffix`."""
+    """`[scales]`: a weight of two dimensions may have one number per block beside it, under its name and `suffix`."""
 
     suffix: Text
     block: Annotated[int, Meta(ge=1, le=BLOCK_MAX)]
@@ -97,7 +99,7 @@ _convert = converter(Document)
 
 
 def decode(text: bytes | str) -> dict[str, Any]:
-    """A TOML text as plain values; `InvalidRequest` saying where it is none, or that it is beyond `TEXT_BYTES_MAX`."""
+    """Decode TOML text into plain values; `InvalidRequest` with the place of an error, or if it exceeds `TEXT_BYTES_MAX`."""
     data = text.encode() if isinstance(text, str) else text
     if len(data) > TEXT_BYTES_MAX:
         raise InvalidRequest(f"the rules file has {len(data)} bytes; at most {TEXT_BYTES_MAX} are allowed")
@@ -110,7 +112,7 @@ def decode(text: bytes | str) -> dict[str, Any]:
 
 
 def check(values: Mapping[str, Any]) -> Document:
-    """Decoded TOML as a `Document`; `InvalidRequest` naming the table and the key that is wrong, missing or unknown."""
+    """Check decoded TOML as a `Document`; `InvalidRequest` with the table and the key that is wrong, missing or unknown."""
     try:
         return _convert(dict(values))
     except (msgspec.ValidationError, RecursionError) as problem:

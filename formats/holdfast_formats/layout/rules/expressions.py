@@ -1,6 +1,6 @@
-"""Sizes out of config.json: whole numbers, names, `+ - * //`, parentheses, and `a ?? b` for "b where a is not said".
+"""Computes sizes from config.json: whole numbers, names, `+ - * //`, parentheses, and `a ?? b` for "b if a is missing".
 
-An expression is kept as a postfix list, so that neither reading nor evaluating one recurses.
+An expression is kept as a postfix list, so that neither parsing nor evaluation recurses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from holdfast_formats.errors import InvalidRequest
 
 CHARACTERS_MAX = 200
-VALUE_MAX = 2**53  # of a result and of everything on the way to it
+VALUE_MAX = 2**53  # of a result and of every intermediate value
 
 Expression = tuple[int | str, ...]  # numbers, names and operators, in postfix order
 
@@ -20,7 +20,7 @@ _BINDING = {"??": 1, "+": 2, "-": 2, "*": 3, "//": 3}
 
 
 def parse(text: str) -> Expression:
-    """An expression in postfix order; `InvalidRequest` naming what cannot be read in it."""
+    """Parse an expression into postfix order; `InvalidRequest` names the text that cannot be parsed."""
     if len(text) > CHARACTERS_MAX:
         raise InvalidRequest(
             f"the expression has {len(text)} characters, at most {CHARACTERS_MAX} are allowed: {text[:40]!r}…"
@@ -40,7 +40,7 @@ def parse(text: str) -> Expression:
                 raise InvalidRequest(f"expression {text!r}: unmatched ')'")
             waiting.pop()
         elif token in _BINDING:
-            # `??` leans right: a ?? b ?? c is the first of the three that is said either way
+            # `??` is right-associative; a ?? b ?? c is the first of the three that is present either way
             _unwind(waiting, postfix, _BINDING[token])
             waiting.append(token)
         else:
@@ -72,14 +72,14 @@ def _unwind(waiting: list[str], postfix: list[int | str], binding: int) -> None:
 
 
 def names_in(expression: Expression) -> frozenset[str]:
-    """The names that an expression asks for."""
+    """The names that an expression uses."""
     return frozenset(term for term in expression if isinstance(term, str) and term not in _BINDING)
 
 
 def evaluate(expression: Expression, values: Mapping[str, int]) -> int | None:
-    """The number an expression stands for, or None where it needs a name that `values` lacks.
+    """The value of an expression, or None if it needs a name that `values` lacks.
 
-    `InvalidRequest` for a division by zero, a negative result and numbers beyond `VALUE_MAX`.
+    Raises `InvalidRequest` for a division by zero, a negative result and numbers beyond `VALUE_MAX`.
     """
     stack: list[int | None] = []
     for term in expression:

@@ -1,7 +1,7 @@
-"""Names of tensors with places in them: `{layer}` and `{expert}` stand for numbers, `{root}` and `{part}` for listed words.
+"""Patterns of tensor names: `{layer}` and `{expert}` stand for numbers, `{root}` and `{part}` for listed words.
 
-Words are written out, one pattern each; a name is then found by what is left of it without its numbers, so that a table of
-hundreds of patterns costs one look into a dictionary.
+Words are expanded, into one pattern each. A name is then looked up by its text without the numbers, so a table of hundreds
+of patterns costs one look into a dictionary.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class NameNumbers(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """A name in which only numbers are open: `pieces`, and between them `slots`, a place's word or a number as it is."""
+    """A name in which only numbers are open: `pieces`, and between them `slots`, a placeholder's word or a fixed number."""
 
     pieces: tuple[str, ...]
     slots: tuple[str, ...]
 
     @property
     def key(self) -> str:
-        """What every name of this pattern is without its numbers."""
+        """The text that all names of this pattern have without their numbers."""
         return _GAP.join(self.pieces)
 
     @property
     def open(self) -> int:
-        """How many of its numbers may be any."""
+        """The number of its open numbers."""
         return sum(slot in NUMBERED for slot in self.slots)
 
     @property
@@ -57,7 +57,9 @@ class Pattern(NamedTuple):
         return self._with([str(getattr(place, slot)) if slot in NUMBERED else slot for slot in self.slots])
 
     def match(self, numbers: Sequence[str]) -> NameNumbers | None:
-        """The numbers of a name with this pattern's key, by what they mean; None when it is another pattern's after all."""
+        """The numbers of a name with this pattern's key, by meaning; None if the name belongs to another
+        pattern after all.
+        """
         if len(numbers) != len(self.slots):
             return None
         layer = expert = None
@@ -66,7 +68,7 @@ class Pattern(NamedTuple):
                 if slot != number:
                     return None
             elif len(number) > NUMBER_DIGITS_MAX or (number[0] == "0" and number != "0"):
-                return None  # no number as anybody writes it: `layers.007`
+                return None  # not as numbers are written: `layers.007`
             elif slot == "layer":
                 layer = int(number)
             else:
@@ -78,7 +80,7 @@ class Pattern(NamedTuple):
 
 
 def split(name: str) -> tuple[str, list[str]]:
-    """The key of a name, and the numbers in it."""
+    """Split a name into its key and its numbers."""
     pieces = _NUMBER.split(name)
     return _GAP.join(pieces[::2]), pieces[1::2]
 
@@ -89,7 +91,7 @@ def places(text: str) -> frozenset[str]:
 
 
 def compile_pattern(text: str) -> Pattern:
-    """A pattern in which all words are written out; `InvalidRequest` naming it where it cannot be told apart or read."""
+    """Compile a pattern in which all words are expanded; `InvalidRequest` with its text if it is invalid or ambiguous."""
     if not 0 < len(text) <= NAME_CHARACTERS_MAX:
         raise InvalidRequest(f"a pattern must have 1 to {NAME_CHARACTERS_MAX} characters, not {len(text)}: {text[:80]!r}")
     pieces: list[str] = []
@@ -113,7 +115,7 @@ def compile_pattern(text: str) -> Pattern:
 
 
 def count(texts: Sequence[str], words: Mapping[str, Sequence[str]]) -> int:
-    """How many patterns `expand` makes of these texts, without making them."""
+    """The number of patterns that `expand` makes of these texts, without making them."""
     used = frozenset().union(*map(places, texts)) & words.keys()
     return len(texts) * prod(len(words[place]) for place in used)
 
@@ -121,7 +123,7 @@ def count(texts: Sequence[str], words: Mapping[str, Sequence[str]]) -> int:
 def expand(texts: Sequence[str], words: Mapping[str, Sequence[str]]) -> list[tuple[Pattern, ...]]:
     """These texts as patterns, all of them together for every choice of the words that they use.
 
-    `InvalidRequest` where a text has a place for which `words` lists nothing.
+    Raises `InvalidRequest` if a text has a placeholder for which `words` lists nothing.
     """
     used = sorted(frozenset().union(*map(places, texts)) - set(NUMBERED))
     for place in used:

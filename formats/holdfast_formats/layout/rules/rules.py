@@ -1,4 +1,4 @@
-"""What a table says of the tensors of one checkpoint, with the sizes that its config.json gives."""
+"""The rules of a table for the tensors of one checkpoint, with the sizes from its config.json."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ _Index = dict[str, list[tuple[Pattern, Row]]]
 
 
 class Rule(NamedTuple):
-    """What a table says of one tensor that is not fused."""
+    """The rule for one tensor that is not fused."""
 
-    shape: Shape | None  # None where the config does not give every size of it
-    dimension: int | None  # which one is cut; None: every rank of the axis holds the whole tensor
+    shape: Shape | None  # None if the config does not give all of its sizes
+    dimension: int | None  # the dimension that is cut; None: every rank of the axis holds the whole tensor
     axis: Literal["tp", "etp", ""]
-    units: int | None  # indivisible units along the dimension; None: rows of one, or not known (then `unit` has a name)
+    units: int | None  # indivisible units along the dimension; None: single rows, or unknown (then `unit` has a name)
     otherwise: Otherwise  # what happens when the axis does not divide the units
     vocabulary: bool  # dimension 0 is the vocabulary and may be padded
     stage: int | Literal["first", "last", "every"]  # a number is the layer's
     expert: int | None
-    experts: int | None  # how many there are, for an expert's tensor
+    experts: int | None  # the number of experts, for an expert's tensor
     unit: str = ""  # what the units are: "kv_heads"
 
 
 class Fusion(NamedTuple):
-    """A fused tensor that exists for certain others, whether or not a checkpoint holds it."""
+    """A fused tensor that corresponds to certain others, whether or not a checkpoint has it."""
 
     kind: Kind
     name: str
     of: tuple[str, ...]  # for a stack expert by expert
-    dimension: int  # along which they are joined, of each of them; a stack's experts stand along a new dimension 0
-    units: tuple[int, int] | None  # query heads and key-value heads, where they are known
+    dimension: int  # along which they are joined, in each of them; a stack's experts are along a new dimension 0
+    units: tuple[int, int] | None  # query heads and key-value heads, if they are known
     stacked: bool
     groups: int  # how a checkpoint's own one is cut: 1 is one after the other; 0: by heads whose number is not known
 
 
 class Rules:
-    """Answers for the names of one checkpoint; `name` is the table's, "none" one that knows no tensor."""
+    """The rules for the names of one checkpoint; `name` is the table's, "none" for one that knows no tensor."""
 
     def __init__(self, table: RuleTable, sizes: Mapping[str, int], ties: Mapping[str, str]) -> None:
         self.name = table.name
@@ -66,9 +66,9 @@ class Rules:
         self._made: dict[str, Fusion] = {}
 
     def rule(self, name: str) -> Rule | None:
-        """What the table says of a tensor that is not fused, or None where it does not know one of this name.
+        """The rule for a tensor that is not fused, or None if the table does not know its name.
 
-        `StateMismatch` for an expert beyond the number that the config gives.
+        Raises `StateMismatch` for an expert beyond the number that the config gives.
         """
         found = _find(self._tensors, name)
         if found is None:
@@ -77,7 +77,7 @@ class Rules:
         stage = rule.stage
         if isinstance(stage, int) and place.layer is not None:
             beyond = self.layers is not None and place.layer >= self.layers
-            stage = "last" if beyond else place.layer  # what predicts further tokens follows the layers
+            stage = "last" if beyond else place.layer  # modules that predict further tokens follow the layers
         if place.expert is None:
             return Rule(*rule[:6], stage, None, None, rule.unit)
         if self.experts is not None and place.expert >= self.experts:
@@ -87,7 +87,7 @@ class Rules:
         return Rule(*rule[:6], stage, place.expert, self.experts, rule.unit)
 
     def fusion(self, name: str) -> Fusion | None:
-        """The fused tensor of this name; None where none has it, and for a stack of experts whose number is not known."""
+        """The fused tensor of this name; None if there is none, and for a stack of experts whose number is not known."""
         made = self._made.get(name)
         if made is None:
             found = _find(self._fusions, name)
@@ -101,15 +101,15 @@ class Rules:
         return tuple(fusion for fusion in made if fusion is not None)
 
     def stored(self, name: str) -> Fusion | None:
-        """The fused tensor in which a save stores the tensor `name`; None: it is stored as itself."""
+        """The fused tensor in which a save stores the tensor `name`; None if it is stored itself."""
         return next((self._fuse(row, place) for row, place in self._holders(name) if row.stored), None)
 
     def aliases(self) -> dict[str, str]:
-        """Names that the config ties to another tensor, and that tensor's name: the one that is stored."""
+        """Names that the config ties to another tensor, and that tensor's name, which is the stored one."""
         return dict(self._ties)
 
     def synonyms(self, name: str) -> tuple[str, ...]:
-        """Other names under which checkpoints hold the tensor `name`."""
+        """Other names that checkpoints may have for the tensor `name`."""
         found = _find(self._tensors, name)
         return () if found is None else tuple(other.name(found[2]) for other in self._synonyms.get(found[0], ()))
 
@@ -182,7 +182,7 @@ def _find(index: _Index[Row], name: str) -> tuple[Pattern, Row, NameNumbers] | N
 
 
 def _by_block(rule: Rule, block: int) -> Rule:
-    """The rule of the numbers a block beside a weight, cut where the weight is as long as no block lies across the cut."""
+    """The rule for the per-block numbers beside a weight, which are cut as the weight if no block crosses the cut."""
     shape = None if rule.shape is None else tuple(-(-length // block) for length in rule.shape)
     if rule.dimension is None or rule.shape is None:
         return rule._replace(shape=shape, units=None, unit="", otherwise="replicate")

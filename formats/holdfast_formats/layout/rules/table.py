@@ -1,4 +1,4 @@
-"""A table, compiled: patterns of tensors and of fused tensors with what is said of them, checked against each other."""
+"""A compiled table: patterns of tensors and of fused tensors with their rules, checked against each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Stage = Literal["layer", "first", "last", "every"]
 
 
 class TensorRow(NamedTuple):
-    """What a table says of a pattern's tensors; `block` > 1: one element stands for so many rows and columns."""
+    """The rule for a pattern's tensors; `block` > 1: one element stands for so many rows and columns."""
 
     shape: tuple[Expression, ...] | None
     cut: int | None
@@ -31,7 +31,7 @@ class TensorRow(NamedTuple):
 
 
 class FusionRow(NamedTuple):
-    """What a table says of a fused tensor; its patterns' words are written out together."""
+    """The rule for a fused tensor; its patterns' words are expanded together."""
 
     kind: Kind
     name: Pattern
@@ -43,7 +43,7 @@ class FusionRow(NamedTuple):
 
 
 class TieRow(NamedTuple):
-    """A name that is one tensor with one of `targets` if config.json's `when` is true, or `default` where it is silent."""
+    """A name that is one tensor with one of `targets` if config.json's `when` is true, or `default` if it does not say."""
 
     alias: str
     targets: tuple[str, ...]
@@ -52,12 +52,12 @@ class TieRow(NamedTuple):
 
 
 class RuleTable(NamedTuple):
-    """All that is known of a family of architectures, before a config has been looked at."""
+    """All rules for a family of architectures, before a config is read."""
 
     name: str
     architectures: frozenset[str]
     model_types: frozenset[str]
-    marks: tuple[tuple[Pattern, ...], ...]  # each is met by any of its patterns
+    marks: tuple[tuple[Pattern, ...], ...]  # each is matched by any of its patterns
     sizes: Mapping[str, Expression]
     tensors: Mapping[Pattern, TensorRow]
     fusions: Mapping[Pattern, FusionRow]
@@ -67,9 +67,9 @@ class RuleTable(NamedTuple):
 
 
 def compile_table(lineage: Sequence[Document]) -> RuleTable:
-    """The table of a document and of those that it extends, nearest first: what a nearer one says of a name counts.
+    """Compile a document and those that it extends, nearest first: for a name, the nearer one has precedence.
 
-    `InvalidRequest` naming the table and the entry for whatever cannot be meant.
+    Raises `InvalidRequest` with the table and the entry for anything invalid.
     """
     own = lineage[0]
     try:
@@ -236,7 +236,7 @@ def _check_atoms(entry: document.FusionRule, of: Sequence[Pattern], tensors: Map
 
 
 def _scaled(tensors: Mapping[Pattern, TensorRow], scales: document.Scales) -> dict[Pattern, TensorRow]:
-    """The rows of the numbers a block that stand beside weights, cut as these are."""
+    """The rows of the per-block numbers beside weights, cut as these are."""
     found = {}
     for pattern, row in tensors.items():
         if row.shape is not None and len(row.shape) == 2 and not row.vocabulary and pattern.text.endswith(".weight"):
