@@ -1,4 +1,4 @@
-"""The admin pages at `/`: rendered on the server, from nothing but the public API, which they ask as the viewer."""
+"""The admin pages at `/`: rendered on the server, from the public API only, which they call as the viewer."""
 
 from .pages import router
 

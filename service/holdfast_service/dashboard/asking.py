@@ -1,4 +1,4 @@
-"""The public API as the pages ask it: through the app itself, with the viewer's own token, typed by the formats."""
+"""Calls the public API for the pages: through the app itself, with the viewer's own token, typed by the formats."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from holdfast_formats.rest import bodies
 
 COOKIE = "holdfast_token"
 LIMIT_MAX = 1000  # of a page of the API
-AT_ONCE = 8  # questions under way at a time for one page
+AT_ONCE = 8  # concurrent requests for one page
 
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
 
 
 class SignInNeeded(Exception):
-    """The API wants a token that it knows; the viewer is sent to /login."""
+    """The API requires a valid token; the viewer is sent to /login."""
 
 
 class Shown(NamedTuple, Generic[Value]):
@@ -38,7 +38,7 @@ class Shown(NamedTuple, Generic[Value]):
 
 
 class ViewerApi:
-    """The API, asked as one viewer. Errors of the API are raised as what they are, 401 as `SignInNeeded`."""
+    """The API, called as one viewer. Errors of the API are raised as their own classes, 401 as `SignInNeeded`."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -79,7 +79,7 @@ class ViewerApi:
 
 
 async def shown(asked: Awaitable[Value]) -> Shown[Value]:
-    """What was asked for as a part of a page: an error becomes its text there, and not the end of the page."""
+    """The result of a request as a part of a page: an error becomes its text there, and does not end the page."""
     try:
         return Shown(await asked)
     except CheckpointError as error:
@@ -87,18 +87,18 @@ async def shown(asked: Awaitable[Value]) -> Shown[Value]:
 
 
 def at(run: str, step: int | str | None = None, *more: str) -> str:
-    """The API's path of a run, or of a checkpoint and what belongs to it."""
+    """The API's path of a run, or of a checkpoint and its parts."""
     parts = ["v1", "runs", run] + ([] if step is None else ["checkpoints", str(step)]) + list(more)
     return "/" + "/".join(quote(part, safe="") for part in parts)
 
 
 def to(run: str, step: int | str | None = None, *more: str) -> str:
-    """The page of what `at` names in the API."""
+    """The page for what `at` names in the API."""
     return at(run, step, *more).removeprefix("/v1")
 
 
 async def _api(request: Request) -> AsyncIterator[ViewerApi]:
-    # The peer's address and the name it called go along, so whoever guards the API sees what it would have seen.
+    # The peer's address and the requested host are passed on, so the API's access checks see the original ones.
     peer = request.client or ("127.0.0.1", 0)
     transport = httpx.ASGITransport(request.app, raise_app_exceptions=False, client=(peer[0], peer[1]))
     base = f"{request.url.scheme}://{request.url.netloc}"

@@ -1,6 +1,6 @@
-"""What a checkpoint holds, from its manifest and its statistics: asked for each time, decoded once.
+"""The contents of a checkpoint, from its manifest and its statistics: requested each time, decoded once.
 
-The manifest's validator says whether what is kept is still what stands there; whoever may not read it is refused as ever.
+The manifest's ETag says whether the cached one is still valid; a viewer who may not read it is refused as always.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from holdfast_formats.rest.observed import TensorStatistics
 
 from .asking import Shown, ViewerApi, at
 
-KEPT_MAX = 4  # manifests kept decoded; one of 100 000 tensors takes about 100 MB
-STATISTICS_MAX = 20_000  # tensors; of more, the API is asked for a page at a time, sorted there
+KEPT_MAX = 4  # decoded manifests in the cache; one of 100 000 tensors takes about 100 MB
+STATISTICS_MAX = 20_000  # tensors; if there are more, the API is asked for one sorted page at a time
 
 
 class MeasuredTensor(NamedTuple):
-    """What the pages show of a tensor's statistics."""
+    """The statistics of a tensor that the pages show."""
 
     norm: float | None
     change: float | None  # L2
@@ -58,7 +58,7 @@ class TensorLine(NamedTuple):
 
     @property
     def digests(self) -> tuple[tuple[int, int, str], ...]:
-        """Equal for equal bytes cut alike."""
+        """Equal for equal bytes that are cut into the same extents."""
         return tuple((extent.offset, extent.length, extent.digest) for extent in self.entry.extents)
 
 
@@ -83,24 +83,24 @@ class ManifestView:
 
     @property
     def tensors(self) -> int:
-        """How many lines there are."""
+        """The number of lines."""
         tensors, aliases = self.manifest.tensors, self.manifest.aliases
         return sum(len(named) for named in tensors.values()) + sum(len(named) for named in aliases.values())
 
     def line(self, group: str, name: str) -> TensorLine | None:
-        """The tensor, or other name of one, that is called like this."""
+        """The tensor, or alias, with this name."""
         target = self.manifest.aliases.get(group, {}).get(name)
         entry = self.manifest.tensors.get(group, {}).get(target or name)
         return None if entry is None else TensorLine(group, name, entry, target)
 
     def of_file(self, name: str) -> list[TensorLine]:
-        """What stands in a file, in its order."""
+        """The tensors of a file, in its order."""
         inside = [line for line in self.lines if line.alias_of is None and line.entry.file == name]
         return sorted(inside, key=lambda line: line.entry.start)
 
 
 class _Kept:
-    """The manifests of the newest questions. Only the event loop's thread touches it."""
+    """The manifests requested last. Only the event loop's thread touches it."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, ManifestView] = OrderedDict()
@@ -120,7 +120,7 @@ _decode = decoder(Manifest)
 
 
 async def held(api: ViewerApi, run: str, step: int | str) -> ManifestView:
-    """What the checkpoint holds; the API's errors when it cannot be read, `CorruptManifest` when it is no manifest."""
+    """The contents of the checkpoint; raises the API's errors, and `CorruptManifest` for an invalid manifest."""
     path = at(run, step, "manifest")
     known = _kept.get(path)
     headers = {"Accept-Encoding": "identity"} | ({"If-None-Match": known.tag} if known else {})
@@ -137,7 +137,7 @@ async def held(api: ViewerApi, run: str, step: int | str) -> ManifestView:
 
 
 async def statistics(api: ViewerApi, contents: ManifestView) -> Shown[dict[tuple[str, str], MeasuredTensor]]:
-    """What was measured of each tensor as it was saved, or why nobody knows."""
+    """The statistics of each tensor of the save, or why there are none."""
     if contents.measured is not None:
         return Shown(contents.measured)
     if contents.tensors > STATISTICS_MAX:
@@ -158,7 +158,7 @@ def measured(item: TensorStatistics) -> MeasuredTensor:
 
 
 class Stripe(NamedTuple):
-    """A piece of a tensor on the map: from and to, as fractions of the file, and who held it."""
+    """A piece of a tensor on the map: from and to, as fractions of the file, and which rank held it."""
 
     start: float
     width: float
@@ -167,7 +167,7 @@ class Stripe(NamedTuple):
 
 
 def stripes(line: TensorLine, mesh: dict[str, int], file_bytes: int, shades: dict[str, int]) -> list[Stripe]:
-    """The tensor's place in its file. Rows that one axis of the mesh shared out are a stripe for each of its ranks."""
+    """The tensor's place in its file. Rows that were sharded along one axis of the mesh are one stripe per rank."""
     entry = line.entry
     start, width = entry.start / file_bytes, entry.nbytes / file_bytes
     shade = shades[entry.placement]
@@ -175,7 +175,7 @@ def stripes(line: TensorLine, mesh: dict[str, int], file_bytes: int, shades: dic
     if axis is None:
         return [Stripe(start, width, entry.placement, shade)]
     rows = entry.shape[0]
-    held_rows = -(-rows // mesh[axis])  # as torch cuts: the first ranks have most
+    held_rows = -(-rows // mesh[axis])  # cut as torch does: the first ranks have most
     cuts = [min(rows, rank * held_rows) for rank in range(mesh[axis] + 1)]
     return [
         Stripe(start + width * first / rows, width * (last - first) / rows, f"{axis}={rank}", shade)
@@ -192,5 +192,5 @@ def _shared_rows(entry: TensorEntry, mesh: dict[str, int]) -> str | None:
 
 
 def numbered(placements: Iterable[str]) -> dict[str, int]:
-    """A number for each placement, by which it has its colour."""
+    """A number for each placement, which selects its colour."""
     return {placement: number for number, placement in enumerate(dict.fromkeys(placements))}

@@ -1,4 +1,4 @@
-"""A run's saves as the plots want them: one entry a save, with what became of it."""
+"""A run's saves as the plots need them: one entry per save, with its outcome."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast_formats.rest.observed import SaveTimes
 
 from .words import stamp
 
-# What may have become of a save, in the order of the timeline's lanes from the top.
+# The possible outcomes of a save, in the order of the timeline's lanes from the top.
 OUTCOMES = (
     "pinned",
     "verified",
@@ -29,11 +29,11 @@ _PHASES = ("stage_s", "queue_s", "write_s", "commit_s")
 def saves(
     checkpoints: Sequence[bodies.CheckpointInfo], rounds: Sequence[bodies.Round], pinned: set[int], complete: bool = False
 ) -> list[dict[str, Any]]:
-    """Every save that a round or a checkpoint tells of, oldest first.
+    """Every save of which there is a round or a checkpoint, oldest first.
 
-    Rounds are known of the newest saves only: of a checkpoint without one, the time of its commit is all there is. Where
-    the checkpoints are `complete`, what was committed and is not among them was removed, however old it is. Of several
-    rounds that committed a step, the last one put its checkpoint in the place of the others'.
+    Rounds are known only for the newest saves. For a checkpoint without one, only the time of its commit is known. If the
+    checkpoints are `complete`, a committed step that is not among them was removed, however old it is. If several rounds
+    committed a step, the last one's checkpoint replaced the others.
     """
     there = {made.step: made for made in checkpoints}
     last = {made.step: made.id for made in sorted(rounds, key=lambda made: made.id) if made.state == "committed"}
@@ -44,7 +44,7 @@ def saves(
         checkpoint = there.get(made.step) if made.state == "committed" else None
         if made.state == "committed":
             if checkpoint is None and made.step < oldest_listed and not complete:
-                continue  # not removed, only not asked for
+                continue  # not removed, only not requested
             told.add(made.step)
             checkpoint = checkpoint if last[made.step] == made.id else None
         found.append(_of_round(made, checkpoint, pinned))

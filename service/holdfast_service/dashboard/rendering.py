@@ -1,4 +1,4 @@
-"""Templates to responses. Everything is escaped, nothing comes from elsewhere, and the browser is told so (CSP)."""
+"""Renders templates. Everything is escaped, nothing is loaded from elsewhere, and the browser enforces that (CSP)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-# What a page says after an action that ended in a redirect; an address can choose one of these and nothing else.
+# The messages of a page after an action that ended in a redirect; an address can choose only one of these.
 SAID = {
     "pinned": "Pinned. This checkpoint is not removed until you unpin it.",
     "unpinned": "Unpinned. The retention policy applies again.",
@@ -66,7 +66,7 @@ def environment() -> Environment:
 
 
 def link(path: str, **params: Any) -> str:
-    """An address of ours with those parameters that say something."""
+    """One of our addresses with the parameters that are not empty."""
     said = {name: value for name, value in params.items() if value not in (None, "", False)}
     return f"{path}?{urlencode(said)}" if said else path
 
@@ -80,7 +80,7 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> H
 
 
 def see(path: str, said: str | None = None) -> RedirectResponse:
-    """After an action: the page that shows what came of it."""
+    """Redirect to the page that shows the result of an action."""
     return RedirectResponse(link(path, said=said), 303, {"Cache-Control": "no-store"})
 
 
@@ -89,7 +89,7 @@ def problem_page(request: Request, error: CheckpointError) -> HTMLResponse:
 
 
 async def as_page(request: Request, error: Exception) -> Response:
-    """What a page ends with when the API refused it: the way to the door, or the problem in words."""
+    """The page for an error of the API: the sign-in page, or the problem in words."""
     if isinstance(error, SignInNeeded):
         back = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         return see(link("/login", next=back if request.method == "GET" else None))

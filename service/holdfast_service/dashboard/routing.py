@@ -1,4 +1,4 @@
-"""Page routes: errors become pages, and what is posted must come from a page of ours."""
+"""Page routes: errors become pages, and posted forms must come from our own pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OWN_SITE = ("same-origin", "none")
 
 
 class PageRoute(APIRoute):
-    """FastAPI's own hook for this: the handler of every page, with its errors rendered for people."""
+    """The handler of every page, with its errors rendered for people. FastAPI has this hook for it."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle = super().get_route_handler()
@@ -45,7 +45,7 @@ def page_router() -> APIRouter:
 
 
 class Form:
-    """What a form has sent: its fields, of which most are there once."""
+    """The fields of a submitted form, most of which occur once."""
 
     def __init__(self, fields: dict[str, list[str]]) -> None:
         self._fields = fields
@@ -57,7 +57,7 @@ class Form:
         return [value.strip() for value in self._fields.get(name, [])]
 
     def number(self, name: str) -> int | None:
-        """A whole number, None where the field is empty; `InvalidRequest` for anything else."""
+        """A whole number, None if the field is empty; `InvalidRequest` for anything else."""
         text = self.text(name).replace(" ", "").replace("_", "")
         if not text:
             return None
@@ -67,7 +67,7 @@ class Form:
 
 
 async def _posted(request: Request) -> Form:
-    """The form; `InvalidRequest` when another site's page sent it: the cookie alone must not be enough to act."""
+    """The form; `InvalidRequest` if another site's page sent it: the cookie alone must not be enough to act."""
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     foreign = site not in _OWN_SITE if site is not None else origin is not None and not _same(origin, request)
     if foreign:

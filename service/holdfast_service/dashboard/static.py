@@ -1,4 +1,4 @@
-"""Scripts, styles and the vendored libraries: read once, named by their content, kept by the browser for good."""
+"""Scripts, styles and the vendored libraries: read once, named by their content, cached by the browser for good."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Asset(NamedTuple):
 
 @lru_cache
 def asset(name: str) -> Asset:
-    """One of the files that are served; `NoSuchResource` for any other name."""
+    """One of the served files; `NoSuchResource` for any other name."""
     if name not in SERVED:
         raise NoSuchResource(f"/static/{name} does not exist")
     data = files(__package__).joinpath("static", *name.split("/")).read_bytes()
@@ -46,7 +46,7 @@ def asset(name: str) -> Asset:
 
 
 def address(name: str) -> str:
-    """Where a page finds it. The address changes with the content, so a browser may keep what it has."""
+    """The address of a file. It changes with the content, so a browser may cache it for good."""
     return f"/static/{name}?{asset(name).tag}"
 
 

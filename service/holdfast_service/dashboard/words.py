@@ -1,4 +1,4 @@
-"""How the pages say numbers and times: short for the eye, with the exact value to hover over or to have read out."""
+"""Formats numbers and times for the pages: short, with the exact value as a tooltip and for screen readers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (60 * 2, 60, "min"))
 
 
 def bytes_text(count: float) -> str:
-    """Decimal units, as disks are sold and `holdfast ls` prints them."""
+    """Bytes in decimal units, as disks are sold and `holdfast ls` prints them."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= _DECIMALS_FROM else f"{count:.1f} {unit}"
@@ -23,7 +23,7 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A length of time: 380 µs, 12 ms, 1.4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    """A duration: 380 µs, 12 ms, 1.4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     if seconds < 0:
         return f"−{seconds_text(-seconds)}"
     if seconds == 0:
@@ -65,7 +65,7 @@ def percent(value: float | None) -> Markup:
 
 
 def when(text: str | None) -> Markup:
-    """A moment of the API as an age, with the moment itself to hover over."""
+    """A time of the API as an age, with the time itself as a tooltip."""
     if not text:
         return NONE
     try:
@@ -86,13 +86,13 @@ def age_text(passed: float) -> str:
 
 
 def prose(text: str) -> Markup:
-    """A sentence of the service: what it sets in backquotes is to be typed as it stands."""
+    """A sentence of the service; text in backquotes is shown as code."""
     parts = text.split("`")
     return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts))
 
 
 def stamp(text: str) -> float:
-    """A moment of the API as seconds since 1970, for plots."""
+    """A time of the API as seconds since 1970, for plots."""
     return moments.read(text).timestamp()
 
 

@@ -87,7 +87,7 @@ def test_previews_change_nothing(service: Served, http: httpx.Client) -> None:
     """`dry_run` needs no If-Match but heeds one; the preview of the policy in force is a resource of its own."""
     seen = http.put(POLICY, params={"dry_run": "true"}, json={"every_steps": 10}).json()
     assert {v["step"]: v["keep"] for v in seen["verdicts"]} == {20: True, 15: True, 10: True, 5: False}
-    assert seen["verdicts"][3]["reasons"] == ["every 10 steps: its step is no multiple of that"]
+    assert seen["verdicts"][3]["reasons"] == ["every 10 steps: 5 is not a multiple of 10"]
     assert seen["bytes_removed"] > 0
     stale = http.put(POLICY, params={"dry_run": "true"}, json={"last": 1}, headers={"If-Match": '"old"'})
     assert stale.status_code == 412

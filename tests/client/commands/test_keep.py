@@ -63,7 +63,7 @@ def test_keep_dry_run_changes_nothing(service: Served) -> None:
     """With --dry-run the given rules are judged, for people and for programs, and not set."""
     shown = call("keep", "tiny", "--last", 1, "--every-steps", 10, "--dry-run")
     assert "remove" in shown.stdout
-    assert "every 10 steps: its step is no multiple of that" in shown.stdout
+    assert "every 10 steps: 5 is not a multiple of 10" in shown.stdout
     seen = call_json("keep", "tiny", "--last", 1, "--dry-run")
     assert (seen["changed"], {v["step"]: v["keep"] for v in seen["verdicts"]}) == (False, {15: True, 10: False, 5: False})
     assert steps(service) == [15, 10, 5]

@@ -78,27 +78,46 @@ def test_every_decision_says_why() -> None:
     history = [Candidate(10, 10.0), Candidate(20, 20.0, metrics={"loss": 2.0}), Candidate(25, 25.0), Candidate(30, 30.0)]
     policy = RetentionPolicy(last=1, every_steps=20, best=(Best(metric="loss", count=1),))
     assert decide(history, policy, NOW) == [
-        Decision(30, True, ("it is the newest verified checkpoint", "last 1: it is number 1 of the newest verified ones")),
+        Decision(30, True, ("it is the newest verified checkpoint", "last 1: number 1 of the newest verified checkpoints")),
         Decision(
             25,
             False,
             (
-                "last 1: 1 newer checkpoints are verified",
-                "every 20 steps: its step is no multiple of that",
-                "best 1 by min loss: it was saved without this metric",
+                "last 1: 1 newer checkpoint is verified",
+                "every 20 steps: 25 is not a multiple of 20",
+                "best 1 by min loss: saved without this metric",
             ),
         ),
-        Decision(20, True, ("every 20 steps: its step is a multiple of that", "best 1 by min loss: with 2 it is number 1")),
+        Decision(20, True, ("every 20 steps: 20 is a multiple of 20", "best 1 by min loss: 2 ranks number 1")),
         Decision(
             10,
             False,
             (
                 "last 1: 3 newer checkpoints are verified",
-                "every 20 steps: its step is no multiple of that",
-                "best 1 by min loss: it was saved without this metric",
+                "every 20 steps: 10 is not a multiple of 20",
+                "best 1 by min loss: saved without this metric",
             ),
         ),
     ]
+
+
+def test_reasons_name_distance_age_and_line() -> None:
+    """Rules about distance and age state the numbers that they compared; an abandoned one names what came after it."""
+    history = [Candidate(step, NOW - 100.0 + step) for step in (10, 20, 30)]
+    spaced = {d.step: d.reasons for d in decide(history, RetentionPolicy(steps_apart=15), NOW)}
+    assert spaced[10] == ("one every 15 steps: it is the oldest checkpoint",)
+    assert spaced[20] == ("one every 15 steps: 10 steps after step 10, which this rule keeps",)
+    aged = {d.step: d.reasons for d in decide(history, RetentionPolicy(within_seconds=60), NOW)}
+    assert aged[20] == ("within 1 min: committed 1.3 min ago",)
+    unverified = [Candidate(10, 1.0, verified=False), Candidate(20, 2.0)]
+    few = {d.step: d.reasons for d in decide(unverified, RetentionPolicy(last=2), NOW)}
+    assert few[10] == ("last 2: only 1 newer checkpoint is verified",)
+    left = Candidate(20, 2.0, abandoned=True)
+    begun = Candidate(15, 3.0, line=(2, 1))
+    judged = {d.step: d for d in decide([left, begun], RetentionPolicy(last=1), NOW)}
+    assert judged[20].reasons == ("it is abandoned: training went on from an older step, and its step 15 is verified",)
+    waiting = {d.step: d for d in decide([left], RetentionPolicy(last=1), NOW)}
+    assert waiting[20].reasons == ("it is abandoned, but the new line of training has no verified checkpoint yet",)
 
 
 def test_nothing_goes_before_its_successor_is_verified() -> None:

@@ -232,8 +232,8 @@ def test_preview_changes_nothing_and_adds_up(world: World) -> None:
     assert [(v.step, v.keep, v.labels) for v in seen.verdicts] == [(3, True, []), (2, False, []), (1, True, ["golden"])]
     assert (seen.bytes_kept, seen.bytes_removed) == (4, 2)
     assert seen.verdicts[1].reasons == [
-        "last 1: 1 newer checkpoints are verified",
-        "best 1 by min loss: with 2.5 it is number 2",
+        "last 1: 1 newer checkpoint is verified",
+        "best 1 by min loss: 2.5 ranks number 2",
     ]
     assert world.steps == [1, 2, 3]
     assert world.rotation.preview(RUN).policy == RetentionPolicy()

@@ -1,1 +1,1 @@
-"""What may be removed, and when."""
+"""Which checkpoints may be removed, and when."""

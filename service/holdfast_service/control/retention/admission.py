@@ -1,4 +1,4 @@
-"""Admission: a save that cannot fit is refused by name before a byte of it is written, after what may go has gone (I10)."""
+"""Admission: refuses a save that cannot fit before a byte of it is written, after removing checkpoints that may go (I10)."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
-SPARE_BYTES = 2**20  # for the catalog and run files, which have to go on where a save cannot
-BLOCK_BYTES = 4096  # what a small file takes
+SPARE_BYTES = 2**20  # for the catalog and run files, which must be writable even if there is no room for a save
+BLOCK_BYTES = 4096  # the space of a small file
 SMALL_FILES = 8  # manifest, receipt, state, COMMIT, and the directories around them
-INDEX_BYTES_A_TENSOR = 64  # beside its name, which the file's header has too
+INDEX_BYTES_A_TENSOR = 64  # besides its name, which is in the file's header too
 MANIFEST_BYTES_A_TENSOR = 256
 MANIFEST_BYTES_AN_EXTENT = 48
-USED_S = 0.5  # how long the catalog is asked how much a run uses
+USED_S = 0.5  # how long to wait for the catalog's answer about a run's usage
 
 Ask = Callable[[Callable[[], int], float], int]  # a question to the catalog, and how long it may take
 
 
 def counted_bytes(plan: WritePlan) -> int:
-    """What the checkpoint will count, exactly: all that its manifest lists."""
+    """The exact bytes that the checkpoint counts for: everything that its manifest lists."""
     indexes = sum(len(commit.encode_index(plan, group)) for group in plan.groups)
     return _data_bytes(plan) + indexes
 
 
 def disk_bytes(plan: WritePlan) -> int:
-    """The most that writing it takes of a disk: indexes, manifest and receipt by a bound, and whole blocks."""
+    """The most disk space that writing it takes: an upper bound for indexes, manifest and receipt, and whole blocks."""
     total = _data_bytes(plan) + (len(plan.files) + len(plan.assets) + len(plan.groups) + SMALL_FILES) * BLOCK_BYTES
     longest = plan.extent_bytes
     for file in plan.files:
@@ -53,7 +53,7 @@ def _data_bytes(plan: WritePlan) -> int:
 
 
 class Admission:
-    """Says of every plan whether it fits: into the run's quota, and onto the disk."""
+    """Decides for every plan whether it fits: into the run's quota, and onto the disk."""
 
     def __init__(
         self,
@@ -68,10 +68,12 @@ class Admission:
         self._files, self._rotation, self._ask = files, rotation, ask
 
     def admit(self, plan: WritePlan) -> None:
-        """Return when the save fits. Raises `QuotaExceeded` or `NoSpace`, with the numbers, when it cannot be made to.
+        """Return if the save fits. Raises `QuotaExceeded` or `NoSpace`, with the numbers, if there is no room and none can
+        be made.
 
-        Room is made in this order: what no rule of any run keeps; then, oldest first and no more than is needed, what this
-        run's policy lets go once this save is verified, if it is superseded by a verified checkpoint already (I10).
+        Checkpoints are removed in this order: first those that no rule of any run keeps; then, oldest first and no more than
+        needed, those that this run's policy removes once this save is verified, if they are superseded by a verified
+        checkpoint already (I10).
         """
         shortage = self._shortage(plan)
         if shortage is None:
@@ -96,7 +98,7 @@ class Admission:
     def _quota(self, run: str) -> int | None:
         try:
             return self._files.read(run).in_force.quota_bytes
-        except Damaged as error:  # a save is worth more than a limit that nobody can read
+        except Damaged as error:  # a save is worth more than a limit that cannot be read
             log.error("%s", error)
             return None
 

@@ -1,8 +1,8 @@
-"""Runs to which nothing was ever saved: how many somebody may make, and when they are swept.
+"""Runs to which nothing was ever saved: limits how many one caller may make, and sweeps them.
 
-A hello makes a run: an attempt, perhaps a run file, a row of the catalog. Where nothing is saved to it before its ranks are
-gone, it is told of for some hours, since somebody may want to know that it died, and then forgotten. What a person has set,
-and whatever is not ours, keeps it for ever.
+A hello creates a run: an attempt, perhaps a run file, a row of the catalog. If nothing is saved to it before its ranks are
+gone, it stays listed for some hours, because somebody may want to know that it died, and is then forgotten. Settings that a
+person has made, and foreign files, keep it for ever.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
 
-EMPTY_RUNS_MAX = 200  # made by one tenant, and saved nothing to
+EMPTY_RUNS_MAX = 200  # made by one tenant, without a save
 KEPT_S = 6 * 3600.0  # after its ranks are gone, or were first missed
 _OF_A_RUN = (AnswerRow, AttemptRow, RoundRow, StatisticsRow)
 
 
 class EmptyRuns:
-    """The runs of one root that hold no checkpoint. Thread-safe; `sweep` is called while nobody can join the run."""
+    """The runs of one root that hold no checkpoint. Thread-safe; call `sweep` while no rank can join the run."""
 
     def __init__(  # noqa: PLR0913 - each is one thing
         self,
@@ -60,10 +60,10 @@ class EmptyRuns:
         self._kept_s, self._clock = kept_s, clock
         self._lock = threading.Lock()
         self._made: dict[str, set[str]] = {}  # by tenant, since this daemon began
-        self._missed: dict[str, float] = {}  # runs of whose ranks nothing is known, and since when nobody has seen any
+        self._missed: dict[str, float] = {}  # runs without a record of their ranks, and since when no rank was seen
 
     def admit(self, run: str, tenant: str) -> None:
-        """`LimitExceeded` for a new run of somebody who has made too many to which nothing was saved yet."""
+        """Raise `LimitExceeded` for a new run if its tenant already has too many without a save."""
         with self._lock:
             if self._attempts.newest(run) or self._tier.list(naming.check_run(run)):
                 return
@@ -81,7 +81,7 @@ class EmptyRuns:
             made.add(run)
 
     def due(self) -> dict[str, RunAttempts]:
-        """The runs that have stood empty and deserted for long enough, as they were declared."""
+        """The runs that have been empty and without ranks for long enough, with their declared attempts."""
         known = self._attempts.known()
         runs = sorted(known.keys() | set(roots.runs(self._tier)))
         self._missed = {run: at for run, at in self._missed.items() if run in runs}
@@ -89,7 +89,10 @@ class EmptyRuns:
         return {run: declared for run, declared in empty.items() if self._deserted_s(run, declared) >= self._kept_s}
 
     def forget(self, run: str) -> bool:
-        """Take the run from the catalog, first: attempts are never lower than it says. False where it knows more of it."""
+        """Remove the run from the catalog, first of all. False if the catalog has more of it than attempts.
+
+        The catalog goes first because attempts must never be lower than it says.
+        """
         with self._catalog.database.write() as session:
             kept = (
                 select(CheckpointRow.step).where(CheckpointRow.run == run),
@@ -105,8 +108,9 @@ class EmptyRuns:
         return True
 
     def sweep(self, run: str, declared: RunAttempts) -> bool:
-        """Remove what is left of a run that the catalog has forgotten; False where somebody has said hello since, or where
-        its directory holds more than it should.
+        """Remove the rest of a run that the catalog has forgotten.
+
+        False if a rank has said hello since, or if its directory holds anything else.
         """
         if self._attempts.known().get(run, RunAttempts()) != declared:
             return False
@@ -120,7 +124,7 @@ class EmptyRuns:
         return True
 
     def restore(self, run: str) -> None:
-        """It is not swept after all: the catalog knows it again."""
+        """Put a run back into the catalog that is not swept after all."""
         self._catalog.note_attempts({run: self._attempts.known().get(run, RunAttempts())})
         try:
             self._catalog.set_keep_last(run, self._files.read(run).in_force.last)
@@ -131,7 +135,7 @@ class EmptyRuns:
         return bool(self._tier.list(f"{run}/{naming.CHECKPOINTS}"))
 
     def _deserted_s(self, run: str, declared: RunAttempts) -> float:
-        """For how long nobody has trained it; where that is not known it counts from the first look."""
+        """How long the run has had no ranks; if that is not known, it counts from the first look."""
         if declared.life == "running":
             return 0.0
         if declared.since is not None:

@@ -1,12 +1,12 @@
-"""Retention: which checkpoints stay and why. Pure: checkpoints, a policy and a clock value in, decisions with reasons out.
+"""Retention: decides which checkpoints stay, with reasons. Pure: checkpoints, a policy and the time in, decisions out.
 
-What is kept is the union of what the rules keep. Only verified checkpoints are counted. The newest verified one stays, and
-everything newer (I10); so does the newest verified one that is not known to be unhealthy. One that is not verified takes
-nobody's place, and stays wherever it would stay if it were verified.
+A checkpoint stays if any rule keeps it. Only verified checkpoints are counted. The newest verified one stays, and everything
+newer (I10); so does the newest verified one that is not known to be unhealthy. A checkpoint that is not verified supersedes
+nothing, and stays if it would stay as a verified one.
 
-All of that holds for each set of groups: only a checkpoint with at least the same groups takes another one's place, so a
-full one stays however many of the model alone are newer. What is abandoned, because training went on from an older step,
-takes nobody's place either; it goes when the line that left it behind has something verified.
+All of that holds for each set of groups: a checkpoint is superseded only by one with at least the same groups, so a full one
+stays, however many newer ones of the model alone there are. An abandoned checkpoint, which training left behind when it went
+on from an older step, supersedes nothing either. It goes when the new line of training has a verified checkpoint.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 class Candidate(NamedTuple):
-    """A checkpoint that is there. `holds` says what keeps it whatever the policy says: a pin, a label, a reader."""
+    """An existing checkpoint. `holds` are reasons to keep it whatever the policy says: a pin, a label, a reader."""
 
     step: int
     created: float  # seconds since the epoch
     verified: bool = True
     metrics: Mapping[str, float] = {}
     holds: tuple[str, ...] = ()
-    healthy: bool | None = None  # None: nobody looked, and nothing speaks against it
+    healthy: bool | None = None  # None: not checked, which counts as healthy
     groups: frozenset[str] = frozenset()
-    line: Key = ROOT  # of training; one that is greater was begun later
+    line: Key = ROOT  # of training; a greater one was begun later
     abandoned: bool = False
 
 
 class JudgedCheckpoint(Protocol):
-    """What is known of a checkpoint's worth."""
+    """The facts about a checkpoint that decide whether it supersedes others."""
 
     @property
     def step(self) -> int: ...
@@ -53,14 +53,16 @@ class JudgedCheckpoint(Protocol):
 
 
 class Newest(NamedTuple):
-    """The newest steps with at least certain groups: that is verified, and not unhealthy besides; -1 where there is none."""
+    """The newest steps with at least certain groups: the verified one, and the verified one not known to be unhealthy; -1 if
+    none.
+    """
 
     verified: int
     healthy: int
 
 
 class Decision(NamedTuple):
-    """Kept for every one of these reasons, or let go because each rule says why it does not keep it."""
+    """Whether a checkpoint is kept, with all reasons to keep it, or with the reason of each rule that does not."""
 
     step: int
     keep: bool
@@ -78,17 +80,20 @@ _NO_RULE = "no rule limits what is kept"
 
 
 def decide(candidates: Sequence[Candidate], policy: RetentionPolicy, now: float) -> list[Decision]:
-    """What becomes of every checkpoint, newest step first; their order does not matter, and their steps differ."""
+    """The decision for every checkpoint, newest step first. The order of `candidates` does not matter; their steps must
+    differ.
+    """
     return _decide(candidates, policy, now, candidates)
 
 
 def foresee(candidates: Sequence[Candidate], incoming: Candidate, policy: RetentionPolicy, now: float) -> list[int]:
-    """The steps that `decide` would let go once `incoming` is verified, and that are superseded already; oldest first.
+    """The steps that `decide` would remove once `incoming` is verified, and that are superseded already; oldest first.
 
-    For a save that does not fit otherwise: each of them is older than a checkpoint that is verified now (I10), or abandoned.
+    They make room for a save that does not fit otherwise. Each of them is older than a verified checkpoint (I10), or
+    abandoned.
     """
     others = [c for c in candidates if c.step != incoming.step]
-    # How healthy it will be nobody knows: until then, no other one takes the place of the newest healthy.
+    # It is not known yet whether it will be healthy: until then, nothing supersedes the newest healthy checkpoint.
     decisions = _decide([*others, incoming], policy, now, others)
     by_step = {c.step: c for c in candidates}
     gone = [by_step[d.step] for d in decisions if not d.keep and d.step in by_step]
@@ -96,7 +101,7 @@ def foresee(candidates: Sequence[Candidate], incoming: Candidate, policy: Retent
 
 
 def newest_of(among: Iterable[JudgedCheckpoint], groups: Collection[str]) -> Newest:
-    """Which checkpoints nothing takes the place of, of those with at least these groups that are not abandoned."""
+    """The newest verified and the newest healthy checkpoint, of those with at least these groups that are not abandoned."""
     wanted = frozenset(groups)
     sound = [c for c in among if c.verified and not c.abandoned and wanted <= frozenset(c.groups)]
     healthy = max((c.step for c in sound if c.healthy is not False), default=-1)
@@ -106,7 +111,7 @@ def newest_of(among: Iterable[JudgedCheckpoint], groups: Collection[str]) -> New
 def _decide(
     candidates: Sequence[Candidate], policy: RetentionPolicy, now: float, healthy: Sequence[Candidate]
 ) -> list[Decision]:
-    """The newest healthy checkpoint is looked for among `healthy`."""
+    """Decide for all candidates. The newest healthy checkpoint is looked for among `healthy`."""
     held = {c.groups for c in candidates}
     marks = {groups: Newest(newest_of(candidates, groups).verified, newest_of(healthy, groups).healthy) for groups in held}
     verified = sorted((c for c in candidates if c.verified and not c.abandoned), key=_step)
@@ -115,7 +120,7 @@ def _decide(
     age = _age(policy, now)
     decisions = []
     for c in sorted(candidates, key=_step, reverse=True):
-        named = ("the policy names its step",) if c.step in policy.steps else ()
+        named = ("the policy names this step",) if c.step in policy.steps else ()
         if c.abandoned:
             decisions.append(_decide_abandoned(c, named, verified, policy.limits, age))
         else:
@@ -144,13 +149,15 @@ def _decide_one(c: Candidate, named: Sequence[str], mark: Newest, rules: Sequenc
 def _decide_abandoned(
     c: Candidate, named: Sequence[str], verified: Sequence[Candidate], limited: bool, age: Rule | None
 ) -> Decision:
-    """Of the rules the one about age alone speaks for it: the others are for what training goes on from."""
+    """Decide for an abandoned checkpoint. Only the rule about age can keep it: the others are for the living line of
+    training.
+    """
     kept = [*c.holds, *named]
     follows = [v.step for v in verified if v.line > c.line and c.groups <= v.groups]
     healthy = [v.step for v in verified if v.line > c.line and c.groups <= v.groups and v.healthy is not False]
     after = follows if c.healthy is False else healthy
     if not after:
-        kept.append("it is abandoned, and nothing of the line that left it behind is verified yet")
+        kept.append("it is abandoned, but the new line of training has no verified checkpoint yet")
     if not limited:
         kept.append(_NO_RULE)
     if age is not None and (answer := age(c)).keeps:
@@ -158,13 +165,15 @@ def _decide_abandoned(
     if kept:
         return Decision(c.step, True, tuple(kept))
     return Decision(
-        c.step, False, (f"it is abandoned: training went on from an older step, and step {after[-1]} is verified",)
+        c.step, False, (f"it is abandoned: training went on from an older step, and its step {after[-1]} is verified",)
     )
 
 
 class _Judge:
-    """One rule for checkpoints of all groups. Each is compared with what may take its place: others of just its groups, and
-    those of more groups that stay by this rule or in any case.
+    """Applies one rule to checkpoints of all groups.
+
+    Each is compared with the checkpoints that may supersede it: others of exactly its groups, and those of more groups that
+    stay by this rule or in any case.
     """
 
     def __init__(
@@ -183,7 +192,7 @@ class _Judge:
 
 
 def _rules(policy: RetentionPolicy, now: float) -> Iterator[_Make]:
-    """The rules that the policy has, each to be made ready by the checkpoints it compares with, ascending by step."""
+    """The rules of the policy. Each must be given the verified checkpoints to compare with, in ascending order of steps."""
     if (last := policy.last) is not None:
         yield lambda verified: _last(last, verified)
     if (interval := policy.every_steps) is not None:
@@ -208,18 +217,24 @@ def _last(count: int, verified: Sequence[Candidate]) -> Rule:
     def judge(c: Candidate) -> RetentionAnswer:
         newer = len(steps) - bisect_right(steps, c.step)
         if newer >= count:
-            return RetentionAnswer(False, f"last {count}: {newer} newer checkpoints are verified")
+            return RetentionAnswer(False, f"last {count}: {_checkpoints(newer)}")
         if c.verified:
-            return RetentionAnswer(True, f"last {count}: it is number {newer + 1} of the newest verified ones")
-        return RetentionAnswer(True, f"last {count}: only {newer} newer checkpoints are verified")
+            return RetentionAnswer(True, f"last {count}: number {newer + 1} of the newest verified checkpoints")
+        return RetentionAnswer(True, f"last {count}: only {_checkpoints(newer)}")
 
     return judge
+
+
+def _checkpoints(newer: int) -> str:
+    return "1 newer checkpoint is verified" if newer == 1 else f"{newer} newer checkpoints are verified"
 
 
 def _multiples(interval: int) -> Rule:
     def judge(c: Candidate) -> RetentionAnswer:
         keeps = c.step % interval == 0
-        return RetentionAnswer(keeps, f"every {interval} steps: its step is {'a' if keeps else 'no'} multiple of that")
+        return RetentionAnswer(
+            keeps, f"every {interval} steps: {c.step} is {'' if keeps else 'not '}a multiple of {interval}"
+        )
 
     return judge
 
@@ -227,7 +242,7 @@ def _multiples(interval: int) -> Rule:
 def _apart(
     least: float, verified: Sequence[Candidate], place: Callable[[Candidate], float], said: Callable[[float], str]
 ) -> Rule:
-    """A chain from the oldest on, each link at least so far from the one before, whichever way the clock was turned."""
+    """Keeps the oldest, then each one at least so far from the last one kept. The sign does not count: clocks may jump."""
     chain: list[Candidate] = []
     for c in verified:
         if not chain or abs(place(c) - place(chain[-1])) >= least:
@@ -237,10 +252,12 @@ def _apart(
     def judge(c: Candidate) -> RetentionAnswer:
         before = bisect_left(steps, c.step)
         if not before:
-            return RetentionAnswer(True, f"one every {said(least)}: it is the oldest")
+            return RetentionAnswer(True, f"one every {said(least)}: it is the oldest checkpoint")
         link = chain[before - 1]
         far = abs(place(c) - place(link))
-        return RetentionAnswer(far >= least, f"one every {said(least)}: it comes {said(far)} after step {link.step}")
+        return RetentionAnswer(
+            far >= least, f"one every {said(least)}: {said(far)} after step {link.step}, which this rule keeps"
+        )
 
     return judge
 
@@ -248,7 +265,7 @@ def _apart(
 def _within(seconds: float, now: float) -> Rule:
     def judge(c: Candidate) -> RetentionAnswer:
         age = now - c.created
-        return RetentionAnswer(age <= seconds, f"within {span(seconds)}: it was committed {span(max(age, 0))} ago")
+        return RetentionAnswer(age <= seconds, f"within {span(seconds)}: committed {span(max(age, 0))} ago")
 
     return judge
 
@@ -266,9 +283,9 @@ def _best(best: Best, verified: Sequence[Candidate]) -> Rule:
     def judge(c: Candidate) -> RetentionAnswer:
         mine = key(c)
         if mine is None:
-            return RetentionAnswer(best.keep_unmeasured, f"{name}: it was saved without this metric")
+            return RetentionAnswer(best.keep_unmeasured, f"{name}: saved without this metric")
         rank = bisect_left(ranked, mine)
-        return RetentionAnswer(rank < best.count, f"{name}: with {c.metrics[best.metric]:g} it is number {rank + 1}")
+        return RetentionAnswer(rank < best.count, f"{name}: {c.metrics[best.metric]:g} ranks number {rank + 1}")
 
     return judge
 

@@ -1,7 +1,7 @@
-"""Rotation: what retention lets go (I10) is removed, behind the back of every save, one run at a time.
+"""Rotation: removes the checkpoints that retention does not keep (I10), in the background, one run at a time.
 
-Deciding and renaming happen under one lock with every change of pins and labels, so a mark that was set holds (I4). Bytes
-are freed outside of it.
+Decisions, renames and changes of pins and labels happen under one lock, so a mark that was set holds (I4). Bytes are freed
+outside of the lock.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 
 NAMES_SHOWN_MAX = 5
 WHY_REMOVED = ("retention", "request", "space", "replaced")
-READERS_WAIT_S, READERS_POLL_S = 2.0, 0.05  # for who reads what another checkpoint is put in the place of
+READERS_WAIT_S, READERS_POLL_S = 2.0, 0.05  # for readers of a checkpoint that is being replaced
 
 
 class Rotation:
-    """The only one that removes checkpoints of a root. Thread-safe; its thread begins with the first run that is due."""
+    """Removes checkpoints of a root; nothing else does. Thread-safe; its thread starts with the first run that is due."""
 
     def __init__(
         self, tier: Tier, catalog: Catalog, files: RunFiles, readers: Readers, clock: Callable[[], float] = time.time
@@ -52,16 +52,16 @@ class Rotation:
         self._tier, self._catalog, self._clock = tier, catalog, clock
         self._files, self.readers = files, readers
         self._deciding = threading.Lock()
-        self._turn = threading.Lock()  # of freeing bytes
+        self._turn = threading.Lock()  # for freeing bytes
         self._changed = threading.Condition()
         self._due: dict[str, float] = {}  # run -> time.monotonic()
         self._busy = self._closed = False
         self._thread: threading.Thread | None = None
-        self.removed: Counter[str] = Counter()  # by why
-        # What another checkpoint was put in the place of: the catalog still speaks of the one before. By run and step.
+        self.removed: Counter[str] = Counter()  # by reason
+        # Checkpoints that replaced others, by run and step: the catalog still describes the old ones.
         self._fresh: Counter[tuple[str, int]] = Counter()
         self._freshness = threading.Lock()
-        self.events: Events | None = None  # who keeps what happened, if anybody does
+        self.events: Events | None = None  # records events, if given
         self.readers.freed = self.look_again
 
     def due(self, run: str, after_s: float = 0.0) -> None:
@@ -77,7 +77,7 @@ class Rotation:
             self._changed.notify_all()
 
     def look_again(self, run: str) -> None:
-        """A reader of this run is done: if that is what a removal waits for, it is due now."""
+        """Tell that a reader of this run is done. If a removal waits for that, it is due now."""
         with self._changed:
             awaited = run in self._due
         if awaited:
@@ -89,7 +89,7 @@ class Rotation:
             return self._changed.wait_for(lambda: not self._busy and self._next_due() is None, wait_s)
 
     def close(self) -> None:
-        """Do what is due, stop. What waits for readers is left to the next start."""
+        """Do what is due, then stop. Removals that wait for readers are left to the next start."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -97,7 +97,7 @@ class Rotation:
             self._thread.join()
 
     def apply(self, run: str) -> list[int]:
-        """Apply the run's policy now: the steps that are gone, their bytes free. For one caller at a time."""
+        """Apply the run's policy now, and return the removed steps; their bytes are free. For one caller at a time."""
         with self._turn:
             with self._deciding:
                 file, candidates = self._looked_at(run)
@@ -112,7 +112,9 @@ class Rotation:
         return list(trashed)
 
     def make_room(self, run: str, incoming: Candidate) -> int | None:
-        """Remove the oldest superseded checkpoint that the policy lets go once `incoming` is verified; its step, or None."""
+        """Remove the oldest superseded checkpoint that the policy does not keep once `incoming` is verified; its step, or
+        None.
+        """
         with self._turn:
             with self._deciding:
                 file, candidates = self._looked_at(run)
@@ -128,7 +130,7 @@ class Rotation:
         return None
 
     def preview(self, run: str, policy: RetentionPolicy | None = None) -> Preview:
-        """What the policy in force, or this one, would do now; nothing is changed. `NoSuchRun`."""
+        """What the policy in force, or this one, would do now; nothing is changed. Raises `NoSuchRun`."""
         listed = {c.step: c for c in self._listed(run)}
         file, candidates = self._looked_at(run)
         chosen = policy or file.in_force
@@ -139,7 +141,7 @@ class Rotation:
         return Preview(policy=chosen, verdicts=verdicts, bytes_kept=kept, bytes_removed=removed)
 
     def file(self, run: str) -> RunFile:
-        """What the run's file says now; `NoSuchRun`."""
+        """The present contents of the run's file. Raises `NoSuchRun`."""
         self._catalog.run(run)
         return self._files.read(run)
 
@@ -159,14 +161,14 @@ class Rotation:
             self._change_marks(run, act)
 
     def unmark(self, run: str, act: Callable[[RunFile], RunFile]) -> None:
-        """Take a pin or label away, also one of a checkpoint that is gone."""
+        """Remove a pin or label, also from a checkpoint that is gone."""
         self._catalog.run(run)
         with self._deciding:
             self._change_marks(run, act)
         self.due(run)
 
     def _change_marks(self, run: str, act: Callable[[RunFile], RunFile]) -> None:
-        """Setting again what is set is no news."""
+        """Change the marks; no event is sent if nothing changes."""
         before = self._files.read(run)
         after = self._files.change(run, act)
         for step, text, mark in run_files.differences(before, after):
@@ -177,7 +179,7 @@ class Rotation:
     ) -> bodies.CheckpointInfo:
         """Remove one checkpoint on request (I4), and return what it was; with `dry_run` only say whether that would work.
 
-        Raises `NoSuchCheckpoint`, `Pinned`, `InUse`, for the newest verified one `NewestVerified` unless `newest`, and where
+        Raises `NoSuchCheckpoint`, `Pinned`, `InUse`, for the newest verified one `NewestVerified` unless `newest`, and if
         that is unhealthy, for the newest healthy one `NewestHealthy` unless `healthy`.
         """
         with self._deciding:
@@ -191,10 +193,10 @@ class Rotation:
 
     @contextmanager
     def replacing(self, run: str, step: int) -> Iterator[None]:
-        """Another checkpoint of this step, saved anew, is put in the place of this one within the block, at one stroke.
+        """Allow another checkpoint of this step to replace this one, atomically, within the block.
 
-        Raises `Pinned`, or `InUse`, when it may not go. Who reads it over HTTP has it open and reads on there. Others are
-        waited for, for a moment only: what other runs have saved is not committed meanwhile.
+        Raises `Pinned`, or `InUse`, if it may not be replaced. Readers over HTTP have it open and go on reading it. Other
+        readers are waited for only briefly, because meanwhile no save of any run is committed.
         """
         self._refuse_pinned(run, step)
         limit = time.monotonic() + READERS_WAIT_S
@@ -213,7 +215,7 @@ class Rotation:
         self.removed["replaced"] += 1
 
     def listed(self, run: str, step: int) -> None:
-        """The catalog knows of the checkpoint that was put in the place of another one; from now on it may be judged."""
+        """Note that the catalog knows the new checkpoint; from now on it may be judged."""
         with self._freshness:
             self._fresh -= Counter({(run, step): 1})
 
@@ -226,7 +228,7 @@ class Rotation:
         self._refuse_held(found.run, found.step)
 
     def _refuse_held(self, run: str, step: int) -> None:
-        """What nothing removes as long as it is so."""
+        """Refuse to remove a checkpoint that nothing may remove at present."""
         self._refuse_pinned(run, step)
         if left_s := self.readers.held(run).get(step):
             raise InUse(
@@ -246,7 +248,7 @@ class Rotation:
             )
 
     def _refuse_the_newest(self, found: bodies.CheckpointInfo, newest: bool, healthy: bool) -> None:
-        """What no policy removes is removed by name alone."""
+        """Refuse to remove checkpoints that no policy removes, unless the caller names them."""
         which = (
             f"{found.run}@{found.step} is the newest checkpoint of its run with the groups {', '.join(found.groups)} that is"
         )
@@ -272,7 +274,10 @@ class Rotation:
         return roots.all_checkpoints(self._catalog, run)
 
     def _discard(self, run: str, steps: Mapping[int, Sequence[str]], why: str) -> dict[int, str]:
-        """Rename to trash what nobody reads and what holds nothing foreign; where to, by step. `steps` has the reasons."""
+        """Rename checkpoints to trash unless they are read or contain foreign files; their new paths by step.
+
+        `steps` has the reasons.
+        """
         trashed: dict[int, str] = {}
         for step, reasons in steps.items():
             with self.readers.removing(run, step) as free:
@@ -302,7 +307,7 @@ class Rotation:
         try:
             return removal.foreign_files(self._tier, roots.load_manifest(self._tier, run, step))
         except (Damaged, NoSuchCheckpoint):
-            return []  # without a manifest nothing can be told apart, and damage must not keep anything for ever
+            return []  # without a manifest, foreign files cannot be recognised, and damage must not keep anything for ever
 
     def _free(self, trashed: dict[int, str]) -> None:
         for path in trashed.values():
@@ -311,7 +316,7 @@ class Rotation:
                 log.warning("could not delete all of %s; trying again at the next start: %s", path, left.detail)
 
     def _wait_for_readers(self, run: str, candidates: Sequence[Candidate], file: RunFile) -> None:
-        """Look again when those that only readers keep are read no more."""
+        """Look again when the checkpoints that only readers keep are read no more."""
         if not any(_READ in c.holds for c in candidates):
             return
         free = [c._replace(holds=tuple(h for h in c.holds if h != _READ)) for c in candidates]
@@ -334,7 +339,7 @@ class Rotation:
                 log.exception("retention of %s failed", run)
 
     def _awaited(self) -> str | None:
-        """The next run that is due; None when there is none any more because this is closed."""
+        """The next run that is due; None after this was closed."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -355,7 +360,7 @@ def _candidate(c: bodies.CheckpointInfo, file: RunFile, busy: str | None) -> Can
     pin = ["it is pinned"] if c.step in file.pins else []
     labels = [f"it has the label {label}" for label in file.labels_of(c.step)]
     before = file.policy is None and file.keep_last is not None and c.attempt < file.keep_last_since
-    kept = [f"it is of an attempt before the one that asked for keep_last={file.keep_last}"] if before else []
+    kept = [f"it was saved before the launch that first asked for keep_last={file.keep_last}"] if before else []
     holds = (*pin, *labels, *kept, *([busy] if busy else []))
     created, groups = seconds_of(c.created), frozenset(c.groups)
     return Candidate(c.step, created, c.verified, c.metrics, holds, c.healthy, groups, line(c.rewinds), c.abandoned)

@@ -1,4 +1,4 @@
-"""One module a page, or a few that belong together."""
+"""One module per page, or for a few related ones."""
 
 from fastapi import APIRouter
 

@@ -1,4 +1,4 @@
-"""What can be done with a checkpoint: each a form, what cannot be undone with a page before it, then the page again."""
+"""Actions on a checkpoint: each is a form; if it cannot be undone, a page asks first; then the checkpoint's page follows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORCES: tuple[str, ...] = get_args(Force)
 
 @router.post(f"{_CHECKPOINT}/pin")
 async def set_pin(api: Asked, run: str, step: int, form: Posted) -> Response:
-    """Pin it, or with `pinned=no` take the pin away."""
+    """Pin it, or with `pinned=no` remove the pin."""
     unpin = form.text("pinned") == "no"
     await api.ask("DELETE" if unpin else "PUT", at(run, step, "pin"))
     return see(_back(form, run, step), "unpinned" if unpin else "pinned")
@@ -43,7 +43,7 @@ async def remove_label(api: Asked, run: str, step: int, label: str, _: Posted) -
 
 @router.get(f"{_CHECKPOINT}/remove")
 async def confirm_removal(request: Request, api: Asked, run: str, step: int) -> Response:
-    """What would go, or why it may not, before anything does."""
+    """Show what would be removed, or why that is refused, before anything happens."""
     made = await api.get(bodies.CheckpointInfo, at(run, step))
     refused: CheckpointError | None = None
     try:
@@ -55,7 +55,7 @@ async def confirm_removal(request: Request, api: Asked, run: str, step: int) -> 
 
 @router.post(f"{_CHECKPOINT}/remove")
 async def remove(api: Asked, run: str, step: int, form: Posted) -> Response:
-    """Remove it, when the step was typed once more."""
+    """Remove it, if the step was typed once more."""
     if form.number("confirm") != step:
         raise InvalidRequest(
             f"you typed step {form.text('confirm')!r}, but the checkpoint is step {step}", hint="go back and type the step"
@@ -66,7 +66,7 @@ async def remove(api: Asked, run: str, step: int, form: Posted) -> Response:
 
 @router.post(f"{_CHECKPOINT}/jobs")
 async def submit(api: Asked, run: str, step: int, form: Posted) -> Response:
-    """Have it verified, replicated or exported; the page of jobs shows how far that is."""
+    """Submit a job that verifies, replicates or exports it; the page of jobs shows the progress."""
     target = form.text("to")
     wanted = {"kind": form.text("kind"), "run": run, "step": step, "arguments": {"to": target} if target else {}}
     if wanted["kind"] not in ("verify", "export"):

@@ -1,4 +1,4 @@
-"""A checkpoint: what is known of it, its copies, its files with a map of each, and what can be done with it."""
+"""A checkpoint: the facts, its copies, its files with a map of each, and the possible actions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ async def show_checkpoint(request: Request, api: Asked, run: str, step: str) -> 
 
 @router.get("/runs/{run}/checkpoints/{step}/files")
 async def show_files(request: Request, api: Asked, run: str, step: str, cursor: str | None = None) -> Response:
-    """Files as they should be, and as they lie on storage. A page of its own: asking for it holds the checkpoint a while."""
+    """Files as they should be, and as they are on storage. A page of its own, because the request holds the checkpoint a
+    while.
+    """
     made = await api.get(bodies.CheckpointInfo, at(run, step))
     files, node = await asyncio.gather(
         shown(api.page(bodies.File, at(run, made.step, "files"), cursor=cursor, limit=FILES_SHOWN)),
@@ -78,7 +80,9 @@ async def show_files(request: Request, api: Asked, run: str, step: str, cursor: 
 
 @router.get("/runs/{run}/checkpoints/{step}/map/{name}")
 async def show_map(request: Request, api: Asked, run: str, step: str, name: str, first: int = 0) -> Response:
-    """One file from its first byte to its last: which tensors stand where, and who held them as they were saved."""
+    """The map of one file from its first byte to its last: which tensors are where, and which ranks held
+    them in the save.
+    """
     made = await api.get(bodies.CheckpointInfo, at(run, step))
     held = await contents.held(api, run, made.step)
     entry = held.manifest.file(name)
@@ -87,7 +91,7 @@ async def show_map(request: Request, api: Asked, run: str, step: str, name: str,
     lines = await asyncio.to_thread(held.of_file, name)
     part = lines[max(first, 0) : max(first, 0) + TENSORS_DRAWN]
     shades = contents.numbered(line.entry.placement for line in lines)
-    # Of a file with more tensors than fit, the map shows the bytes of those that are listed.
+    # If a file has more tensors than fit, the map shows the bytes of those that are listed.
     begin = part[0].entry.start if part else 0
     end = part[-1].entry.start + part[-1].entry.nbytes if part else entry.bytes
     moved = [line._replace(entry=_moved(line.entry, begin)) for line in part]
@@ -122,7 +126,7 @@ def _tensor(
 async def show_extents(
     request: Request, api: Asked, run: str, step: str, asked: Annotated[tuple[str, str, int], Depends(_tensor)]
 ) -> Response:
-    """A tensor's extents: where each stands, and the digest that proves it."""
+    """A tensor's extents: the place of each, and its digest."""
     group, name, first = asked
     made = await api.get(bodies.CheckpointInfo, at(run, step))
     held = await contents.held(api, run, made.step)

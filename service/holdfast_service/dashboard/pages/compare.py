@@ -1,4 +1,4 @@
-"""Two checkpoints of a run, tensor by tensor. Equal is what has equal digests; how far the rest is apart, its bytes tell."""
+"""Compares two checkpoints of a run, tensor by tensor. Digests tell equality; distances are computed from bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from holdfast_service.dashboard.routing import page_router
 router = page_router()
 
 SHOWN = 100
-COMPARED_MAX = 1  # it holds on to both manifests
+COMPARED_MAX = 1  # each holds both manifests
 STEPS_OFFERED = 200
 STATES: tuple[str, ...] = get_args(DifferenceState)
 SORTS = ("bytes", "norm_b", "relative")
@@ -42,7 +42,9 @@ Wanted = Annotated[dict[str, str], Depends(_asked)]
 
 @router.get("/runs/{run}/compare")
 async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, first: int = 0) -> Response:
-    """`a` is the older step, `b` the newer one; without both, a form to choose them. `exact` reads what is shown."""
+    """`a` is the older step, `b` the newer one; without both, a form to choose them. `exact` reads the bytes of what is
+    shown.
+    """
     listed = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=STEPS_OFFERED)
     show = partial(page, request, "compare.html", run=run, steps=listed.items, asked=asked, states=STATES)
     if not (asked["a"] and asked["b"]):
@@ -72,7 +74,7 @@ async def show_compare(request: Request, api: Asked, run: str, asked: Wanted, fi
 
 
 class Compared(NamedTuple):
-    """Every tensor of either, in the order of the lists, with its state, and what there is of each state."""
+    """Every tensor of either checkpoint, in the order of the lists, with its state, and the number in each state."""
 
     pairs: list[tuple[Pair, DifferenceState]]
     counts: dict[str, int]
@@ -80,7 +82,7 @@ class Compared(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What the statistics of the saves say of tensors: of the older step, and of the newer one."""
+    """The statistics of tensors in both saves: of the older step, and of the newer one."""
 
     step: int
     before: Known
@@ -99,7 +101,7 @@ class Values(NamedTuple):
 
 @lru_cache(maxsize=COMPARED_MAX)
 def compare(one: ManifestView, other: ManifestView) -> Compared:
-    """The newest one is kept: whoever sorts, searches and pages asks for the same again."""
+    """Compare two checkpoints. The newest result is cached, because sorting, searching and paging ask for it again."""
     pairs = [(pair, pair.state) for pair in comparing.pairs(one.manifest, other.manifest)]
     counted = Counter[str](state for _, state in pairs)
     changed = sum(pair.entry.nbytes for pair, state in pairs if state == "changed")
@@ -107,7 +109,7 @@ def compare(one: ManifestView, other: ManifestView) -> Compared:
 
 
 def matching(compared: Compared, values: Values, asked: dict[str, str]) -> list[Pair]:
-    """Those whose names have every word of the search, sorted: the largest first, and what nobody knows last."""
+    """The tensors whose names have every word of the search, sorted: the largest first, unknown values last."""
     words, sort = asked["q"].casefold().split(), asked["sort"]
     found = [
         pair
@@ -124,7 +126,7 @@ def matching(compared: Compared, values: Values, asked: dict[str, str]) -> list[
 async def _measured(
     api: ViewerApi, run: str, asked: dict[str, str], part: list[Difference]
 ) -> tuple[list[Difference], CheckpointError | None]:
-    """The same tensors with their bytes read, or the error that says that these are too many for one page."""
+    """The same tensors with their bytes compared, or the error that these are too many for one page."""
 
     async def measured(one: Difference) -> Difference:
         if one.state not in ("changed", "unknown"):

@@ -1,4 +1,4 @@
-"""Events: a page of the newest ones, which a script goes on with as they happen."""
+"""Events: a page of the newest ones, which a script continues as new ones happen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Text = Annotated[str, Query(max_length=200)]
 async def show_events(
     request: Request, api: Asked, run: Text = "", kind: Text = "", level: Text = "", cursor: str | None = None
 ) -> Response:
-    """`run` and `kind` are asked of the API; `level` hides the quiet ones of a page."""
+    """Show events. The API filters by `run` and `kind`; `level` hides the less severe ones of a page."""
     found = await shown(api.page(Event, "/v1/events", run=run, kind=kind, cursor=cursor, limit=EVENTS_SHOWN))
     listed = found.value or bodies.Page[Event](items=[])
     return page(

@@ -27,7 +27,9 @@ class Cell(NamedTuple):
 async def show_health(
     request: Request, api: Asked, run: str, group: Annotated[str, Query(max_length=64)] = "model"
 ) -> Response:
-    """The map is drawn by a script from the same numbers; the worst cells are a table for whoever sees no map."""
+    """Show the map, which a script draws from the numbers. The worst cells are also in a table, for viewers
+    without the map.
+    """
     found = await api.get(bodies.Run, at(run))
     newest = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=1)
     layers = await shown(api.get(Layers, at(run) + "/layers", group=group))

@@ -1,4 +1,4 @@
-"""Jobs: how far each is, and a button that stops it."""
+"""Jobs: the progress of each, and a button that stops it."""
 
 from __future__ import annotations
 

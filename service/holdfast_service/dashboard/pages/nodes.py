@@ -1,4 +1,4 @@
-"""Nodes: the daemons that write here, and the saves that each has under way."""
+"""Nodes: the daemons that write to this catalog, and the saves that each is writing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUNDS_SHOWN = 50
 
 @router.get("/nodes")
 async def show_nodes(request: Request, api: Asked) -> Response:
-    """Every daemon; below them the newest saves, whoever writes them."""
+    """Every daemon; below them the newest saves of all daemons."""
     nodes, ready, rounds = await asyncio.gather(
         api.page(bodies.Node, "/v1/nodes"),
         shown(api.get(bodies.Health, "/readyz")),

@@ -1,4 +1,4 @@
-"""The overview: every run at a glance, and above them what needs a person."""
+"""The overview: every run at a glance, and above them the runs that need a person."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ORDER = {"error": 0, "warning": 1}
 
 
 class RunLine(NamedTuple):
-    """A line of the overview. `summary` is None where this service sums nothing up."""
+    """A line of the overview. `summary` is None if this service has no summaries."""
 
     name: str
     newest: int | None
@@ -34,14 +34,14 @@ class RunLine(NamedTuple):
 
     @property
     def level(self) -> str:
-        """The worst that needs attention, for the mark at the line's beginning."""
+        """The most severe problem, for the mark at the beginning of the line."""
         levels = [item.level for item in self.summary.attention] if self.summary else []
         quiet = "fine" if self.summary is not None and self.summary.state == "running" else "gone"
         return "error" if "error" in levels else "warning" if levels else quiet
 
     @property
     def says(self) -> str:
-        """The same in words, and what became of the run's ranks."""
+        """The same in words, and the state of the run's ranks."""
         if self.summary is None:
             return "unknown"
         state = self.summary.state or "not training"

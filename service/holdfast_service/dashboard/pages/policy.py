@@ -1,4 +1,4 @@
-"""What a run keeps: the policy in a form, what it would do and why, and only then the change (`If-Match`)."""
+"""The retention of a run: the policy in a form, a preview with reasons, and only then the change (`If-Match`)."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ async def preview_policy(request: Request, api: Asked, run: str, form: Posted) -
 
 @router.post("/runs/{run}/policy")
 async def put_policy(api: Asked, run: str, form: Posted) -> Response:
-    """Set the policy that was previewed, if nobody has set another one since."""
+    """Set the policy that was previewed, if it was not changed meanwhile."""
     await api.ask("PUT", at(run) + "/policy", body=as_policy(form), headers={"If-Match": form.text("tag")})
     return see(to(run) + "/policy", "policy")
 
 
 def as_policy(form: Form) -> RetentionPolicy:
-    """The policy that the form's fields say; `InvalidRequest` names the field that says none."""
+    """The policy from the form's fields; `InvalidRequest` names an invalid field."""
     best = [
         {"metric": metric, "mode": mode, "count": count, "keep_unmeasured": unmeasured == "keep"}
         for metric, mode, count, unmeasured in zip(
@@ -94,12 +94,12 @@ def _hours(form: Form, name: str) -> float | None:
 
 
 async def _tag(api: ViewerApi, run: str) -> str:
-    """What `If-Match` has to say. Asked for before the preview: a policy set in between is noticed at the change."""
+    """The value for `If-Match`. It is requested before the preview, so a policy set in between is noticed at the change."""
     return str((await api.ask("GET", at(run) + "/policy")).headers["etag"])
 
 
 async def _page(request: Request, api: ViewerApi, run: str, tag: str, preview: Preview, *, in_force: Preview) -> Response:
-    """The form with the previewed policy. Where that is the one in force, nothing is proposed."""
+    """The form with the previewed policy. If that is the one in force, no change is offered."""
     newest = await api.page(bodies.CheckpointInfo, at(run) + "/checkpoints", limit=1)
     before = {verdict.step: verdict.keep for verdict in in_force.verdicts}
     return page(
@@ -110,7 +110,7 @@ async def _page(request: Request, api: ViewerApi, run: str, tag: str, preview: P
         tag=tag,
         preview=preview,
         proposed=preview is not in_force,
-        # What changes comes first: that is what a person has to agree to.
+        # Changes come first: a person has to agree to these.
         verdicts=sorted(preview.verdicts, key=lambda v: (v.keep == before.get(v.step, v.keep), v.keep, -v.step))[
             :VERDICTS_SHOWN
         ],

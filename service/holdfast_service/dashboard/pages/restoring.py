@@ -1,4 +1,4 @@
-"""Restoring into a layout: picked in a form, with the bytes of every rank and the exact lines to copy."""
+"""Restoring into a layout: a form to choose it, the bytes of every rank, and the exact lines to copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Small = Annotated[str, Query(max_length=15)]
 
 
 class WantedLayout(NamedTuple):
-    """A layout, the fields that it was picked with, and from which rank on its ranks are shown."""
+    """A layout, the fields with which it was chosen, and the first rank that is shown."""
 
     fields: dict[str, str]
     text: str
@@ -36,7 +36,7 @@ class WantedLayout(NamedTuple):
 
 
 class ShareView(NamedTuple):
-    """What a rank holds and what is read for it; or why it cannot be."""
+    """What a rank holds and what is read for it; or why that is impossible."""
 
     rank: int
     plan: bodies.ShardPlan | None
@@ -75,7 +75,7 @@ def _asked(
 async def show_restoring(
     request: Request, api: Asked, run: str, step: str, wanted: Annotated[WantedLayout, Depends(_asked)]
 ) -> Response:
-    """The fields make up the layout's text, unless `layout` says it as a whole."""
+    """The fields make up the layout's text, unless `layout` gives it as a whole."""
     made = await api.get(bodies.CheckpointInfo, at(run, step))
     text, group, first = wanted.text, wanted.group, wanted.first
     shares: list[ShareView] = []

@@ -1,4 +1,4 @@
-"""A run: how its saves go, what stands on disk, and what the policy makes of it."""
+"""A run: how its saves go, its checkpoints, and the policy's verdicts on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ router = page_router()
 
 CHECKPOINTS_SHOWN = 25
 SAVES_DRAWN = LIMIT_MAX
-VERDICTS_UP_TO = 2000  # checkpoints; the reasons of more than these come on the policy's own page
+VERDICTS_UP_TO = 2000  # checkpoints; the reasons of more than these are on the policy's own page
 STATES = ("committed", "verified", "unhealthy", "abandoned", "damaged")
 Text = Annotated[str, Query(max_length=200)]
 

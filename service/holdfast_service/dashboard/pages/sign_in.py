@@ -1,4 +1,4 @@
-"""The door for browsers: a token, kept in a cookie that no script can read and no other site can send along."""
+"""Sign-in for browsers: a token, kept in a cookie that no script can read and no other site can send."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def show_sign_in(request: Request, api: Asked, next: Annotated[str, Query(
 
 @router.post("/login")
 async def sign_in(request: Request, api: Asked, form: Posted) -> Response:
-    """Keep a token that the API knows; one that it does not know is not kept."""
+    """Keep a token that the API accepts; another one is not kept."""
     token = form.text("token")
     fits = 0 < len(token) <= TOKEN_CHARACTERS_MAX and token.isascii() and token.isprintable()
     if not (fits and await _opens(api, token)):
@@ -44,7 +44,7 @@ async def sign_out(_: Posted) -> Response:
 
 
 async def _opens(api: ViewerApi, token: str | None) -> bool:
-    """Whether the API answers to this token, or to none."""
+    """Whether the API accepts this token, or needs none."""
     headers: dict[str, str] = {"Authorization": f"Bearer {token}"} if token else {"Authorization": ""}
     try:
         answer: httpx.Response = await api.ask("GET", "/v1/runs", headers=headers, limit=1)

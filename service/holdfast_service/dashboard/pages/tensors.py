@@ -22,7 +22,7 @@ router = page_router()
 TENSORS_SHOWN = 100
 Key = Callable[[TensorLine, MeasuredTensor | None], Any]
 Known = Mapping[tuple[str, str], MeasuredTensor]
-# What can be sorted by; the largest come first, and what nobody knows last.
+# The sort orders; the largest come first, unknown values last.
 SORTS: dict[str, Key] = {
     "bytes": lambda line, _: line.entry.nbytes,
     "norm": lambda _, measured: measured and measured.norm,
@@ -30,13 +30,13 @@ SORTS: dict[str, Key] = {
     "nonfinite": lambda _, measured: measured and measured.nonfinite,
     "zeros": lambda _, measured: measured and measured.zeros,
 }
-# Of more tensors than can be shown with their statistics at once, the API sorts by these.
+# If there are too many tensors to show all with their statistics, the API sorts by these.
 SORTED_THERE = ("change", "nonfinite", "zeros")
 Text = Annotated[str, Query(max_length=200)]
 
 
 class Search(NamedTuple):
-    """What the list is to show: names with all words of `q`, of one group or all, in an order."""
+    """What the list shows: names with all words of `q`, of one group or all, in an order."""
 
     q: str
     group: str
@@ -46,12 +46,12 @@ class Search(NamedTuple):
 
     @property
     def said(self) -> dict[str, Any]:
-        """What every link of the page says again."""
+        """The parameters that every link of the page repeats."""
         return {"q": self.q, "group": self.group, "sort": self.sort}
 
 
 class FoundTensors(NamedTuple):
-    """A page of tensors. Either all matches are counted, or `next` is the cursor of the page behind them."""
+    """A page of tensors. Either all matches are counted, or `next` is the cursor of the next page."""
 
     lines: list[TensorLine]
     known: Known | None
@@ -69,7 +69,7 @@ Wanted = Annotated[Search, Depends(_search)]
 
 @router.get("/runs/{run}/checkpoints/{step}/tensors")
 async def show_tensors(request: Request, api: Asked, run: str, step: str, wanted: Wanted) -> Response:
-    """A page of them, with what was measured while their bytes passed."""
+    """A page of tensors, with the statistics from reading their bytes back."""
     made = await api.get(bodies.CheckpointInfo, at(run, step))
     held = await contents.held(api, run, made.step)
     measured = await contents.statistics(api, held)
@@ -108,7 +108,7 @@ async def _sorted_there(api: ViewerApi, held: ManifestView, wanted: Search) -> F
 
 
 def select(lines: list[TensorLine], measured: Known, wanted: Search) -> list[TensorLine]:
-    """Those whose names have every word of the search, in the order that was asked for."""
+    """The tensors whose names have every word of the search, in the requested order."""
     words = wanted.q.casefold().split()
     found = [
         line for line in lines if wanted.group in ("", line.group) and all(word in line.name.casefold() for word in words)

@@ -1,4 +1,4 @@
-"""Tokens: who may come in. The text of a new one is shown once, on the page that answers its making."""
+"""Tokens: who has access. The text of a new one is shown once, in the answer to its creation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def show_tokens(request: Request, api: Asked, cursor: str | None = None) -
 
 @router.post("/tokens")
 async def make_token(request: Request, api: Asked, form: Posted) -> Response:
-    """Not a redirect: the text would be gone with it."""
+    """Make a token. The answer is not a redirect, because the text would be lost."""
     answer = await api.ask("POST", "/v1/tokens", body=_wanted(form))
     return await _page(request, api, None, NewToken.model_validate_json(answer.content))
 
