@@ -30,8 +30,8 @@ from holdfast_formats.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-KINDS = frozenset({"cuda"})  # devices that are copied from behind the training's back; others are waited for in `save()`
-CHUNK_BYTES = 16 * 2**20  # what another copy to the host, such as that of a loss, may have to wait for
+KINDS = frozenset({"cuda"})  # devices that are copied in the background; others are waited for in `save()`
+CHUNK_BYTES = 16 * 2**20  # the longest wait of another copy to the host, such as that of a loss
 CHUNKS_A_CALL = 64  # torch enqueues so many without the interpreter's lock
 WORD_BYTES = 8
 SAMPLE_WORDS = 16  # of a chunk, at least, where its memory is contiguous
@@ -43,17 +43,17 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of this p
 class SideStream:
     """A device's side stream, kept from save to save, and its events.
 
-    torch names all of this alike for every kind of device, and has stand-ins that do nothing for the CPU.
+    torch uses the same names for every kind of device, and has stand-ins that do nothing for the CPU.
     """
 
     def __init__(self, home: torch.device) -> None:
         self.home, self._is_cuda = home, home.type == "cuda"
         self._module: Any = torch.get_device_module(home)
-        # CUDA's default priority is its lowest: where both have kernels to run, the training's are not held back by ours.
+        # CUDA's default priority is its lowest: if both have kernels to run, the training's do not wait for ours.
         self.stream = self._module.Stream(device=home) if self._is_cuda else self._module.Stream()
 
     def event(self) -> Any:
-        """A new event. Who waits for it sleeps: the default of CUDA is to keep a core busy."""
+        """A new event. Waiting for it sleeps: CUDA's default would keep a core busy."""
         return self._module.Event(blocking=True) if self._is_cuda else self._module.Event()
 
     def current(self) -> Any:
@@ -61,24 +61,24 @@ class SideStream:
         return self._module.current_stream(self.home)
 
     def capturing(self) -> bool:
-        """Whether the current stream records a graph: what it is given now runs when that is replayed, and may not wait."""
+        """Whether the current stream records a graph: work that it gets now runs at the replay, and may not wait."""
         return self._is_cuda and bool(self._module.is_current_stream_capturing())
 
     def selected(self) -> Any:
-        """For the length of a block, the calling thread's work goes to the side stream."""
+        """In the block, the calling thread's work goes to the side stream."""
         return self._module.stream(self.stream)
 
     def enter_thread(self) -> None:
-        """Make this the device of a thread of ours, or CUDA would make itself at home on device 0 as well."""
+        """Make this the device of a thread of ours; otherwise CUDA would also initialise device 0."""
         self._module.set_device(self.home)
 
     def host_buffer(self, *shape: int) -> torch.Tensor:
-        """Bytes on the host that a copy need not wait for; taken once, as page-locking memory may stall a device."""
+        """Host memory for copies without waiting. It is allocated once, because page-locking memory may stall a device."""
         return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=self._is_cuda)
 
 
 class Bundle(NamedTuple):
-    """Small tensors that follow each other in the slot, with the bytes of gap before each: gathered and copied as one."""
+    """Small tensors that follow one another in the slot, with the gap in bytes before each: gathered and copied as one."""
 
     sources: list[torch.Tensor]
     gaps: list[int]
@@ -91,7 +91,7 @@ class Bundle(NamedTuple):
 
 
 class DeviceLoad(NamedTuple):
-    """What goes from one device into one slot: small tensors with their offsets, restless ones, settled ones."""
+    """The copies from one device into one slot: small tensors with their offsets, restless ones, settled ones."""
 
     small: list[tuple[int, Move]]
     at_once: list[Move]
@@ -99,9 +99,9 @@ class DeviceLoad(NamedTuple):
 
 
 class _Samples:
-    """Words of every chunk: views of the live memory and of the slot, and room on the host for what was there.
+    """Sampled words of every chunk: views of the live memory and of the slot, and host memory for the noted values.
 
-    They stand at even distances from a place that is drawn once for each chunk: views cost too much to be made at each save.
+    They are at even distances from a place that is drawn once per chunk: making views for each save would cost too much.
     """
 
     def __init__(self, chunks: Sequence[Move], side: SideStream) -> None:
@@ -117,7 +117,7 @@ class _Samples:
         self._before, self._after = side.host_buffer(sum(self._counts)), side.host_buffer(sum(self._counts))
 
     def take(self, after: bool) -> None:
-        """Enqueue on the current stream: note what the live memory holds."""
+        """Enqueue on the current stream: note the present words of the live memory."""
         found = [torch.cat(self._windows).view(-1)] if self._windows else []
         plain = (view.clone(memory_format=torch.contiguous_format) for view in self._elements)
         found += [elements.view(-1).view(torch.uint8) for elements in plain]
@@ -125,7 +125,9 @@ class _Samples:
             (self._after if after else self._before).copy_(torch.cat(found), non_blocking=True)
 
     def changed(self) -> set[str]:
-        """The names of what is not, live or in the slot, what it was. Call it when all that was enqueued is done."""
+        """The names of tensors whose words changed, in live memory or in the slot. Call it when all
+        enqueued work is done.
+        """
         if not self.names:
             return set()
         before, after = self._before.numpy(), self._after.numpy()
@@ -140,7 +142,7 @@ class _Samples:
 
 
 class Lane:
-    """The way from one device into one slot, with all the views that this takes: laid once, used at every save."""
+    """The way from one device into one slot, with all the views needed for it: made once, used by every save."""
 
     def __init__(self, side: SideStream, load: DeviceLoad, data: memoryview) -> None:
         """`data` are the slot's bytes, into which the targets of all moves point."""
@@ -153,7 +155,7 @@ class Lane:
         self._gathered: list[list[torch.Tensor]] = []
 
     def copy_at_once(self) -> None:
-        """Enqueue on the current stream what training may change at any time, and what is small."""
+        """Enqueue on the current stream the copies of everything that is small or that training may change at any time."""
         if not self._gathered and self._bundles:  # the zeros are made on the stream that reads them first
             zeros = torch.zeros(ALIGNMENT_BYTES, dtype=torch.uint8, device=self.side.home)
             self._gathered = [bundle.parts(zeros) for bundle in self._bundles]
@@ -162,23 +164,23 @@ class Lane:
         _enqueue(self._at_once)
 
     def copy_behind(self) -> None:
-        """Enqueue on the current stream what only an optimizer's step changes."""
+        """Enqueue on the current stream the copies of what only an optimizer's step changes."""
         _enqueue(self._behind)
 
     def versions(self) -> list[int]:
         return [version(move.source) for move in self._watched]
 
     def moved(self, before: Sequence[int], now: Sequence[int]) -> set[str]:
-        """The names of what torch has written to between two looks at the versions."""
+        """The names of tensors that torch has written to between two looks at the versions."""
         return {move.name for move, a, b in zip(self._watched, before, now, strict=True) if a != b}
 
 
 class DeviceCopy:
-    """One save's turn of a lane: `begin()`, then `do()` and `finish()` in threads of ours, `fence()` any time.
+    """The copy of one lane for one save: `begin()`, then `do()` and `finish()` in threads of ours, `fence()` any time.
 
-    The caching allocator does not know of the side stream. It need not: the lane holds on to every tensor, so that no memory
-    is given to anybody else before `finish()` has seen the end of the copies. What is gathered is freed on the stream on
-    which it was made and used.
+    The caching allocator does not know of the side stream. It need not, because the lane keeps every tensor alive: no memory
+    is reused before `finish()` has seen the end of the copies. Gathered memory is freed on the stream on which it was made
+    and used.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -189,7 +191,7 @@ class DeviceCopy:
         self._enqueued = self._finished = self._copied = False
 
     def begin(self, full: bool = False) -> None:
-        """Leave on the current stream what belongs to this very moment; with `full` all there is, and wait for it."""
+        """Enqueue on the current stream what must be copied at this moment; with `full` copy everything, and wait for it."""
         with torch.no_grad():
             self._lane.copy_at_once()
             self._lane.samples.take(after=False)
@@ -204,7 +206,7 @@ class DeviceCopy:
             self._copied = True
 
     def do(self) -> None:
-        """Enqueue the rest on the side stream. It may block where the slot is not page-locked."""
+        """Enqueue the rest on the side stream. It may block if the slot is not page-locked."""
         if self._copied:
             return
         self._side.enter_thread()
@@ -212,20 +214,22 @@ class DeviceCopy:
             try:
                 self._side.stream.wait_event(self._ready)
                 self._lane.copy_behind()
-                # Taken after the copies, before the step: what changed a tensor under its copy has changed it by now.
+                # Taken after the copies, before the step: a write during the copy has happened by now.
                 self._lane.samples.take(after=True)
             finally:
                 self._end.record(self._side.stream)
                 self._enqueued = True
 
     def fence(self) -> None:
-        """What the caller enqueues from now on comes after the copies; nobody waits. Call it after `do()`."""
+        """Make work that the caller enqueues from now on wait for the copies; the host does not wait. Call
+        it after `do()`.
+        """
         self._note_versions()
         if not self._finished and not self._side.capturing():
             self._side.current().wait_event(self._end if self._enqueued else self._ready)
 
     def finish(self) -> None:
-        """Wait until the slot has everything; `TornSnapshot` where that is not what was there when the save was called."""
+        """Wait until the slot has everything; `TornSnapshot` if the copy differs from the state at the call of `save()`."""
         self._side.enter_thread()
         (self._end if self._enqueued else self._ready).synchronize()
         self._finished = True
@@ -237,20 +241,20 @@ class DeviceCopy:
             raise torn(sorted(changed))
 
     def settle(self) -> None:
-        """After a failure: see that nothing is on its way into the slot any more, for it goes to somebody else."""
+        """After a failure, make sure that no copy into the slot is under way any more, because the slot is leased again."""
         with suppress(RuntimeError):  # a device that has failed writes nothing either
             event = self._side.event()
             event.record(self._side.current())
             event.synchronize()
 
     def _note_versions(self) -> list[int]:
-        """The versions when the fence opened, else when all was copied: whatever comes later may change them."""
+        """Note the versions when the fence opens, or else when all was copied: later writes are allowed."""
         # In one step, without a lock: a signal handler may fence, too, in the thread that it interrupted here.
         return self._now.get("now") or self._now.setdefault("now", self._lane.versions())
 
 
 def finish(copies: Iterable[DeviceCopy], error: CheckpointError | None) -> CheckpointError | None:
-    """Wait for all of them, whatever has failed before, as the slot may not be written to any more; the first error."""
+    """Wait for all of them, even if one has failed, because the slot may not be written any more; return the first error."""
     for copy in copies:
         try:
             copy.finish()
@@ -262,20 +266,20 @@ def finish(copies: Iterable[DeviceCopy], error: CheckpointError | None) -> Check
 
 
 def homes(leaves: Iterable[Leaf]) -> tuple[torch.device, ...]:
-    """The devices of these leaves that are copied from behind the training's back."""
+    """The devices of these leaves that are copied in the background."""
     found = dict.fromkeys(piece.tensor.device for leaf in leaves for piece in leaf.pieces)
     return tuple(home for home in found if home.type in KINDS)
 
 
 def pin(slots: Slots, devices: Sequence[torch.device]) -> None:
-    """Page-lock this memory, so that CUDA devices write into it by themselves, until the slots are gone.
+    """Page-lock this memory, so that CUDA devices write into it directly, until the slots are gone.
 
-    Without it copies are slower, and hold up the thread that enqueues them, but are as right.
+    Without it copies are slower and block the thread that enqueues them, but are correct.
     """
     cuda = [home for home in devices if home.type == "cuda"]
     if not cuda:
         return
-    with slots.pinning:  # who comes second finds it done
+    with slots.pinning:  # a second thread waits here and finds it done
         if slots.pinned is not None:
             return
         slots.pinned = False
@@ -287,13 +291,13 @@ def pin(slots: Slots, devices: Sequence[torch.device]) -> None:
             log.warning("the slots cannot be page-locked; copies from the GPU are slower: %s", problem)
             return
         slots.pinned = True
-        # Whoever fills a slot holds on to the slots, and they to the mapping: nothing is on its way when this is called.
+        # A thread that fills a slot keeps the slots alive, and they the mapping: no copy is under way when this is called.
         slots.unlock_pages = weakref.finalize(slots, _unlock, cuda[0], address)
         slots.unlock_pages.atexit = False  # at exit the driver does it
 
 
 def unpin(slots: Slots) -> None:
-    """Unlock the pages now, for good, or the daemon could not have them back. Nothing may be on its way into a slot."""
+    """Unlock the pages now, for good, so that the daemon can have them back. No copy into a slot may be under way."""
     with slots.pinning:
         slots.pinned = False
         if slots.unlock_pages is not None:
@@ -307,11 +311,11 @@ def _unlock(home: torch.device, address: int) -> None:
 
 
 def _cudart(home: torch.device, name: str, *arguments: int) -> str:
-    """Call the CUDA runtime on a device; what it had against it, empty if nothing."""
+    """Call the CUDA runtime on a device; return its error message, empty if there is none."""
     try:
         with torch.cuda.device(home):
             status = int(getattr(torch.cuda.cudart(), name)(*arguments))  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as failure:  # no driver, a build without CUDA
+    except (RuntimeError, AssertionError) as failure:  # no driver, or a build without CUDA
         return str(failure)
     return f"{name} returned {status}" if status else ""
 
@@ -344,7 +348,7 @@ def _step(octets: torch.Tensor) -> int:
 
 
 def _begin(octets: torch.Tensor) -> int:
-    """Where the first word of contiguous memory stands; not by torch's random numbers, which are the user's."""
+    """The place of the first word of contiguous memory; not from torch's random numbers, which are the user's."""
     return int.from_bytes(os.urandom(4), "little") % (_step(octets) - WORD_BYTES + 1)
 
 
@@ -356,7 +360,7 @@ def _windows(octets: torch.Tensor, begin: int) -> torch.Tensor:
 
 
 def _few(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Where some sixteen elements of any other memory are."""
+    """The places of some sixteen elements of any other memory."""
     count = SAMPLES_A_DIMENSION.get(tensor.dim(), 2)
     return tuple(slice(0, None, max(-(-size // count), 1)) for size in tensor.shape)
 
@@ -367,7 +371,7 @@ def _bundles(small: Sequence[tuple[int, Move]], slot: torch.Tensor) -> Iterator[
     gaps: list[int] = []
     first = end = 0
     for offset, move in small:
-        # In a gap of less than an alignment no tensor of another device can have its place.
+        # No tensor of another device fits into a gap that is smaller than an alignment.
         if sources and (not 0 <= offset - end < ALIGNMENT_BYTES or offset + move.nbytes - first > CHUNK_BYTES):
             yield Bundle(sources, gaps, slot[first:end])
             sources, gaps = [], []
