@@ -7,8 +7,9 @@ import pytest
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.database.database import Database
 from tests.databases import database, database_url
+from tests.in_memory import tmp_path
 
-__all__ = ["catalog", "database", "database_url"]
+__all__ = ["catalog", "database", "database_url", "tmp_path"]
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from holdfast_service.storage import PosixTier
 from tests.crash import ledger, power
 from tests.crash.calls import steered
 from tests.daemon.writing.test_path import Shards
+from tests.in_memory import in_memory
 
 LANE = "power cuts, file model"
 RUN = "r"
@@ -80,10 +80,9 @@ def record(directory: Path) -> Story:
 
 @pytest.fixture(scope="module")
 def directory() -> Iterator[Path]:
-    """A place in memory where there is one: the states that are made here are thousands."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as made:
-        yield Path(made)
+    """The states that are made here are thousands."""
+    with in_memory() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,8 @@ import errno
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +28,7 @@ from holdfast_service.storage import PosixTier
 from tests.checkpoints import build, flip
 from tests.crash import ledger, power
 from tests.crash.calls import Fault, steered
+from tests.in_memory import in_memory
 
 RUN, STEP = "tiny", 5
 DIRECTORY = naming.checkpoint_path(RUN, STEP)
@@ -76,14 +76,6 @@ class Pair:
         """All files as they were made, by plain means."""
         for name, data in self.files.items():
             (self.path / name).write_bytes(data)
-
-
-@contextmanager
-def in_memory() -> Iterator[Path]:
-    """A directory in memory where there is one: thousands of files are written here, and not one of them is to last."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as made:
-        yield Path(made)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from holdfast_service.storage import PosixTier, posix
 from tests.crash import power
 from tests.crash.calls import Fault, steered
 from tests.daemon.writing.test_path import Shards
+from tests.in_memory import in_memory
 
 RUN, STEP, NBYTES = "r", 7, 1700
 REWOUND = Lineage(3, 1, (Rewind(2, 1, 3),))
@@ -81,9 +81,8 @@ def exchanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as made:
-        yield Path(made)
+    with in_memory() as made:
+        yield made
 
 
 def test_a_cut_after_every_operation_of_a_replacement(directory: Path, exchanging: bool) -> None:

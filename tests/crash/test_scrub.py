@@ -22,8 +22,9 @@ from tests.checking import RUN, Checked, Copies, checked_root
 from tests.checkpoints import build_root, flip
 from tests.crash import ledger
 from tests.daemons import RunningDaemon, running, wait_until
+from tests.in_memory import in_memory
 
-FLIPS = 200
+FLIPS, FLIPS_SLOW = 50, 200
 LANE = "flips under a scrub"
 UNLISTED = (naming.COMMIT, naming.MANIFEST)
 FAST = ("--scrub-bytes-per-second", "1000000000", "--scrub-every", "0.2")
@@ -31,8 +32,8 @@ STOPS = Path(__file__).with_name("stops")
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Iterator[Checked]:
-    with checked_root(tmp_path / "root", (1, 2)) as made:
+def root() -> Iterator[Checked]:
+    with in_memory() as directory, checked_root(directory / "root", (1, 2)) as made:
         yield made
 
 
@@ -59,10 +60,11 @@ def places(root: Checked, count: int) -> Iterator[tuple[str, int, int]]:
             position -= size
 
 
-def test_every_flip_is_found_and_latest_moves_on_and_back(root: Checked, scrub: Scrub) -> None:
-    """Two hundred bits at random places: each is named, with tensor and range; mended, the newest is the newest again."""
+@pytest.mark.parametrize("flips", [FLIPS, pytest.param(FLIPS_SLOW, marks=pytest.mark.crash_slow)])
+def test_every_flip_is_found_and_latest_moves_on_and_back(root: Checked, scrub: Scrub, flips: int) -> None:
+    """Bits at random places: each is named, with tensor and range; mended, the newest is the newest again."""
     pieces = verification.pieces(root.built[RUN, 2].manifest)
-    for name, offset, bit in places(root, FLIPS):
+    for name, offset, bit in places(root, flips):
         ledger.tried(LANE)
         flip(root.path(2) / name, offset, bit)
         assert scrub.scrub(RUN).damaged == (f"{RUN}@2",), (name, offset, bit)
@@ -84,7 +86,7 @@ def test_every_flip_is_found_and_latest_moves_on_and_back(root: Checked, scrub: 
 def test_every_flip_is_repaired_where_there_is_a_copy(root: Checked, scrub: Scrub) -> None:
     """With somebody who has the bytes, nothing is ever marked."""
     root.checker.repairs = Copies(root)
-    for name, offset, bit in places(root, 50):
+    for name, offset, bit in places(root, FLIPS):
         ledger.tried(LANE)
         flip(root.path(2) / name, offset, bit)
         assert scrub.scrub(RUN).damaged == ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
@@ -20,6 +19,7 @@ from holdfast_service.storage import PosixTier, posix
 from tests.crash import ledger
 from tests.crash.calls import Fault, steered
 from tests.daemon.saver_world import RUN, SIZE, SaverWorld
+from tests.in_memory import in_memory
 
 CALLS_MAX = 2000
 KEEP = 2
@@ -33,9 +33,8 @@ MUST_FAIL = {"open", "mkdir", "fallocate", "pwritev", "fsync", "renameat2", "pre
 @pytest.fixture
 def root() -> Iterator[Path]:
     """A directory in memory where there is one: thousands of saves are made here, and not one of them is to last."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as directory:
-        yield Path(directory) / "root"
+    with in_memory() as directory:
+        yield directory / "root"
 
 
 class Trial:

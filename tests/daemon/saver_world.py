@@ -35,6 +35,7 @@ from holdfast_service.daemon.saving.saver import Saver
 from holdfast_service.storage import MemoryTier, Tier
 from tests.daemons import wait_until
 from tests.databases import sqlite_url
+from tests.in_memory import memory
 
 SIZE = 64
 RUN = "r"
@@ -149,7 +150,7 @@ class SaverWorld:
 
     def __init__(self, tier: Tier, keep_last: int | None = None) -> None:
         self.tier = tier
-        self._directory = tempfile.TemporaryDirectory()
+        self._directory = tempfile.TemporaryDirectory(dir=memory())
         self.catalog = Catalog.open(sqlite_url(f"{self._directory.name}/catalog.sqlite"))
         self.decisions = Decisions(tier, self.catalog, keep_last)
         self.saver = Saver(tier, self.decisions, "node")

@@ -9,7 +9,10 @@ import httpx
 import pytest
 
 from tests.checkpoints import build_root
+from tests.in_memory import tmp_path
 from tests.serving import Served, served
+
+__all__ = ["browser", "service", "tmp_path"]
 
 
 @pytest.fixture

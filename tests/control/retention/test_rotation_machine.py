@@ -20,6 +20,7 @@ from holdfast_service.control.retention.rotation import Rotation
 from holdfast_service.storage import MemoryTier
 from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
 from tests.databases import sqlite_url
+from tests.in_memory import memory
 
 RUN = "run"
 STEPS = st.integers(0, 12)
@@ -36,7 +37,7 @@ class Rotating(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.directory = tempfile.TemporaryDirectory()
+        self.directory = tempfile.TemporaryDirectory(dir=memory())
         self.tier = MemoryTier()
         self.catalog = Catalog.open(sqlite_url(f"{self.directory.name}/catalog.sqlite"))
         self.readers = Readers()

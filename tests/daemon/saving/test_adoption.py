@@ -32,6 +32,7 @@ from tests.daemon.memory_keeper import MemoryKeeper
 from tests.daemon.saver_world import RUN, SIZE, content
 from tests.daemons import wait_until
 from tests.databases import sqlite_url
+from tests.in_memory import memory
 
 GEOMETRY = arena.geometry(2, SIZE, 4096)
 
@@ -59,7 +60,9 @@ class Node:
 
     def __init__(self) -> None:
         self.tier, self.keeper = MemoryTier(), MemoryKeeper()
-        self._directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # a question may still be asked
+        self._directory = tempfile.TemporaryDirectory(
+            dir=memory(), ignore_cleanup_errors=True
+        )  # a question may still be asked
         self.catalog = Catalog.open(sqlite_url(f"{self._directory.name}/catalog.sqlite"))
         self.decisions = Decisions(self.tier, self.catalog, None)
         self.saver: Saver | None = None
