@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ _BOUND = {  # calls that posix.py and writeback.py hold under names of their own
 }
 _SQLITE_SAYS = {errno.ENOSPC: "database or disk is full", errno.EROFS: "attempt to write a readonly database"}
 
+_PRODUCT = ("holdfast", "holdfast_formats", "holdfast_service")
+Place = tuple[str, ...]
 Steer = Callable[..., Any]  # (name, call, *arguments, **options) -> what the caller gets
 
 
@@ -93,14 +96,14 @@ def _commit(steer: Steer) -> Callable[..., None]:
 
 
 class Fault:
-    """Lets the `at`-th call, of this name if there is one, fail with an errno, once.
+    """Lets the `at`-th call fail with an errno, once.
 
     With `short`, the `at`-th write takes half, and its rest fails.
     """
 
-    def __init__(self, at: int, code: int, short: bool = False, name: str = "") -> None:
+    def __init__(self, at: int, code: int, short: bool = False) -> None:
         self._at, self._code, self._short = at, code, short
-        self._name = "pwritev" if short else name
+        self._name = "pwritev" if short else ""
         self._halved = False
         self._lock = threading.Lock()
         self.seen = 0
@@ -120,6 +123,38 @@ class Fault:
         if due:
             raise OSError(self._code, os.strerror(self._code))
         return call(*arguments, **options)
+
+
+class PlaceFault:
+    """Lets a call fail that the product makes at a place, and on a way to it, from which none has failed yet; once.
+
+    `tried` are those places: what fails is added. Calls in a loop are one; `Fault` takes each of them.
+    """
+
+    def __init__(self, code: int, tried: set[Place]) -> None:
+        self._code, self._tried = code, tried
+        self._lock = threading.Lock()
+        self.failed = ""
+
+    def __call__(self, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        place = (name, *_way())
+        with self._lock:
+            due = not self.failed and place not in self._tried
+            if due:
+                self._tried.add(place)
+                self.failed = name
+        if due:
+            raise OSError(self._code, os.strerror(self._code))
+        return call(*arguments, **options)
+
+
+def _way() -> Iterator[str]:
+    """The lines of the product that have led to the call that is being made, the innermost first."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        module = str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] in _PRODUCT:
+            yield f"{module}:{frame.f_lineno}"
 
 
 def _write_half(call: Callable[..., int], descriptor: int, views: list[memoryview], offset: int) -> int:

@@ -27,7 +27,7 @@ from holdfast_service.daemon.copying.repair import Elsewhere, RepairOutcome, men
 from holdfast_service.storage import PosixTier
 from tests.checkpoints import build, flip
 from tests.crash import ledger, power
-from tests.crash.calls import Fault, steered
+from tests.crash.calls import Fault, Place, PlaceFault, steered
 from tests.in_memory import in_memory
 
 RUN, STEP = "tiny", 5
@@ -132,9 +132,14 @@ def test_damage_at_ten_thousand_places_is_mended(pair: Pair) -> None:
     try_places(pair, PLACES_SLOW, seed=2)
 
 
+@pytest.mark.parametrize("loops", [False, pytest.param(True, marks=pytest.mark.crash_slow)], ids=["", "in-loops-too"])
 @pytest.mark.parametrize("file", ["tensors", naming.MANIFEST, naming.COMMIT])
-def test_every_call_of_a_repair_fails(file: str) -> None:
-    """The file is the damaged one or the sound one, byte for byte; the next repair works, and a sweep leaves nothing."""
+def test_every_call_of_a_repair_fails(file: str, loops: bool) -> None:
+    """The file is the damaged one or the sound one, byte for byte; the next repair works, and a sweep leaves nothing.
+
+    Of the calls in a loop the first one fails, or each of them.
+    """
+    tried: set[Place] = set()
     with in_memory() as directory:
         pair = Pair(directory, 4)
         name = next(f.name for f in pair.built.manifest.files if f.header_bytes) if file == "tensors" else file
@@ -142,7 +147,7 @@ def test_every_call_of_a_repair_fails(file: str) -> None:
         while True:
             flip(pair.path / name, len(pair.files[name]) - 9)
             before = pair.stored()
-            error, fault = pair.check(), Fault(at, errno.EIO)
+            error, fault = pair.check(), Fault(at, errno.EIO) if loops else PlaceFault(errno.EIO, tried)
             assert error is not None
             ledger.tried(FAULTS)
             # Fewer may be left: what other tests forgot to close is collected at any time.
