@@ -250,7 +250,7 @@ class Api(JobsApi):
         return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}", question, messages.Answer)
 
     def restore_ended(self, rank_id: str, turn: int, end: bodies.RestoreEnd) -> messages.RestoreVerdict:
-        """Report how a restore ended; return whether this rank goes on. `DeadlineExceeded` while others restore: ask again."""
+        """Report how a restore ended; returns whether to go on. `DeadlineExceeded` while others restore: ask again."""
         return self._send("PUT", f"{_rank_path(rank_id)}/choices/{turn}/end", end, messages.RestoreVerdict)
 
     def _send(self, method: str, path: str, body: BaseModel, model: type[Model], timeout_s: float | None = None) -> Model:
