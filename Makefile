@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 STEPS ?= 90
 ROOT ?= holdfast-data
 BENCH ?=
-TESTERS ?= 2
+TESTERS ?= 3
 FUZZ_S ?= 300
 ATTACK_S ?= 3600
 

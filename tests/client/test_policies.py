@@ -20,13 +20,15 @@ from tests.proxies import proxied
 
 SIZE = 200_000  # a rank's part
 PACE = 300_000  # bytes a second: a write of two ranks takes longer than all saves
+PACE_WAIT = 3_000_000  # where nothing is dropped: it takes longer than one save
 STEPS = 8
 
 
 @pytest.fixture(params=["beside the daemon", "over http"])
 def daemon(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningDaemon]:
     """One with slow storage, whose memory the ranks share or do not."""
-    with running(tmp_path / "root", "--write-bytes-per-second", str(PACE), listen="127.0.0.1:0") as made:
+    pace = PACE_WAIT if request.node.callspec.params["policy"] == "wait" else PACE
+    with running(tmp_path / "root", "--write-bytes-per-second", str(pace), listen="127.0.0.1:0") as made:
         if request.param == "over http":
             hide(made)
         yield made

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from holdfast.threads import at_exit
 from holdfast_formats import naming
 from holdfast_formats.errors import GenerationDropped, InvalidRequest, TornSnapshot
 from tests.daemons import RunningDaemon, hide, running, wait_until
+from tests.forked import Forked
 from tests.proxies import proxied
 
 LIMIT_S = 240
@@ -32,23 +34,30 @@ def daemon(tmp_path_factory: pytest.TempPathFactory):
         yield daemon
 
 
-def said(*command: str) -> subprocess.CompletedProcess[str]:
+class Said(NamedTuple):
+    """How a process ended, and all that it said."""
+
+    status: int
+    text: str
+
+
+def said(*command: str) -> Said:
     """What a Python process of ours says; it may not hang."""
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
+    with tempfile.TemporaryFile() as output:
+        process = Forked(command, output=output.fileno())
+        try:
+            status = process.wait(LIMIT_S)
+        finally:
+            process.kill()
+        output.seek(0)
+        return Said(status, output.read().decode())
 
 
 def test_a_signal_handler_may_save_whatever_its_thread_was_doing(daemon: RunningDaemon) -> None:
     """At lines all over save, fence, prepare and restore, with every `wait=`: saved, or refused by name; never a hang."""
     done = said("-m", "tests.regressions.preempted", str(daemon.socket), str(random.randrange(1, EVERY)), str(EVERY))
-    assert done.returncode == 0, done.stderr
-    assert "moments" in done.stdout and "internal-error" not in done.stdout, done.stdout
+    assert done.status == 0, done.text
+    assert "moments" in done.text and "internal-error" not in done.text, done.text
 
 
 class Interrupted(torch.optim.SGD):
@@ -162,7 +171,7 @@ sys.exit(status)
 def test_a_forked_child_is_refused_and_never_waits(daemon: RunningDaemon) -> None:
     """A child that was forked in the middle of a save is told whose the checkpointer is; its parent goes on."""
     done = said("-c", FORKED, str(daemon.socket))
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.text
 
 
 LAST_WORDS = """
@@ -188,10 +197,10 @@ if ending == "daemon-gone":
 def test_a_script_that_ends_without_close_keeps_its_last_save(daemon: RunningDaemon, ending: str) -> None:
     """However it ends, but by os._exit() or SIGKILL: what was saved last is completed, and a warning says so."""
     done = said("-c", LAST_WORDS, str(daemon.socket), ending)
-    assert done.returncode == (1 if ending == "raise" else 0), done.stderr
+    assert done.status == (1 if ending == "raise" else 0), done.text
     directory = daemon.root / ending / naming.CHECKPOINTS
     wait_until(lambda: (directory / "step-00000002" / naming.COMMIT).exists())
-    assert done.stderr.count("exits without close()") <= 1, done.stderr
+    assert done.text.count("exits without close()") <= 1, done.text
 
 
 @pytest.mark.parametrize("ending", ["exit", "raise"])
@@ -201,10 +210,10 @@ def test_a_script_that_ends_without_close_sends_its_last_save(tmp_path: Path, en
         hide(daemon)
         link.bytes_per_s = 16e6
         done = said("-c", LAST_WORDS, link.url, ending)
-        assert done.returncode == (1 if ending == "raise" else 0), done.stderr
+        assert done.status == (1 if ending == "raise" else 0), done.text
         directory = daemon.root / ending / naming.CHECKPOINTS
         wait_until(lambda: (directory / "step-00000002" / naming.COMMIT).exists())
-    assert done.stderr.count("was completed before exit") <= 1 and "lost" not in done.stderr, done.stderr
+    assert done.text.count("was completed before exit") <= 1 and "lost" not in done.text, done.text
 
 
 def test_a_process_that_ends_does_not_send_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +224,7 @@ def test_a_process_that_ends_does_not_send_for_ever(tmp_path: Path, monkeypatch:
         text = "import holdfast.threads.at_exit\nholdfast.threads.at_exit.EXIT_WAIT_S = 2\n" + LAST_WORDS
         done = said("-c", text, daemon.url, "daemon-gone")
         os.kill(daemon.process.pid, 18)
-    assert done.returncode == 0 and "daemon-gone@2" in done.stderr and "is lost" in done.stderr, done.stderr
+    assert done.status == 0 and "daemon-gone@2" in done.text and "is lost" in done.text, done.text
 
 
 def test_what_ends_while_the_process_does_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,9 +264,9 @@ def test_a_failure_that_nobody_was_told_of_is_told_at_the_end(daemon: RunningDae
     text = LAST_WORDS + "parameters[-1].add_(1)\ncheckpointer._handover.join()\n"
     for number in range(8):  # on a busy machine the copy may be over before the change
         done = said("-c", text, str(daemon.socket), f"torn-{number}")
-        if f"torn-{number}@2 failed" in done.stderr:
+        if f"torn-{number}@2 failed" in done.text:
             break
-    assert "SaveWarning" in done.stderr and "@2 failed" in done.stderr, done.stderr
+    assert "SaveWarning" in done.text and "@2 failed" in done.text, done.text
 
 
 def test_a_process_that_ends_does_not_wait_for_ever_for_its_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,4 +276,4 @@ def test_a_process_that_ends_does_not_wait_for_ever_for_its_daemon(tmp_path: Pat
         text = "import holdfast.threads.at_exit\nholdfast.threads.at_exit.EXIT_WAIT_S = 2\n" + LAST_WORDS
         done = said("-c", text, str(daemon.socket), "daemon-gone")
         os.kill(daemon.process.pid, 18)
-    assert done.returncode == 0 and "is lost" in done.stderr, done.stderr
+    assert done.status == 0 and "is lost" in done.text, done.text
