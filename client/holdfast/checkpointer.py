@@ -101,11 +101,11 @@ class Checkpointer:
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
         self._session = Session(who, meant.place, self._tickets)
         self._reservation = Reservation(self._session, slots)
-        self._handover: SaveTask | None = None
+        self._task: SaveTask | None = None
         self._preparation: Preallocation | None = None
         self._asked_to_prepare = False
         self._closed = False
-        self._routes, self._claims = CopyPlans(), Claims(state, self._launch.world)
+        self._copy_plans, self._claims = CopyPlans(), Claims(state, self._launch.world)
         self._hooks = background_safe.StepHooks(state, self._before_step, self._after_step)
         self._calls = Calls(self._hooks.optimizers)
         self.last_restore: RestoreReport | None = None
@@ -169,23 +169,23 @@ class Checkpointer:
         if existing == "replace":
             self._origin.replaces()
         asked = SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing)
-        handover = self._begin(asked)
-        if handover is not None and wait is not None:
+        task = self._begin(asked)
+        if task is not None and wait is not None:
             began = time.monotonic()
-            handover.complete()
+            task.complete()
             if wait == "durable" or ticket.dropped:
                 ticket.result()
-            handover.held(time.monotonic() - began, last=True)
+            task.held(time.monotonic() - began, last=True)
         return ticket
 
     def fence(self) -> None:
         """Return when the last save needs nothing of the live state any more. Optimizer steps call it by themselves."""
         fenced: SaveTask | None = None
-        while (handover := self._handover) is not fenced and handover is not None:  # a signal handler may begin another one
+        while (task := self._task) is not fenced and task is not None:  # a signal handler may begin another one
             began = time.monotonic()
-            handover.fence()
-            handover.held(time.monotonic() - began, last=True)
-            fenced = handover
+            task.fence()
+            task.held(time.monotonic() - began, last=True)
+            fenced = task
 
     def restore(  # noqa: PLR0913 - all named and optional
         self,
@@ -266,9 +266,9 @@ class Checkpointer:
     def _save(self, asked: SaveRequest) -> SaveTask | None:
         """Begin a save; None where it has ended already, which its ticket says."""
         self._refuse_if_closed()
-        if self._handover is not None:  # a slot that was given back may be leased anew: nothing still writes into it
+        if self._task is not None:  # a slot that was given back may be leased anew: nothing still writes into it
             self.fence()
-            self._handover.join()
+            self._task.join()
         began = time.monotonic()
         self._tickets.warn()
         self._state.wholeness.check()
@@ -278,7 +278,7 @@ class Checkpointer:
         ticket, wait = asked.ticket, asked.wait
         try:
             ticket.attempt, ticket.groups = self._session.connected(start=True).attempt, snapshot.groups
-            handover = self._hand_over(asked, snapshot, layout)
+            task = self._task_of(asked, snapshot, layout)
         except AlreadyCommitted as committed:
             if asked.existing != "same" or not committed.members.get("same"):
                 raise
@@ -297,10 +297,10 @@ class Checkpointer:
                 raise
             self._tickets.fail(ticket, dropped)
             return None
-        self._handover = handover
-        handover.begin(waited=wait is not None)
-        handover.held(time.monotonic() - began)
-        return handover
+        self._task = task
+        task.begin(waited=wait is not None)
+        task.held(time.monotonic() - began)
+        return task
 
     def _put_off(self, asked: SaveRequest, during: str) -> None:
         """A signal handler saves, and this thread is in the middle of something: the save is made right after that."""
@@ -338,9 +338,9 @@ class Checkpointer:
             self._preparation.stop()
         if not is_in_hook():  # else they stay, and do nothing
             self._hooks.remove()
-        if self._handover is not None:
+        if self._task is not None:
             self.fence()
-            self._handover.join()
+            self._task.join()
         if wait:
             for ticket in self._tickets.open():
                 settle(ticket)
@@ -363,7 +363,7 @@ class Checkpointer:
             self._refuse_if_closed()
             self._session.connected(start=True)
             slots = self._reservation.room_for(need)
-            self._routes.lay_ahead(slots, self._contents.layout)
+            self._copy_plans.lay_ahead(slots, self._contents.layout)
             return slots
 
         return self._calls.run("prepare()", reserve, lambda during: reserve())  # in a thread that no signal interrupts
@@ -383,15 +383,15 @@ class Checkpointer:
         """The state is whole again: what signal handlers could not save in the middle of the step is saved now."""
         self._calls.catch_up(stepped=True)
 
-    def _hand_over(self, asked: SaveRequest, snapshot: Snapshot, layout: staging.SlotLayout) -> SaveTask:
+    def _task_of(self, asked: SaveRequest, snapshot: Snapshot, layout: staging.SlotLayout) -> SaveTask:
         ticket = asked.ticket
         who = staging.SaveIdentity(self.run, ticket.step, ticket.attempt, self._launch.rank, self._launch.world)
         intent = self._origin.intent(asked.existing, snapshot.groups)
         table = self._contents.table(who, snapshot, asked.metrics, intent)
         says = self._claims.of(layout, ticket)
         need = Need(layout.data_bytes, len(table) + (says.table_bytes if says is not None else 0), layout.leaves)
-        slots = self._reservation.room_for(need, self._handover)
+        slots = self._reservation.room_for(need, self._task)
         policy: Policy = "wait" if asked.wait == "durable" else self._policy
         with self._tickets.beginning(ticket):
             slot = slots.lease(ticket.step, ticket.attempt, SLOT_WAIT_S if policy == "wait" else 0.0, policy, intent)
-        return SaveTask(ticket, Sealable(slot, layout, table, says, asked.full), self._tickets, self._routes)
+        return SaveTask(ticket, Sealable(slot, layout, table, says, asked.full), self._tickets, self._copy_plans)

@@ -23,7 +23,7 @@ LISTEN = "127.0.0.1:8420"
 NO_LISTENER = NO_SCRUB = "none"
 REPLICA_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 SCRUB_BYTES_PER_SECOND = 20_000_000
-RUN_SHARE_PERCENT = 96  # of an automatic --arena-bytes-max that is 90 % of the machine; the rest is for who comes next
+RUN_SHARE_PERCENT = 96  # of an automatic --arena-bytes-max that is 94 % of the machine; the rest is for who comes next
 SCRUB_EVERY_S = 7 * 86_400.0
 FIRST_INHERITED = 3  # the first descriptor that a service manager passes (sd_listen_fds)
 _DESCRIPTION = "Run this machine's checkpoint daemon until it is interrupted."

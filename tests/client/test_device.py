@@ -358,7 +358,7 @@ def test_a_torn_save_fails_by_name_and_the_next_one_is_fine(daemon: RunningDaemo
     """What changes without a fence ends its save; slot and training are free for the next."""
     state = state_on(CPU)
     with Checkpointer("torn", state, at=daemon.socket) as checkpointer:
-        handover_error = None
+        task_error = None
         for number in range(1, 20):
             ticket = checkpointer.save(number)
             for tensor in state["ema"].values():
@@ -366,9 +366,9 @@ def test_a_torn_save_fails_by_name_and_the_next_one_is_fine(daemon: RunningDaemo
             try:
                 ticket.result(60)
             except TornSnapshot as error:
-                handover_error = error
+                task_error = error
                 break
-        assert handover_error is not None and "ema/" in handover_error.detail
+        assert task_error is not None and "ema/" in task_error.detail
         with pytest.warns(SaveWarning, match="torn-snapshot"):
             checkpointer.save(30, wait="durable")
 

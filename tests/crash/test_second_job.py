@@ -110,8 +110,8 @@ class TestDistantRanks:
         ranks.hello("a" * 32, hello(launch="one", process="p"))
         with pytest.raises(RunBusy) as refused:
             ranks.hello("b" * 32, hello(launch="two", process="q"))
-        assert 0 < refused.value.members["retry_after_s"] <= run_busy.SILENCE_MAX_S
-        monkeypatch.setattr(run_busy, "SILENCE_MAX_S", 0.0)
+        assert 0 < refused.value.members["retry_after_s"] <= run_busy.BUSY_SILENCE_MAX_S
+        monkeypatch.setattr(run_busy, "BUSY_SILENCE_MAX_S", 0.0)
         assert ranks.hello("b" * 32, hello(launch="two", process="q")).who.attempt == 2
 
     def test_ranks_of_one_launch_and_of_one_process_are_one_job(self, ranks: RemoteRanks) -> None:

@@ -46,7 +46,7 @@ class CopyPlan(NamedTuple):
         _copy(self.at_once)
 
 
-NO_WAYS = CopyPlan((), (), (), ())
+NO_PLAN = CopyPlan((), (), (), ())
 
 
 def _copy(moves: Sequence[Move]) -> None:
@@ -77,16 +77,16 @@ class CopyPlans:
             self._slots = slots
             self._laid.clear()
         steady, rest = layout.copies[: layout.steady], layout.copies[layout.steady :]
-        before, ways = self._laid.get(index, ((), NO_WAYS))
+        before, plan = self._laid.get(index, ((), NO_PLAN))
         if len(before) != len(steady) or not all(map(is_, before, steady)):
-            ways = self._lay(steady, data)
-            self._laid[index] = steady, ways
+            plan = self._lay(steady, data)
+            self._laid[index] = steady, plan
         more = self._lay(rest, data)
         return CopyPlan(
-            ways.parcels + more.parcels,
-            ways.at_once + more.at_once,
-            ways.tracks + more.tracks,
-            ways.lanes + more.lanes,
+            plan.parcels + more.parcels,
+            plan.at_once + more.at_once,
+            plan.tracks + more.tracks,
+            plan.lanes + more.lanes,
         )
 
     def _lay(self, copies: Sequence[Copy], data: memoryview) -> CopyPlan:

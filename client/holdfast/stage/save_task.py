@@ -37,8 +37,8 @@ class Sealable(NamedTuple):
 class SaveTask:
     """Copies a rank's part of one save into its slot and seals it. On any failure, ticket and save fail with that error."""
 
-    def __init__(self, ticket: SaveTicket, part: Sealable, tickets: Tickets, routes: CopyPlans) -> None:
-        self._ticket, self._part, self._tickets, self._routes = ticket, part, tickets, routes
+    def __init__(self, ticket: SaveTicket, part: Sealable, tickets: Tickets, copy_plans: CopyPlans) -> None:
+        self._ticket, self._part, self._tickets, self._copy_plans = ticket, part, tickets, copy_plans
         self._copy: BackgroundCopy | None = None
         self._devices: list[cuda_copy.DeviceCopy] = []
         self._waited = False
@@ -52,12 +52,12 @@ class SaveTask:
         """
         self._waited = waited
         try:
-            ways = self._ways()
-            for lane in ways.lanes:
+            plan = self._plan()
+            for lane in plan.lanes:
                 self._devices.append(cuda_copy.DeviceCopy(lane))
                 self._devices[-1].begin(self._part.full)
-            ways.copy_at_once()
-            copy = BackgroundCopy(ways.tracks, self._end, self._devices, self._part.full)
+            plan.copy_at_once()
+            copy = BackgroundCopy(plan.tracks, self._end, self._devices, self._part.full)
         except BaseException as error:
             for copying in self._devices:
                 copying.settle()
@@ -101,12 +101,12 @@ class SaveTask:
     def __str__(self) -> str:
         return f"{self._ticket.run}@{self._ticket.step}"
 
-    def _ways(self) -> CopyPlan:
+    def _plan(self) -> CopyPlan:
         """The copy plan for the slot. The assets, which are not live memory, are copied already."""
         layout, data = self._part.layout, self._part.slot.data
         for blob, content in layout.blobs:
             data[blob.slot_offset : blob.slot_offset + blob.length] = content
-        return self._routes.into(self._part.slot, layout)
+        return self._copy_plans.into(self._part.slot, layout)
 
     def _end(self, error: CheckpointError | None) -> None:
         error = cuda_copy.finish(self._devices, error)

@@ -61,7 +61,7 @@ class Slots:
         self.notice, self.spilled = given.notice, given.spilled
         self._touching, self._touched = threading.Lock(), False
         self.pinning = threading.Lock()
-        self.pinned: bool | None = None  # page-locked for GPUs; None until that was tried (device.pin)
+        self.pinned: bool | None = None  # page-locked for GPUs; None until that was tried (`cuda_copy`)
         self.unlock_pages: weakref.finalize[..., Slots] | None = None
         fd = link.take_fd()
         try:

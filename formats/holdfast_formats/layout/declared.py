@@ -1,7 +1,7 @@
 """Maps a rank's live tensors to stored tensors, if a layout says how they were made.
 
-`holding` goes from stored tensors to a rank's tensors. Here the rank has its local tensors already, and the shapes of the
-stored ones come from the model's config: a save needs no other rank to know where its bytes belong.
+`rank_tensors` goes from stored tensors to a rank's tensors. Here the rank has its local tensors already, and the shapes of
+the stored ones come from the model's config: a save needs no other rank to know where its bytes belong.
 """
 
 from __future__ import annotations

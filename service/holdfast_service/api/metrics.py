@@ -29,9 +29,9 @@ Samples = dict[str, list[Sample]]
 
 
 class Collected(Collector):
-    """Yields every metric of the table in `telemetry` once; to who sees some runs alone, those that are of one run.
+    """Yields every metric of `observe.metrics` once; if the caller sees only some runs, only those that are of one run.
 
-    Counts of all runs together tell of others'.
+    Counts of all runs together would tell of the others.
     """
 
     def __init__(self, services: Services, summaries: Summaries, requests: Requests) -> None:

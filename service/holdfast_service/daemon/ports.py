@@ -1,4 +1,4 @@
-"""Interfaces of control that the daemon uses. `__main__` passes the implementation; the two packages do not import
+"""Interfaces of control that the daemon uses. `wiring/assembly` passes the implementation; the two packages do not import
 each other.
 """
 

@@ -18,7 +18,7 @@ from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
 
-SILENCE_MAX_S = 25.0  # a rank that speaks over HTTP asks for outcomes every 20 s at least
+BUSY_SILENCE_MAX_S = 25.0  # a rank that speaks over HTTP asks for outcomes every 20 s at least
 DYING_S, POLL_S = 3.0, 0.05  # who was killed a moment ago is still connected for as long as its memory takes to be freed
 HINT = (
     "stop the other job, or use another run name; HOLDFAST_TAKE_OVER=1 takes the run over and shuts the other job out. "
@@ -112,11 +112,11 @@ def let_in(
 
 def _others(saver: Saver, decisions: Decisions, hello: Introduction) -> list[Participant]:
     """The living ranks of another job."""
-    living = [other for other in saver.present(hello.run) if other.silent_s() < SILENCE_MAX_S]
+    living = [other for other in saver.present(hello.run) if other.silent_s() < BUSY_SILENCE_MAX_S]
     if not living or decisions.declared(hello.run, hello.launch, hello.rank, hello.session, hello.world):
         return []
     return [] if saver.belongs(hello.run, hello.process) else living
 
 
 def _until_gone(other: Participant) -> float:
-    return max(SILENCE_MAX_S - other.silent_s(), 0.1) if other.remote else 0.0
+    return max(BUSY_SILENCE_MAX_S - other.silent_s(), 0.1) if other.remote else 0.0

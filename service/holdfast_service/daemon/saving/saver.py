@@ -45,7 +45,7 @@ class Saver:
     def __init__(self, tier: Tier, decisions: Decisions, node: str, checker: Checker | None = None) -> None:
         self._decisions = decisions
         self._lock = threading.Condition()
-        self._attendance = ConnectedRanks()
+        self._connected = ConnectedRanks()
         self._entering: dict[str, threading.Lock] = {}
         self._open: dict[RoundKey, SaveRound] = {}
         self._given_up = GivenUp()
@@ -57,7 +57,7 @@ class Saver:
         self.checks = Checks(checker, self.history.verified, self.giving_way, decisions.recorded)
         self.restores = RestoreAgreement(checker.suspect, decisions)
         self.holds = HeldCheckpoints(decisions.committed)
-        self._backlog = WriteQueue(
+        self._write_queue = WriteQueue(
             tier, decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history
         )
 
@@ -92,19 +92,19 @@ class Saver:
     def runs(self) -> set[str]:
         """The runs with connected ranks."""
         with self._lock:
-            return self._attendance.runs
+            return self._connected.runs
 
     def lives(self) -> dict[str, tuple[int, Life]]:
         """The ranks that connected to this daemon, by run: their newest attempt and its state."""
         with self._lock:
-            return self._attendance.lives()
+            return self._connected.lives()
 
     def join(self, who: Participant) -> None:
         """A rank connected. Incomplete saves of older attempts of its run end (I6); completely sealed ones are
         saved.
         """
         with self._lock:
-            self._attendance.join(who)
+            self._connected.join(who)
             self.restores.join(who)
             for current in [r for k, r in self._open.items() if k.run == who.run and k.attempt < who.attempt]:
                 self._abort(current, StaleAttempt(f"attempt {who.attempt} of {who.run} has started"))
@@ -112,20 +112,20 @@ class Saver:
     def vacate(self, run: str) -> bool:
         """Forget whose ranks were here; False where some are, or something is being saved."""
         with self._lock:
-            if run in self._attendance.runs or any(key.run == run for key in (*self._open, *self._pending)):
+            if run in self._connected.runs or any(key.run == run for key in (*self._open, *self._pending)):
                 return False
-            self._attendance.forget(run)
+            self._connected.forget(run)
             return True
 
     def present(self, run: str) -> list[Participant]:
         """The connected ranks of a run, of any attempt."""
         with self._lock:
-            return self._attendance.of(run)
+            return self._connected.of(run)
 
     def belongs(self, run: str, process: str) -> bool:
         """Whether a process is, or was, a rank of a job whose ranks are connected now."""
         with self._lock:
-            return self._attendance.belongs(run, process)
+            return self._connected.belongs(run, process)
 
     def lease(self, who: Participant, segment: ArenaSegment, wanted: SlotRequest, wait_s: float) -> int:
         """Lease a slot of `segment` for this rank's part of a step. Refuses a step that this rank may not save.
@@ -256,7 +256,7 @@ class Saver:
     def gone(self, who: Participant) -> None:
         """A rank's process is gone. Saves that it had not sealed end; with the last rank, all incomplete ones do."""
         with self._lock:
-            present = self._attendance.leave(who)
+            present = self._connected.leave(who)
             if not any(other.rank == who.rank for other in present):
                 self.restores.gone(who)
             if not present:
@@ -311,7 +311,7 @@ class Saver:
             for current in list(self._open.values()):
                 self._abort(current, RoundAborted("the daemon is shutting down"))
         self.restores.close()
-        self._backlog.close()
+        self._write_queue.close()
         self._decisions.recorded(CLOSE_S)
         self.checks.close()
         self.history.disk.close()
@@ -324,7 +324,7 @@ class Saver:
         if current.complete:
             current.completed = time.monotonic()
             self._pending[current.key] = self._open.pop(current.key)
-            self._backlog.add(current)
+            self._write_queue.add(current)
         return len(current.sealed)
 
     def _take_left_behind(self, current: SaveRound, who: Participant) -> None:
@@ -345,7 +345,7 @@ class Saver:
 
     def _without_a_part(self, current: SaveRound) -> set[int]:
         """The ranks that are gone and did not bring their part: with one of them, the round is never complete."""
-        return self._attendance.gone(current.key.run, current.key.attempt) - set(current.sealed)
+        return self._connected.gone(current.key.run, current.key.attempt) - set(current.sealed)
 
     def _make_room(self, new: SaveRound, who: Participant, segment: ArenaSegment, policy: Policy) -> int:
         """A slot, by dropping older rounds until there is one; or the new round is dropped, and its error raised."""
@@ -353,7 +353,7 @@ class Saver:
             try:
                 return segment.lease(new.key.step, who.attempt, 0.0)
             except ArenaFull:
-                complete = [r for r in self._backlog.waiting() if r.holds(segment)]
+                complete = [r for r in self._write_queue.waiting() if r.holds(segment)]
                 incomplete = [r for r in self._open.values() if r is not new and r.holds(segment)]
             older = gives_way(policy, complete, incomplete)
             if older is None:
@@ -367,7 +367,7 @@ class Saver:
         if self._open.get(current.key) is current:
             del self._open[current.key]
         elif current.complete:
-            self._backlog.withdraw(current)
+            self._write_queue.withdraw(current)
         current.release()
         self._given_up.add(current.key, {*current.participants, *knowing}, error)
         self._ends.tell(current, error, staging=None)

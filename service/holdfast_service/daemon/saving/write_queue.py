@@ -43,7 +43,7 @@ class WriteQueue:
         self._tier, self._decisions, self._node, self._holds = tier, decisions, node, holds
         self._lock, self._ended, self._history = lock, ended, history
         self._waiting: deque[SaveRound | None] = deque()
-        self._thread = threading.Thread(target=self._loop, name="holdfast-saver", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="holdfast-write-queue", daemon=True)
         self._thread.start()
 
     def add(self, current: SaveRound) -> None:
