@@ -9,10 +9,11 @@ from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
 
 from tests.databases import empty_catalog, postgres
+from tests.forked_programs import forked_programs
 
 REQUEST_TIMEOUT_S = 60.0
 
-__all__ = ["empty_catalog", "postgres"]  # fixtures of every test
+__all__ = ["empty_catalog", "forked_programs", "postgres"]  # fixtures of every test
 
 # No deadlines: a busy machine must not turn a correct test red.
 settings.register_profile("holdfast", deadline=None, derandomize=False, max_examples=60)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 TOP = Path(__file__).parents[1]
+PYTHON = sys.executable  # a test may have another one
 Kind = Literal["rank", "daemon"]
 IMPORTED: dict[str, tuple[str, ...]] = {
     "rank": (
@@ -34,6 +35,7 @@ IMPORTED: dict[str, tuple[str, ...]] = {
         *("holdfast_service.config", "holdfast_service.observe.logs", "holdfast_service.daemon.server"),
         *("holdfast_service.api.app", "holdfast_service.api.door.policy", "holdfast_service.wiring.assembly"),
         *("holdfast_service.wiring.gc_tuning", "holdfast_service.wiring.watching"),
+        *("holdfast_service.offline.catalog", "holdfast_service.offline.repair_import", "holdfast_service.offline.tokens"),
         *("alembic.command", "alembic.config", "sqlalchemy.dialects.sqlite", "uvicorn.lifespan.off", "uvicorn.loops.auto"),
     ),
 }
@@ -56,7 +58,7 @@ class Forked:
         output: int | None = None,
         kind: Kind = "rank",
     ) -> None:
-        self._server = _server(kind)
+        self._kind = kind
         self.returncode: int | None = None
         self.stdin: IO[str] | None = None
         self.stdout: IO[str] | None = None
@@ -76,13 +78,13 @@ class Forked:
             "environment": dict(os.environ) if environment is None else environment,
             "directory": os.getcwd(),
         }
-        self.pid = int(self._server.ask(asked, theirs)["pid"])
+        self.pid = ask_to_begin(kind, asked, theirs)
         for descriptor in theirs:
             os.close(descriptor)
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = self._server.ask({"ended": self.pid})["status"]
+            self.returncode = ended(self._kind, self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -125,7 +127,7 @@ class _Server:
     def __init__(self, kind: Kind) -> None:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-X", "faulthandler", "-m", "tests.forked", kind, str(theirs.fileno())]
+        command = [PYTHON, "-X", "faulthandler", "-m", "tests.forked", kind, str(theirs.fileno())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(command, cwd=TOP, env=environment, pass_fds=[theirs.fileno()])
@@ -145,6 +147,17 @@ class _Server:
 @functools.lru_cache
 def _server(kind: Kind) -> _Server:
     return _Server(kind)
+
+
+def ask_to_begin(kind: Kind, asked: dict[str, Any], descriptors: Sequence[int]) -> int:
+    """The process that has begun as `asked`: arguments, environment, directory; the descriptors are its first three."""
+    return int(_server(kind).ask(asked, descriptors)["pid"])
+
+
+def ended(kind: Kind, pid: int) -> int | None:
+    """How such a process ended; None while it goes on."""
+    status: int | None = _server(kind).ask({"ended": pid})["status"]
+    return status
 
 
 def _serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:

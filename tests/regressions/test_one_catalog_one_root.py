@@ -25,6 +25,8 @@ from tests.control.published import a_manifest, put_checkpoint
 from tests.daemons import running
 from tests.databases import Postgres, database_url
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 __all__ = ["database_url"]
 NOW = "2026-01-01T00:00:00.000Z"
 

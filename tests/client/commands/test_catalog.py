@@ -21,6 +21,8 @@ from holdfast_formats.errors import CatalogUnavailable
 from tests.daemons import RunningDaemon, running, wait_until
 from tests.databases import Postgres
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 HTTP = "127.0.0.1:0"
 
 

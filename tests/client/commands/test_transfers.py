@@ -21,6 +21,8 @@ from tests.daemon.copies_world import contents
 from tests.daemons import running, wait_until
 from tests.serving import served
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 STEP_5 = naming.checkpoint_path("tiny", 5)
 
 

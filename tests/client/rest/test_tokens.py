@@ -28,6 +28,8 @@ from tests.checkpoints import build_root
 from tests.client.remote.test_http_link import far_daemon
 from tests.daemons import running
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 HERE = "127.0.0.1:0"
 
 
