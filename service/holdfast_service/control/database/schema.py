@@ -73,7 +73,7 @@ class OwnerRow(CatalogTable):
 
 
 class RunRow(CatalogTable):
-    """A run. `attempt` is the newest one declared, the number that fences off older writers (I6)."""
+    """A run. `attempt` is the newest one declared, the number that shuts out older writers (I6)."""
 
     __tablename__ = "runs"
 
