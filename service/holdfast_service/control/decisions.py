@@ -92,8 +92,7 @@ class Decisions:
     def recover(self, adopt: Callable[[], Collection[int]] = tuple) -> None:
         """At start: remove leftovers that were never committed, update the catalog from the directories, end old saves.
 
-        Between the two, `adopt` takes over the saves whose bytes an earlier daemon left in memory. If the catalog
-        does not answer, only its part waits.
+        Between the two, `adopt` takes over what an earlier daemon left in memory. Without a catalog only its part waits.
         """
         for path in commit.put_back(self._tier):
             log.warning("put back %s, which was being replaced", path)
@@ -133,8 +132,7 @@ class Decisions:
     def hello(self, run: str, launch: str, world: int, keep_last: int | None, rank: int = 0, session: str = "") -> int:
         """The attempt number of this launch; the first rank of a launch declares it.
 
-        `keep_last` is the run's policy until one is set. If it is new to the run, it removes nothing that was
-        committed before this launch.
+        `keep_last` is the run's policy until one is set. New to a run, it removes nothing committed before this launch.
         """
         naming.check_run(run)
         self._learn_attempts()
