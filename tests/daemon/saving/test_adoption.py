@@ -60,12 +60,12 @@ class Node:
 
     def __init__(self) -> None:
         self.tier, self.keeper = MemoryTier(), MemoryKeeper()
-        self._directory = tempfile.TemporaryDirectory(
-            dir=memory(), ignore_cleanup_errors=True
-        )  # a question may still be asked
+        # A question may still be asked when it goes.
+        self._directory = tempfile.TemporaryDirectory(dir=memory(), ignore_cleanup_errors=True)
         self.catalog = Catalog.open(sqlite_url(f"{self._directory.name}/catalog.sqlite"))
         self.decisions = Decisions(self.tier, self.catalog, None)
         self.saver: Saver | None = None
+        self._dead: list[Saver] = []
         self._attached: list[tuple[Participant, ArenaSegment]] = []
         self.told: list[Outcome] = []
 
@@ -78,6 +78,7 @@ class Node:
     def start(self) -> Saver:
         """The next daemon: it has taken up what there is, and listens to nobody yet."""
         self.arena = Arena(Budget(2**30), self.keeper)
+        self._dead += [self.saver] if self.saver is not None else []
         self.saver = Saver(self.tier, self.decisions, "node")
         self.adoption = Adoption(self.arena, self.saver, self.decisions)
         self.decisions.recover(self.adoption.start)
@@ -121,6 +122,8 @@ class Node:
             self.saver.close()
             wait_until(lambda: self.keeper.kept == {})
             assert self.arena.bytes == 0
+        for saver in self._dead:
+            saver.close()  # their threads live, and would look for the catalog without a pause
         self.decisions.close()
         self.catalog.close()
         self._directory.cleanup()
