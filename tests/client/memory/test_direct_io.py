@@ -131,7 +131,7 @@ def test_what_others_read_as_well_goes_through_the_cache(large: Built) -> None:
     source = Waiting(large.path)
     with CheckpointReader.open(source) as reader:
         wanted = wants_of(large)
-        reader.among_others = True
+        reader.peers = 2
         source.lengths.clear()
         reader.load(wanted)
         assert sum(source.lengths) == sum(array.nbytes for array in large.arrays["model"].values())

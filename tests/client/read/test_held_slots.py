@@ -25,7 +25,7 @@ from holdfast_formats.errors import CorruptExtent
 from holdfast_formats.region import Box
 from holdfast_formats.staging import arena, wire
 from tests.crash.rank_process import content
-from tests.daemons import RunningDaemon, running, wait_until
+from tests.daemons import RunningDaemon, running, wait_until, wait_until_read_back
 from tests.forked import Forked
 
 RANK_PROCESS = Path(__file__).parents[2] / "crash" / "rank_process.py"
@@ -57,10 +57,11 @@ def kill(ranks: list[Forked]) -> None:
 
 
 def saved_and_killed(daemon: RunningDaemon, world: int = WORLD) -> None:
-    """Step 1 is committed, and everybody who saved it is dead."""
+    """Step 1 is committed and read back, and everybody who saved it is dead: what is damaged now, nobody has found yet."""
     ranks = start(daemon, world, 1)
     wait_until(lambda: committed_steps(daemon.root, "r") == [1])
     kill(ranks)
+    wait_until_read_back(daemon, "r", 1)
 
 
 def restored(daemon: RunningDaemon, world: int = WORLD) -> Checkpointer:
@@ -214,7 +215,7 @@ def test_a_damaged_slot_touches_nothing_where_all_is_proven_first(daemon: Runnin
 
 def test_the_daemon_dies_while_its_slots_are_read(tmp_path: Path) -> None:
     """The lock and the memory are the kernel's: who has begun to read goes on, though the daemon is gone."""
-    daemon = RunningDaemon(tmp_path / "root")
+    daemon = RunningDaemon(tmp_path / "root", listen="127.0.0.1:0")
     saved_and_killed(daemon)
     link = asking(daemon)
 
@@ -234,7 +235,7 @@ def test_the_daemon_dies_while_its_slots_are_read(tmp_path: Path) -> None:
 
 def test_trainer_and_daemon_are_killed(tmp_path: Path) -> None:
     """The next daemon finds the committed slots where the holder kept them, and holds them again."""
-    daemon = RunningDaemon(tmp_path / "root")
+    daemon = RunningDaemon(tmp_path / "root", listen="127.0.0.1:0")
     saved_and_killed(daemon)
     daemon.kill()
     with running(tmp_path / "root") as daemon:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -180,6 +181,17 @@ def test_complaints_are_looked_into_in_the_background(root: Checked) -> None:
     checks.close()
     assert (root.known(3).state, root.known(2).state, checks.left) == ("damaged", "verified", 0)
     wait_until(lambda: root.events("checkpoint-damaged") == [3])
+
+
+def test_a_check_that_cannot_be_recorded_is_not_asked_for_without_a_pause(root: Checked) -> None:
+    """Where the catalog's book is closed, `recorded` does not wait: the thread spun until its process ended."""
+    asked = threading.Semaphore(0)
+    checks = Checks(root.checker, recorded=lambda wait_s: bool(asked.release()))
+    checks.add(root.built[RUN, 2].manifest)
+    assert asked.acquire(timeout=30)
+    time.sleep(0.5)
+    checks.close()
+    assert sum(iter(lambda: asked.acquire(blocking=False), False)) < 100, "some ten a second, and not as many as can be"
 
 
 def test_what_waits_to_be_checked_takes_no_memory(root: Checked) -> None:

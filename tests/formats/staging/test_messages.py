@@ -65,7 +65,6 @@ SOCKET_ALONE: dict[Model, str] = {
     wire.Farewell: "over HTTP DELETE",
     wire.Measured: "over HTTP it goes with the seal",
     **dict.fromkeys((wire.Held, wire.HeldSlots), "slots in shared memory"),
-    **dict.fromkeys((wire.Load, wire.Loaded, wire.Unload), "reads that ranks share in memory"),
 }
 HTTP_ALONE: dict[Model, str] = {bodies.Outcomes: "a list of uploads, for ranks that ask; the socket tells each unasked"}
 STATED_TWICE = {

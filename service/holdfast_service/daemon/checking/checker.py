@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 REPAIR_ROUNDS_MAX = 2 * DAMAGES_MAX  # what is damaged again after so many repairs stays so
 SUSPICIONS_MAX = 1000
 CATALOG_WAIT_S = 1.0
+PAUSE_S = 0.1
 
 
 class CheckEnd(Enum):
@@ -280,8 +281,9 @@ class Checks:
                     return
                 run, step, what = self._waiting[0]
             if not self._recorded(CATALOG_WAIT_S):
-                if self._closed:
-                    return  # the next start finds what was not checked
+                with self._changed:  # where it did not wait, since nothing will be recorded any more, this does
+                    if self._changed.wait_for(lambda: self._closed, PAUSE_S):
+                        return  # the next start finds what was not checked
                 continue
             try:
                 told(run, step, self._task(run, step, what))
