@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from holdfast import Checkpointer
-from holdfast_formats.errors import RunBusy, StaleAttempt
+from holdfast_formats.errors import InvalidRequest, RunBusy, StaleAttempt
+from holdfast_formats.rest import bodies
 from holdfast_formats.staging import wire
 from holdfast_service.control.catalog.attempts import Attempts, Member
 from holdfast_service.daemon.saving import run_busy
@@ -60,6 +62,22 @@ def test_a_start_with_more_ranks_is_another_one_whichever_of_them_comes_first(gr
     attempts = Attempts(tier)
     assert [attempts.declare("run", "fixed", list, Member(rank, f"b{rank}", 4))[0] for rank in grown] == [2] * 4
     assert attempts.declare("run", "fixed", list, Member(0, "c0", 1))[0] == 3, "and with fewer"
+
+
+@pytest.mark.parametrize("world", [2**63, 10**30])
+def test_what_no_daemon_could_read_is_not_written(world: int) -> None:
+    """One rank's number must not cost all runs their attempts: the file would be set aside at the next start."""
+    tier = MemoryTier()
+    attempts = Attempts(tier)
+    attempts.merge({})
+    attempts.declare("good", "fixed", list, Member(0, "a", 1))
+    with pytest.raises(InvalidRequest, match="'bad' cannot be recorded"):
+        attempts.declare("bad", "fixed", list, Member(0, "a", world))
+    again = Attempts(tier)
+    assert again.complete and again.newest("good") == 1 and again.newest("bad") == 0
+    for kind in (wire.Hello, bodies.RankHello):
+        with pytest.raises(ValidationError, match="world"):
+            kind.model_validate({"id": 0, "protocol": wire.PROTOCOL, "run": "r", "rank": 0, "world": world, "launch": "l"})
 
 
 def test_the_next_daemon_knows_who_speaks() -> None:

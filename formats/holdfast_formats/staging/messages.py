@@ -15,6 +15,9 @@ from holdfast_formats.lineage import Existing, Intent
 
 Policy = Literal["newest-wins", "oldest-durable", "wait"]  # which saves are dropped if storage is slower than the saves
 
+WORLD_MAX = 2**18  # ranks of a run: what is kept of each must not fill the daemon's memory
+COUNT_MAX = 2**53  # of steps, turns and the like: what JSON carries exactly everywhere, and every file and database takes
+
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
 
@@ -23,10 +26,10 @@ class Introduction(BaseModel):
 
     protocol: int
     run: str
-    rank: int = Field(ge=0)
-    world: int = Field(ge=1)
+    rank: int = Field(ge=0, lt=WORLD_MAX)
+    world: int = Field(ge=1, le=WORLD_MAX)
     launch: str = Field(min_length=1, max_length=256)
-    keep_last: int | None = Field(default=None, ge=1)
+    keep_last: int | None = Field(default=None, ge=1, le=COUNT_MAX)
     process: str = Field(default="", max_length=64, description="ID of this process; the same ID is the same job")
     session: str = Field(
         default="", max_length=64, description="ID of this checkpointer, the same on all its connections and rank IDs"
@@ -63,11 +66,16 @@ class SlotRequest(BaseModel):
 
     step: int = Field(ge=0)
     policy: Policy = Field(default="wait", description="which save is dropped if no slot is free")
-    restored: int | None = Field(default=None, ge=0, description="the step that this launch restored and continues from")
-    turn: int = Field(
-        default=0, ge=0, description="number of restores that this launch continued from, plus saves it replaced"
+    restored: int | None = Field(
+        default=None, ge=0, le=COUNT_MAX, description="the step that this launch restored and continues from"
     )
-    again: int = Field(default=0, ge=0, description="how many of `turn` are saves since the last restore")
+    turn: int = Field(
+        default=0,
+        ge=0,
+        le=COUNT_MAX,
+        description="number of restores that this launch continued from, plus saves it replaced",
+    )
+    again: int = Field(default=0, ge=0, le=COUNT_MAX, description="how many of `turn` are saves since the last restore")
     existing: Existing = Field(default="refuse", description="what to do if the step is already a checkpoint")
     groups: tuple[str, ...] = Field(default=(), description="the groups of the save")
 

@@ -161,6 +161,18 @@ def test_it_forgets_old_turns_and_lets_go_at_the_end(monkeypatch: pytest.MonkeyP
     assert restores.judge(rank(0), 9, WELL, 60.0) == GO_ON
 
 
+def test_no_run_makes_another_ones_restore_be_forgotten() -> None:
+    """A rank that has reported goes on when the others have, however often another run asks meanwhile."""
+    restores, _ = made()
+    with pytest.raises(DeadlineExceeded):
+        restores.judge(rank(0), 0, WELL, 0.0)
+    other = Participant("another", 0, 1, 1, lambda outcome: None)
+    for turn in range(1000):
+        restores.told(other, turn, 500, named=False)
+    assert restores.judge(rank(1), 0, WELL, 0.0) == GO_ON
+    assert restores.judge(rank(0), 0, WELL, 0.0) == GO_ON
+
+
 def test_it_is_known_while_a_rank_restores() -> None:
     """From the answer until it has ended, fails for a reason of its own, saves, asks for another turn, or is gone."""
     restores, _ = made()

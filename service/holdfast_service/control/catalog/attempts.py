@@ -250,7 +250,12 @@ class Attempts:
             return self._runs.get(run, RunAttempts())
 
     def _store(self, changed: Mapping[str, RunAttempts], without: str | None = None) -> None:
-        """Write the file, then know it. The lock of the file is held."""
+        """Write the file, then know it; `InvalidRequest` for what could not be read back. The lock of the file is held."""
+        for run, made in changed.items():
+            try:
+                RunAttempts.model_validate(made.model_dump())
+            except ValidationError as error:
+                raise InvalidRequest(f"the attempts of {run!r} cannot be recorded: {str(error)[:200]}") from None
         runs = {run: made for run, made in {**self.known(), **changed}.items() if run != without}
         self._tier.replace(naming.ATTEMPTS, _File(runs=runs).model_dump_json().encode() + b"\n")
         with self._lock:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 
 from holdfast_formats.errors import CheckpointError, Damaged, DeadlineExceeded, NoSuchCheckpoint, from_problem
@@ -20,7 +19,7 @@ from holdfast_service.daemon.saving.rounds import Participant
 log = logging.getLogger(__name__)
 
 UNHEARD_S = 60.0  # how long ranks that never asked what to restore are waited for
-TURNS_MAX = 256
+TURNS_MAX = 64  # of a run: the oldest are forgotten, and those of other runs are not
 
 Look = Callable[[str, int, Damaged], Damaged | None]
 
@@ -45,7 +44,7 @@ class RestoreAgreement:
     def __init__(self, look: Look, decisions: Decisions, unheard_s: float = UNHEARD_S) -> None:
         self._look, self._decisions, self._findings, self.unheard_s = look, decisions, decisions.findings, unheard_s
         self._changed = threading.Condition()
-        self._turns: OrderedDict[tuple[str, int, int], _Turn] = OrderedDict()
+        self._turns: dict[tuple[str, int, int], _Turn] = {}  # oldest first
         self._gone: dict[tuple[str, int], set[int]] = {}
         self._closed = False
 
@@ -185,8 +184,9 @@ class RestoreAgreement:
         key = (who.run, who.attempt, turn)
         if key not in self._turns:
             self._turns[key] = _Turn(who.world)
-            while len(self._turns) > TURNS_MAX:
-                self._turns.popitem(last=False)
+            own = [known for known in self._turns if known[0] == who.run]
+            for old in own[:-TURNS_MAX]:
+                del self._turns[old]
         return self._turns[key]
 
     def _complete(self, who: Participant, current: _Turn) -> bool:
