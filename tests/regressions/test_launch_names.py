@@ -64,6 +64,20 @@ def test_a_start_with_more_ranks_is_another_one_whichever_of_them_comes_first(gr
     assert attempts.declare("run", "fixed", list, Member(0, "c0", 1))[0] == 3, "and with fewer"
 
 
+def test_all_ranks_of_an_attempt_that_has_saved_are_known_to_the_next_daemon() -> None:
+    """A rank joined after the answers: killed with its daemon, its successor got the answer of the start before."""
+    tier = MemoryTier()
+    attempts = Attempts(tier)
+    attempts.merge({})
+    attempts.declare("run", "fixed", list, Member(0, "a0", 2))
+    attempts.answer("run", 1, 0, 1)
+    attempts.declare("run", "fixed", list, Member(1, "a1", 2))
+    attempts.keep_speakers("run")
+    again = Attempts(tier)
+    assert again.declare("run", "fixed", list, Member(1, "a1", 2)) == (1, False), "the trainer that lives goes on"
+    assert again.declare("run", "fixed", list, Member(1, "b1", 2)) == (2, True)
+
+
 @pytest.mark.parametrize("world", [2**63, 10**30])
 def test_what_no_daemon_could_read_is_not_written(world: int) -> None:
     """One rank's number must not cost all runs their attempts: the file would be set aside at the next start."""

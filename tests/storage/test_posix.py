@@ -382,6 +382,17 @@ def test_a_run_and_a_checkpoint_are_no_roots(tmp_path: Path, inside: str) -> Non
     lock_root(checkpoint).release()  # a file called COMMIT alone makes no checkpoint
 
 
+def test_a_root_is_no_run_whatever_its_runs_are_called(tmp_path: Path) -> None:
+    """A root in another one, with a run called "checkpoints": it was locked out of its own data."""
+    (tmp_path / naming.ROOT_FILE).touch()
+    inner = tmp_path / "inner"
+    (inner / "checkpoints" / "checkpoints").mkdir(parents=True)
+    (inner / naming.ROOT_FILE).touch()
+    lock_root(inner).release()
+    with pytest.raises(InvalidRequest, match="cannot be a root"):
+        lock_root(inner / "checkpoints")
+
+
 class TestLock:
     """One daemon at a time holds a root."""
 

@@ -275,6 +275,10 @@ class Decisions:
         """
         began = time.monotonic()
         try:
+            self.attempts.keep_speakers(plan.run)
+        except CheckpointError as error:  # their loss only lets a launch's name be used twice
+            log.warning("cannot write who speaks for the ranks of %s: %s", plan.run, error.detail)
+        try:
             made = self._publish(plan)
         except StorageFailed as error:
             if error.members.get("outcome") == "unknown":

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchResource, exit_status
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.operations import Token, TokenRequest
+from holdfast_formats.whereabouts import check_root_place
 from holdfast_service.config import ROOT, catalog_url, default_node
 from holdfast_service.control.access.tokens import Tokens
 from holdfast_service.control.catalog.events import Events
@@ -45,6 +46,7 @@ def _done(given: argparse.Namespace) -> Any:
     root = Path(given.root)
     if not root.is_dir() and given.what != "create":
         raise NoSuchResource(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
+    check_root_place(root.resolve())
     root.mkdir(parents=True, exist_ok=True)
     database = Database.open(given.catalog or catalog_url(root))
     try:

@@ -118,6 +118,17 @@ def test_a_root_that_is_not_there(tmp_path: Path) -> None:
     assert call("ls", "--catalog", "sqlite://").exit_code == 2
 
 
+def test_no_token_is_made_in_a_checkpoint(tmp_path: Path) -> None:
+    """A catalog that is put there makes it one that nothing removes."""
+    root = tmp_path / "root"
+    build_root(root, {"r": (5,)})
+    directory = root / "r" / "checkpoints" / "step-00000005"
+    before = sorted(directory.iterdir())
+    with pytest.raises(InvalidRequest, match="cannot be a root"):
+        RootTokens(directory).create(TokenRequest(name="first"))
+    assert sorted(directory.iterdir()) == before
+
+
 def test_where_the_token_comes_from(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment first, then the user's file, which nobody else may read."""
     assert given_token() is None

@@ -132,6 +132,7 @@ class Attempts:
         self._lock = threading.Lock()  # of what is known; never held while the disk is written
         found = self._read()
         self._runs: dict[str, RunAttempts] = {} if found is None else found
+        self._unwritten: set[str] = set()  # runs of which a rank has joined since the file was written
         self.complete = found is not None
 
     def newest(self, run: str) -> int:
@@ -172,8 +173,12 @@ class Attempts:
         with self._writing:
             known = self.of(run, launch, member)
             if known is not None:
-                with self._lock:  # it is written with the next answer: until then its loss only lets a name be used twice
-                    self._runs = {**self._runs, run: self._runs.get(run, RunAttempts()).spoken(known, member)}
+                with self._lock:  # written with the next answer, or before the first commit: see `keep_speakers`
+                    before = self._runs.get(run, RunAttempts())
+                    spoken = before.spoken(known, member)
+                    self._runs = {**self._runs, run: spoken}
+                    if spoken is not before:
+                        self._unwritten.add(run)
                 return known, False
             if not self.complete:
                 raise CatalogUnavailable(
@@ -184,6 +189,16 @@ class Attempts:
             attempt = before.attempt + 1
             self._store({run: before.launched(launch, attempt, complete()).spoken(attempt, member)})
             return attempt, True
+
+    def keep_speakers(self, run: str) -> None:
+        """Write who speaks for the ranks of a run, if a rank has joined since the file was written.
+
+        Before an attempt's first commit all its ranks have joined. If the daemon and they are killed after it, the next
+        start under the same name is another one, and is not answered what this one was told to restore.
+        """
+        with self._writing:
+            if run in self._unwritten:
+                self._store({})
 
     def refuse_older(self, run: str, attempt: int) -> None:
         """`StaleAttempt` for an attempt older than the newest (I6)."""
@@ -260,6 +275,7 @@ class Attempts:
         self._tier.replace(naming.ATTEMPTS, _File(runs=runs).model_dump_json().encode() + b"\n")
         with self._lock:
             self._runs = runs
+            self._unwritten.clear()
 
     def _read(self) -> dict[str, RunAttempts] | None:
         try:
