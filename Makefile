@@ -9,6 +9,7 @@ TORCH_INDEX ?=
 STEPS ?= 90
 ROOT ?= holdfast-data
 BENCH ?=
+ONLY ?=
 TESTERS ?= 3
 FUZZ_S ?= 300
 ATTACK_S ?= 3600
@@ -19,7 +20,7 @@ TOOLS := $(VENV)/.tools
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test crash fuzz attack e2e browser engine bench docs check format clean tools
+.PHONY: help demo serve test crash fuzz attack e2e browser engine integrations bench docs check format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -52,6 +53,9 @@ browser: $(READY) ## the dashboard in a real Chromium, while a training run save
 
 engine: $(READY) ## build the image and run the Compose file with a real engine (root, docker.io, docker-compose, debootstrap)
 	$(BIN)/python -m pytest -m engine tests/test_engine.py
+
+integrations: $(READY) ## the adapters inside their real frameworks, each in an environment of its own; ONLY="peft dcp"
+	$(BIN)/python -m tests.integrations $(ONLY)
 
 bench: $(READY) ## Holdfast and its peers, side by side; BENCH="--quick" to try it (docs/benchmarks.md)
 	$(BIN)/python -m tests.benchmarks $(BENCH)

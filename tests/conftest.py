@@ -33,4 +33,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--soak-s", metavar="SECONDS", type=float, help="end the soak after this long, however many saves it did"
     )
     parser.addoption("--attack-s", metavar="SECONDS", type=float, help="how long attacks by chance go on (make attack)")
+    parser.addoption("--kills", type=int, default=20, help="how often the frameworks' runs are killed (make integrations)")
     parser.addoption("--fuzz-s", metavar="SECONDS", type=float, help="look for inputs that no reader handles for this long")

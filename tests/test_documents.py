@@ -16,7 +16,7 @@ from holdfast_formats.errors import EXIT_STATUS
 TOP = Path(__file__).parent.parent
 CHINESE = ".zh-CN.md"
 READMES = [TOP / "README.md", TOP / "README.zh-CN.md"]
-PAGES = sorted((TOP / "docs").glob("*.md"))
+PAGES = sorted((TOP / "docs").rglob("*.md"))
 TRANSLATED = [TOP / "README.zh-CN.md", *(page for page in PAGES if page.name.endswith(CHINESE))]
 REFERENCES = {"api.md", "benchmarks.md", "durability.md", "format.md"}  # in English only
 DOCUMENTS = [*READMES, *PAGES, TOP / "ARCHITECTURE.md", TOP / "CONTRIBUTING.md", TOP / "CHANGELOG.md"]
@@ -75,10 +75,10 @@ def test_a_translation_names_the_same_things(page: Path) -> None:
 
 def test_every_guide_is_translated_and_in_the_site() -> None:
     """All pages but the references are in both languages, and the site's navigation has each of them once."""
-    names = {page.name for page in PAGES}
+    names = {str(page.relative_to(TOP / "docs")) for page in PAGES}
     guides = {name for name in names if not name.endswith(CHINESE)} - REFERENCES
     assert {name.replace(".md", CHINESE) for name in guides} == {name for name in names if name.endswith(CHINESE)}
-    listed = re.findall(r": (\w+\.md)$", (TOP / "mkdocs.yml").read_text(), re.MULTILINE)
+    listed = re.findall(r": ([\w/]+\.md)$", (TOP / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(guides | REFERENCES)
 
 
@@ -145,9 +145,9 @@ def test_every_exit_status_is_documented(page: Path) -> None:
 
 @pytest.mark.parametrize("page", in_both("saving"), ids=lambda path: path.name)
 def test_every_option_of_the_checkpointer_is_documented(page: Path) -> None:
-    """Each keyword of `Checkpointer` stands in its table."""
-    options = set(Checkpointer.__init__.__kwdefaults__ or {})
-    assert options
+    """Each keyword of `Checkpointer` and of `save()` stands in its table."""
+    options = set(Checkpointer.__init__.__kwdefaults__ or {}) | set(Checkpointer.save.__kwdefaults__ or {})
+    assert {"policy", "assets"} < options
     assert [name for name in sorted(options) if not re.search(rf"^\| .*`{name}`", page.read_text(), re.MULTILINE)] == []
 
 

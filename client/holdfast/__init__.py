@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from holdfast.read.reader import CheckpointReader
     from holdfast.rest.api import Api
     from holdfast.restore.load import RestoreReport
+    from holdfast.state.named import Named
+    from holdfast.state.optimizer_shards import OptimizerShards
     from holdfast.tensors.fragments import Fragment
 
     from .checkpoint import Checkpoint, open
@@ -38,6 +40,8 @@ __all__ = [
     "CheckpointReader",
     "Checkpointer",
     "Fragment",
+    "Named",
+    "OptimizerShards",
     "ParallelLayout",
     "RestoreReport",
     "SaveResult",
@@ -52,6 +56,8 @@ _HOME = {
     "CheckpointReader": "read.reader",
     "Checkpointer": "checkpointer",
     "Fragment": "tensors.fragments",
+    "Named": "state.named",
+    "OptimizerShards": "state.optimizer_shards",
     "ParallelLayout": "layout.rules_choice",
     "RestoreReport": "restore.load",
     "SaveResult": "tickets",

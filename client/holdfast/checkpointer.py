@@ -7,10 +7,11 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, SupportsIndex, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from holdfast.layout.declared import declare
 from holdfast.layout.rules_choice import LayoutSource, ParallelLayout
+from holdfast.link.checkpoint_links import CheckpointLinks
 from holdfast.link.session import Session, Who
 from holdfast.restore import fallback
 from holdfast.restore.load import RestoreReport, RestoringRank, WantedPart
@@ -21,7 +22,7 @@ from holdfast.stage.origin import TrainingOrigin
 from holdfast.stage.preallocation import Preallocation
 from holdfast.stage.replica_claims import Claims
 from holdfast.stage.reservation import Reservation
-from holdfast.stage.save_request import Check, SaveRequest, Wait, check_check, check_metrics, check_step
+from holdfast.stage.save_request import Check, SaveRequest, Wait, check_check, check_choices, check_metrics, check_step
 from holdfast.stage.save_task import SaveTask, Sealable
 from holdfast.stage.slot_contents import SlotContents
 from holdfast.stage.slots import Slots
@@ -32,14 +33,7 @@ from holdfast.tensors.leaves import is_ignored
 from holdfast.threads.calls import CLOSE, RESTORE, Calls, Later, is_in_hook
 from holdfast_formats import naming
 from holdfast_formats.disk.packing import FILE_BYTES_MAX
-from holdfast_formats.errors import (
-    AlreadyCommitted,
-    CheckpointError,
-    DaemonGone,
-    DeadlineExceeded,
-    GenerationDropped,
-    InvalidRequest,
-)
+from holdfast_formats.errors import CheckpointError, InvalidRequest
 from holdfast_formats.lineage import Existing
 from holdfast_formats.staging.messages import Policy
 
@@ -100,6 +94,7 @@ class Checkpointer:
         self._tickets, self._origin = Tickets(), TrainingOrigin()
         who = Who(run, self._launch.rank, self._launch.world, self._launch.name, keep_last)
         self._session = Session(who, meant.place, self._tickets)
+        self._links = CheckpointLinks(run, self._session)
         self._reservation = Reservation(self._session, slots)
         self._task: SaveTask | None = None
         self._preparation: Preallocation | None = None
@@ -109,6 +104,18 @@ class Checkpointer:
         self._hooks = background_safe.StepHooks(state, self._before_step, self._after_step)
         self._calls = Calls(self._hooks.optimizers)
         self.last_restore: RestoreReport | None = None
+
+    @classmethod
+    def alone(cls, run: str, state: Mapping[str, Any], **chosen: Unpack[options.Options]) -> Checkpointer:
+        """Make a Checkpointer for a process that saves and restores by itself, with the same options.
+
+        Use it in frameworks in which only rank 0 saves: on that rank, and on no other. It is rank 0 of a world of one,
+        whatever RANK, WORLD_SIZE, HOLDFAST_LAUNCH and torch.distributed say, so it waits for no other rank. A second rank
+        with the same run is refused as `RunBusy`. The state must be whole on this rank: `save()` raises `StateMismatch`,
+        with the tensor's name, for a DTensor or Fragment that is only a part.
+        """
+        with launches.alone():
+            return cls(run, state, **chosen)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -121,7 +128,7 @@ class Checkpointer:
         """What to know: of memory for saves (fewer slots, staging through a disk, a state that grew), of damaged steps."""
         return tuple(self._session.notices)
 
-    def save(
+    def save(  # noqa: PLR0913 - all named and optional
         self,
         step: SupportsIndex,
         *,
@@ -130,6 +137,7 @@ class Checkpointer:
         wait: Wait | None = None,
         check: Check | None = None,
         existing: Existing = "refuse",
+        assets: Mapping[str, Any] | None = None,
     ) -> SaveTicket:
         """Take the state as it is now and return at once; copying, writing and committing go on in the background.
 
@@ -146,6 +154,8 @@ class Checkpointer:
         `wait="staged"`, for what could not be staged. `wait="durable"` waits for a slot under every policy.
 
         Every rank calls it with the same step and groups (default: all). `metrics` are remembered with the checkpoint.
+        `assets` are files of this step alone, by name: bytes, text, JSON values or paths. Those of rank 0 are stored, beside
+        the constructor's; where both have a name, this step's is stored.
         Raises `InvalidRequest` or `StateMismatch`, before anything is staged, for state that cannot be stored;
         `StateOverwritten` after a restore that failed half-way; `AlreadyCommitted` for a step that exists, unless training
         had left it behind by restoring an older one, or it is unhealthy: those are replaced, at one stroke. `existing` says
@@ -154,10 +164,8 @@ class Checkpointer:
         a minute, is told by the ticket and as a `SaveWarning` by the next save. `wait="durable"` returns when the step is
         committed and raises if it is not.
         """
-        if wait not in (None, "staged", "durable"):
-            raise InvalidRequest(f"wait must be 'staged' or 'durable', not {wait!r}")
-        if existing not in get_args(Existing):
-            raise InvalidRequest(f"existing must be one of {', '.join(get_args(Existing))}, not {existing!r}")
+        check_choices(wait, existing)
+        kept = asset_files.of_step(assets, self._launch.rank)
         ticket = SaveTicket(self.run, check_step(step), 0)
         if existing == "same":
             under_way = self._tickets.awaited(ticket.step, self._state.groups() if groups is None else groups)
@@ -168,7 +176,7 @@ class Checkpointer:
         how = check_check(self._check if check is None else check) == "full"
         if existing == "replace":
             self._origin.replaces()
-        asked = SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing)
+        asked = SaveRequest(ticket, groups, check_metrics(metrics or {}), wait, how, existing, kept)
         task = self._begin(asked)
         if task is not None and wait is not None:
             began = time.monotonic()
@@ -222,6 +230,10 @@ class Checkpointer:
         self._prepare_unasked(asked, groups)
         return restored
 
+    def goes_on_from(self, step: int) -> None:
+        """Note, on all ranks, that the state is that of a step of this run, loaded by other means than `restore()`."""
+        self._origin.restored(check_step(step), (), ())
+
     def restore_random(self) -> None:
         """Install the random streams of the last restore once more.
 
@@ -230,6 +242,38 @@ class Checkpointer:
         `InvalidRequest` where no streams were restored.
         """
         self._state.random.install_again()
+
+    def link(self, of: SaveTicket | SupportsIndex, path: str | PathLike[str]) -> None:
+        """Make `path` a symbolic link to the directory of a checkpoint: the one of this ticket, or of this step.
+
+        Until the ticket's save is committed, the link leads nowhere; if it fails, the link is removed. While a link stands,
+        nothing removes its checkpoint; to remove the link is enough to undo that. A link to another checkpoint of the run
+        is replaced. One rank calls it. Raises `InvalidRequest` if `path` is anything else, or if the daemon's directory is
+        not on this machine, and `NoSuchCheckpoint`.
+        """
+        self._refuse_if_closed()
+        made = of if isinstance(of, SaveTicket) else check_step(of)
+
+        def put_off(during: str) -> None:
+            self._calls.later(Later(during, lambda: self.link(made, path)))
+
+        self._calls.run("link()", lambda: self._links.make(made, path), put_off)
+
+    def step_at(self, path: str | PathLike[str]) -> int | None:
+        """The step whose directory this path is, or leads to as a link; None if it is no checkpoint of this run and root.
+
+        Raises `NoSuchCheckpoint` for a link to a checkpoint that is not there (yet).
+        """
+        return self._calls.run("step_at()", lambda: self._links.step_at(path), self._refuse_to_look)
+
+    def read_asset(self, step: SupportsIndex, name: str) -> bytes:
+        """Return a file that was saved with a step as an asset, checked against its digest. Any rank may call it.
+
+        Raises `NoSuchCheckpoint`, and `StateMismatch` if the checkpoint has no file of this name.
+        """
+        self._refuse_if_closed()
+        number = check_step(step)
+        return self._calls.run("read_asset()", lambda: self._session.read_file(number, name), self._refuse_to_look)
 
     def prepare(self, wait: bool = False) -> None:
         """Get shared memory for the state and touch it, in the background, so that the first save costs what others cost.
@@ -274,31 +318,17 @@ class Checkpointer:
         self._state.wholeness.check()
         self._hooks.renew()
         snapshot = self._contents.snapshot(asked.groups)
-        layout = self._contents.lay_out(snapshot)
-        ticket, wait = asked.ticket, asked.wait
+        layout = self._contents.lay_out(snapshot, asked.assets)
+        ticket = asked.ticket
         try:
             ticket.attempt, ticket.groups = self._session.connected(start=True).attempt, snapshot.groups
             task = self._task_of(asked, snapshot, layout)
-        except AlreadyCommitted as committed:
-            if asked.existing != "same" or not committed.members.get("same"):
+        except CheckpointError as error:
+            if not asked.ends_by(error, self._session.attempt, self._tickets):
                 raise
-            ticket.saved_before()
-            return None
-        except (DaemonGone, DeadlineExceeded) as gone:
-            # None has come for the one that died, or it does not answer: the save has failed, training goes on. Where there
-            # never was a daemon it is raised: then something is set up wrongly.
-            if self._session.attempt is None or wait == "durable":
-                raise
-            ticket.attempt = self._session.attempt
-            self._tickets.fail(ticket, gone)
-            return None
-        except GenerationDropped as dropped:
-            if wait is not None:
-                raise
-            self._tickets.fail(ticket, dropped)
             return None
         self._task = task
-        task.begin(waited=wait is not None)
+        task.begin(waited=asked.wait is not None)
         task.held(time.monotonic() - began)
         return task
 
@@ -327,6 +357,11 @@ class Checkpointer:
     def _refuse_to_restore(self, during: str) -> int:
         raise InvalidRequest(f"restore() in a signal handler that interrupted {during}", hint="restore when it has returned")
 
+    def _refuse_to_look(self, during: str) -> NoReturn:
+        raise InvalidRequest(
+            f"a signal handler that interrupted {during} cannot ask for files", hint="ask when it has ended"
+        )
+
     def _prepare(self) -> Preallocation:
         need = self._contents.expected(staging.SaveIdentity(self.run, 0, 0, self._launch.rank, self._launch.world))
         self._preparation = Preallocation(lambda: self._reserved(need), cuda_copy.homes(need.leaves))
@@ -344,6 +379,7 @@ class Checkpointer:
         if wait:
             for ticket in self._tickets.open():
                 settle(ticket)
+        self._links.close()
         self._reservation.close()
         self._session.close(ended=wait)
         failed = self._tickets.take_failure()
@@ -389,7 +425,8 @@ class Checkpointer:
         intent = self._origin.intent(asked.existing, snapshot.groups)
         table = self._contents.table(who, snapshot, asked.metrics, intent)
         says = self._claims.of(layout, ticket)
-        need = Need(layout.data_bytes, len(table) + (says.table_bytes if says is not None else 0), layout.leaves)
+        table_bytes = len(table) + (says.table_bytes if says is not None else 0)
+        need = Need(layout.data_bytes, table_bytes, layout.leaves, asset_files.room_to_grow(asked.assets))
         slots = self._reservation.room_for(need, self._task)
         policy: Policy = "wait" if asked.wait == "durable" else self._policy
         with self._tickets.beginning(ticket):

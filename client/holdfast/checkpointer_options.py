@@ -28,6 +28,19 @@ _INSTEAD = {
 }
 
 
+class Options(TypedDict, total=False):
+    """The options of a `Checkpointer`."""
+
+    at: str | PathLike[str] | None
+    assets: Any
+    keep_last: int | None
+    slots: int
+    policy: Policy
+    fenced: bool
+    file_bytes_max: int
+    layout: LayoutSource | ParallelLayout | None
+
+
 class OldOptions(TypedDict, total=False):
     """Options under their old names."""
 

@@ -45,6 +45,11 @@ def has_display() -> bool:
     return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
+def uploads_checkpoints() -> bool:
+    """Whether transformers' callback for Weights & Biases reads a checkpoint's files when it is saved."""
+    return os.environ.get("WANDB_LOG_MODEL", "").lower() == "checkpoint"
+
+
 def given_url() -> str | None:
     """The value of HOLDFAST_URL, if set."""
     return os.environ.get("HOLDFAST_URL") or None

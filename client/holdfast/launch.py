@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import uuid
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 
-from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.errors import CheckpointError, DeadlineExceeded, InvalidRequest, from_problem
 
 from .config import LaunchInfo, launch_info
 
@@ -35,6 +40,26 @@ class Launch(NamedTuple):
     peers: int
 
 
+_assigned: ContextVar[Callable[[], Launch] | None] = ContextVar("_assigned", default=None)
+
+
+@contextmanager
+def assigned(launch: Callable[[], Launch]) -> Iterator[None]:
+    """Within this block `current` is what `launch` returns, whatever the environment says."""
+    before = _assigned.set(launch)
+    try:
+        yield
+    finally:
+        _assigned.reset(before)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within this block `current` takes this process for a launch of one rank, whatever its environment says."""
+    with assigned(lambda: Launch(0, 1, uuid.uuid4().hex, 1)):
+        yield
+
+
 def current(run: str, given: str | None) -> Launch:
     """The launch of this process. Every rank must construct its checkpointers of a run in the same order.
 
@@ -43,11 +68,43 @@ def current(run: str, given: str | None) -> Launch:
     process is a launch of its own. `given` is the old way to state a name. Raises `InvalidRequest` when it and the
     environment both do, and when several ranks have nothing in common from which a name could be made.
     """
+    assigned_now = _assigned.get()
+    if assigned_now is not None:
+        if given is not None:
+            raise InvalidRequest("launch= names a launch of several ranks", hint="leave it out: one rank alone needs none")
+        return assigned_now()
     information = launch_info()
     if given is not None and information.launch is not None:
         raise InvalidRequest("launch= and HOLDFAST_LAUNCH both name the launch", hint="leave launch= out: it is the old way")
     rank, world, name = _identity(run, given, information)
     return Launch(rank, world, name, min(information.local_world or world, world))
+
+
+def answer_of_rank_0(question: str, answer: Callable[[], Any], wait_s: float) -> Any:
+    """Rank 0 answers for all ranks of torch.distributed, in JSON, through the job's store (no collective).
+
+    Every rank asks its questions in the same order. Without torch.distributed each process answers by itself. Rank 0's
+    error is raised on all ranks, and `DeadlineExceeded` if rank 0 does not ask within `wait_s` seconds.
+    """
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not together or torch.distributed.get_world_size() == 1:
+        return answer()
+    key = f"holdfast/answers/{question}/{launch_info().restart_count}/{next(_constructed['answers', question])}"
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if torch.distributed.get_rank() == 0:
+        try:
+            found = {"answer": answer()}
+        except CheckpointError as error:
+            found = {"problem": error.problem()}
+        store.set(key, json.dumps(found))
+    try:
+        store.wait([key], timedelta(seconds=wait_s))
+    except RuntimeError as error:
+        raise DeadlineExceeded(f"rank 0 has not answered {question!r} within {wait_s:.0f} s: {error}") from error
+    found = json.loads(store.get(key))
+    if "problem" in found:
+        raise from_problem(found["problem"])
+    return found["answer"]
 
 
 def _identity(run: str, given: str | None, information: LaunchInfo) -> tuple[int, int, str]:

@@ -13,6 +13,6 @@ class SaveWarning(UserWarning):
 def warn(text: str, category: type[Warning] = SaveWarning) -> None:
     """Warn at the line that called holdfast, however many of our own frames are in between."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == __package__:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)

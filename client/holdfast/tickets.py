@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ class SaveTicket:
         self._ended = Latch()
         self._first: dict[str, object] = {}
         self._error: CheckpointError | None = None
+        self._awaiting: deque[Callable[[CheckpointError | None], object]] = deque()
 
     @property
     def staged(self) -> bool:
@@ -100,15 +102,40 @@ class SaveTicket:
         self.mark_staged()
         self.end(None)
 
-    def end(self, error: CheckpointError | None) -> bool:
-        """Set the outcome; only the first call counts. Returns whether this call was the first."""
+    def end(self, error: CheckpointError | None, note: Callable[[], object] = bool) -> bool:
+        """Set the outcome; only the first call counts. Returns whether this call was the first.
+
+        `note` is called before anybody who waits hears of it.
+        """
         mine = object()
         if self._first.setdefault(_END, mine) is not mine:
             return False
         self._error = error
+        note()
         self._decided.set()
         self._ended.set()
+        self._tell_ended()
         return True
+
+    def when_ended(self, act: Callable[[CheckpointError | None], object]) -> None:
+        """Call `act` with the error, or None, when the save has ended, in whichever thread that happens.
+
+        It must not call the Checkpointer: the thread may be the one that hears from the daemon.
+        """
+        self._awaiting.append(act)
+        if self.done:
+            self._tell_ended()
+
+    def _tell_ended(self) -> None:
+        while self._awaiting:
+            try:
+                act = self._awaiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                act(self._error)
+            except Exception:  # this thread has the messages of other saves to read
+                log.exception("what was to be done at the end of the save of %s@%s failed", self.run, self.step)
 
     def _refuse_to_wait_for_oneself(self) -> None:
         if self.awaits and threading.current_thread() is threading.main_thread():
@@ -192,16 +219,17 @@ class Tickets:
         return list(self._open.copy().values())
 
     def _end(self, ticket: SaveTicket, error: CheckpointError | None) -> None:
-        if not ticket.end(error):
-            return
-        if isinstance(error, GenerationDropped):
-            if next(self._drops) == 0:
-                self._untold["dropped"] = ticket
+        def note() -> None:
+            if isinstance(error, GenerationDropped):
+                if next(self._drops) == 0:
+                    self._untold["dropped"] = ticket
+            elif error is not None:
+                self._untold.setdefault("failed", ticket)
+
+        if ticket.end(error, note) and isinstance(error, GenerationDropped):
             # Aside: the thread that a signal interrupted may be writing to the log, and its handler wait for this one.
             why = error.detail
             background_requests.start(lambda: log.info("the save of %s@%s was dropped: %s", ticket.run, ticket.step, why))
-        elif error is not None:
-            self._untold.setdefault("failed", ticket)
 
 
 def settle(ticket: SaveTicket) -> None:

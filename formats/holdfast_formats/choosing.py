@@ -12,8 +12,8 @@ from .errors import StateMismatch
 def lacking(run: str, offers: Mapping[int, Collection[str]], wanted: Collection[str]) -> StateMismatch:
     """The error if checkpoints exist and none has all the wanted groups; `offers` are their groups, by step.
 
-    Its member `offered` are those of the wanted groups that the best checkpoint has: the one with the most of them, and of
-    these the newest.
+    Its member `best` is the step with the most of the wanted groups, and of these the newest; `offered` are those that it
+    has.
     """
     step = max(offers, key=lambda step: (len(set(wanted) & set(offers[step])), step))
     offered = sorted(set(wanted) & set(offers[step]))
@@ -25,4 +25,5 @@ def lacking(run: str, offers: Mapping[int, Collection[str]], wanted: Collection[
         "scratch in another run",
         missing=missing,
         offered=offered,
+        best=step,
     )

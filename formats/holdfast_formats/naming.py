@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import uuid
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from .errors import InvalidRequest
@@ -22,6 +24,7 @@ ROOT_FILE = ".holdfast.root"  # the root's id
 CATALOG = "catalog.sqlite"
 
 STEP_MAX = 10**15 - 1
+_LINKING = ".holdfast-link"
 ATTEMPT_MAX = 10**9 - 1
 REPLACED_ATTEMPT = ATTEMPT_MAX - 1  # in the name of a checkpoint that is being replaced by another one of its step
 NO_ATTEMPT = ATTEMPT_MAX  # in the staging name of a copy or a repair: no launch reaches this number, and a sweep knows it
@@ -104,6 +107,23 @@ def parse_step_directory(name: str) -> int | None:
     match = _STEP_DIRECTORY.fullmatch(name)
     step = int(match[1]) if match else None
     return step if step is not None and step_directory(step) == name else None
+
+
+def linked_step(run: str, target: str) -> int | None:
+    """The step to whose directory a link with this target leads, in any root with such a run; None for other links."""
+    parts = PurePosixPath(target).parts[-3:]
+    step = parse_step_directory(parts[-1]) if parts else None
+    return step if step is not None and parts == PurePosixPath(checkpoint_path(run, step)).parts else None
+
+
+def link_in_the_making(name: str) -> str:
+    """The name that a link has until it replaces the one of its own name."""
+    return f".{name}.{uuid.uuid4().hex}{_LINKING}"
+
+
+def is_link_in_the_making(name: str) -> bool:
+    """Whether a link has such a name: one that a process that was killed has left behind keeps nothing."""
+    return name.startswith(".") and name.endswith(_LINKING)
 
 
 def staging_directory(step: int, attempt: int) -> str:

@@ -36,6 +36,10 @@ class Box(NamedTuple):
         """The same box with `outer`'s corner as the origin."""
         return Box(tuple(o - p for o, p in zip(self.offset, outer.offset, strict=True)), self.shape)
 
+    def place(self, inner: Box) -> Box:
+        """A box whose origin is this one's corner, with the tensor's origin instead: the reverse of `within`."""
+        return Box(tuple(o + p for o, p in zip(inner.offset, self.offset, strict=True)), inner.shape)
+
 
 def whole(shape: Sequence[int]) -> Box:
     """The box of a whole tensor of this shape."""

@@ -65,12 +65,13 @@ def decode(kind: type[_Model], data: bytes) -> _Model | None:
 
 
 def check_root_place(path: Path) -> None:
-    """`InvalidRequest` where an absolute path lies in a run or a checkpoint: which go with all that is in them.
+    """`InvalidRequest` for a directory inside a run or a checkpoint, which go with all that is in them.
 
-    What is a root already is none of them, even if it lies in another root and has a run called "checkpoints".
+    Links are followed. What is a root already is accepted: it may lie in another root and have a run called "checkpoints".
     """
     if (path / naming.ROOT_FILE).is_file():
         return
+    path = path.resolve()
     for above in (path, *path.parents):
         committed = (above / naming.COMMIT).is_file() and (above / naming.MANIFEST).is_file()
         within = "a checkpoint" if committed else "the directory of a run" if _is_run(above) else ""

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.state.train_state import Snapshot, TrainState
-from holdfast.tensors.fragments import LivePiece, pieces
+from holdfast.tensors.live_pieces import LivePiece, pieces
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from tests.client.checkpoint_in_memory import Checkpoint
 from tests.tiling import tiles

@@ -280,6 +280,8 @@ def test_the_public_names() -> None:
         "CheckpointReader",
         "Checkpointer",
         "Fragment",
+        "Named",
+        "OptimizerShards",
         "ParallelLayout",
         "RestoreReport",
         "SaveResult",

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from holdfast.launch import current
+from holdfast.launch import alone, current
 from holdfast_formats.errors import InvalidRequest
 
 
@@ -56,3 +56,21 @@ def test_ranks_without_a_name_are_told_of_the_variable(stated: pytest.MonkeyPatc
         current("unnamed", None)
     assert "HOLDFAST_LAUNCH" in caught.value.hint
     assert current("unnamed", "given").name == "given"
+
+
+def test_one_rank_alone_is_a_launch_of_its_own(stated: pytest.MonkeyPatch) -> None:
+    """Whatever the environment says, even nonsense; only within the block, also if it ends with an exception."""
+    stated.setenv("RANK", "1")
+    stated.setenv("LOCAL_WORLD_SIZE", "2")
+    with alone():
+        first, second = current("lone", None), current("lone", None)
+        stated.setenv("WORLD_SIZE", "many")
+        third = current("lone", None)
+        with pytest.raises(InvalidRequest, match="launch="):
+            current("lone", "given")
+    assert {(one.rank, one.world, one.peers) for one in (first, second, third)} == {(0, 1, 1)}
+    assert len({first.name, second.name, third.name}) == 3 and not any("job-7" in one.name for one in (first, second))
+    stated.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="mine"), alone():
+        raise ValueError("mine")
+    assert current("lone", None)[:2] == (1, 2)

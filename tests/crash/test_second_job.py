@@ -13,6 +13,7 @@ import pytest
 from holdfast.remote import uploader
 from holdfast_formats.errors import RunBusy
 from holdfast_formats.rest import bodies
+from holdfast_service.daemon.arena.shares import ADMIN
 from holdfast_service.daemon.remote import RemoteRanks
 from holdfast_service.daemon.saving import run_busy
 from holdfast_service.daemon.saving.rounds import Participant
@@ -186,10 +187,14 @@ def test_the_ranks_of_one_launch_may_all_come_at_once(world_size: int, monkeypat
             return present(run)
 
         monkeypatch.setattr(world.saver, "present", others_come_first)
-        joined = [run_busy.let_in(world.saver, world.decisions, hello(0, world_size, "launch-1"), lambda attempt: attempt)]
+        joined = [
+            run_busy.let_in(world.saver, world.decisions, hello(0, world_size, "launch-1"), lambda attempt: attempt, ADMIN)
+        ]
         assert joined == [1]
         with pytest.raises(RunBusy):
-            run_busy.let_in(world.saver, world.decisions, hello(0, world_size, "launch-2", process="another"), joined.append)
+            run_busy.let_in(
+                world.saver, world.decisions, hello(0, world_size, "launch-2", process="another"), joined.append, ADMIN
+            )
         assert joined == [1]
         for rank in there:
             rank.leave()

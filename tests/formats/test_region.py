@@ -137,6 +137,7 @@ def test_within_moves_the_origin(case: tuple[Shape, Box]) -> None:
     cut = flat(shape)[box.slices]
     assert np.array_equal(cut[box.within(box).slices], cut)
     assert box.within(region.whole(shape)) == box
+    assert box.place(box.within(box)) == region.whole(shape).place(box) == box
     assert box.stop == tuple(s.stop for s in box.slices)
 
 

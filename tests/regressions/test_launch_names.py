@@ -15,10 +15,11 @@ from holdfast_formats.errors import InvalidRequest, RunBusy, StaleAttempt
 from holdfast_formats.rest import bodies
 from holdfast_formats.staging import wire
 from holdfast_service.control.catalog.attempts import Attempts, Member
+from holdfast_service.daemon.arena.shares import ADMIN
 from holdfast_service.daemon.saving import run_busy
 from holdfast_service.storage import MemoryTier
-from tests.daemon.saver_world import saver_world
-from tests.daemons import running
+from tests.daemon.saver_world import RUN, Rank, saver_world
+from tests.daemons import running, wait_until
 
 
 def test_the_next_start_under_the_same_name_restores_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +79,16 @@ def test_all_ranks_of_an_attempt_that_has_saved_are_known_to_the_next_daemon() -
     assert again.declare("run", "fixed", list, Member(1, "b1", 2)) == (2, True)
 
 
+def test_a_commit_writes_who_speaks_first() -> None:
+    """The daemon that comes after it knows both ranks, of which only the first had declared the attempt."""
+    with saver_world() as world:
+        assert [world.decisions.hello(RUN, "fixed", 2, None, rank, f"a{rank}") for rank in (0, 1)] == [1, 1]
+        for rank in [Rank(world, rank, 1, 2, 2) for rank in (0, 1)]:
+            rank.save(5)
+        wait_until(lambda: world.committed() == [5])
+        assert Attempts(world.tier).declare(RUN, "fixed", list, Member(1, "b1", 2)) == (2, True)
+
+
 @pytest.mark.parametrize("world", [2**63, 10**30])
 def test_what_no_daemon_could_read_is_not_written(world: int) -> None:
     """One rank's number must not cost all runs their attempts: the file would be set aside at the next start."""
@@ -89,6 +100,10 @@ def test_what_no_daemon_could_read_is_not_written(world: int) -> None:
         attempts.declare("bad", "fixed", list, Member(0, "a", world))
     again = Attempts(tier)
     assert again.complete and again.newest("good") == 1 and again.newest("bad") == 0
+    with pytest.raises(InvalidRequest, match="'good' cannot be recorded"):
+        attempts.declare("good", "fixed", list, Member(10**20, "b", 1))
+    attempts.keep_speakers("good")
+    assert Attempts(tier).complete
     for kind in (wire.Hello, bodies.RankHello):
         with pytest.raises(ValidationError, match="world"):
             kind.model_validate({"id": 0, "protocol": wire.PROTOCOL, "run": "r", "rank": 0, "world": world, "launch": "l"})
@@ -119,7 +134,7 @@ def test_the_name_of_a_job_that_lives_is_no_way_past_its_fence() -> None:
                 world.saver.join(run_busy.NearParticipant(hello, attempt, lambda outcome: None, lambda: False))
                 return attempt
 
-            return run_busy.let_in(world.saver, world.decisions, hello, join)
+            return run_busy.let_in(world.saver, world.decisions, hello, join, ADMIN)
 
         assert [come(0, "a", "p"), come(1, "b", "q"), come(0, "a", "p")] == [1, 1, 1]
         with pytest.raises(RunBusy):

@@ -19,8 +19,8 @@ from holdfast.layout import rules_choice
 from holdfast.layout.local_views import view
 from holdfast.layout.rules_choice import ParallelLayout, RulesSource
 from holdfast.tensors import optimizer_documents
-from holdfast.tensors.fragments import LivePiece
 from holdfast.tensors.leaves import Content, Key, Leaf, OfferedLeaves
+from holdfast.tensors.live_pieces import LivePiece
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout import declared, language, rank_tensors, successors
 from holdfast_formats.layout.language import Layout

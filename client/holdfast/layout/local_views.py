@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from holdfast.tensors.fragments import LivePiece
 from holdfast.tensors.leaves import Key, Leaf
+from holdfast.tensors.live_pieces import LivePiece
 from holdfast.tensors.matching import MatchedLeaves
 from holdfast.tensors.torch_dtypes import packing
 from holdfast_formats.errors import InvalidRequest

@@ -55,8 +55,12 @@ def place(at: str | os.PathLike[str] | None) -> DaemonAddress:
             hint='write "http://" in front of an address, with its port, or "./" in front of a directory',
         )
     path = _path(text)
-    if _is_socket(path) and not text.endswith(os.sep):
+    if not _is_socket(path):
+        return DaemonAddress(root=_directory(path))
+    if not text.endswith(os.sep):
         return DaemonAddress(socket=path)
+    if path.exists():
+        raise InvalidRequest(f"at={text!r} is a socket and no directory", hint="leave the slash at the end out")
     return DaemonAddress(root=_directory(path))
 
 
@@ -93,9 +97,12 @@ def _absolute(path: Path) -> Path:
 
 def _directory(path: Path) -> Path:
     """The directory itself; `InvalidRequest` where none can be made, and inside a run or a checkpoint."""
-    if path.is_symlink() and not path.exists():
-        raise InvalidRequest(f"at={str(path)!r} is a link to nothing", hint="make the directory that it leads to")
-    check_root_place(Path(os.path.realpath(path)))
+    for above in (path, *path.parents):
+        if above.is_symlink() and not above.exists():
+            raise InvalidRequest(
+                f"at={str(path)!r}: {above} is a link to nothing", hint="make the directory that it leads to"
+            )
+    check_root_place(path)
     return path
 
 

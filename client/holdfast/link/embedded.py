@@ -12,11 +12,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from holdfast.config import default_socket
 from holdfast.link import roots
@@ -27,6 +29,10 @@ START_TIMEOUT_S = 60.0
 POLL_S = 0.05
 LOG = "holdfast-daemon.log"
 RETRY_S = 1.0
+# Popen returns when its pipe is closed. A process that another thread forks in that moment, a data loader's worker, has the
+# pipe too, for as long as it lives: so nobody forks meanwhile.
+_spawning = threading.RLock()
+os.register_at_fork(before=_spawning.acquire, after_in_parent=_spawning.release, after_in_child=_spawning.release)
 _PREFIX = "embedded-"
 _IN_USE = EXIT_STATUS[Conflict]
 
@@ -104,7 +110,10 @@ def _turn(lock: Path) -> Iterator[None]:
     """A lock: one rank of the node starts the daemon, the others wait and find it."""
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:  # by name: a process that was forked meanwhile, a loader's worker, has the file open too
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _launch(root: Path, socket: Path, limit: float) -> str | None:
@@ -112,7 +121,7 @@ def _launch(root: Path, socket: Path, limit: float) -> str | None:
     command = [sys.executable, "-m", "holdfast_service", "--root", str(root), "--socket", str(socket)]
     command += ["--listen", "none", "--exit-when-idle", str(EXIT_WHEN_IDLE_S)]
     with open(root / LOG, "ab") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        process = _spawned(command, log)
     while roots.running_socket(root) != socket or not _answers(socket):
         status = process.poll()
         if status == _IN_USE:
@@ -124,6 +133,11 @@ def _launch(root: Path, socket: Path, limit: float) -> str | None:
         time.sleep(POLL_S)
     process.returncode = 0  # it outlives us by design: keep Popen from warning that we did not wait for it
     return None
+
+
+def _spawned(command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
+    with _spawning:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
 def _answers(path: Path) -> bool:

@@ -19,7 +19,7 @@ from holdfast.threads.background_requests import BackgroundRequests
 from holdfast.tickets import Tickets
 from holdfast.transport import Transport
 from holdfast_formats import choosing
-from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, NoSuchCheckpoint, from_problem
+from holdfast_formats.errors import CheckpointError, DaemonGone, Damaged, NoSuchCheckpoint, StateMismatch, from_problem
 from holdfast_formats.staging import wire
 from holdfast_formats.whereabouts import RootMark
 
@@ -113,6 +113,15 @@ class Session:
         )
         return BackgroundRequests(link).request(hello, wire.Welcome)
 
+    def root(self) -> Path | None:
+        """The directory of the daemon's root, if it is on this machine."""
+        return self._readable(self.connected(start=True))
+
+    def watch_links(self, directory: str) -> None:
+        """Tell the daemon that links in this directory keep checkpoints of the run."""
+        assert self._link is not None
+        self._link.request(wire.WatchLinks(id=self._link.next_id(), directory=directory), wire.Done)
+
     def _readable(self, welcome: wire.Welcome) -> Path | None:
         """The daemon's root if it is readable here: exactly that directory, not another one at the same path."""
         places = [self._place.root, Path(welcome.root) if welcome.root else None]
@@ -180,6 +189,24 @@ class Session:
         if error is None or choice.turn is not None or choice.root is None:
             return None
         return next((step for step in living_steps(choice.root, self._who.run) if step != choice.step), None)
+
+    def read_file(self, step: int, name: str) -> bytes:
+        """A file of a committed checkpoint of the run, checked against its digest. Starts no daemon.
+
+        Raises `NoSuchCheckpoint`, and `StateMismatch` if the checkpoint has no file of this name.
+        """
+        try:
+            welcome = self.connected(start=False)
+        except DaemonGone:
+            if self._place.directory is None:
+                raise
+            choice = Choice(step, self._place.directory, None)
+        else:
+            choice = Choice(step, self._readable(welcome), welcome.url)
+        with open_checkpoint(choice.root, choice.url, self._who.run, step) as reader:
+            if reader.manifest.file(name) is None:
+                raise StateMismatch(f"{reader.source.label} has no file {name!r}", hint="was it an asset of this save?")
+            return reader.read_file(name)
 
     def held(self, step: int) -> list[HeldSlot]:
         """The slots of the in-memory checkpoint of a step, if the daemon still keeps them; the caller closes them."""

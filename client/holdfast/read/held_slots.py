@@ -43,6 +43,7 @@ class HeldSlot:
         """`DaemonGone` when the slot has been leased since, or cannot be locked. The descriptor stays the caller's."""
         self.data: Bytes
         self.table: SlotTable
+        self._locked: bytes | None = None  # what unlocks it
         try:
             # Opened anew, for nothing but the lock, which belongs to the open file and goes with it.
             self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -51,16 +52,17 @@ class HeldSlot:
         try:
             self._open(fd, part, step)
         except OSError as error:
-            os.close(self._fd)
+            self.close()
             raise DaemonGone(f"cannot read the slot any more: {error.strerror}") from error
         except BaseException:
-            os.close(self._fd)
+            self.close()
             raise
 
     def _open(self, fd: int, part: wire.HeldPart, step: int) -> None:
         memory = Mapping(fd, write=False).memory
         made = arena.read_superblock(memory)
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, arena.slot_lock(made, part.slot, fcntl.F_RDLCK))
+        self._locked = arena.slot_lock(made, part.slot, fcntl.F_UNLCK)
         header = arena.read_header(memory, made, part.slot)  # whoever leases a slot locks it, writes this, and unlocks it
         start = made.table_offset(part.slot)
         encoded = memory[start : start + header.table_bytes]
@@ -71,9 +73,15 @@ class HeldSlot:
         data = made.data_offset(part.slot)
         self.data = np.frombuffer(memory[data : data + header.data_bytes], np.uint8)
 
+    def _unlock(self) -> None:
+        """Closing is not enough: a process that was forked meanwhile has the file open too."""
+        if self._locked is not None:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._locked)
+
     def close(self) -> None:
         """Unlock the slot. Views of it stay readable, but their content may change."""
         if self._fd >= 0:
+            self._unlock()
             os.close(self._fd)
             self._fd = -1
 

@@ -199,6 +199,8 @@ class CheckpointReader:
 
     def _overlap(self, runs: list[ExtentRun], nbytes: int) -> bool:
         """Whether the peers read the same bytes, as far as one can tell: if each read as much, it would be more than all."""
+        if self.peers == 1:
+            return False
         groups = {run.group for run in runs}
         whole = sum(entry.nbytes for group in groups for entry in self.manifest.tensors.get(group, {}).values())
         return nbytes * self.peers > OVERLAP_MIN * whole

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from holdfast.read.requests import Want
-from holdfast.tensors.fragments import LivePiece
 from holdfast.tensors.leaves import Leaf
+from holdfast.tensors.live_pieces import LivePiece
 from holdfast.tensors.torch_dtypes import UNSIGNED, as_integers
 
 

@@ -7,15 +7,16 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.stage import cuda_copy
 from holdfast.stage.staging import LONG_BYTES_MIN
+from holdfast.state.named import modules_of
 from holdfast.state.optimizer_wrappers import innermost
 from holdfast.state.train_state import EXTRA
-from holdfast.tensors.fragments import LivePiece, local_tensor
+from holdfast.tensors.fragments import local_tensor
 from holdfast.tensors.leaves import RANK_PREFIX, Leaf
+from holdfast.tensors.live_pieces import LivePiece
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.staging.arena import PAGE_BYTES
 
@@ -41,7 +42,7 @@ class Judge:
 
     @cached_property
     def _buffers(self) -> frozenset[int]:
-        modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
+        modules = [module for value in self._state.values() for module in modules_of(value)]
         return frozenset(local_tensor(buffer).data_ptr() for module in modules for buffer in module.buffers())
 
 

@@ -13,11 +13,17 @@ EXAMPLES_MAX = 3
 
 
 class Need(NamedTuple):
-    """The room that a slot must have, and the tensors from which it was computed."""
+    """The room that a slot must have, and the tensors from which it was computed.
+
+    `spare_bytes` are requested besides when slots are made, for assets of later saves that are larger. If it is `expected`,
+    no save asks for it yet, so that nothing has outgrown its slots.
+    """
 
     data_bytes: int
     table_bytes: int
     leaves: tuple[Leaf, ...]
+    spare_bytes: int = 0
+    expected: bool = False
 
 
 class Change(NamedTuple):
@@ -30,9 +36,9 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         counts = [f"{len(names)} {what}" for what, names in self._asdict().items() if names]
         examples = [*self.added, *self.changed, *self.removed][:EXAMPLES_MAX]
-        return (
-            f"tensors: {', '.join(counts)}, for example {', '.join(examples)}" if counts else "no tensors, only other values"
-        )
+        if not counts:
+            return "no tensors, only other values or assets"
+        return f"tensors: {', '.join(counts)}, for example {', '.join(examples)}"
 
 
 def compare(before: Sequence[Leaf], now: Sequence[Leaf]) -> Change:

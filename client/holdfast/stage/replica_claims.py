@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from holdfast.memory import native_copy
 from holdfast.stage.staging import SlotLayout, common
 from holdfast.state.extras import GROUP as EXTRA
+from holdfast.state.named import modules_of
 from holdfast.tensors.fragments import local_tensor
 from holdfast.tensors.leaves import RANK_PREFIX, Key, Leaf
 from holdfast.tickets import SaveTicket
@@ -172,6 +172,6 @@ def _kind(leaf: Leaf, buffers: frozenset[int]) -> Kind:
 
 def _buffers(state: Mapping[str, Any]) -> frozenset[int]:
     """The memory of all buffers of the state's modules."""
-    modules = [value for value in state.values() if isinstance(value, nn.Module)]
+    modules = [module for value in state.values() for module in modules_of(value)]
     found = (local_tensor(buffer) for module in modules for buffer in module.buffers())
     return frozenset(buffer.data_ptr() for buffer in found if buffer.numel())

@@ -56,8 +56,9 @@ class Reservation:
             cuda_copy.unpin(known)
         self._slots = None  # the old slots are given back, whether or not there is room for new ones
         room = max(TABLE_HEADROOM * need.table_bytes, TABLE_BYTES_MIN)
-        made = self._slots = Slots(link, self._count, need.data_bytes, room)
-        if known is not None and (any(change) or need.table_bytes > known.geometry.table_bytes_max):
+        made = self._slots = Slots(link, self._count, need.data_bytes + need.spare_bytes, room)
+        assets_grew = need.spare_bytes > 0 and not need.expected
+        if known is not None and (any(change) or assets_grew or need.table_bytes > known.geometry.table_bytes_max):
             self._session.say(growth.outgrown(change, known.geometry.slot_bytes, made.geometry.slot_bytes))
         if made.notice:
             self._session.say(made.notice)

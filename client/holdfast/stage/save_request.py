@@ -9,10 +9,20 @@ import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple, SupportsIndex, get_args
 
+from holdfast.state.assets import NO_ASSETS
 from holdfast.threads.calls import CLOSE, RESTORE, Later
 from holdfast.tickets import SaveTicket, Tickets
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, InvalidRequest, StateOverwritten, TornSnapshot
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CheckpointError,
+    DaemonGone,
+    DeadlineExceeded,
+    GenerationDropped,
+    InvalidRequest,
+    StateOverwritten,
+    TornSnapshot,
+)
 from holdfast_formats.lineage import Existing
 
 log = logging.getLogger(__name__)
@@ -29,6 +39,26 @@ class SaveRequest(NamedTuple):
     wait: Wait | None
     full: bool  # compare all copied bytes
     existing: Existing = "refuse"
+    assets: Mapping[str, bytes] = NO_ASSETS  # of this step; empty on every rank but rank 0
+
+    def ends_by(self, error: CheckpointError, attempt: int | None, tickets: Tickets) -> bool:
+        """End this save by its ticket, because it could not begin; False if its caller must know at once instead.
+
+        `attempt` is the launch's; None if there never was a daemon. Then something is set up wrongly.
+        """
+        ticket = self.ticket
+        if isinstance(error, AlreadyCommitted) and self.existing == "same" and error.members.get("same"):
+            ticket.saved_before()
+            return True
+        if isinstance(error, DaemonGone | DeadlineExceeded) and attempt is not None and self.wait != "durable":
+            # None has come for the one that died, or it does not answer: the save has failed, training goes on.
+            ticket.attempt = attempt
+            tickets.fail(ticket, error)
+            return True
+        if isinstance(error, GenerationDropped) and self.wait is None:
+            tickets.fail(ticket, error)
+            return True
+        return False
 
     def put_off(self, during: str, save: Callable[[], object], tickets: Tickets) -> Later:
         """Mark the ticket as postponed until the call that a signal handler interrupted has ended; raise if that is of no
@@ -60,6 +90,14 @@ class SaveRequest(NamedTuple):
 
         ticket.awaits = during
         return Later(during, make, give_up)
+
+
+def check_choices(wait: object, existing: object) -> None:
+    """Raise `InvalidRequest` for a value that one of these options of `save()` does not have."""
+    if wait not in (None, *get_args(Wait)):
+        raise InvalidRequest(f"wait must be 'staged' or 'durable', not {wait!r}")
+    if existing not in get_args(Existing):
+        raise InvalidRequest(f"existing must be one of {', '.join(get_args(Existing))}, not {existing!r}")
 
 
 def check_step(step: SupportsIndex) -> int:

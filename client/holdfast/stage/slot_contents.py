@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from holdfast.stage import background_safe, staging
 from holdfast.stage.growth import Need
 from holdfast.stage.staging import SaveIdentity, SlotLayout
+from holdfast.state.assets import NO_ASSETS, ROOM_BYTES_MIN
+from holdfast.state.given import Given
 from holdfast.state.train_state import Snapshot, TrainState
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.staging.slot_table import digests_bytes
@@ -24,13 +26,25 @@ class SlotContents:
         self.layout = staging.NOTHING  # of the last save
 
     def snapshot(self, groups: Collection[str] | None = None) -> Snapshot:
-        """Take a snapshot of the state and its random streams. What the user's objects draw meanwhile is put back."""
+        """Take a snapshot of the state and its random streams. What the user's objects draw meanwhile is put back.
+
+        An adapter's contents draw nothing, and may be saved by a thread while the training draws.
+        """
+        if any(isinstance(value, Given) for value in self._state.state.values()):
+            return self._state.snapshot(groups)
         with self._state.random.kept():
             return self._state.snapshot(groups)
 
-    def lay_out(self, snapshot: Snapshot) -> SlotLayout:
+    def lay_out(self, snapshot: Snapshot, assets: Mapping[str, bytes] = NO_ASSETS) -> SlotLayout:
+        """The places of everything in a slot, with the assets of one save beside those of all saves, or instead of them.
+
+        `StateMismatch` for a part of a tensor in a world of one.
+        """
+        if self._state.world == 1:
+            staging.refuse_parts(snapshot.leaves[staging.common(self.layout.leaves, snapshot.leaves) :])
         judge = background_safe.Judge(self._state.state, self._fenced)
-        self.layout = staging.lay_out(snapshot, self._assets, judge, self.layout, self._file_bytes_max)
+        both = {**self._assets, **assets}
+        self.layout = staging.lay_out(snapshot, both, judge, self.layout, self._file_bytes_max)
         return self.layout
 
     def table(
@@ -45,4 +59,5 @@ class SlotContents:
         layout = self.lay_out(snapshot)
         more = background_safe.expected_growth(self._state.state)
         table_bytes = len(self.table(who, snapshot, {})) + digests_bytes(len(layout.copies))
-        return Need(layout.data_bytes + more.bytes, table_bytes + more.tensors * TABLE_BYTES_A_TENSOR, layout.leaves)
+        table_bytes += more.tensors * TABLE_BYTES_A_TENSOR
+        return Need(layout.data_bytes + more.bytes, table_bytes, layout.leaves, ROOM_BYTES_MIN, expected=True)

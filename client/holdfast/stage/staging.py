@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from math import prod
 from typing import NamedTuple
 
 import torch
 
 from holdfast.stage.background_copy import Move
 from holdfast.state.train_state import Leaf, Snapshot
-from holdfast.tensors.fragments import LivePiece
+from holdfast.tensors.live_pieces import LivePiece
 from holdfast.tensors.torch_dtypes import SIGNED, as_integers
 from holdfast_formats.disk.packing import FILE_BYTES_MAX, pack
+from holdfast_formats.errors import StateMismatch
 from holdfast_formats.lineage import NO_INTENT, Intent
 from holdfast_formats.staging import slot_table
 from holdfast_formats.staging.arena import PAGE_BYTES
@@ -107,6 +109,18 @@ def lay_out(
     return SlotLayout(
         snapshot.leaves, tuple(marks), tuple(fragments), tuple(encoded), tuple(copies), tuple(blobs), end, steady
     )
+
+
+def refuse_parts(leaves: Iterable[Leaf]) -> None:
+    """Refuse, by name, tensors of which this rank holds only a part. In a world of one nobody saves the rest."""
+    for leaf in leaves:
+        held = sum(piece.box.volume for piece in leaf.pieces)
+        if held < prod(leaf.shape):
+            raise StateMismatch(
+                f"tensor {leaf.name!r} of group {leaf.group!r}: this rank is alone, and holds {held} of its "
+                f"{prod(leaf.shape)} elements ({leaf.placement})",
+                hint="gather the tensor (full_tensor() of a DTensor), or let every rank construct a Checkpointer and save",
+            )
 
 
 def _places_in_page(leaves: Sequence[Leaf], file_bytes_max: int) -> dict[tuple[str, str], int]:

@@ -3,38 +3,74 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.staging.slot_table import ASSET_BYTES_MAX
 
+NO_ASSETS: Mapping[str, bytes] = MappingProxyType({})
+ROOM_BYTES_MIN = 2**16
+_ACCEPTED = "pass bytes, text, a JSON value, or the path of a file"
+
 
 def collect(assets: Any) -> dict[str, bytes]:
     """Return the files behind `assets`, by name.
 
-    Accepted are: a file's path, a directory's path (its regular files), a mapping of names to bytes, text or JSON values, an
-    object that writes itself with `save_pretrained(directory)` (a config, a tokenizer), and sequences of these. Raises
-    `InvalidRequest` for anything else or a name that the format uses itself, `LimitExceeded` when they are too large.
+    Accepted are: a file's path, a directory's path (its regular files), a mapping as `of_step` takes it, an object that
+    writes itself with `save_pretrained(directory)` (a config, a tokenizer), and sequences of these. Raises `InvalidRequest`
+    for anything else or a name that the format uses itself, `LimitExceeded` when they are too large.
     """
     if assets is None:
         return {}
     found = _collect(assets)
     for name, content in found.items():
         naming.check_asset(name)
-        if len(content) > ASSET_BYTES_MAX:
-            raise LimitExceeded(f"asset {name!r} has {len(content)} bytes, over the limit of {ASSET_BYTES_MAX}")
+        _check_size(name, len(content))
     return found
+
+
+def of_step(assets: Mapping[str, Any] | None, rank: int) -> dict[str, bytes]:
+    """Return the assets of one save: names with their bytes, text as UTF-8, JSON values as text, or what the file at a path
+    holds now.
+
+    Only rank 0's are stored. Other ranks' names are checked, and what they stand for is not looked at. Raises
+    `InvalidRequest` by name for what cannot be stored, and `LimitExceeded` for what is too large.
+    """
+    if assets is None:
+        return {}
+    if not isinstance(assets, Mapping):
+        raise InvalidRequest(
+            f"assets of a save must be a mapping of file names to contents, not a {type(assets).__name__}",
+            hint='for example save(step, assets={"trainer_state.json": {"epoch": 3}})',
+        )
+    for name in assets:
+        naming.check_asset(_text(name))
+    return collect(assets) if rank == 0 else {}
+
+
+def room_to_grow(assets: Mapping[str, bytes]) -> int:
+    """How many bytes more to reserve for the assets of the next saves: a log that is an asset grows from save to save."""
+    return max(sum(map(len, assets.values())), ROOM_BYTES_MIN) if assets else 0
+
+
+def _check_size(name: str, size: int) -> None:
+    if size > ASSET_BYTES_MAX:
+        raise LimitExceeded(f"asset {name!r} has {size} bytes, over the limit of {ASSET_BYTES_MAX}")
 
 
 def _collect(assets: Any) -> dict[str, bytes]:
     if isinstance(assets, str | Path):
         return _from_path(Path(assets))
     if isinstance(assets, Mapping):
-        return {str(name): _encode(str(name), content) for name, content in assets.items()}
+        return {_text(name): _encode(name, content) for name, content in assets.items()}
     if hasattr(assets, "save_pretrained"):
         with tempfile.TemporaryDirectory(prefix="holdfast-assets-") as directory:
             assets.save_pretrained(directory)
@@ -63,12 +99,41 @@ def _belongs(name: str) -> bool:
     return not name.startswith(".") and not name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".pt"))
 
 
+def _text(name: object) -> str:
+    if not isinstance(name, str):
+        raise InvalidRequest(f"asset name {name!r} is not text", hint="asset names are plain file names")
+    return name
+
+
 def _encode(name: str, content: Any) -> bytes:
     if isinstance(content, bytes | bytearray | memoryview):
         return bytes(content)
-    if isinstance(content, str):
-        return content.encode()
+    if isinstance(content, PathLike):
+        return _content_of(name, Path(content))
     try:
-        return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"asset {name!r} is neither bytes, text nor JSON: {error}") from error
+        if isinstance(content, str):
+            return content.encode()
+        return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"asset {name!r} is neither bytes nor text in UTF-8 nor JSON: {error}",
+            hint=f"{_ACCEPTED}; JSON has no NaN and no infinities: write them as text or null",
+        ) from error
+
+
+def _content_of(name: str, path: Path) -> bytes:
+    """What a regular file holds. Its size is checked first: a file of the wrong kind may be larger than the memory."""
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise InvalidRequest(f"asset {name!r}: {path} is not a regular file", hint=_ACCEPTED)
+            _check_size(name, found.st_size)
+            return file.read(ASSET_BYTES_MAX + 1)
+    except OSError as error:
+        raise InvalidRequest(f"asset {name!r} cannot be read: {error}", hint=_ACCEPTED) from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting for somebody to write into a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -7,7 +7,8 @@ every tensor is the same stretch of memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import eq, is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.state import optimizer_wrappers
 from holdfast.state.modules import wrapped
-from holdfast.tensors.fragments import Fragment, Storable, is_dtensor
+from holdfast.state.named import Named
+from holdfast.state.optimizer_shards import ShardedOptimizer
+from holdfast.tensors.fragments import Fragment, FragmentList, Storable, is_dtensor, parts_of
 
 _PLAIN_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _CONTAINERS = ("_parameters", "_buffers", "_modules", "_state_dict_pre_hooks", "_state_dict_hooks")
@@ -45,6 +48,8 @@ class ChangeWatch:
         self._lists: list[tuple[list[Any], tuple[Any, ...]]] = []
         self._modules = _Modules()
         self._optimizers: list[tuple[object, tuple[torch.optim.Optimizer, ...]]] = []
+        self._shards: list[ShardedOptimizer] = []
+        self._parts: list[tuple[Callable[[], Any], tuple[Any, ...]]] = []
         self._held: list[tuple[Mapping[str, Any], str, object]] = []  # holders of containers: mapping, key, container
         self._transient: list[tuple[nn.Module, frozenset[str]]] = []  # modules, and their buffers that are not saved
         self._hooked: list[tuple[nn.Module, str]] = []
@@ -65,6 +70,8 @@ class ChangeWatch:
                 len(found := optimizer_wrappers.find(value).optimizers) == len(before) and all(map(is_, found, before))
                 for value, before in self._optimizers
             )
+            and all(_gives(shards, parts) for shards, parts in self._parts)
+            and all(optimizer.unchanged() for optimizer in self._shards)
             and all(holder.get(key) is held for holder, key, held in self._held)
             and all(seen.unchanged for seen in self._seen)
             and all(len(held) == len(before) and all(map(is_, held, before)) for held, before in self._lists)
@@ -115,19 +122,34 @@ class ChangeWatch:
                 self._held.append((group, "params", group["params"]))
                 self._lists.append((group["params"], tuple(group["params"])))
 
+    def see_named(self, named: Named, path: str) -> None:
+        """Note the parts that stand for the tensors of modules."""
+        for name, value, shards in named.sharded(path):
+            given = shards(name, value)
+            parts = tuple(given) if isinstance(given, list | tuple) else (given,)
+            self._parts.append((partial(shards, name, value), parts))
+
+    def see_shards(self, optimizer: ShardedOptimizer) -> None:
+        """Note what an optimizer said of its state by name."""
+        self._shards.append(optimizer)
+
     def see_memory(self, tensors: Iterable[Storable]) -> None:
         """Note the memory and form of tensors. Call it once, with all of them."""
         memory: list[torch.Tensor] = []
-        for value in tensors:
-            if isinstance(value, Fragment):
-                self._fragments.append((value, _place(value)))
-                memory.append(value.tensor)
-            elif is_dtensor(value):
-                local = value._local_tensor  # type: ignore[attr-defined]
-                self._sharded.append((value, local, value._spec))  # type: ignore[attr-defined]
+        values = list(tensors)
+        for value in values:
+            if isinstance(value, FragmentList) and isinstance(value.given, list):
+                self._lists.append((value.given, value.parts))
+        for part in (part for value in values for part in parts_of(value)):
+            if isinstance(part, Fragment):
+                self._fragments.append((part, _place(part)))
+                memory.append(part.tensor)
+            elif is_dtensor(part):
+                local = part._local_tensor  # type: ignore[attr-defined]
+                self._sharded.append((part, local, part._spec))  # type: ignore[attr-defined]
                 memory.append(local)
             else:
-                memory.append(value)
+                memory.append(part)
         self._forms = _Forms(memory)
 
 
@@ -149,7 +171,13 @@ def _is_special(module: nn.Module, method: str) -> bool:
 
 def _place(fragment: Fragment) -> tuple[Any, ...]:
     """The attributes of a fragment, each of which may be replaced."""
-    return fragment.tensor, fragment.held, fragment.shape, fragment.offset, fragment.flat
+    return fragment.tensor, fragment.held, fragment.shape, fragment.offset, fragment.box, fragment.flat
+
+
+def _gives(shards: Callable[[], Any], parts: tuple[Any, ...]) -> bool:
+    given = shards()
+    now = given if isinstance(given, list | tuple) else (given,)
+    return len(now) == len(parts) and all(map(is_, now, parts))
 
 
 class _Modules:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from holdfast.tensors import json_values
-from holdfast.tensors.fragments import Fragment, Storable, is_dtensor, local_tensor
+from holdfast.tensors.fragments import Fragment, OneTensor, is_dtensor, local_tensor, parts_of
 from holdfast.tensors.matching import MatchedLeaves
 from holdfast_formats.digest import digest
 
@@ -127,11 +127,11 @@ def can_take(live: object, value: object) -> bool:
     return not isinstance(live, deque) or not isinstance(value, deque) or live.maxlen == value.maxlen
 
 
-def _place(value: Storable) -> tuple[object, ...]:
+def _place(value: OneTensor) -> tuple[object, ...]:
     """What must be equal for one tensor's bytes to be another's."""
     local = local_tensor(value)
     if isinstance(value, Fragment):
-        return local.dtype, local.shape, value.shape, value.offset, value.flat
+        return local.dtype, local.shape, *value.place
     sharding = (value.placements, value.device_mesh) if is_dtensor(value) else ()  # type: ignore[attr-defined]
     return local.dtype, local.shape, value.shape, sharding
 
@@ -147,7 +147,10 @@ def _fingerprint(value: Any) -> str:
     def beside(_: json_values.Trail, item: Any) -> str:
         if isinstance(item, np.ndarray):
             return f"{item.dtype} {item.shape} {digest(item.tobytes())}"
-        raw = local_tensor(item).cpu().contiguous().reshape(-1).view(torch.uint8)
-        return f"{_place(item)} {digest(raw.numpy().tobytes())}"
+        return "; ".join(f"{_place(part)} {digest(_bytes(part))}" for part in parts_of(item))
 
     return json_values.dumps(value, "value", beside)
+
+
+def _bytes(value: OneTensor) -> bytes:
+    return local_tensor(value).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

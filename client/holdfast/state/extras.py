@@ -11,7 +11,7 @@ import numpy as np
 
 from holdfast.state.containers import ContainerKeeper, can_take, is_mutable
 from holdfast.tensors import json_values, trees
-from holdfast.tensors.fragments import Fragment, Storable, is_dtensor
+from holdfast.tensors.fragments import Fragment, FragmentList, Storable, is_sharded, objects
 from holdfast.tensors.json_values import referred
 from holdfast.tensors.leaves import RANK_PREFIX, Content, OfferedLeaves, PartPlan, Selection
 from holdfast_formats.errors import InvalidRequest
@@ -47,7 +47,7 @@ class Stateful(NamedTuple):
         if all(name.startswith(RANK_PREFIX) for name in names):
             return {}
         live = self._tree().tensors
-        return {name: _like(value) for name, value in live.items() if is_dtensor(value) or isinstance(value, Fragment)}
+        return {name: _like(value) for name, value in live.items() if is_sharded(value)}
 
 
 class Value(NamedTuple):
@@ -116,13 +116,18 @@ def _filled(live: Mapping[str, Storable]) -> dict[str, Storable]:
     The first is a tensor that is in the state more than once. The second is a name that several keys share (1 and "1"):
     which of them has which name depends on their order.
     """
-    times = Counter(map(id, live.values()))
+    times = Counter(frozenset(objects(value)) for value in live.values())
     bases = {name: base for name in live if (base := name.rpartition("~")[0]) in live}
     shared = {*bases, *bases.values()}
-    return {name: _like(value) if times[id(value)] > 1 or name in shared else value for name, value in live.items()}
+    return {
+        name: _like(value) if times[frozenset(objects(value))] > 1 or name in shared else value
+        for name, value in live.items()
+    }
 
 
 def _like(value: Storable) -> Storable:
+    if isinstance(value, FragmentList):
+        return value.with_new_memory()
     return value.with_tensor(value.tensor.detach().clone()) if isinstance(value, Fragment) else value.detach().clone()
 
 

@@ -4,20 +4,28 @@ weights with them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from holdfast.state.optimizers import OptimizerState
-from holdfast.tensors.fragments import Storable, local_tensor
+from holdfast.tensors import live_pieces
+from holdfast.tensors.fragments import FragmentList, Storable, global_shape, local_tensors
 from holdfast.tensors.matching import MatchedLeaves
-from holdfast.tensors.torch_dtypes import has_memory
+from holdfast.tensors.torch_dtypes import MemorySpan, has_memory, memory_span
 from holdfast_formats.errors import InvalidRequest, StateMismatch
+from holdfast_formats.region import intersect
 
 Masters = Literal["from-model"]
 LISTED_MAX = 5
+
+
+class HasMasters(Protocol):
+    """An optimizer that may keep full-precision copies."""
+
+    def masters(self) -> Iterable[tuple[str, Storable, Storable]]: ...
 
 
 class MasterPair(NamedTuple):
@@ -29,12 +37,10 @@ class MasterPair(NamedTuple):
 
 
 def pairs(
-    optimizers: Iterable[OptimizerState], weights: Mapping[str, Storable], masters: Mapping[str, Storable]
+    optimizers: Iterable[HasMasters], weights: Mapping[str, Storable], masters: Mapping[str, Storable]
 ) -> list[MasterPair]:
     """Every weight that has a full-precision copy: in an optimizer's state, or by name in the mapping of masters."""
-    found = [
-        MasterPair(parameter.name, parameter.value, kept) for state in optimizers for parameter, kept in state.masters()
-    ]
+    found = [MasterPair(*one) for optimizer in optimizers for one in optimizer.masters()]
     return [*found, *(MasterPair(name, weights[name], masters[name]) for name in masters if name in weights)]
 
 
@@ -46,7 +52,7 @@ def settle(restoration: MatchedLeaves, found: Sequence[MasterPair], wish: Master
     """
     if wish not in (None, "from-model"):
         raise InvalidRequest(f"masters must be 'from-model' or None, not {wish!r}")
-    filled = {piece.tensor.untyped_storage().data_ptr() for leaf in restoration.leaves for piece in leaf.pieces}
+    filled = _Spans(memory_span(piece.tensor) for leaf in restoration.leaves for piece in leaf.pieces)
     stale = [pair for pair in found if _in(pair.weight, filled) and _stays(pair.master, filled)]
     if not stale:
         return restoration
@@ -60,7 +66,7 @@ def settle(restoration: MatchedLeaves, found: Sequence[MasterPair], wish: Master
             stale=[pair.name for pair in stale],
         )
     for pair in stale:
-        if local_tensor(pair.weight).shape != local_tensor(pair.master).shape:
+        if _copies(pair) is None:
             raise StateMismatch(
                 f"the master of {pair.name} is sharded differently from its weight on this rank, so it cannot "
                 "be copied from it",
@@ -70,17 +76,58 @@ def settle(restoration: MatchedLeaves, found: Sequence[MasterPair], wish: Master
     return restoration._replace(actions=(*restoration.actions, partial(_renew, stale)), notes=[*restoration.notes, note])
 
 
-def _in(value: Storable, filled: set[int]) -> bool:
-    local = local_tensor(value)
-    return has_memory(local) and local.numel() > 0 and local.untyped_storage().data_ptr() in filled
+def _form(value: Storable) -> object:
+    """What must be equal for a copy to be made of a weight, part by part."""
+    shapes = [local.shape for local in local_tensors(value)]
+    return (shapes, value.boxes) if isinstance(value, FragmentList) else shapes
 
 
-def _stays(value: Storable, filled: set[int]) -> bool:
+def _copies(pair: MasterPair) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """Views of a copy, and where this rank's part of the weight has the same elements; None if it lacks some of them."""
+    if _form(pair.weight) == _form(pair.master):
+        return list(zip(local_tensors(pair.master), local_tensors(pair.weight), strict=True))
+    if global_shape(pair.weight) != global_shape(pair.master):
+        return None
+    held = live_pieces.pieces(pair.weight, pair.name).pieces
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for box, copy in live_pieces.pieces(pair.master, pair.name).pieces:
+        common = [(inner, piece) for piece in held if (inner := intersect(box, piece.box)) is not None]
+        if sum(inner.volume for inner, _ in common) != box.volume:
+            return None
+        found += [(copy[i.within(box).slices], piece.tensor[i.within(piece.box).slices]) for i, piece in common]
+    return found
+
+
+class _Spans:
+    """Spans of memory. Copies of several weights may be slices of one buffer, of which only some are restored."""
+
+    def __init__(self, spans: Iterable[MemorySpan]) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for start, stop in sorted(spans):
+            if self._stops and start <= self._stops[-1]:
+                self._stops[-1] = max(stop, self._stops[-1])
+            else:
+                self._starts.append(start)
+                self._stops.append(stop)
+
+    def meet(self, span: MemorySpan) -> bool:
+        before = bisect_left(self._starts, span.stop) - 1
+        return before >= 0 and self._stops[before] > span.start
+
+
+def _in(value: Storable, filled: _Spans) -> bool:
+    locals_ = local_tensors(value)
+    return any(has_memory(t) and t.numel() > 0 and filled.meet(memory_span(t)) for t in locals_)
+
+
+def _stays(value: Storable, filled: _Spans) -> bool:
     """Whether a copy keeps its old value. If this rank has no element of it, other ranks hold it."""
-    return local_tensor(value).numel() > 0 and not _in(value, filled)
+    return any(local.numel() > 0 for local in local_tensors(value)) and not _in(value, filled)
 
 
 def _renew(stale: Sequence[MasterPair]) -> None:
     with torch.no_grad():
         for pair in stale:
-            local_tensor(pair.master).copy_(local_tensor(pair.weight))
+            for master, weight in _copies(pair) or ():
+                master.copy_(weight)

@@ -12,11 +12,21 @@ from torch.optim.swa_utils import AveragedModel
 
 from holdfast.state import fsdp1
 from holdfast.tensors import trees
-from holdfast.tensors.fragments import Fragment, Storable, local_tensor
+from holdfast.tensors.fragments import (
+    Fragment,
+    FragmentList,
+    Storable,
+    fragment_list,
+    local_tensor,
+    local_tensors,
+    objects,
+    parts_of,
+)
 from holdfast.tensors.leaves import RANK_PREFIX, Content, OfferedLeaves, PartPlan, Selection
 from holdfast.tensors.torch_dtypes import has_memory
 from holdfast_formats.errors import InvalidRequest
 
+MODEL, EMA = "model", "ema"  # groups
 EXTRA_STATE = "_extra_state"
 # Wrappers put these into the names of a module that they wrap in place; they are not part of the model's own names.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -93,6 +103,44 @@ def module_state(module: nn.Module, path: str) -> ModuleState:
     return ModuleState(tensors, extras)
 
 
+def mapping_state(value: Mapping[str, Any], path: str) -> ModuleState:
+    """The live tensors of a mapping for which `is_tensors` holds."""
+    return ModuleState({name: fragment_list(item, f"{path}.{name}") or item for name, item in value.items()}, {})
+
+
+def is_tensor(value: object) -> bool:
+    """Whether an object stands for one tensor: a tensor, a Fragment, or a list or tuple of nothing but Fragments."""
+    if type(value) in (list, tuple):
+        return bool(value) and all(isinstance(part, Fragment) for part in value)  # type: ignore[attr-defined]
+    return isinstance(value, torch.Tensor | Fragment)
+
+
+def is_tensors(value: object) -> bool:
+    """Whether an object is a mapping of names to tensors, with at least one."""
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(name, str) and name and is_tensor(tensor) for name, tensor in value.items())
+    )
+
+
+def refuse_empty_lists(path: str, value: object, only_tensors: bool) -> None:
+    """Refuse, by name, empty lists that can only stand for Fragments: among tensors alone, with a list of Fragments.
+
+    `only_tensors` means that the mapping has no place for anything else, so that it needs no such list.
+    """
+    if not isinstance(value, Mapping):
+        return
+    lists = {name: item for name, item in value.items() if type(item) in (list, tuple)}
+    empty = [name for name, item in lists.items() if not item]
+    others = [item for name, item in value.items() if name not in empty]
+    if empty and all(map(is_tensor, others)) and (only_tensors or len(empty) < len(lists)):
+        raise InvalidRequest(
+            f"{path}.{empty[0]}: an empty list does not say which tensor this rank has no part of",
+            hint="if it has none, list an empty Fragment: Fragment(torch.empty(0, dtype=…), shape, flat=(0, 0))",
+        )
+
+
 def _refuse_temporaries(module: nn.Module, found: Mapping[str, Any], path: str) -> None:
     """Refuse, by name, tensors that the module created for its `state_dict`: it would never see restored values in them."""
     own = {id(value) for value in (*module.parameters(), *module.buffers())}
@@ -124,8 +172,8 @@ def parameter_names(tensors: Mapping[str, Storable], prefix: str = "") -> dict[i
     """Parameter names by the identity of the objects that an optimizer may hold for each. The first name counts."""
     named: dict[int, tuple[str, Storable]] = {}
     for name, value in tensors.items():
-        held = value.held if isinstance(value, Fragment) else value
-        named.setdefault(id(held), (prefix + name, value))
+        for part in parts_of(value):
+            named.setdefault(id(part.held if isinstance(part, Fragment) else part), (prefix + name, value))
     return named
 
 
@@ -133,22 +181,27 @@ def tied(tensors: Mapping[str, Storable]) -> dict[str, str]:
     """Alias -> first name, for tensors that are the same elements of the same memory."""
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
-    fragments: dict[int, str] = {}
+    fragments: dict[frozenset[int], str] = {}
     for name, value in tensors.items():
-        if isinstance(value, Fragment) and fragments.setdefault(id(value), name) != name:
-            aliases[name] = fragments[id(value)]  # also if this rank's part of both is empty
+        declared = isinstance(value, Fragment | FragmentList)
+        if declared and fragments.setdefault(same := frozenset(objects(value)), name) != name:
+            aliases[name] = fragments[same]  # also if this rank's part of both is empty
             continue
-        local = local_tensor(value)
-        if not has_memory(local) or local.numel() == 0:
+        memory = local_tensors(value)
+        if not all(map(has_memory, memory)) or not any(local.numel() for local in memory):
             continue  # the first one is refused by name when the leaf is made
-        storage = local.untyped_storage().data_ptr()
-        place = (local.device, storage, local.storage_offset(), local.shape, local.stride(), local.dtype)
+        places = tuple(map(_memory_place, memory))
         # Shards that share memory by chance are the same tensor only if they are the same part of it.
-        part = (tuple(value.shape), value.boxes if isinstance(value, Fragment) else str(getattr(value, "placements", "")))
-        canonical = first.setdefault((*place, *part), name)
+        part = value.boxes if isinstance(value, Fragment | FragmentList) else str(getattr(value, "placements", ""))
+        canonical = first.setdefault((places, tuple(value.shape), part), name)
         if canonical != name:
             aliases[name] = canonical
     return aliases
+
+
+def _memory_place(local: torch.Tensor) -> tuple[object, ...]:
+    storage = local.untyped_storage().data_ptr()
+    return local.device, storage, local.storage_offset(), local.shape, local.stride(), local.dtype
 
 
 class NamedTensors(NamedTuple):

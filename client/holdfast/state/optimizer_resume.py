@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from holdfast.state.optimizers import (
     placed,
 )
 from holdfast.tensors import trees
-from holdfast.tensors.fragments import Fragment, global_shape, is_dtensor, local_tensor
+from holdfast.tensors.fragments import Fragment, FragmentList, global_shape, is_dtensor
 from holdfast.tensors.leaves import Key, OfferedLeaves, PartPlan, Selection
 from holdfast.tensors.torch_dtypes import local_shape, torch_dtype
 from holdfast_formats.errors import CorruptManifest
@@ -61,23 +61,18 @@ class _Resumption:
         self.created: list[tuple[Parameter, str, torch.Tensor]] = []
 
     def prepare(self, text: str) -> PartPlan:
-        key = self.state.key
-        regrown = trees.regrow(text, key, partial(self.stored.spec, GROUP), {})
-        self.plan.missing += [f"{GROUP}/{name}" for name in regrown.unknown]
-        for name, tensor in regrown.tensors.items():
-            self.plan.want(GROUP, name, tensor)
-        self.plan.claimed |= {(GROUP, name) for name in regrown.tensors}
-        if regrown.unknown:
+        document = read_document(text, self.state.key, self.stored, self.plan)
+        if document is None:
             return self.plan
-        document = regrown.build()
-        if not isinstance(document, dict) or not {"groups", "state", "masters", "kinds"} <= set(document):
-            raise CorruptManifest(f"the stored value of {key} is not an optimizer state", file="state.json")
         parameters = {parameter.name: parameter for parameter in self.state.parameters()}
         self._tensors(parameters, document["kinds"])
         self._masters(parameters, document["masters"], document["kinds"])
         self._values(parameters, document["state"])
         self.state.want_live(self.plan, self.selection, self.done)
-        hyper = self._hyper(document["groups"])
+        live = [
+            [self.state.names[id(tensor)][0] for tensor in group["params"]] for group in self.state.groups_of_parameters()
+        ]
+        hyper = hyper_parameters(self.state.key, live, document["groups"], self.plan)
         self.plan.actions.append(lambda: self._install(parameters, document["state"], hyper))
         return self.plan
 
@@ -118,29 +113,6 @@ class _Resumption:
             self.created.append((parameter, key, made.tensor))
         self.plan.want(*target, *placed(parameter, *made))
 
-    def _hyper(self, groups: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-        """For each live group, the hyper-parameters of the stored group that contained its first known parameter."""
-        by_name = {name: group for group in groups.values() for name in group["params"]}
-        chosen = []
-        for position, group in enumerate(self.state.groups_of_parameters()):
-            names = [self.state.names[id(p)][0] for p in group["params"]]
-            found = [by_name[name] for name in names if name in by_name]
-            where = f"{self.state.key}.param_groups[{position}]"
-            hypers = [
-                {k: v for k, v in entry.items() if k not in IMPLEMENTATION} for entry in {id(f): f for f in found}.values()
-            ]
-            if not hypers and names:
-                self.plan.notes.append(
-                    f"{where}: none of its parameters is in the checkpoint, so its hyper-parameters are unchanged"
-                )
-            if any(not _agree(hyper, hypers[0]) for hyper in hypers):
-                self.plan.notes.append(
-                    f"{where}: its parameters were saved in param_groups with different hyper-parameters; "
-                    "those of the first are used"
-                )
-            chosen.append(hypers[0] if hypers else {})
-        return chosen
-
     def _install(
         self, parameters: Mapping[str, Parameter], values: Mapping[str, Mapping[str, Any]], hyper: list[dict[str, Any]]
     ) -> None:
@@ -156,18 +128,56 @@ class _Resumption:
                     name,
                 )
         for group, stored in zip(self.state.groups_of_parameters(), hyper, strict=True):
-            self._put(group, {key: _merged(group.get(key), value) for key, value in stored.items()}, "param_groups")
+            self._put(group, {key: merged(group.get(key), value) for key, value in stored.items()}, "param_groups")
 
     def _put(self, live: dict[str, Any], values: Mapping[str, Any], where: str) -> None:
         for key, value in values.items():
             live[key] = self.keeper.put(live.get(key), value, f"{self.state.key}/{where}/{key}")
 
 
+def read_document(text: str, key: str, stored: OfferedLeaves, plan: PartPlan) -> dict[str, Any] | None:
+    """The stored document of the optimizer `key`, whose tensors the plan fills; None if the checkpoint lacks one of them."""
+    regrown = trees.regrow(text, key, partial(stored.spec, GROUP), {})
+    plan.missing += [f"{GROUP}/{name}" for name in regrown.unknown]
+    for name, tensor in regrown.tensors.items():
+        plan.want(GROUP, name, tensor)
+    plan.claimed |= {(GROUP, name) for name in regrown.tensors}
+    if regrown.unknown:
+        return None
+    document = regrown.build()
+    if not isinstance(document, dict) or not {"groups", "state", "masters", "kinds"} <= set(document):
+        raise CorruptManifest(f"the stored value of {key} is not an optimizer state", file="state.json")
+    return document
+
+
+def hyper_parameters(
+    key: str, live: Sequence[Sequence[str]], groups: Mapping[str, dict[str, Any]], plan: PartPlan
+) -> list[dict[str, Any]]:
+    """For each live group, of these names, the hyper-parameters of the stored group that has its first known parameter."""
+    by_name = {name: group for group in groups.values() for name in group["params"]}
+    chosen = []
+    for position, names in enumerate(live):
+        found = [by_name[name] for name in names if name in by_name]
+        where = f"{key}.param_groups[{position}]"
+        hypers = [
+            {k: v for k, v in entry.items() if k not in IMPLEMENTATION} for entry in {id(f): f for f in found}.values()
+        ]
+        if not hypers and names:
+            plan.notes.append(f"{where}: none of its parameters is in the checkpoint, so its hyper-parameters are unchanged")
+        if any(not _agree(hyper, hypers[0]) for hyper in hypers):
+            plan.notes.append(
+                f"{where}: its parameters were saved in param_groups with different hyper-parameters; "
+                "those of the first are used"
+            )
+        chosen.append(hypers[0] if hypers else {})
+    return chosen
+
+
 def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device)
 
 
-def _merged(live: Any, value: Any) -> Any:
+def merged(live: Any, value: Any) -> Any:
     """The stored hyper-parameter as the type of the live one. A tensor keeps its identity, because schedulers and graphs
     hold it.
     """
@@ -200,8 +210,10 @@ def _fresh(parameter: Parameter, key: str, dtype: torch.dtype, whole: Shape, kin
         on_device = parameter.group.get("capturable") or parameter.group.get("fused")
         return Made(torch.zeros((), dtype=dtype, device=held.device if on_device else "cpu"), False)
     if shape == global_shape(value) and kind != PLAIN:
+        if isinstance(value, FragmentList):
+            return Made(torch.zeros_like(held, dtype=dtype), True)  # padding is in no Fragment and stays 0
         shard = kind == LOCAL or isinstance(value, Fragment)
-        return Made(torch.empty_like(local_tensor(value) if shard else held, dtype=dtype), shard)
+        return Made(torch.empty_like(parameter.local if shard else held, dtype=dtype), shard)
     plain = torch.empty(shape, dtype=dtype, device=held.device)
     if kind == MESH and is_dtensor(held):
         from torch.distributed.tensor import DTensor, Replicate

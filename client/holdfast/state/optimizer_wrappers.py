@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from holdfast.tensors.fragments import Fragment, Storable, local_tensor
+from holdfast.state.optimizer_shards import OptimizerShards
+from holdfast.tensors.fragments import Fragment, OneTensor, Storable, local_tensor, parts_of
 from holdfast_formats.errors import InvalidRequest
 
 NESTED_MAX = 4  # lists in lists of a wrapper's attributes in which tensors are looked for
@@ -31,7 +32,7 @@ class FoundOptimizers(NamedTuple):
 
 def is_optimizer(value: object) -> bool:
     """Whether an entry of the state is an optimizer, an object that looks like one, or a collection of only these."""
-    if isinstance(value, torch.optim.Optimizer):
+    if isinstance(value, torch.optim.Optimizer | OptimizerShards):
         return True
     if isinstance(value, _NO_OPTIMIZERS):
         return False
@@ -42,7 +43,12 @@ def is_optimizer(value: object) -> bool:
 
 
 def find(value: object) -> FoundOptimizers:
-    """The innermost optimizers of an entry for which `is_optimizer` holds; empty if there is no torch optimizer inside."""
+    """The innermost optimizers of an entry for which `is_optimizer` holds; empty if there is no torch optimizer inside.
+
+    Those of an `OptimizerShards` are its hooks.
+    """
+    if isinstance(value, OptimizerShards):
+        return FoundOptimizers(value.hooks, ())
     optimizers: dict[int, torch.optim.Optimizer] = {}
     wrappers: dict[int, Any] = {}
     _gather(value, optimizers, wrappers)
@@ -71,7 +77,8 @@ def check(key: str, value: object, state: Mapping[str, Any], known: Iterable[Sto
         _refuse_more(key, optimizer)
     if found.wrappers:
         inner = {id(kept) for optimizer in found.optimizers for kept in optimizer.state.values()}
-        memory = {_address(tensor) for tensor in (*known, *_tensors_of(found.optimizers))}
+        stored = (part for value in known for part in parts_of(value))
+        memory = {_address(tensor) for tensor in (*stored, *_tensors_of(found.optimizers))}
         for wrapper in found.wrappers:
             _refuse_own(key, wrapper, (inner, memory), state)
     return found
@@ -97,6 +104,8 @@ def _gather(value: object, optimizers: dict[int, torch.optim.Optimizer], wrapper
         for item in value.values() if isinstance(value, Mapping) else value:
             _gather(item, optimizers, wrappers)
         return
+    if isinstance(value, OptimizerShards):
+        raise InvalidRequest("OptimizerShards is inside another object", hint="give it a key of its own in the state")
     if id(value) in optimizers or id(value) in wrappers:
         return
     inside = list(_held(value))
@@ -178,7 +187,7 @@ def _tensors_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.T
             yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
 
 
-def _address(tensor: Storable) -> int:
+def _address(tensor: OneTensor) -> int:
     """The address of the memory behind a tensor; 0 for a tensor without memory."""
     try:
         return local_tensor(tensor).untyped_storage().data_ptr()

@@ -12,15 +12,23 @@ key's tensors what a restore cannot see from their shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from holdfast.tensors import trees
-from holdfast.tensors.fragments import Fragment, Storable, global_shape, is_dtensor, local_tensor
+from holdfast.tensors.fragments import (
+    FragmentList,
+    Storable,
+    global_shape,
+    is_dtensor,
+    is_sharded,
+    local_tensor,
+    local_tensors,
+)
 from holdfast.tensors.leaves import Content, Key, PartPlan, Selection
-from holdfast.tensors.torch_dtypes import has_memory
+from holdfast.tensors.torch_dtypes import has_memory, memory_span
 from holdfast_formats.errors import InvalidRequest
 
 GROUP = "optim"
@@ -52,13 +60,18 @@ LOCAL, PLAIN, MESH = "local", "plain", "mesh"
 
 
 class Parameter(NamedTuple):
-    """A parameter of an optimizer: its name, the tensor itself, and the state's view of it (which may be a Fragment)."""
+    """A parameter of an optimizer: its name, the tensor itself, and the state's view of it (which may be Fragments)."""
 
     name: str
     tensor: torch.Tensor
     value: Storable
     group: dict[str, Any]
     optimizer: torch.optim.Optimizer
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The memory of this rank whose form its state has."""
+        return self.tensor.detach() if isinstance(self.value, FragmentList) else local_tensor(self.value)
 
 
 class OptimizerState(NamedTuple):
@@ -84,9 +97,12 @@ class OptimizerState(NamedTuple):
                     raise InvalidRequest(
                         f"{self.key}.param_groups[{position}]['params'][{index}], of shape "
                         f"{list(tensor.shape)}, belongs to no module in the state",
-                        hint="add the module that owns it to the state, or pass full-precision copies as 'master'",
+                        hint="add the module that owns it to the state, or pass full-precision copies as 'master'; "
+                        "if it is in the state as Fragments, give it to them as held=",
                     )
                 name, value = self.names[id(tensor)]
+                if isinstance(value, FragmentList):
+                    value.check_held(tensor, f"{self.key}: {name}")
                 yield Parameter(name, tensor, value, group, optimizer)
 
     def groups_of_parameters(self) -> Iterator[dict[str, Any]]:
@@ -98,12 +114,17 @@ class OptimizerState(NamedTuple):
         held = (parameter.optimizer.state.get(parameter.tensor, {}) for parameter in self.parameters())
         return any(not MASTER_KEYS.isdisjoint(state) for state in held)
 
-    def masters(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
-        """Every parameter with a full-precision copy in an optimizer's state, and that copy."""
+    def parameter_names(self) -> Iterator[str]:
+        return (parameter.name for parameter in self.parameters())
+
+    def masters(self) -> Iterator[tuple[str, Storable, Storable]]:
+        """Name, weight and full-precision copy of every parameter that has one in an optimizer's state."""
         for parameter in self.parameters():
+            # The Fragments of a list are views of the parameter, which has the form of the copy.
+            weight = parameter.tensor if isinstance(parameter.value, FragmentList) else parameter.value
             for key, value in self.state_of(parameter).items():
                 if isinstance(value, torch.Tensor) and is_master(parameter, key, value):
-                    yield parameter, value
+                    yield parameter.name, weight, value
 
     def tensors(self) -> Iterator[Storable]:
         """The live tensors of its state."""
@@ -131,7 +152,7 @@ class OptimizerState(NamedTuple):
                     document["kinds"].setdefault(key, kind)
                 if group == MASTER_GROUP:
                     document["masters"].setdefault(key, []).append(parameter.name)
-                if not _holds(content, (group, name), value):  # the mapping `master` may hold the identical tensor
+                if not holds(content, (group, name), value):  # the mapping `master` may hold the identical tensor
                     content.add(group, name, *placed(parameter, value, key in shards))
         return OptimizerDocument(self, document)
 
@@ -153,7 +174,7 @@ class OptimizerState(NamedTuple):
         for parameter in self.parameters():
             if not is_sharded(parameter.value):
                 continue
-            local = tuple(local_tensor(parameter.value).shape)
+            local = tuple(parameter.local.shape)
             for key, value in self.state_of(parameter).items():
                 if isinstance(value, torch.Tensor) and value.dim() and not is_dtensor(value):
                     alike[key] = alike.get(key, True) and tuple(value.shape) == local
@@ -193,10 +214,19 @@ class OptimizerState(NamedTuple):
         return groups
 
 
+class Documented(Protocol):
+    """An optimizer, or several, with the hyper-parameters that it has now."""
+
+    @property
+    def key(self) -> str: ...
+    def groups_of_parameters(self) -> Iterable[Mapping[str, Any]]: ...
+    def hyper(self) -> dict[str, dict[str, Any]]: ...
+
+
 class OptimizerDocument:
     """Everything of an optimizer's state that is not a tensor, as JSON: hyper-parameters may change from save to save."""
 
-    def __init__(self, state: OptimizerState, known: Mapping[str, Any]) -> None:
+    def __init__(self, state: Documented, known: Mapping[str, Any]) -> None:
         self._state, self._known = state, known
         kept = [value for values in known["state"].values() for value in values.values()]
         self._constant = all(type(value) in _SCALARS for value in kept)
@@ -220,13 +250,14 @@ def _is_scalar(value: object) -> bool:
     return all(type(item) in _SCALARS for item in (value if type(value) is tuple else (value,)))
 
 
-def _holds(content: Content, key: Key, value: torch.Tensor) -> bool:
+def holds(content: Content, key: Key, value: Storable) -> bool:
     """Whether a leaf of this name already has this tensor's memory."""
     leaf = content.leaves.get(key)
-    if leaf is None or not has_memory(local := local_tensor(value)):
+    if leaf is None or not all(map(has_memory, memory := local_tensors(value))):
         return False
-    memory = local.untyped_storage().data_ptr()
-    return all(piece.tensor.untyped_storage().data_ptr() == memory for piece in leaf.pieces)
+    held = [memory_span(local) for local in memory]
+    spans = (memory_span(piece.tensor) for piece in leaf.pieces)
+    return all(any(mine.start <= span.start and span.stop <= mine.stop for mine in held) for span in spans)
 
 
 def placed(parameter: Parameter, value: torch.Tensor, shard: bool) -> tuple[Storable, torch.Tensor | None]:
@@ -236,15 +267,11 @@ def placed(parameter: Parameter, value: torch.Tensor, shard: bool) -> tuple[Stor
 
 
 def is_master(parameter: Parameter, key: str, value: torch.Tensor) -> bool:
-    return key in MASTER_KEYS and value.numel() in (parameter.tensor.numel(), local_tensor(parameter.value).numel())
+    return key in MASTER_KEYS and value.numel() in (parameter.tensor.numel(), parameter.local.numel())
 
 
 def target(parameter: Parameter, key: str, value: torch.Tensor) -> Key:
     return (MASTER_GROUP, parameter.name) if is_master(parameter, key, value) else (GROUP, f"{parameter.name}/{key}")
-
-
-def is_sharded(value: Storable) -> bool:
-    return isinstance(value, Fragment) or is_dtensor(value)
 
 
 def _kind(parameter: Parameter, value: torch.Tensor, shard: bool) -> str:

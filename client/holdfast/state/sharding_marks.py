@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from holdfast.tensors.fragments import Fragment, Storable, is_dtensor
+from holdfast.tensors.fragments import Storable, is_sharded
 from holdfast_formats.errors import InvalidRequest
 
 _DEEPSPEED = ("ds_id", "ds_shape")  # set on every parameter that ZeRO-3 has partitioned
 _PARTITIONED = (
-    "DeepSpeed ZeRO-3 keeps parameters, masters and moments in its own partitions: shard with "
-    "torch.distributed.fsdp.fully_shard (FSDP2), or pass mappings of this rank's tensors, with layout= or as "
-    "Fragments"
+    "DeepSpeed ZeRO-3 keeps parameters, masters and moments in its own partitions: attach the engine with "
+    "holdfast.integrations.deepspeed.attach(engine, run)"
 )
 
 
 def check(path: str, tensors: Mapping[str, Storable], world: int, declared: bool) -> None:
     """Refuse, by name, tensors that are parts of which nobody says where they belong; `declared` says that a layout does."""
-    plain = {name: value for name, value in tensors.items() if not isinstance(value, Fragment) and not is_dtensor(value)}
+    plain = {name: value for name, value in tensors.items() if isinstance(value, Tensor) and not is_sharded(value)}
     if any(is_lazy(value) for value in plain.values()):
         return  # refused by name where the leaf is made
     for name, value in plain.items():

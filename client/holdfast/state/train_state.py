@@ -3,12 +3,14 @@
     key and value                                             group     names
     a module: under "model", or the only one                  model     the model's own
     another module under k                                    k         the model's own
+    Named under k                                             k         what it says
     a mapping of tensors under "model" or "master"            the key   its keys
     "ema": a module or mapping of tensors; an AveragedModel   ema       the model's own
-    torch optimizers                                          optim     <parameter>/<state key>
+    torch optimizers, OptimizerShards                         optim     <parameter>/<state key>
     tensors and mappings of tensors under k                   extra     k, k/<name>
     with state_dict and load_state_dict                       extra     k and ranks/<rank>/k/…
     other plain values                                        extra     k
+    Given                                                     its own   its own
     random streams, unasked                                   extra     ranks/<rank>/rng/…
 
 The groups follow the state's entries and exist without tensors too; `extra` always does.
@@ -20,22 +22,43 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.layout.declared import DeclaredLayout, Live
 from holdfast.layout.local_views import land
 from holdfast.read.overwrite_guard import OverwriteGuard
-from holdfast.state import extras, optimizer_resume, optimizer_wrappers, optimizers, rng, sharding_marks
+from holdfast.state import (
+    extras,
+    optimizer_resume,
+    optimizer_shards_resume,
+    optimizer_wrappers,
+    optimizers,
+    rng,
+    sharding_marks,
+)
 from holdfast.state.change_watch import ChangeWatch
 from holdfast.state.containers import ContainerKeeper
 from holdfast.state.extras import Stateful, Value
+from holdfast.state.given import Given
 from holdfast.state.masters import MasterPair, Masters, pairs, settle
-from holdfast.state.modules import ModuleState, NamedTensors, module_state, parameter_names
+from holdfast.state.modules import (
+    EMA,
+    MODEL,
+    ModuleState,
+    NamedTensors,
+    is_tensor,
+    is_tensors,
+    mapping_state,
+    module_state,
+    refuse_empty_lists,
+)
+from holdfast.state.named import Named, modules_of
+from holdfast.state.optimizer_entries import OptimizerEntry, optimizers_of
+from holdfast.state.optimizer_shards import OptimizerShards, ShardedOptimizer
 from holdfast.state.optimizers import OptimizerDocument, OptimizerState
 from holdfast.state.rng import RandomState
-from holdfast.tensors.fragments import Fragment, Storable, is_dtensor
+from holdfast.tensors.fragments import Storable, fragment_list, is_sharded
 from holdfast.tensors.leaves import Content, Key, KnownLeaf, Leaf, OfferedLeaves, PartPlan, Selection, check_groups
 from holdfast.tensors.matching import MatchedLeaves, match_leaves
 from holdfast_formats import naming
@@ -43,7 +66,7 @@ from holdfast_formats.errors import InvalidRequest
 
 __all__ = ["Leaf", "MatchedLeaves", "OfferedLeaves", "Snapshot", "TrainState"]
 
-MODEL, MASTER, EMA, OPTIM, EXTRA = "model", optimizers.MASTER_GROUP, "ema", optimizers.GROUP, extras.GROUP
+MASTER, OPTIM, EXTRA = optimizers.MASTER_GROUP, optimizers.GROUP, extras.GROUP
 _ORDER = (MODEL, MASTER, OPTIM, EMA, EXTRA)
 _RESERVED_KEYS = frozenset({rng.KEY, "ranks"})  # names of the group `extra` that are reserved
 
@@ -81,7 +104,7 @@ class Parts(NamedTuple):
 
     groups: tuple[str, ...]
     named: tuple[NamedTensors, ...]
-    optimizers: tuple[OptimizerState, ...]
+    optimizers: tuple[OptimizerEntry, ...]
     others: tuple[AskedEntry, ...]
     keeper: ContainerKeeper
 
@@ -103,7 +126,12 @@ class Parts(NamedTuple):
     def plans(self, stored: OfferedLeaves, selection: Selection) -> list[PartPlan]:
         """What each entry wants from the checkpoint."""
         named = [part.plan(stored, selection) for part in self.named]
-        resumed = [optimizer_resume.plan(part, stored, selection, self.keeper) for part in self.optimizers]
+        resumed = [
+            optimizer_resume.plan(part, stored, selection, self.keeper)
+            if isinstance(part, OptimizerState)
+            else optimizer_shards_resume.plan(part, stored, selection, self.keeper)
+            for part in self.optimizers
+        ]
         return [*named, *resumed, *(part.plan(stored, selection) for part in self.others)]
 
 
@@ -153,7 +181,8 @@ class TrainState:
         aliases = {group: dict(names) for group, names in walk.content.aliases.items()}
         values = self._values(walk.parts.groups, {**walk.content.values, **content.values})
         mesh = {**walk.content.mesh, **content.mesh} if self.declared is None else self.declared.mesh
-        return Snapshot(walk.parts.groups, leaves, values, aliases, mesh, len(walk.content.leaves))
+        given = any(isinstance(part, Given) for part in walk.parts.others)
+        return Snapshot(walk.parts.groups, leaves, values, aliases, mesh, len(leaves if given else walk.content.leaves))
 
     def _part_of(self, groups: Collection[str]) -> Snapshot:
         parts = self._parts()
@@ -181,14 +210,24 @@ class TrainState:
         for part in parts.named:
             part.collect(content)
         documents = tuple(optimizer.collect_tensors(content) for optimizer in parts.optimizers)
-        self._known = {key: known for key, known in self._known.items() if key in content.leaves or key[0] == EXTRA}
+        later = frozenset[str]().union(
+            *(part.groups for part in parts.others)
+        )  # their leaves are collected at each snapshot
+        self._known = {key: known for key, known in self._known.items() if key in content.leaves or key[0] in later}
         for key, value in self.state.items():
-            if isinstance(value, nn.Module):
-                watch.see_module(value)
-            elif optimizer_wrappers.is_optimizer(value):
+            for module in modules_of(value):
+                watch.see_module(module)
+            if isinstance(value, Named):
+                watch.see_named(value, key)
+            if isinstance(value, OptimizerShards):
+                continue
+            if optimizer_wrappers.is_optimizer(value):
                 watch.see_optimizers(value)
             elif not _is_loose(key, value) and isinstance(value, Mapping):
                 watch.see(value)
+        for optimizer in parts.optimizers:
+            if isinstance(optimizer, ShardedOptimizer):
+                watch.see_shards(optimizer)
         if watch.possible:
             tensors = [part.tensors() for part in parts.named] + [part.tensors() for part in parts.optimizers]
             watch.see_memory(chain.from_iterable(tensors))
@@ -253,25 +292,30 @@ class TrainState:
         """The present entries of the state: modules and tensors, then optimizers, then loaded objects, then
         random streams.
         """
-        for key in self.state:
+        for key, value in self.state.items():
             _check_key(key)
+            refuse_empty_lists(key, value, key in (MODEL, MASTER, EMA))
         modules = _module_groups(self.state)
         collections = [_named(key, value, modules, self.rank) for key, value in self.state.items()]
         tensors = [part for part in collections if part is not None]
         for part in tensors:
             sharding_marks.check(part.path, part.state.tensors, self.world, self.declared is not None)
-        optimizers_now = _optimizers(self.state, tensors)
-        others: list[AskedEntry] = []
+        optimizers_now = optimizers_of(self.state, tensors, self.declared is not None)
+        given = [value for value in self.state.values() if isinstance(value, Given)]
+        others: list[AskedEntry] = [*given]
         keeper = ContainerKeeper()
         for key, value in self.state.items():
             if _is_loose(key, value):
                 others.append(Stateful(key, value, self.rank) if _is_stateful(value) else Value(key, self.state, keeper))
-        groups = {part.group for part in tensors} | {EXTRA} | ({OPTIM} if optimizers_now else set())
+        groups = {part.group for part in tensors}.union(
+            {EXTRA}, {OPTIM} if optimizers_now else (), *(g.groups for g in given)
+        )
         stores_masters = stored is not None and MASTER in stored.specs and bool(stored.specs[MASTER])
         if (stores_masters and optimizers_now) or any(optimizer.has_masters() for optimizer in optimizers_now):
             groups.add(MASTER)
         ordered = sorted(groups, key=lambda group: (_ORDER.index(group) if group in _ORDER else 0, group))
-        return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, self._streams(others)), keeper)
+        streams = () if given else (self._streams(others),)
+        return Parts(tuple(ordered), tuple(tensors), tuple(optimizers_now), (*others, *streams), keeper)
 
 
 def _by_group(groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dict[str, str]]:
@@ -285,7 +329,7 @@ def _by_group(groups: Sequence[str], values: Mapping[Key, str]) -> dict[str, dic
 def _live(named: Sequence[NamedTensors]) -> Live:
     """Parameters and names of the live tensors. If a mapping is not a module, all its tensors count as parameters."""
     tensors = {(part.group, name): value for part in named for name, value in part.state.tensors.items()}
-    foreign = frozenset(key for key, value in tensors.items() if isinstance(value, Fragment) or is_dtensor(value))
+    foreign = frozenset(key for key, value in tensors.items() if is_sharded(value))
     model = next((part.state.tensors for group in (MODEL, MASTER) for part in named if part.group == group), {})
     parameters = [name for name, value in model.items() if isinstance(value, nn.Parameter)]
     return Live(
@@ -304,36 +348,24 @@ def _check_key(key: object) -> None:
         )
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor | Fragment)
-
-
-def _is_tensors(value: object) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and bool(value)
-        and all(isinstance(name, str) and name and _is_tensor(tensor) for name, tensor in value.items())
-    )
-
-
 def _is_stateful(value: object) -> bool:
     methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
     return not isinstance(value, type) and all(map(callable, methods))
 
 
 def _is_loose(key: str, value: object) -> bool:
-    named = isinstance(value, nn.Module) or _is_tensor(value) or _is_tensors(value) or _is_group_mapping(key, value)
-    return not named and not optimizer_wrappers.is_optimizer(value)
+    named = bool(modules_of(value)) or is_tensor(value) or is_tensors(value) or _is_group_mapping(key, value)
+    return not (named or isinstance(value, Given) or optimizer_wrappers.is_optimizer(value))
 
 
 def _is_group_mapping(key: str, value: object) -> bool:
     """Whether an entry's key makes it a group of its own, even if it has no tensor."""
-    return key in (MODEL, MASTER, EMA) and isinstance(value, Mapping) and (not value or _is_tensors(value))
+    return key in (MODEL, MASTER, EMA) and isinstance(value, Mapping) and (not value or is_tensors(value))
 
 
 def _module_groups(state: Mapping[str, Any]) -> dict[str, str]:
     """Key -> group of every module."""
-    modules = [k for k, v in state.items() if isinstance(v, nn.Module) and k != EMA and not isinstance(v, AveragedModel)]
+    modules = [k for k, v in state.items() if modules_of(v) and k != EMA and not isinstance(v, AveragedModel)]
     averages = [k for k, v in state.items() if k == EMA or isinstance(v, AveragedModel)]
     if len(averages) > 1:
         raise InvalidRequest(
@@ -341,7 +373,8 @@ def _module_groups(state: Mapping[str, Any]) -> dict[str, str]:
         )
     groups = {key: EMA for key in averages}
     for key in modules:
-        group = MODEL if key == MODEL or (len(modules) == 1 and MODEL not in state) else naming.check_group(key)
+        only = len(modules) == 1 and MODEL not in state and not isinstance(state[key], Named)
+        group = MODEL if key == MODEL or only else naming.check_group(key)
         if key in _ORDER and key != MODEL:
             raise InvalidRequest(f"a module cannot have the key {key!r}: it is a reserved group name")
         groups[key] = group
@@ -349,41 +382,13 @@ def _module_groups(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(key: str, value: Any, modules: Mapping[str, str], rank: int) -> NamedTensors | None:
-    if isinstance(value, nn.Module):
-        return NamedTensors(modules[key], key, module_state(value, key), "", rank)
+    if isinstance(value, nn.Module | Named):
+        found = value.state(key) if isinstance(value, Named) else module_state(value, key)
+        return NamedTensors(modules[key], key, found, "", rank)
     if _is_group_mapping(key, value):
-        return NamedTensors(key, key, ModuleState(dict(value), {}), "", rank)
-    if _is_tensor(value):
-        return NamedTensors(EXTRA, key, ModuleState({"": value}, {}), key, rank)
-    if _is_tensors(value):
-        return NamedTensors(EXTRA, key, ModuleState(dict(value), {}), f"{key}/", rank)
+        return NamedTensors(key, key, mapping_state(value, key), "", rank)
+    if is_tensor(value):
+        return NamedTensors(EXTRA, key, ModuleState({"": fragment_list(value, key) or value}, {}), key, rank)
+    if is_tensors(value):
+        return NamedTensors(EXTRA, key, mapping_state(value, key), f"{key}/", rank)
     return None
-
-
-def _optimizers(state: Mapping[str, Any], collections: Sequence[NamedTensors]) -> list[OptimizerState]:
-    """Every torch optimizer with the names of what it may hold; refuses a parameter that has two owners or no name."""
-    names: dict[int, tuple[str, Storable]] = {}
-    by_rank = sorted(collections, key=lambda part: (part.group != MODEL, part.group == MASTER))
-    for part in by_rank:
-        if part.group not in (EMA, EXTRA):
-            prefix = "" if part.group in (MODEL, MASTER) else f"{part.group}."
-            names = {**parameter_names(part.state.tensors, prefix), **names}
-    found = []
-    owners: dict[str, str] = {}
-    stored = [value for part in collections for value in part.tensors()]
-    for key, value in state.items():
-        if isinstance(value, nn.Module) or _is_tensor(value) or not optimizer_wrappers.is_optimizer(value):
-            continue
-        if type(value).__name__ == "ZeroRedundancyOptimizer":
-            raise InvalidRequest(
-                f"{key}: ZeroRedundancyOptimizer does not expose its shards", hint="shard with fully_shard (FSDP2)"
-            )
-        optimizer = OptimizerState(key, optimizer_wrappers.check(key, value, state, stored).optimizers, names)
-        for parameter in optimizer.parameters():
-            if parameter.name in owners:
-                raise InvalidRequest(
-                    f"the parameter {parameter.name} is in two optimizers: {owners[parameter.name]} and {key}"
-                )
-            owners[parameter.name] = key
-        found.append(optimizer)
-    return found

@@ -1,41 +1,35 @@
-"""Determines which part of a global tensor a live tensor holds: plain tensors, DTensors, and shards declared by hand.
-
-A framework's sharding becomes boxes, and views of the memory that holds them. No code outside this module needs to know
-meshes. Nothing communicates: each rank computes its own boxes from torch's split rules.
-"""
+"""Shards that are declared by hand, and what the state's other tensors have in common with them: memory and shape."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import accumulate, product
-from math import prod
-from typing import Any, NamedTuple
+from operator import index
+from typing import Any, TypeGuard
 
 import torch
 
-from holdfast.tensors.torch_dtypes import check_storable, element_shape, packing
+from holdfast.tensors.torch_dtypes import has_memory
+from holdfast.tensors.views import any_share_memory, extent, start_in
 from holdfast_formats.errors import InvalidRequest, StateMismatch
-from holdfast_formats.region import Box, Shape, check_box, flat_boxes, whole
+from holdfast_formats.region import Box, Shape, check_box, first_overlap, flat_boxes
 
 if torch.distributed.is_available():
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
     _DTENSOR: tuple[type, ...] = (DTensor,)
 else:
     _DTENSOR = ()
 
-LAYOUTS_REMEMBERED = 1024
-
-Run = tuple[int, int]  # global indices [start, stop) along one dimension
+DESCRIBED_MAX = 4  # parts of a list whose places its placement names
 
 
 class Fragment:
     """A shard declared by hand: a live local tensor and its place in a global one of `shape`.
 
-    It is the box whose corner is `offset` (and whose shape is the tensor's), or the elements [start, stop) of the row-major
-    global tensor when `flat` is given. The tensor stays the caller's: saves read it, restores write into it. `held` is the
-    parameter as the optimizer knows it, if that is another object.
+    It is the box whose corner is `offset` (and whose shape is the tensor's); or, with `flat`, the elements [start, stop) of
+    the row-major global tensor; or, with all three, the elements [start, stop) of the row-major box of shape `box` at
+    `offset`. The tensor stays the caller's: saves read it, restores write into it. `held` is the parameter as the optimizer
+    knows it, if that is another object.
     """
 
     def __init__(
@@ -44,76 +38,231 @@ class Fragment:
         shape: Sequence[int],
         *,
         offset: Sequence[int] | None = None,
+        box: Sequence[int] | None = None,
         flat: tuple[int, int] | None = None,
         held: torch.Tensor | None = None,
     ) -> None:
-        if (offset is None) == (flat is None):
-            raise InvalidRequest("a Fragment has either an offset or a flat range", hint="give offset= or flat=, not both")
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidRequest(f"a Fragment holds a torch.Tensor, not a {type(tensor).__name__}")
+        if held is not None and not isinstance(held, torch.Tensor):
+            raise InvalidRequest(f"held= is the optimizer's torch.Tensor, not a {type(held).__name__}")
         if is_dtensor(tensor):
             raise InvalidRequest(
                 "a DTensor already describes its own placement", hint="pass it directly, without a Fragment"
             )
         self.tensor = tensor
         self.held = tensor if held is None else held
-        self.shape: Shape = tuple(int(n) for n in shape)
-        self.offset = None if offset is None else tuple(int(n) for n in offset)
-        self.flat = None if flat is None else (int(flat[0]), int(flat[1]))
+        self.shape = _whole_numbers(shape, "shape")
+        self.offset = None if offset is None else _whole_numbers(offset, "offset")
+        self.box = None if box is None else _whole_numbers(box, "box")
+        self.flat = None if flat is None else _range(flat)
+        self._check_described()
         _ = self.boxes  # refuses a place outside the shape now
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def place(self) -> tuple[Shape | None, ...]:
+        """What was said of its place, to compare it."""
+        return self.shape, self.offset, self.box, self.flat
 
     @property
     def boxes(self) -> tuple[Box, ...]:
         """The boxes of the global tensor that the local one holds, in the order of its memory; elements are counted as in
         torch.
         """
-        if self.offset is not None:
-            box = Box(self.offset, tuple(self.tensor.shape))
+        if self.flat is None:
+            box = Box(self.offset or (), tuple(self.tensor.shape))
             check_box(box, self.shape, "Fragment")
             return (box,) if box.volume else ()
-        start, stop = self.flat or (0, 0)
+        start, stop = self.flat
         if not self.tensor.is_contiguous() or self.tensor.numel() != stop - start:
             raise StateMismatch(
                 f"the flat range [{start}, {stop}) needs a contiguous tensor of {stop - start} elements, "
                 f"not one of {self.tensor.numel()}{'' if self.tensor.is_contiguous() else ', not contiguous'}"
             )
-        return tuple(flat_boxes(start, stop, self.shape))
+        if self.box is None:
+            return tuple(flat_boxes(start, stop, self.shape))
+        outer = Box(self.offset or (), self.box)
+        check_box(outer, self.shape, "Fragment")
+        return tuple(outer.place(inner) for inner in flat_boxes(start, stop, outer.shape))
+
+    @property
+    def described(self) -> str:
+        """Its place for people."""
+        if self.flat is None:
+            return f"box at {list(self.offset or ())}"
+        within = "" if self.box is None else f" of the box {list(self.offset or ())}+{list(self.box)}"
+        return f"flat {list(self.flat)}{within}"
 
     def with_tensor(self, tensor: torch.Tensor) -> Fragment:
         """The same place for another tensor of the same local shape."""
-        return Fragment(tensor, self.shape, offset=self.offset, flat=self.flat)
+        return Fragment(tensor, self.shape, offset=self.offset, box=self.box, flat=self.flat)
+
+    def _check_described(self) -> None:
+        if self.box is None and (self.offset is None) == (self.flat is None):
+            raise InvalidRequest(
+                "a Fragment has either an offset or a flat range",
+                hint="give offset= or flat=; both only together with box=, for a flat range of that box",
+            )
+        if self.box is not None and (self.offset is None or self.flat is None):
+            raise InvalidRequest(
+                "a Fragment with box= needs offset= and flat=: the corner of the box, and the range of its elements",
+                hint="if the tensor is the whole box, give offset= alone",
+            )
 
 
-Storable = torch.Tensor | Fragment
+def _whole_numbers(values: Sequence[int], what: str) -> Shape:
+    try:
+        return tuple(index(value) for value in values)
+    except TypeError:
+        raise InvalidRequest(f"the {what} of a Fragment must be a sequence of whole numbers, not {values!r}") from None
 
 
-class LivePiece(NamedTuple):
-    """A box of the global tensor and the live memory that holds it: writing into `tensor` writes the user's tensor.
+def _range(flat: tuple[int, int]) -> tuple[int, int]:
+    numbers = _whole_numbers(flat, "flat range")
+    if len(numbers) != 2:
+        raise InvalidRequest(f"the flat range of a Fragment is (start, stop), not {flat!r}")
+    return numbers[0], numbers[1]
 
-    `tensor` is a detached view with the live dtype and the box's shape. torch counts float4 elements in pairs, so there it
-    has half the box's last dimension.
+
+class FragmentList:
+    """A list or tuple of Fragments in the state: the parts of one tensor that this rank holds.
+
+    `given` is the caller's own list, and `parts` what was in it. They have one shape and one dtype. No two parts have an
+    element of the tensor in common, or memory.
     """
 
-    box: Box
-    tensor: torch.Tensor
+    def __init__(self, given: Sequence[Fragment], path: str) -> None:
+        self.given = given
+        self.parts = tuple(given)
+        first = self.parts[0]
+        for part in self.parts[1:]:
+            if (part.shape, part.dtype) != (first.shape, first.dtype):
+                raise InvalidRequest(
+                    f"{path}: a list of Fragments is one tensor, but this one has parts of {_spec(first)} and of "
+                    f"{_spec(part)}",
+                    hint="put Fragments of different tensors under different names, in a dict",
+                )
+        overlap = first_overlap(self.boxes)
+        if overlap is not None:
+            a, b = overlap
+            raise InvalidRequest(
+                f"{path}: a list of Fragments is one tensor, but its parts {list(a.offset)}+{list(a.shape)} and "
+                f"{list(b.offset)}+{list(b.shape)} overlap",
+                hint="list each element of the tensor once; put Fragments of different tensors under different names, "
+                "in a dict",
+            )
+        if any_share_memory([part.tensor for part in self.parts]):
+            raise InvalidRequest(
+                f"{path}: two Fragments of this list share memory, so a restore would overwrite one with the other",
+                hint="give each Fragment the slice of the local tensor that it stands for",
+            )
+
+    @property
+    def shape(self) -> Shape:
+        return self.parts[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The boxes of all parts, in their order."""
+        return tuple(box for part in self.parts for box in part.boxes)
+
+    @property
+    def described(self) -> str:
+        """Its place for people."""
+        more = f" and {len(self.parts) - DESCRIBED_MAX} more" if len(self.parts) > DESCRIBED_MAX else ""
+        return ", ".join(part.described for part in self.parts[:DESCRIBED_MAX]) + more
+
+    def with_new_memory(self, dtype: torch.dtype | None = None) -> FragmentList:
+        """The same places, with copies of the parts' tensors, of another dtype if one is given."""
+        copies = [part.with_tensor(part.tensor.detach().to(dtype, copy=True)) for part in self.parts]
+        return FragmentList(tuple(copies) if isinstance(self.given, tuple) else copies, "copy")
+
+    def check_held(self, tensor: torch.Tensor, path: str) -> None:
+        """Refuse, by the path, parts that are not all views of the parameter that an optimizer holds for them."""
+        if any(part.held is not tensor for part in self.parts) or self._starts() is None:
+            raise InvalidRequest(
+                f"{path}: the optimizer holds a tensor of shape {list(tensor.shape)}, but the Fragments of this list are "
+                "not all views of it, so it is not known which part of its moments belongs to which",
+                hint="cut the Fragments from that tensor, and give it to each of them as held=",
+            )
+
+    def views_of(self, local: torch.Tensor, path: str) -> list[torch.Tensor]:
+        """Where each part is in `local`, which has the form of the parameter that the optimizer holds, such as a moment.
+
+        Raises `InvalidRequest` with the path for a tensor of another form.
+        """
+        held = self.parts[0].held
+        starts = self._starts()
+        if starts is None or (local.shape, local.stride()) != (held.shape, held.stride()):
+            raise InvalidRequest(
+                f"{path}: a tensor of shape {list(local.shape)} and strides {list(local.stride())} is not laid out as its "
+                f"parameter, of shape {list(held.shape)} and strides {list(held.stride())}, so its Fragments are not known"
+            )
+        origin = local.storage_offset()
+        forms = [(part.tensor.shape, part.tensor.stride()) for part in self.parts]
+        return [local.as_strided(*form, origin + start) for form, start in zip(forms, starts, strict=True)]
+
+    def _starts(self) -> list[int] | None:
+        """The first element of each part, counted from the first of the parameter; None if one is not inside of it."""
+        held = self.parts[0].held.detach()
+        if is_dtensor(held) or not has_memory(held) or extent(held) != held.numel():
+            return None
+        starts = []
+        for part in self.parts:
+            start = start_in(part.tensor, held)
+            if start is None:
+                return None
+            starts.append(start)
+        return starts
 
 
-class PlacedPieces(NamedTuple):
-    """The part of a global tensor that a rank holds. `placement` is for people; `mesh` maps dimension names to sizes.
+def _spec(part: Fragment) -> str:
+    return f"{part.dtype} {list(part.shape)}"
 
-    `alone` means that, by its placements, no other rank holds any of it.
+
+def fragment_list(value: object, path: str) -> FragmentList | None:
+    """The tensor that a list or tuple of Fragments stands for, or None for anything else.
+
+    Raises `InvalidRequest`, with the path, for a list that has other things among them, or parts that are not one tensor's.
     """
+    if not holds_fragments(value):
+        return None
+    others = sorted({type(item).__name__ for item in value if not isinstance(item, Fragment)})
+    if others:
+        raise InvalidRequest(
+            f"{path}: a list of Fragments is one tensor, but this one has values of type {', '.join(others)} among them",
+            hint="put the Fragments of each tensor into a list of their own, and everything else beside it, in a dict",
+        )
+    return FragmentList(value, path)
 
-    shape: Shape
-    pieces: tuple[LivePiece, ...]
-    placement: str
-    mesh: dict[str, int]
-    alone: bool = False
+
+def holds_fragments(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether this is a list or tuple with a Fragment in it."""
+    return type(value) in (list, tuple) and any(issubclass(kind, Fragment) for kind in set(map(type, value)))  # type: ignore[call-overload]
+
+
+OneTensor = torch.Tensor | Fragment  # with one local tensor
+Storable = OneTensor | FragmentList
 
 
 def is_dtensor(value: object) -> bool:
     return isinstance(value, _DTENSOR)
 
 
-def local_tensor(value: Storable) -> torch.Tensor:
+def is_sharded(value: object) -> bool:
+    """Whether a tensor of the state states its place itself."""
+    return isinstance(value, Fragment | FragmentList) or is_dtensor(value)
+
+
+def local_tensor(value: OneTensor) -> torch.Tensor:
     """The memory of this rank behind a tensor, DTensor or Fragment; detached, and still the live memory."""
     if isinstance(value, Fragment):
         return value.tensor.detach()
@@ -123,187 +272,21 @@ def local_tensor(value: Storable) -> torch.Tensor:
     return value if torch.nn.parameter.is_lazy(value) else value.detach()  # a lazy tensor has no memory, and raises
 
 
+def parts_of(value: Storable) -> tuple[OneTensor, ...]:
+    """The Fragments of a list; of anything else, the value alone."""
+    return value.parts if isinstance(value, FragmentList) else (value,)
+
+
+def local_tensors(value: Storable) -> tuple[torch.Tensor, ...]:
+    """The memory of this rank behind a tensor of the state, part by part."""
+    return tuple(map(local_tensor, parts_of(value)))
+
+
+def objects(value: Storable) -> tuple[int, ...]:
+    """The ids of the caller's tensors or Fragments, in order: a FragmentList is made anew whenever the state is read."""
+    return tuple(map(id, parts_of(value)))
+
+
 def global_shape(value: Storable) -> Shape:
     """The shape of the whole tensor, with elements counted as in torch."""
     return tuple(value.shape)
-
-
-def pieces(value: Storable, name: str) -> PlacedPieces:
-    """The boxes of `value` that this rank holds, as views of its live memory; empty if the rank holds nothing.
-
-    Raises `InvalidRequest` by name for tensors that cannot be stored (a Partial placement, a layout without memory), and
-    `StateMismatch` if a local tensor does not have the shape that follows from its placements.
-    """
-    return pieces_like(value, local_tensor(value), name)
-
-
-def pieces_like(value: Storable, local: torch.Tensor, name: str) -> PlacedPieces:
-    """The boxes of `value`, held by `local` instead of its own memory: per-shard state of a sharded parameter."""
-    check_storable(local, name)
-    shape = global_shape(value)
-    placement = "replicate"
-    mesh: dict[str, int] = {}
-    if isinstance(value, Fragment):
-        boxes = list(value.boxes)
-        placement = f"box at {list(value.offset)}" if value.offset is not None else f"flat {list(value.flat or ())}"
-    elif is_dtensor(value):
-        boxes, placement, mesh = _mesh_boxes(value, tuple(local.shape), name)
-    else:
-        boxes = [whole(shape)] if prod(shape) else []
-    views = _flat_views(local, boxes) if isinstance(value, Fragment) and value.flat else _grid_views(local, boxes)
-    factor = packing(local.dtype)
-    if factor > 1:
-        element_shape(local, name)  # refuses a 0-d float4
-        boxes, shape = [_widened(box, factor) for box in boxes], (*shape[:-1], shape[-1] * factor)
-    return PlacedPieces(shape, tuple(map(LivePiece, boxes, views)), placement, mesh, is_dtensor(value) and _is_alone(value))
-
-
-def _is_alone(value: Any) -> bool:
-    """Whether the mesh of a DTensor has every rank, and shards it along every dimension that has more than one."""
-    sizes = tuple(int(n) for n in value.device_mesh.shape)
-    cut = all(n == 1 or not isinstance(placement, Replicate) for n, placement in zip(sizes, value.placements, strict=True))
-    return cut and prod(sizes) == torch.distributed.get_world_size()
-
-
-def _widened(box: Box, factor: int) -> Box:
-    offset, shape = box
-    return Box((*offset[:-1], offset[-1] * factor), (*shape[:-1], shape[-1] * factor))
-
-
-def _flat_views(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
-    """Views of the boxes that follow one another in contiguous memory."""
-    line = local.view(-1)
-    ends = list(accumulate(box.volume for box in boxes))
-    return [line[end - box.volume : end].view(box.shape) for box, end in zip(boxes, ends, strict=True)]
-
-
-def _grid_views(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
-    """Views of the boxes that partition a local tensor as a grid: along each dimension, blocks in ascending order."""
-    if len(boxes) == 1:
-        return [local]
-    corners: list[dict[int, int]] = []  # per dimension: global offset -> local offset
-    for dimension in range(local.dim()):
-        blocks = sorted({(box.offset[dimension], box.shape[dimension]) for box in boxes})
-        ends = accumulate(length for _, length in blocks)
-        corners.append({offset: end - length for (offset, length), end in zip(blocks, ends, strict=True)})
-    views = []
-    for box in boxes:
-        view = local
-        for dimension, (offset, length) in enumerate(zip(*box, strict=True)):
-            view = view.narrow(dimension, corners[dimension][offset], length)
-        views.append(view)
-    return views
-
-
-class Split(NamedTuple):
-    """One mesh dimension's cut of a tensor dimension: into `parts`, of which this rank has number `part`.
-
-    `factor` is None for `Shard`. For `_StridedShard` it is the split factor: the dimension is cut into `factor` blocks
-    first, each block into `parts`, and the rank has its part of every block.
-    """
-
-    dimension: int
-    parts: int
-    part: int
-    factor: int | None = None
-
-
-def split_runs(size: int, splits: Sequence[Split]) -> list[Run]:
-    """The global indices that are left after these cuts, applied one after the other as DTensor does: `torch.chunk` each."""
-    runs = [(0, size)] if size else []
-    for split in splits:
-        runs = _chunk(runs, split.parts, split.part) if split.factor is None else _strided_chunk(runs, split)
-    return runs
-
-
-def _length(runs: Sequence[Run]) -> int:
-    return sum(stop - start for start, stop in runs)
-
-
-def _cut(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
-    """Positions [begin, end) of the indices that `runs` lists; adjacent runs become one."""
-    kept: list[Run] = []
-    position = 0
-    for start, stop in runs:
-        low, high = max(begin - position, 0) + start, min(end - position, stop - start) + start
-        if low < high and kept and kept[-1][1] == low:
-            kept[-1] = (kept[-1][0], high)
-        elif low < high:
-            kept.append((low, high))
-        position += stop - start
-    return kept
-
-
-def _chunk(runs: Sequence[Run], parts: int, part: int) -> list[Run]:
-    size = -(-_length(runs) // parts)
-    return _cut(runs, part * size, (part + 1) * size)
-
-
-def _strided_chunk(runs: Sequence[Run], split: Split) -> list[Run]:
-    factor = split.factor or 1
-    mine = [run for block in range(factor) for run in _chunk(_chunk(runs, factor, block), split.parts, split.part)]
-    return _cut(mine, 0, _length(mine))
-
-
-def _mesh_boxes(value: Any, local: Shape, name: str) -> tuple[list[Box], str, dict[str, int]]:
-    mesh, shape = value.device_mesh, tuple(value.shape)
-    names = mesh.mesh_dim_names or tuple(f"mesh_{d}" for d in range(mesh.ndim))
-    sizes = {dimension: int(n) for dimension, n in zip(names, mesh.shape, strict=True)}
-    text = ", ".join(f"{dimension}={placement!r}" for dimension, placement in zip(names, value.placements, strict=True))
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:  # this rank is outside the mesh
-        return [], text, sizes
-    splits = tuple(
-        _split(placement, int(mesh.shape[d]), int(coordinate[d]), name, len(shape))
-        for d, placement in enumerate(value.placements)
-    )
-    try:
-        return list(_boxes(shape, local, splits)), text, sizes
-    except ValueError as misfit:
-        hint = "make the dimension divisible by the product of its mesh dimensions"
-        raise StateMismatch(f"tensor {name!r}: {misfit}", hint=hint) from None
-
-
-@lru_cache(maxsize=LAYOUTS_REMEMBERED)
-def _boxes(shape: Shape, local: Shape, splits: tuple[Split | None, ...]) -> tuple[Box, ...]:
-    """The boxes that these cuts leave of a tensor, whatever its name; a model has few shapes and many tensors.
-
-    Raises `ValueError` if the local tensor does not fit.
-    """
-    cuts = [[s for s in splits if s and s.dimension == d] for d in range(len(shape))]
-    if 0 in local and 0 in (_length(split_runs(n, cut)) for n, cut in zip(shape, cuts, strict=True)):
-        return ()  # torch gives an empty shard any shape
-    runs = [_runs_along(d, shape[d], local, cuts[d]) for d in range(len(shape))]
-    return tuple(
-        Box(tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell)) for cell in product(*runs)
-    )
-
-
-def _split(placement: Any, parts: int, part: int, name: str, dimensions: int) -> Split | None:
-    if isinstance(placement, Replicate):
-        return None
-    factor = getattr(placement, "split_factor", None)  # of _StridedShard only; since torch 2.13 that is not a Shard
-    if factor is None and not isinstance(placement, Shard):
-        raise InvalidRequest(
-            f"tensor {name!r} has the placement {placement!r}: its value is not reduced yet",
-            hint="redistribute it to Shard or Replicate before you add it to the state",
-        )
-    dimension = placement.dim + dimensions if placement.dim < 0 else placement.dim
-    return Split(dimension, parts, part, None if factor is None else int(factor))
-
-
-def _runs_along(dimension: int, size: int, local: Shape, splits: list[Split]) -> list[Run]:
-    """The rank's indices along one dimension, consistent with the local tensor's length there.
-
-    DTensor cuts from left to right. fully_shard cuts what tensor parallelism left, so strided cuts come last. For even
-    shapes both give the same. If they differ, the local length decides; if it cannot decide, this is a `ValueError`.
-    """
-    runs = split_runs(size, splits)
-    tensor_parallel_first = sorted(splits, key=lambda split: split.factor is not None)
-    fully_sharded = split_runs(size, [split._replace(factor=None) for split in tensor_parallel_first])
-    length = local[dimension] if dimension < len(local) else 0
-    candidates = [candidate for candidate in (runs, fully_sharded) if _length(candidate) == length]
-    if not candidates or any(candidate != candidates[0] for candidate in candidates):
-        how = "fits two layouts" if candidates else "does not fit its placements"
-        raise ValueError(f"a local length of {length} in dimension {dimension} of {size} {how} {splits}")
-    return candidates[0]

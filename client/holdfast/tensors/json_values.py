@@ -9,7 +9,8 @@ Plain JSON stands for itself. Everything else is an object with a single key tha
     {"$scalar": ["float32", hex of its bytes]}  {"$tensor": name}  {"$array": name}
 
 A dict whose keys are all text, none beginning with "$", is an object; where its order is not the sorted one, "$keys" in it
-lists the keys in order. Tensors and numpy arrays are stored beside the document, under the name that the tag holds.
+lists the keys in order. Tensors and numpy arrays are stored beside the document, under the name that the tag holds; a list
+of Fragments is one tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 
 from holdfast.tensors.advice import advice
-from holdfast.tensors.fragments import Fragment
+from holdfast.tensors.fragments import Fragment, FragmentList, fragment_list, holds_fragments
 from holdfast_formats.errors import CorruptManifest, InvalidRequest, LimitExceeded
 
 DEPTH_MAX = 64
@@ -109,6 +110,8 @@ class _Writer:
             return self._scalar(value, trail)
         if kind not in _CONTAINERS:
             raise self._refusal(value, trail)
+        if holds_fragments(value):
+            return self._beside(fragment_list(value, render(self.path, trail)), trail)
         if len(trail) >= DEPTH_MAX:
             raise LimitExceeded(f"{render(self.path, trail[:4])}…: nested deeper than {DEPTH_MAX} levels")
         if id(value) in self.above:
@@ -158,7 +161,7 @@ class _Writer:
 
     def _beside(self, value: Any, trail: Trail) -> Any:
         if self.place is None or self.hashed:
-            raise self._refusal(value, trail)
+            raise self._refusal(value.given if isinstance(value, FragmentList) else value, trail)
         return {"$array" if isinstance(value, np.ndarray) else "$tensor": self.place(trail, value)}
 
     def _scalar(self, value: np.generic, trail: Trail) -> Any:

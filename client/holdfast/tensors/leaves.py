@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.tensors import fragments
-from holdfast.tensors.fragments import Fragment, LivePiece, PlacedPieces, Storable
+from holdfast.tensors.fragments import Fragment, FragmentList, Storable
+from holdfast.tensors.live_pieces import LivePiece, PlacedPieces, pieces, pieces_like
 from holdfast.tensors.torch_dtypes import has_memory, safetensors_name
 from holdfast_formats.errors import InvalidRequest
 from holdfast_formats.layout.successors import Heir
@@ -25,7 +26,7 @@ Key = tuple[str, str]  # group, name
 class Leaf(NamedTuple):
     """A global tensor and the pieces of it that are in this process; shape and boxes count the format's elements.
 
-    `plain`: neither a DTensor nor a Fragment, so it does not state its place itself. `alone`: its placements say that no
+    `plain`: neither a DTensor nor of Fragments, so it does not state its place itself. `alone`: its placements say that no
     other rank holds any of it.
     """
 
@@ -118,14 +119,16 @@ class Content:
 
     def _describe(self, group: str, name: str, value: Storable, local: torch.Tensor | None) -> tuple[Leaf, dict[str, int]]:
         """The leaf of an earlier save, if this is the same tensor in the same memory; otherwise a new one."""
-        memory = fragments.local_tensor(value) if local is None else local
-        if not has_memory(memory):
+        memory = () if local is None else (local,)
+        if local is None or isinstance(value, FragmentList):  # the parts say where they are in the local tensor
+            memory = (*memory, *fragments.local_tensors(value))
+        if not all(map(has_memory, memory)):
             return describe(group, name, value, local)  # raises, with the name
-        form: tuple[object, ...] = (memory.data_ptr(), memory.dtype, memory.shape, memory.stride())
-        if isinstance(value, Fragment):
-            form = (*form, value.shape, value.offset, value.flat)
+        form: tuple[object, ...] = tuple((part.data_ptr(), part.dtype, part.shape, part.stride()) for part in memory)
+        if isinstance(value, Fragment | FragmentList):
+            form = (*form, *(part.place for part in fragments.parts_of(value) if isinstance(part, Fragment)))
         before = self.known.get((group, name))
-        if before is None or before.value is not value or before.form != form:
+        if before is None or fragments.objects(before.value) != fragments.objects(value) or before.form != form:
             before = self.known[group, name] = KnownLeaf(value, form, *describe(group, name, value, local))
         return before.leaf, before.mesh
 
@@ -160,10 +163,9 @@ class PartPlan:
 def describe(group: str, name: str, value: Storable, local: torch.Tensor | None = None) -> tuple[Leaf, dict[str, int]]:
     """The leaf of a live tensor and its mesh; refuses, by name, a tensor that no file can hold."""
     path = f"{group}/{name}"
-    placed: PlacedPieces = fragments.pieces(value, path) if local is None else fragments.pieces_like(value, local, path)
-    typed = local if local is not None else value.tensor if isinstance(value, Fragment) else value
-    plain = not isinstance(value, Fragment) and not fragments.is_dtensor(value)
-    leaf = Leaf(group, name, safetensors_name(typed.dtype, path), *placed[:3], plain, placed.alone)
+    placed: PlacedPieces = pieces(value, path) if local is None else pieces_like(value, local, path)
+    dtype = value.dtype if local is None else local.dtype
+    leaf = Leaf(group, name, safetensors_name(dtype, path), *placed[:3], not fragments.is_sharded(value), placed.alone)
     TensorSpec(group, name, leaf.dtype, leaf.shape).check()
     return leaf, placed.mesh
 

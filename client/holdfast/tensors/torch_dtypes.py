@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -125,6 +126,20 @@ def shares_places(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # asking torch for the wrapped tensor takes longer than all else here
+
+
+class MemorySpan(NamedTuple):
+    """The addresses from the first to behind the last byte of a tensor that has memory."""
+
+    start: int
+    stop: int
+
+
+def memory_span(tensor: torch.Tensor) -> MemorySpan:
+    """Where a plain tensor lies; of a view with gaps, the gaps too."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return MemorySpan(start, start + (last + 1) * tensor.element_size() if tensor.numel() else start)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from holdfast.tensors import json_values
-from holdfast.tensors.fragments import Fragment, Storable, is_dtensor
+from holdfast.tensors.fragments import FragmentList, Storable, is_sharded
 from holdfast.tensors.json_values import Trail
 from holdfast.tensors.torch_dtypes import has_memory, local_shape, overlaps, shares_places, torch_dtype
 from holdfast_formats.errors import InvalidRequest
@@ -29,12 +29,12 @@ def grow(value: Any, path: str, prefix: str, own: str | None = None) -> Tree:
     """Split a nested value into text and tensors, or refuse it with the path.
 
     Tensors are named `prefix/key/…`. If `own`, a prefix of this rank, is given, all tensors are named below that instead,
-    except DTensors and Fragments, of which every rank has only a part.
+    except DTensors, Fragments and lists of Fragments, of which every rank has only a part.
     """
     tensors: dict[str, Storable] = {}
 
     def place(trail: Trail, item: Any) -> str:
-        sharded = isinstance(item, Fragment) or is_dtensor(item)
+        sharded = is_sharded(item)
         name = _name(prefix if own is None or sharded else own, trail, tensors)
         if isinstance(item, np.ndarray):
             item = _from_array(item, json_values.render(path, trail), filled=own is None)
@@ -98,6 +98,8 @@ def regrow(text: str, path: str, spec: Callable[[str], tuple[str, Shape] | None]
 
     def fetch(kind: str, name: str) -> Any:
         value = tensors[name]
+        if isinstance(value, FragmentList):
+            return value.given
         return value.numpy() if kind == "array" and isinstance(value, torch.Tensor) else value
 
     return Regrown(

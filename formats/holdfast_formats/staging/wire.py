@@ -17,11 +17,12 @@ from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_formats.staging import messages
 from holdfast_formats.whereabouts import RootMark
 
-PROTOCOL = 5
+PROTOCOL = 6
 FRAME_BYTES_MAX = 2**20
 LENGTH_BYTES = 4
 HELD_RANKS_MAX = 64  # descriptors that one message may have
 WAIT_MAX_S = 86_400.0
+PATH_MAX = 4096
 
 
 class Message(BaseModel):
@@ -123,7 +124,7 @@ class Choose(Request, messages.StepQuestion):
     """This rank's `turn`-th question; every rank's n-th question has the same answer."""
 
     type: Literal["choose"] = "choose"
-    turn: int = Field(ge=0)
+    turn: int = Field(ge=0, le=messages.COUNT_MAX)
     wait_s: float = Field(default=0.0, ge=0.0, le=WAIT_MAX_S)
 
 
@@ -135,7 +136,7 @@ class Ended(Request, messages.RestoreResult):
     """The reply comes when the other ranks' restores have ended too, or one of them has met damage."""
 
     type: Literal["ended"] = "ended"
-    turn: int = Field(ge=0)
+    turn: int = Field(ge=0, le=messages.COUNT_MAX)
     wait_s: float = Field(default=0.0, ge=0.0, le=WAIT_MAX_S)
 
 
@@ -166,6 +167,13 @@ class HeldSlots(Reply):
 
     type: Literal["held-slots"] = "held-slots"
     parts: tuple[HeldPart, ...] = Field(default=(), max_length=HELD_RANKS_MAX)
+
+
+class WatchLinks(Request):
+    """Links in this directory to checkpoints of the run keep them, as long as they stand."""
+
+    type: Literal["watch-links"] = "watch-links"
+    directory: str = Field(min_length=1, max_length=PATH_MAX)
 
 
 class Measured(Request):
@@ -202,7 +210,7 @@ class Outcome(Message):
 
 
 ToDaemon = Annotated[
-    Hello | Reserve | Attach | Lease | Seal | Abandon | Choose | Ended | Held | Measured | Farewell,
+    Hello | Reserve | Attach | Lease | Seal | Abandon | Choose | Ended | Held | WatchLinks | Measured | Farewell,
     Field(discriminator="type"),
 ]
 ToRank = Annotated[

@@ -79,6 +79,7 @@ class Conversation:
             wire.Choose: self._choose,
             wire.Ended: self._ended,
             wire.Held: self._held,
+            wire.WatchLinks: self._watch_links,
             wire.Measured: self._measured,
             wire.Farewell: self._farewell,
         }
@@ -272,6 +273,10 @@ class Conversation:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _watch_links(self, request: wire.WatchLinks) -> wire.Reply:
+        self._plane.decisions.watch_links(self._known().run, request.directory)
+        return wire.Done(reply_to=request.id)
 
     def _measured(self, request: wire.Measured) -> None:
         self._plane.saver.history.stalled(self._known(), request.step, request.stall_s)

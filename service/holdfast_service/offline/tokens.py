@@ -46,7 +46,7 @@ def _done(given: argparse.Namespace) -> Any:
     root = Path(given.root)
     if not root.is_dir() and given.what != "create":
         raise NoSuchResource(f"the directory {root} does not exist", hint="pass the daemon's directory as --root")
-    check_root_place(root.resolve())
+    check_root_place(root)
     root.mkdir(parents=True, exist_ok=True)
     database = Database.open(given.catalog or catalog_url(root))
     try:

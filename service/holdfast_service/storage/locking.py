@@ -33,7 +33,7 @@ def lock_root(root: Path) -> RootLock:
 
     `InvalidRequest` for a directory inside a run or a checkpoint.
     """
-    check_root_place(root.absolute())
+    check_root_place(root)
     make_root(root)
     with translated("lock", str(root)):
         return _lock(root, root / naming.LOCK)

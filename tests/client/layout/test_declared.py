@@ -282,21 +282,26 @@ def test_only_the_optimizer_is_saved(whole: llama.Arrays) -> None:
     assert all(some[path].shape == leaf.shape for path, leaf in every.items())
 
 
-def test_what_says_itself_where_it_lies_is_left_alone(whole: llama.Arrays) -> None:
-    """A Fragment beside local tensors is stored and restored by its own word."""
+@pytest.mark.parametrize("several", [False, True])
+def test_what_says_itself_where_it_lies_is_left_alone(whole: llama.Arrays, several: bool) -> None:
+    """A Fragment beside local tensors, or a list of them, is stored and restored by its own word."""
     name = "model.layers.0.mlp.down_proj.weight"
 
     def with_fragment(rank: int, arrays: llama.Arrays) -> dict[str, Any]:
         local: dict[str, Any] = tensors(llama.cut(arrays, 2, rank))
         rows = torch.from_numpy(np.array(arrays[name][8 * rank : 8 * rank + 8]))
-        return {"model": {**local, name: Fragment(rows, (llama.HIDDEN, llama.INTER), offset=(8 * rank, 0))}}
+        cuts = [(0, 3), (3, 8)] if several else [(0, 8)]
+        parts = [Fragment(rows[a:b], (llama.HIDDEN, llama.INTER), offset=(8 * rank + a, 0)) for a, b in cuts]
+        return {"model": {**local, name: parts if several else parts[0]}}
 
     checkpoint = save([with_fragment(rank, whole) for rank in range(2)], "tp=2")
     assert torch.equal(checkpoint.tensors["model", name], torch.from_numpy(whole[name]))
     for rank in range(2):
         state = with_fragment(rank, moved(whole))
         restore(checkpoint, state, "tp=2", rank)
-        np.testing.assert_array_equal(state["model"][name].tensor.numpy(), whole[name][8 * rank : 8 * rank + 8])
+        held = state["model"][name]
+        found = torch.cat([part.tensor for part in (held if several else [held])]).numpy()
+        np.testing.assert_array_equal(found, whole[name][8 * rank : 8 * rank + 8])
 
 
 def test_what_does_not_fit_is_refused_by_name(whole: llama.Arrays) -> None:

@@ -138,6 +138,12 @@ def test_a_path_is_meant_where_it_was_said(here: Path, monkeypatch: pytest.Monke
     assert place_of_root("data.sock").root == here / "elsewhere" / "data.sock"
 
 
+def test_a_slash_at_the_end_means_a_directory(here: Path) -> None:
+    """So a socket that is there is refused at once, and not at the first save."""
+    with listening(here / "daemon"), pytest.raises(InvalidRequest, match="is a socket and no directory"):
+        place("daemon/")
+
+
 @pytest.mark.parametrize("at", ["data", "d.sock", None])
 def test_nothing_is_relative_to_a_directory_that_is_gone(
     here: Path, monkeypatch: pytest.MonkeyPatch, at: str | None
@@ -152,7 +158,9 @@ def test_nothing_is_relative_to_a_directory_that_is_gone(
     assert place(here / "data").root == here / "data"
 
 
-@pytest.mark.parametrize("at", [" data", "data ", "~nobody-of-this-name/data", "file/data", "nothing", "x" * 300])
+@pytest.mark.parametrize(
+    "at", [" data", "data ", "~nobody-of-this-name/data", "file/data", "nothing", "nothing/below", "x" * 300]
+)
 def test_what_can_be_no_directory_is_refused_at_once(here: Path, at: str) -> None:
     """Blanks around it, nobody's home, a file above, a link to nothing, a name too long: not only at the first save."""
     (here / "file").touch()

@@ -86,6 +86,16 @@ def ranks(
     return made
 
 
+def test_there_are_no_links_on_another_machine(far: RunningDaemon, run: str, tmp_path: Path) -> None:
+    """A directory of that name here would be another one."""
+    with Checkpointer(run, {"model": torch.nn.Linear(2, 2)}, at=far.url) as checkpointer:
+        ticket = checkpointer.save(1)
+        with pytest.raises(InvalidRequest, match="not on this machine"):
+            checkpointer.link(ticket, tmp_path / "link")
+        ticket.result()
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_same_save_and_restore(far: RunningDaemon, run: str) -> None:
     """Save, change, save, restore: bit-exact, though not a byte of memory is shared."""
     state = {**random_state(3 * MIB + 5), "epoch": 4, "empty": torch.empty(0)}

@@ -56,6 +56,8 @@ def make() -> dict[str, Any]:
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)
     state = {"model": model, "optim": optim, "ema": {"a": torch.ones(4), "b": torch.ones(2, 3)}}
     state |= {"loose": {"a": torch.ones(5)}, "one": torch.ones(2), "part": Fragment(torch.ones(2), (4,), offset=(2,))}
+    state["boxed"] = Fragment(torch.ones(1), (2, 4), offset=(0, 0), box=(2, 2), flat=(2, 3))
+    state["parts"] = [Fragment(torch.ones(2), (8,), offset=(at,)) for at in (2, 0)]
     step(state)
     critic, others = nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
     wrapped = Accelerated(torch.optim.AdamW(critic.parameters(), lr=0.1))
@@ -258,6 +260,26 @@ def place_of_a_fragment(state: dict[str, Any]) -> None:
     state["part"].offset = (0,)
 
 
+def box_of_a_fragment(state: dict[str, Any]) -> None:
+    state["boxed"].box = (1, 4)
+
+
+def part_added(state: dict[str, Any]) -> None:
+    state["parts"].append(Fragment(torch.full((3,), 5.0), (8,), offset=(4,)))
+
+
+def parts_turned(state: dict[str, Any]) -> None:
+    state["parts"].reverse()
+
+
+def tensor_of_a_part(state: dict[str, Any]) -> None:
+    state["parts"][1].tensor = torch.full((2,), 6.0)
+
+
+def part_that_is_none(state: dict[str, Any]) -> None:
+    state["parts"].append(None)
+
+
 def registered_again(state: dict[str, Any]) -> None:
     state["model"][0].register_buffer("mean", torch.full((6,), 3.0))
 
@@ -301,6 +323,11 @@ CHANGES = [
     fewer_optimizers,
     tensor_of_a_fragment,
     place_of_a_fragment,
+    box_of_a_fragment,
+    part_added,
+    parts_turned,
+    tensor_of_a_part,
+    part_that_is_none,
     registered_again,
     parameter_replaced,
     containers_of_a_module,

@@ -234,7 +234,7 @@ def test_partitioned_parameters_are_refused() -> None:
         InvalidRequest, match=r"'0\.weight' is partitioned by DeepSpeed: its global shape is \[4, 3\]"
     ) as told:
         TrainState({"model": module, "optim": optimizer}, 0, 1)
-    assert "fully_shard" in told.value.hint
+    assert "deepspeed.attach" in told.value.hint
     with pytest.raises(InvalidRequest, match=r"all 4 tensors are empty, for example '0\.weight'"):
         TrainState({"model": module.state_dict()}, 0, 1)
     with pytest.raises(InvalidRequest, match="in none of its param_groups"):

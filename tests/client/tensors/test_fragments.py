@@ -1,160 +1,162 @@
-"""Where live tensors lie in global ones: boxes, views, and the split rules of torch."""
+"""Shards declared by hand: their boxes, lists of them, and what of them is refused."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
+from itertools import pairwise
+from math import prod
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+from hypothesis import given
+from hypothesis import strategies as st
 
-from holdfast.tensors.fragments import Fragment, Split, _runs_along, pieces, pieces_like, split_runs
+from holdfast.tensors.fragments import Fragment, FragmentList, fragment_list
 from holdfast_formats.errors import InvalidRequest, StateMismatch
 from holdfast_formats.region import Box
-from tests.torchruns import launch
+from tests.tiling import tiles
 
 
-def test_a_plain_tensor_is_one_whole_box():
-    """A plain tensor is whole, detached, and the same memory."""
-    parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
-    placed = pieces(parameter, "w")
-    assert placed.shape == (2, 3) and placed.placement == "replicate" and placed.mesh == {}
-    [piece] = placed.pieces
-    assert piece.box == Box((0, 0), (2, 3)) and not piece.tensor.requires_grad
-    piece.tensor[1, 2] = -1
-    assert parameter[1, 2].item() == -1
+@st.composite
+def flat_parts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, int]]:
+    """A shape, a box in it (corner and shape), and a range of the box's elements."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
+    box = tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
+    start = draw(st.integers(0, prod(box)))
+    return shape, offset, box, (start, draw(st.integers(start, prod(box))))
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(24.0).view(4, 6)[1:3, ::2],
-        torch.arange(6.0).view(2, 3).t(),
-        torch.tensor(5),
-        torch.ones(3).expand(1, 3),
-        torch.tensor([True, False]),
-    ],
-    ids=["strided view", "transposed", "0-d", "one row", "bool"],
-)
-def test_views_and_scalars_are_taken_as_they_are(tensor):
-    """No copy is made of what is not contiguous, or has no dimension."""
-    [piece] = pieces(tensor, "w").pieces
-    assert piece.box.shape == tuple(tensor.shape) == tuple(piece.tensor.shape)
-    assert piece.tensor.data_ptr() == tensor.data_ptr() and piece.tensor.stride() == tensor.stride()
+@given(flat_parts())
+def test_a_flat_range_of_a_box_is_the_run_of_its_elements(
+    case: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, int]],
+) -> None:
+    """Its boxes, one after the other, have the elements that slicing the box out and flattening it gives."""
+    shape, offset, box, (start, stop) = case
+    elements = torch.arange(prod(shape)).reshape(shape)
+    cut = elements[Box(offset, box).slices].reshape(-1)[start:stop]
+    fragment = Fragment(cut.clone(), shape, offset=offset, box=box, flat=(start, stop))
+    found = [elements[part.slices].reshape(-1) for part in fragment.boxes]
+    assert len(found) <= max(2 * len(shape) - 1, 1)
+    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *found]), cut)
+    assert fragment.with_tensor(cut.clone()).place == fragment.place
 
 
-def test_elements_that_share_a_place_are_refused():
-    """An expanded tensor has no memory of its own for each element: said by name."""
-    with pytest.raises(InvalidRequest, match="'w' is expanded or overlaps itself"):
-        pieces(torch.ones(3).expand(2, 3), "w")
+@given(flat_parts(), st.data())
+def test_runs_of_a_box_tile_it(
+    case: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, int]], data: st.DataObject
+) -> None:
+    """A box cut into runs anywhere, as a distributed optimizer does, is covered exactly by the list of them."""
+    shape, _, _, _ = case
+    size = prod(shape)
+    cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=4))})
+    origin = (0,) * len(shape)
+    parts = [Fragment(torch.zeros(b - a), shape, offset=origin, box=shape, flat=(a, b)) for a, b in pairwise(cuts)]
+    assert tiles(FragmentList(parts, "w").boxes, shape)
 
 
-def test_an_empty_tensor_has_no_pieces():
-    """Zero elements are no piece, and the shape is still known."""
-    assert pieces(torch.zeros(0, 4), "w")[:2] == ((0, 4), ())
-
-
-@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
-def test_float4_boxes_count_elements():
-    """Boxes of float4 count the format's elements, twice what torch counts."""
-    packed = torch.zeros(4, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    placed = pieces(Fragment(packed[:2], (4, 2), offset=(2, 0)), "w")
-    assert placed.shape == (4, 4) and placed.pieces[0].box == Box((2, 0), (2, 4))
-    assert placed.pieces[0].tensor.shape == (2, 2)
-
-
-def test_a_box_fragment_lies_at_its_offset():
-    """A declared shard is its box, and its memory is the caller's."""
-    local = torch.zeros(2, 3)
-    placed = pieces(Fragment(local, (4, 6), offset=(2, 3)), "w")
-    assert placed.shape == (4, 6)
-    placed.pieces[0].tensor.fill_(1)
-    assert placed.pieces[0].box == Box((2, 3), (2, 3)) and local.sum() == 6
-
-
-def test_a_flat_fragment_is_cut_into_boxes():
-    """A flat range becomes boxes whose views follow each other in the local memory."""
-    whole = torch.arange(24.0).view(2, 3, 4)
-    for start, stop in itertools.combinations(range(25), 2):
-        local = whole.view(-1)[start:stop].clone()
-        placed = pieces(Fragment(local, (2, 3, 4), flat=(start, stop)), "w")
-        assert sum(piece.box.volume for piece in placed.pieces) == stop - start
-        assert all(torch.equal(whole[piece.box.slices], piece.tensor) for piece in placed.pieces)
-        assert placed.pieces[0].tensor.data_ptr() == local.data_ptr()
+NOTHING = torch.zeros(2)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Fragment(torch.zeros(2), (4,)), "either an offset or a flat range"),
-        (lambda: Fragment(torch.zeros(2), (4,), offset=(0,), flat=(0, 2)), "either an offset or a flat range"),
-        (lambda: Fragment(torch.zeros(2), (4,), offset=(3,)), "outside shape"),
-        (lambda: Fragment(torch.zeros(2), (4,), offset=(0, 0)), "outside shape"),
+        (lambda: Fragment(NOTHING, (4,)), "either an offset or a flat range"),
+        (lambda: Fragment(NOTHING, (4,), offset=(0,), flat=(0, 2)), "either an offset or a flat range"),
+        (lambda: Fragment(NOTHING, (4,), offset=(3,)), "outside shape"),
+        (lambda: Fragment(NOTHING, (4,), offset=(0, 0)), "outside shape"),
         (lambda: Fragment(torch.zeros(3), (4,), flat=(0, 2)), "contiguous tensor of 2 elements, not one of 3"),
         (lambda: Fragment(torch.zeros(4)[::2], (4,), flat=(0, 2)), "not contiguous"),
-        (lambda: Fragment(torch.zeros(2), (4,), flat=(3, 5)), "outside a tensor"),
+        (lambda: Fragment(NOTHING, (4,), flat=(3, 5)), "outside a tensor"),
+        (lambda: Fragment(NOTHING, (4,), box=(2,)), "box= needs offset= and flat="),
+        (lambda: Fragment(NOTHING, (4,), box=(2,), offset=(0,)), "box= needs offset= and flat="),
+        (lambda: Fragment(NOTHING, (4,), box=(2,), flat=(0, 2)), "box= needs offset= and flat="),
+        (lambda: Fragment(NOTHING, (4, 4), offset=(3, 0), box=(2, 4), flat=(0, 2)), "outside shape"),
+        (lambda: Fragment(NOTHING, (4, 4), offset=(0, 0), box=(2,), flat=(0, 2)), "outside shape"),
+        (lambda: Fragment(NOTHING, (4, 4), offset=(1, 1), box=(1, 2), flat=(1, 3)), r"\[1, 3\) lies outside"),
+        (lambda: Fragment(torch.zeros(3), (4, 4), offset=(1, 1), box=(2, 2), flat=(0, 2)), "2 elements, not one of 3"),
+        (lambda: Fragment([1.0, 2.0], (4,), offset=(0,)), "holds a torch.Tensor, not a list"),
+        (lambda: Fragment(NOTHING, (4,), offset=(0,), held=[NOTHING]), "held= is the optimizer's torch.Tensor, not a list"),
+        (lambda: Fragment(NOTHING, 4, offset=(0,)), "shape of a Fragment must be a sequence of whole numbers, not 4"),
+        (lambda: Fragment(NOTHING, (4,), offset=(0.5,)), "offset of a Fragment must be a sequence of whole numbers"),
+        (lambda: Fragment(NOTHING, (4,), flat=(0, 1, 2)), r"is \(start, stop\), not \(0, 1, 2\)"),
     ],
 )
-def test_a_fragment_that_does_not_fit_is_refused(make, message):
-    """A shard outside its tensor, or of another size, is refused when it is declared."""
+def test_a_fragment_that_does_not_fit_is_refused(make: Callable[[], Fragment], message: str) -> None:
+    """A shard outside its tensor, of another size, or described in a way that has no meaning is refused when declared."""
     with pytest.raises((InvalidRequest, StateMismatch), match=message):
         make()
 
 
-def test_state_of_a_fragment_lies_where_the_fragment_lies():
-    """Another tensor of the same local shape has the fragment's boxes."""
-    fragment = Fragment(torch.zeros(6), (4, 3), flat=(2, 8))
-    state = torch.arange(6, dtype=torch.bfloat16)
-    placed = pieces_like(fragment, state, "w/exp_avg")
-    assert [piece.box for piece in placed.pieces] == list(fragment.boxes)
-    assert placed.pieces[0].tensor.data_ptr() == state.data_ptr()
+def rows(tensor: torch.Tensor, at: int, shape: tuple[int, ...] = (4, 4)) -> Fragment:
+    return Fragment(tensor, shape, offset=(at, 0))
 
 
-def indices(runs):
-    return [index for start, stop in runs for index in range(start, stop)]
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: [rows(torch.zeros(1, 4), 0), rows(torch.zeros(1, 4), 1, (5, 4))], r"float32 \[4, 4\] and of .*\[5, 4\]"),
+        (lambda: [rows(torch.zeros(1, 4), 0), rows(torch.zeros(1, 4).half(), 1)], r"float32 \[4, 4\] and of torch.float16"),
+        (
+            lambda: [rows(torch.zeros(2, 4), 0), rows(torch.zeros(1, 4), 1)],
+            r"\[0, 0\]\+\[2, 4\] and \[1, 0\]\+\[1, 4\] over",
+        ),
+        (lambda: [rows(torch.zeros(2, 4), 0), Fragment(torch.zeros(3), (4, 4), flat=(7, 10))], "overlap"),
+        (lambda: [rows(NOTHING.expand(4, 2), 0, (8, 2)), rows(NOTHING.expand(4, 2), 4, (8, 2))], "share memory"),
+        (lambda: (rows(torch.zeros(1, 4), 0), torch.zeros(1, 4)), "values of type Tensor among them"),
+        (lambda: [rows(torch.zeros(1, 4), 0), 3, None], "values of type NoneType, int among them"),
+        (lambda: [rows(torch.zeros(1, 4), 0), [rows(torch.zeros(1, 4), 1)]], "values of type list among them"),
+    ],
+)
+def test_a_list_that_is_not_one_tensor_is_refused(make: Callable[[], Any], message: str) -> None:
+    """Parts of different tensors, elements twice, memory twice, and other things in the list are refused with the path."""
+    with pytest.raises(InvalidRequest, match=rf"^model\.w: .*{message}") as refused:
+        fragment_list(make(), "model.w")
+    assert refused.value.hint
 
 
-def test_splits_follow_torch():
-    """For every small size and mesh, Shard and _StridedShard leave the indices that torch's own split gives."""
-    for size, parts, factor in itertools.product(range(13), range(1, 5), (None, 1, 2, 3)):
-        placement = Shard(0) if factor is None else _StridedShard(0, split_factor=factor)
-        shards, _ = placement._split_tensor(torch.arange(size), parts, with_padding=False)
-        for part in range(parts):
-            assert indices(split_runs(size, [Split(0, parts, part, factor)])) == shards[part].tolist()
+def test_parts_of_one_local_tensor_may_lie_between_each_other():
+    """Columns of one local tensor share no memory, and are one tensor; columns that share one column are refused."""
+    local = torch.zeros(4, 6)
+    one, two = (Fragment(local[:, a::2], (4, 12), offset=(0, 6 * a)) for a in (0, 1))
+    assert fragment_list((one, two), "w").shape == (4, 12)
+    left, right = Fragment(local[:, :3], (4, 12), offset=(0, 0)), Fragment(local[:, 2:], (4, 12), offset=(0, 6))
+    with pytest.raises(InvalidRequest, match="share memory"):
+        fragment_list([left, right], "w")
 
 
-def test_repeated_splits_follow_torch():
-    """Two cuts of one dimension, in torch's order, give torch's local length and first index."""
-    choices = [Shard(0), _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3), Replicate()]
-    for size, mesh, placements in itertools.product((1, 5, 7, 12), ((2, 2), (3, 2)), itertools.product(choices, choices)):
-        for coordinate in itertools.product(*map(range, mesh)):
-            splits = [
-                Split(0, n, c, getattr(p, "split_factor", None))
-                for p, n, c in zip(placements, mesh, coordinate, strict=True)
-                if not isinstance(p, Replicate)
-            ]
-            found = indices(split_runs(size, splits))
-            shape, offset = _compute_local_shape_and_global_offset((size,), mesh, list(coordinate), placements)
-            assert len(found) == shape[0]
-            assert not found or found[0] == offset[0]
+@pytest.mark.parametrize("value", [[], (), [1, 2], [torch.zeros(1)], "text", None, rows(torch.zeros(1, 4), 0), {1: 2}])
+def test_other_values_are_no_list_of_fragments(value: Any) -> None:
+    assert fragment_list(value, "w") is None
 
 
-def test_where_torch_contradicts_itself_the_local_tensor_decides():
-    """For uneven shapes FSDP2 cuts in another order than its placements say: the local length tells which it was."""
+def test_views_of_a_moment_lie_where_the_parts_lie_in_the_parameter():
+    """Whatever the strides of the parameter, each part's moment is at the part's place; another form is refused."""
+    for parameter in (torch.arange(24.0).reshape(4, 6), torch.arange(24.0).reshape(6, 4).t()):
+        halves = parameter[:, :2], parameter[:, 2:]
+        parts = [Fragment(h, (4, 12), offset=(0, 6 * n), held=parameter) for n, h in enumerate(halves)]
+        found = FragmentList(parts, "w")
+        found.check_held(parameter, "optim: w")
+        moment = torch.empty_like(parameter, dtype=torch.bfloat16).copy_(parameter)
+        assert moment.stride() == parameter.stride()
+        views = found.views_of(moment, "optim/w/exp_avg")
+        assert all(torch.equal(view.float(), half) for view, half in zip(views, halves, strict=True))
+        views[1].zero_()
+        assert moment[:, 2:].count_nonzero() == 0 and torch.equal(moment[:, :2].float(), halves[0])
+        with pytest.raises(InvalidRequest, match=r"optim/w/exp_avg: .* is not laid out as its parameter"):
+            found.views_of(torch.zeros(24), "optim/w/exp_avg")
 
-    def along(size, length, *splits):
-        return indices(_runs_along(0, size, (length,), list(splits)))
 
-    cut = Split(0, 3, 2, factor=2)
-    assert along(7, 1, cut, Split(0, 2, 0)) == [6]  # as the placements say: the last third of both halves, halved
-    assert along(7, 1, cut, Split(0, 2, 1)) == [6]  # as fully_shard does it: the last third of rows 4 to 6
-    with pytest.raises(ValueError, match=r"length of 2 in dimension 0 of 7 does not fit"):
-        along(7, 2, cut, Split(0, 2, 1))
-    with pytest.raises(ValueError, match=r"length of 1 in dimension 0 of 58 fits two layouts"):
-        along(58, 1, Split(0, 4, 3, factor=6), Split(0, 6, 3))
-
-
-def test_boxes_of_dtensors_on_four_ranks():
-    """On four real ranks, FSDP2, TP, HSDP, uneven and empty shards: local memory is its box, boxes tile."""
-    launch(4, "tests.client.distributed_fragments")
+def test_an_optimizer_must_hold_the_tensor_of_which_the_parts_are_views():
+    """Parts without held=, parts of other memory, and a parameter with gaps are refused by name."""
+    base = torch.zeros(4, 8)
+    gaps = base[:, :4]
+    for parameter, halves in (
+        (base, [Fragment(base[:2], (8, 8), offset=(0, 0)), Fragment(base[2:], (8, 8), offset=(4, 0))]),
+        (base, [Fragment(torch.zeros(2, 8), (8, 8), offset=(4 * n, 0), held=base) for n in (0, 1)]),
+        (gaps, [Fragment(gaps[2 * n :][:2], (8, 4), offset=(4 * n, 0), held=gaps) for n in (0, 1)]),
+    ):
+        with pytest.raises(InvalidRequest, match=r"optim: w: .* not all views of it") as refused:
+            FragmentList(halves, "w").check_held(parameter, "optim: w")
+        assert "held=" in refused.value.hint

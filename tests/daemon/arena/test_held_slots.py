@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -72,6 +73,24 @@ def test_a_slot_that_is_read_is_not_leased() -> None:
         slots[0].close()
         assert first.lease(3) == held[0][0]
         assert world.held(1) == {}, "with a slot of one rank, the hold of all ranks has ended"
+
+
+def test_a_slot_that_was_read_is_leased_although_a_worker_was_forked_meanwhile() -> None:
+    """The worker has the open file that the lock belongs to, as long as it lives."""
+    with after_a_commit() as (world, (first, _)):
+        held, slots = world.held(1), reading(world, 1)
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+        try:
+            first.lease(2)
+            for slot in slots:
+                slot.close()
+            assert first.lease(3) == held[0][0]
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_a_slot_that_was_leased_meanwhile_is_not_read() -> None:

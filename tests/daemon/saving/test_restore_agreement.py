@@ -173,6 +173,16 @@ def test_no_run_makes_another_ones_restore_be_forgotten() -> None:
     assert restores.judge(rank(0), 0, WELL, 0.0) == GO_ON
 
 
+def test_a_run_that_is_swept_is_forgotten() -> None:
+    """Its restores take no memory any more; those of others stay."""
+    restores, _ = made()
+    for run in ("swept", "r"):
+        restores.told(Participant(run, 0, 2, 1, lambda outcome: None), 0, 500, named=False)
+        restores.gone(Participant(run, 1, 2, 1, lambda outcome: None))
+    restores.forget("swept")
+    assert {key[0] for key in (*restores._turns, *restores._gone)} == {"r"}
+
+
 def test_it_is_known_while_a_rank_restores() -> None:
     """From the answer until it has ended, fails for a reason of its own, saves, asks for another turn, or is gone."""
     restores, _ = made()

@@ -64,6 +64,7 @@ SOCKET_ALONE: dict[Model, str] = {
     wire.Failed: "over HTTP the status and the whole body",
     wire.Farewell: "over HTTP DELETE",
     wire.Measured: "over HTTP it goes with the seal",
+    wire.WatchLinks: "a rank without the daemon's directory has nowhere to link to",
     **dict.fromkeys((wire.Held, wire.HeldSlots), "slots in shared memory"),
 }
 HTTP_ALONE: dict[Model, str] = {bodies.Outcomes: "a list of uploads, for ranks that ask; the socket tells each unasked"}

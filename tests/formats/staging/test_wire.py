@@ -23,6 +23,7 @@ TO_DAEMON: list[Message] = [
     wire.Abandon(id=4, slot=1, step=500, problem=Pinned("x", hint="y").problem()),
     wire.Choose(id=5, turn=0, step=None, groups=("model", "optim")),
     wire.Held(id=7, step=500),
+    wire.WatchLinks(id=9, directory="/out"),
     wire.Farewell(id=8),
     wire.Measured(id=13, step=2, stall_s=0.25),
     wire.Ended(id=11, turn=0, step=500, problem={"code": "corrupt-extent"}, wait_s=60.0),

@@ -113,6 +113,14 @@ class Member(NamedTuple):
 UNNAMED = Member()
 
 
+def _readable(run: str, made: RunAttempts) -> RunAttempts:
+    """The same; `InvalidRequest` for what the next daemon would refuse to read, with the attempts of all runs."""
+    try:
+        return RunAttempts.model_validate(made.model_dump())
+    except ValidationError as error:
+        raise InvalidRequest(f"the attempts of {run!r} cannot be recorded: {str(error)[:200]}") from None
+
+
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -173,11 +181,12 @@ class Attempts:
         with self._writing:
             known = self.of(run, launch, member)
             if known is not None:
-                with self._lock:  # written with the next answer, or before the first commit: see `keep_speakers`
-                    before = self._runs.get(run, RunAttempts())
-                    spoken = before.spoken(known, member)
-                    self._runs = {**self._runs, run: spoken}
-                    if spoken is not before:
+                before = self._of(run)
+                spoken = before.spoken(known, member)
+                if spoken is not before:
+                    spoken = _readable(run, spoken)
+                    with self._lock:  # written with the next answer, or before the first commit: see `keep_speakers`
+                        self._runs = {**self._runs, run: spoken}
                         self._unwritten.add(run)
                 return known, False
             if not self.complete:
@@ -265,13 +274,9 @@ class Attempts:
             return self._runs.get(run, RunAttempts())
 
     def _store(self, changed: Mapping[str, RunAttempts], without: str | None = None) -> None:
-        """Write the file, then know it; `InvalidRequest` for what could not be read back. The lock of the file is held."""
-        for run, made in changed.items():
-            try:
-                RunAttempts.model_validate(made.model_dump())
-            except ValidationError as error:
-                raise InvalidRequest(f"the attempts of {run!r} cannot be recorded: {str(error)[:200]}") from None
-        runs = {run: made for run, made in {**self.known(), **changed}.items() if run != without}
+        """Write the file, then know it. The lock of the file is held."""
+        readable = {run: _readable(run, made) for run, made in changed.items()}
+        runs = {run: made for run, made in {**self.known(), **readable}.items() if run != without}
         self._tier.replace(naming.ATTEMPTS, _File(runs=runs).model_dump_json().encode() + b"\n")
         with self._lock:
             self._runs = runs

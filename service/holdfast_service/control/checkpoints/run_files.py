@@ -16,7 +16,17 @@ from holdfast_service.storage import Tier, vouched
 
 RUN_FILE_BYTES_MAX = 2**20
 LABELS_MAX = 1000
+PATH_MAX = 4096
 ANY_TAG = "*"  # If-Match: whatever is there now
+
+
+class LinkDirectory(BaseModel):
+    """A directory whose links keep checkpoints, and the number of the device that it was on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: Annotated[str, Field(max_length=PATH_MAX)]
+    device: Annotated[int, Field(strict=True, ge=0, le=2**64 - 1)]
 
 
 class RunFile(BaseModel):
@@ -32,6 +42,7 @@ class RunFile(BaseModel):
     pins: tuple[Step, ...] = ()
     labels: dict[str, tuple[Step, ...]] = {}
     policy: RetentionPolicy | None = None
+    link_directories: tuple[LinkDirectory, ...] = ()
 
     @property
     def in_force(self) -> RetentionPolicy:
@@ -70,7 +81,8 @@ def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
     """Replace run.json, atomically and durably; `LimitExceeded` for more marks than it may hold."""
     path = f"{naming.check_run(run)}/{naming.RUN_FILE}"
     marks = max(len(file.pins), sum(map(len, file.labels.values())))
-    encoded = file.model_dump_json(indent=1).encode() + b"\n"
+    unused = None if file.link_directories else {"link_directories"}  # versions before it read the file of who has none
+    encoded = file.model_dump_json(indent=1, exclude=unused).encode() + b"\n"
     if marks > STEPS_MAX or len(file.labels) > LABELS_MAX or len(encoded) > RUN_FILE_BYTES_MAX:
         raise LimitExceeded(
             f"{path} would hold {marks} marks and {len(file.labels)} labels in {len(encoded)} bytes",

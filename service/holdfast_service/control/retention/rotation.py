@@ -33,6 +33,7 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.checkpoints import removal, replicas, roots, run_files
 from holdfast_service.control.checkpoints.readers import Readers
 from holdfast_service.control.checkpoints.run_files import RunFile, RunFiles
+from holdfast_service.control.retention import links
 from holdfast_service.control.retention.policy import Candidate, Decision, decide, foresee, newest_of
 from holdfast_service.storage import Tier
 
@@ -230,6 +231,8 @@ class Rotation:
     def _refuse_held(self, run: str, step: int) -> None:
         """Refuse to remove a checkpoint that nothing may remove at present."""
         self._refuse_pinned(run, step)
+        if held := links.standing(self._files.read(run), run).holds(step):
+            raise Pinned(f"{run}@{step} stays: {'; '.join(held)}", hint="remove the link first, or mount its disk")
         if left_s := self.readers.held(run).get(step):
             raise InUse(
                 f"{run}@{step} is being read", hint="try again after the reader has finished", seconds=round(left_s, 1)
@@ -268,7 +271,10 @@ class Rotation:
         with self._freshness:  # before the catalog is asked
             fresh = {step: _FRESH for of, step in self._fresh if of == run}
         busy = dict.fromkeys(read, _READ) | fresh
-        return file, [_candidate(c, file, busy.get(c.step)) for c in self._listed(run)]
+        linked = links.standing(file, run)
+        for path in linked.unseen:
+            log.warning("nothing of %s is removed: %s, which may hold links to it, cannot be read", run, path)
+        return file, [_candidate(c, file, busy.get(c.step), linked.holds(c.step)) for c in self._listed(run)]
 
     def _listed(self, run: str) -> list[bodies.CheckpointInfo]:
         return roots.all_checkpoints(self._catalog, run)
@@ -356,12 +362,12 @@ _READ = "it is being read"
 _FRESH = "it is being replaced by a new save"
 
 
-def _candidate(c: bodies.CheckpointInfo, file: RunFile, busy: str | None) -> Candidate:
+def _candidate(c: bodies.CheckpointInfo, file: RunFile, busy: str | None, linked: Sequence[str]) -> Candidate:
     pin = ["it is pinned"] if c.step in file.pins else []
     labels = [f"it has the label {label}" for label in file.labels_of(c.step)]
     before = file.policy is None and file.keep_last is not None and c.attempt < file.keep_last_since
     kept = [f"it was saved before the launch that first asked for keep_last={file.keep_last}"] if before else []
-    holds = (*pin, *labels, *kept, *([busy] if busy else []))
+    holds = (*pin, *labels, *linked, *kept, *([busy] if busy else []))
     created, groups = seconds_of(c.created), frozenset(c.groups)
     return Candidate(c.step, created, c.verified, c.metrics, holds, c.healthy, groups, line(c.rewinds), c.abandoned)
 

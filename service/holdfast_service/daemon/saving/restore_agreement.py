@@ -174,6 +174,12 @@ class RestoreAgreement:
         newest = self._findings.newest(who.run) if alone else None
         return RestoreVerdict(problem=(found or error).problem(), late=late, newest=newest)
 
+    def forget(self, run: str) -> None:
+        """Nobody trains this run any more."""
+        with self._changed:
+            self._turns = {key: turn for key, turn in self._turns.items() if key[0] != run}
+            self._gone = {key: ranks for key, ranks in self._gone.items() if key[0] != run}
+
     def close(self) -> None:
         """Whoever waits goes on."""
         with self._changed:
@@ -190,8 +196,11 @@ class RestoreAgreement:
         return self._turns[key]
 
     def _complete(self, who: Participant, current: _Turn) -> bool:
-        missing = set(range(current.world)) - current.ended - self._gone.get((who.run, who.attempt), set())
-        if missing and not missing & current.asked and time.monotonic() - current.began > self.unheard_s:
-            log.warning("%s attempt %s: ranks %s have not asked what to restore", who.run, who.attempt, sorted(missing))
+        done = current.ended | self._gone.get((who.run, who.attempt), set())
+        if len(done) >= current.world:
             return True
-        return not missing
+        if current.asked <= done and time.monotonic() - current.began > self.unheard_s:
+            missing = sorted(set(range(current.world)) - done)
+            log.warning("%s attempt %s: ranks %s have not asked what to restore", who.run, who.attempt, missing)
+            return True
+        return False

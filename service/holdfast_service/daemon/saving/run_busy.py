@@ -13,7 +13,7 @@ from typing import TypeVar
 from holdfast_formats.errors import InvalidRequest, RunBusy
 from holdfast_formats.staging.messages import Introduction
 from holdfast_formats.staging.wire import PROTOCOL, Outcome
-from holdfast_service.daemon.arena.shares import ADMIN, Asker
+from holdfast_service.daemon.arena.shares import Asker
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.rounds import Participant
 from holdfast_service.daemon.saving.saver import Saver
@@ -24,6 +24,7 @@ HINT = (
     "stop the other job, or use another run name; HOLDFAST_TAKE_OVER=1 takes the run over and shuts the other job out. "
     "If these are ranks of one job, HOLDFAST_LAUNCH and WORLD_SIZE must be the same on all of them"
 )
+ALONE_HINT = "; Checkpointer.alone() is for one rank of a job, and no other rank may construct one for this run"
 
 
 class DistantParticipant(Participant):
@@ -72,9 +73,7 @@ def check(hello: Introduction) -> None:
         raise InvalidRequest(f"rank {hello.rank} is not valid in a world of {hello.world}")
 
 
-def let_in(
-    saver: Saver, decisions: Decisions, hello: Introduction, join: Callable[[int], _Made], asker: Asker = ADMIN
-) -> _Made:
+def let_in(saver: Saver, decisions: Decisions, hello: Introduction, join: Callable[[int], _Made], asker: Asker) -> _Made:
     """Declare a rank's attempt and let it `join`; `RunBusy` for the first rank of a new launch while another job is
     active.
 
@@ -103,7 +102,7 @@ def let_in(
     raise RunBusy(
         f"another job is training {hello.run!r}: attempt {newest.attempt}, {len(living)} of {newest.world} "
         "ranks are connected here",
-        hint=HINT,
+        hint=HINT + (ALONE_HINT if hello.world == newest.world == 1 else ""),
         attempt=newest.attempt,
         ranks=len(living),
         retry_after_s=round(max(_until_gone(other) for other in living), 1) if all(o.remote for o in living) else 0.0,

@@ -115,6 +115,7 @@ class Saver:
             if run in self._connected.runs or any(key.run == run for key in (*self._open, *self._pending)):
                 return False
             self._connected.forget(run)
+            self.restores.forget(run)
             return True
 
     def present(self, run: str) -> list[Participant]:

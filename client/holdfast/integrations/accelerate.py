@@ -1,0 +1,291 @@
+"""Accelerate: `save_state()` and `load_state()` of an `Accelerator` go to Holdfast.
+
+    accelerator = Accelerator()
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    attach(accelerator, "llama3-8b", at="/fast/checkpoints")
+
+    steps = accelerator.load_state()                  # the newest checkpoint; 0 if there is none yet
+    accelerator.save_state("outputs/step_500")        # returns at once; "outputs/step_500" is a link
+
+Everything that is prepared or registered is stored. What each loader needs to go on with the same rows and random numbers
+is in `loader_positions`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.integrations.loader_positions import LoaderPosition
+from holdfast.stage.save_request import Wait
+from holdfast.state import optimizer_wrappers
+from holdfast.tickets import SaveTicket, settle
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.lineage import Existing
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from holdfast.checkpointer_options import Options
+
+_DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+_ELSEWHERE = {"DEEPSPEED": "use holdfast.integrations.deepspeed.attach(engine, …)"}
+_NUMBER = re.compile(r"(\d+)(?=\D*$)")
+
+
+def attach(accelerator: Any, run: str, **options: Unpack[Options]) -> AcceleratorCheckpoints:
+    """Make `accelerator` save to and load from the run. Call it after `prepare()`, on every process.
+
+    `options` are those of `Checkpointer`; `policy` is "wait", so that no save is dropped, and `keep_last` is the project's
+    `total_limit`, unless they say otherwise. From then on
+
+    -   `save_state(output_dir)` saves and returns at once. The step is the number of optimizer steps, or `step=`;
+        `metrics=` and `wait=` are those of `Checkpointer.save`. `output_dir` becomes a link to the checkpoint, where the
+        daemon is on this machine.
+    -   `load_state()` restores the newest checkpoint, `load_state(500)` that step, `load_state(directory)` the checkpoint
+        that a directory is or leads to; directories that accelerate wrote itself are loaded by accelerate. It returns the
+        step.
+    -   `skip_first_batches(loader, n)` goes on with the epoch and random numbers of the save.
+    -   `end_training()` sees every save through.
+
+    Raises `InvalidRequest` where nothing is prepared, for the distributed types that it does not know, and where hooks or
+    loaders are registered that it cannot store.
+    """
+    if getattr(accelerator, "holdfast", None) is not None:
+        raise InvalidRequest("this Accelerator is attached already", hint="attach each one once")
+    return AcceleratorCheckpoints(accelerator, run, options)
+
+
+class AcceleratorCheckpoints:
+    """What stands in for an accelerator's own checkpoints; `accelerator.holdfast`."""
+
+    def __init__(self, accelerator: Any, run: str, options: Options) -> None:
+        self._accelerator = accelerator
+        self._own = {name: getattr(accelerator, name) for name in ("save_state", "load_state", "skip_first_batches")}
+        self._end_training = accelerator.end_training
+        self._loaders: list[LoaderPosition] = []
+        self._steps: dict[int, int] = {}  # taken by each optimizer in this process, by its identity
+        self._before = 0  # optimizer steps of the restored checkpoint
+        self._held = -1  # the step that was saved or restored last
+        self._state: dict[str, Any] = {}
+        self._refresh()
+        chosen = _chosen(accelerator, options)
+        at = chosen.get("at")
+        self._linkable = not str(at).startswith(("http://", "https://"))
+        self.checkpointer = Checkpointer(run, self._state, **chosen)
+        self.ticket: SaveTicket | None = None
+        accelerator.holdfast = self
+        accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
+        accelerator.skip_first_batches, accelerator.end_training = self.skip_first_batches, self.end_training
+
+    @property
+    def optimizer_steps(self) -> int:
+        """How many steps the optimizer has taken, before a restore as well; of several, the one that took the most."""
+        return self._before + max(self._steps.values(), default=0)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        step: SupportsIndex | None = None,
+        metrics: Mapping[str, float] | None = None,
+        wait: Wait | None = None,
+        **save_model_func_kwargs: Any,
+    ) -> Path | None:
+        """Save everything; the directory of the link, if there is one. Raises what `Checkpointer.save` raises.
+
+        Raises `InvalidRequest` in the middle of an accumulation of gradients: they are no part of a checkpoint.
+        """
+        _refuse_arguments("save_state", save_model_func_kwargs)
+        self._refuse_hooks(self._accelerator._save_model_state_pre_hook, "register_save_state_pre_hook")
+        if not self._accelerator.gradient_state.sync_gradients:
+            raise InvalidRequest(
+                "save_state() in the middle of an accumulation of gradients, which no checkpoint has",
+                hint="save where accelerator.sync_gradients is true",
+            )
+        project = self._accelerator.project_configuration
+        if project.automatic_checkpoint_naming:
+            output_dir = Path(self._accelerator.project_dir, "checkpoints", f"checkpoint_{project.iteration}")
+            self._make_room(output_dir.parent, project.total_limit)
+        project.iteration += 1  # of the next save, also of a training that goes on from this one
+        number = self.optimizer_steps if step is None else int(step.__index__())
+        self._refresh()
+        existing: Existing = "refuse"
+        if number == self._held:  # without a step in between: the state may differ nevertheless, so it is saved anew
+            existing = "replace"
+            if self.ticket is not None:
+                settle(self.ticket)
+        self.ticket = self.checkpointer.save(number, metrics=metrics, wait=wait, existing=existing)
+        self._held = number
+        if output_dir is None or not self._linkable:
+            return None
+        if self._accelerator.is_main_process:
+            self.checkpointer.link(self.ticket, output_dir)
+        return Path(output_dir)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | SupportsIndex | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> int | None:
+        """Restore the newest checkpoint, or this one, and return its step; 0 where there is none yet.
+
+        A directory that accelerate wrote itself is loaded by accelerate, and None is returned. Raises what
+        `Checkpointer.restore` raises, and `InvalidRequest` for a checkpoint of another run or root.
+        """
+        wanted = self._wanted(input_dir)
+        if isinstance(wanted, Path):
+            self._own["load_state"](str(wanted), load_kwargs, **load_model_func_kwargs)
+            return None
+        strict = load_model_func_kwargs.pop("strict", True)
+        load_model_func_kwargs.pop("map_location", None)  # tensors are restored where they are
+        _refuse_arguments("load_state", load_model_func_kwargs)
+        self._refuse_hooks(self._accelerator._load_model_state_pre_hook, "register_load_state_pre_hook")
+        self._refresh()
+        restored = self.checkpointer.restore(wanted, strict=bool(strict))
+        if wanted is None and not restored and self._has_old_checkpoints():
+            self._own["load_state"](None, load_kwargs)
+            return None
+        if restored or self.checkpointer.last_restore is not None:
+            counts = self._state["accelerate"]
+            self._accelerator.step = counts["step"]
+            self._accelerator.project_configuration.iteration = counts["iteration"]
+            self._before, self._steps = counts["optimizer_steps"], dict.fromkeys(self._steps, 0)
+            self._held = restored
+        return restored
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader without its first batches, as accelerate makes it, which goes on with the random numbers of the save."""
+        position = next((one for one in self._loaders if one.prepared is dataloader), None)
+        if position is not None and num_batches and getattr(dataloader, "use_stateful_dataloader", False):
+            raise InvalidRequest(
+                "a StatefulDataLoader goes on by itself where it was: skip_first_batches() would skip the batches twice",
+                hint="iterate over the loader itself",
+            )
+        made = self._own["skip_first_batches"](dataloader, num_batches)
+        if position is not None:
+            position.skipping(made, num_batches)
+        return made
+
+    def end_training(self) -> None:
+        """See every save through, then end as accelerate does."""
+        self.close()
+        self._end_training()
+
+    def close(self) -> None:
+        """See every save through. Raises the error of one that failed and that nobody was told of."""
+        self.checkpointer.close()
+
+    def _has_old_checkpoints(self) -> bool:
+        """Whether accelerate itself has written checkpoints under automatic names, as before it was attached."""
+        project = self._accelerator.project_configuration
+        place = Path(self._accelerator.project_dir or "", "checkpoints")
+        return bool(project.automatic_checkpoint_naming and place.is_dir()) and any(
+            path.is_dir() and not path.is_symlink() for path in place.iterdir()
+        )
+
+    def _wanted(self, input_dir: str | os.PathLike[str] | SupportsIndex | None) -> int | Path | None:
+        """The step to restore, None for the newest; a path if it is not one of ours."""
+        if input_dir is None:
+            return None
+        if not isinstance(input_dir, str | os.PathLike):
+            return int(input_dir.__index__())
+        path = Path(os.path.expanduser(input_dir))
+        step = self.checkpointer.step_at(path)
+        if step is not None:
+            return step
+        if (path / "COMMIT").exists() and (path / "manifest.json").exists():
+            raise InvalidRequest(
+                f"{path} is a checkpoint of another run or another root than {self.checkpointer.run}",
+                hint="attach to that run, or load parts of it with holdfast.open_checkpoint",
+            )
+        return path
+
+    def _refresh(self) -> None:
+        """Put everything that is prepared or registered by now into the state."""
+        accelerator = self._accelerator
+        kind = getattr(accelerator.distributed_type, "name", str(accelerator.distributed_type))
+        if kind not in _DISTRIBUTED:
+            raise InvalidRequest(
+                f"an Accelerator of the distributed type {kind} is not supported",
+                hint=_ELSEWHERE.get(kind, f"supported are {', '.join(_DISTRIBUTED)}"),
+            )
+        if not accelerator._models:
+            raise InvalidRequest("the Accelerator has no model yet", hint="attach after accelerator.prepare(…)")
+        known = {id(one.prepared): one for one in self._loaders}
+        self._loaders = [known.get(id(loader)) or LoaderPosition(loader) for loader in accelerator._dataloaders]
+        parts: dict[str, Any] = {}
+        _number(parts, "model", accelerator._models)
+        if accelerator._optimizers:
+            parts["optim"] = list(accelerator._optimizers)
+        _number(parts, "scheduler", accelerator._schedulers)
+        _number(parts, "loader", self._loaders)
+        _number(parts, "registered", accelerator._custom_objects)
+        if accelerator.scaler is not None:
+            parts["scaler"] = accelerator.scaler
+        self._count_steps(parts)
+        parts["accelerate"] = {
+            "step": accelerator.step,
+            "iteration": accelerator.project_configuration.iteration,
+            "optimizer_steps": self.optimizer_steps,
+        }
+        self._state.clear()
+        self._state.update(parts)
+
+    def _count_steps(self, parts: Mapping[str, Any]) -> None:
+        for optimizer in optimizer_wrappers.innermost(parts):
+            if id(optimizer) not in self._steps:
+                self._steps[id(optimizer)] = 0
+                optimizer.register_step_post_hook(self._stepped)
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        self._steps[id(optimizer)] += 1
+
+    def _refuse_hooks(self, hooks: Mapping[Any, Any], name: str) -> None:
+        if hooks:
+            raise InvalidRequest(
+                f"{len(hooks)} hooks of {name} would write or read files of their own, which no checkpoint has",
+                hint="remove them: all prepared models are stored whole; register what else is to be kept with "
+                "accelerator.register_for_checkpointing",
+            )
+
+    def _make_room(self, directory: Path, limit: int | None) -> None:
+        """Remove the oldest links of automatic names that are too many. What accelerate wrote itself stays."""
+        if limit is None or not self._accelerator.is_main_process or not directory.is_dir():
+            return
+        linked = [path for path in directory.iterdir() if path.is_symlink()]
+        numbered = [(int(found[1]), path) for path in linked if (found := _NUMBER.search(path.name))]
+        for _, path in sorted(numbered)[: max(len(numbered) + 1 - limit, 0)]:
+            if naming.linked_step(self.checkpointer.run, os.readlink(path)) is not None:
+                path.unlink()
+
+
+def _chosen(accelerator: Any, options: Options) -> Options:
+    """The options, with what the project says where they are silent."""
+    chosen = options.copy()
+    chosen.setdefault("policy", "wait")
+    project = accelerator.project_configuration
+    if project.automatic_checkpoint_naming and project.total_limit is not None:
+        chosen.setdefault("keep_last", project.total_limit)
+    config = getattr(accelerator.unwrap_model(accelerator._models[0]), "config", None)
+    if hasattr(config, "save_pretrained"):
+        chosen.setdefault("assets", [config])
+    return chosen
+
+
+def _number(parts: dict[str, Any], name: str, entries: Any) -> None:
+    """model, model_1, model_2, …, as accelerate names its files."""
+    for index, entry in enumerate(entries):
+        parts[name if index == 0 else f"{name}_{index}"] = entry
+
+
+def _refuse_arguments(name: str, given: Mapping[str, Any]) -> None:
+    if given:
+        raise InvalidRequest(f"{name}() got {', '.join(given)}, which mean nothing to Holdfast", hint="leave them out")

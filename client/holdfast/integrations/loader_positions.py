@@ -1,0 +1,284 @@
+"""Where the data loaders that accelerate has prepared stand, so that training goes on with the same rows and random numbers.
+
+accelerate keeps no position of a plain loader: a script skips the batches that it has seen. For that the loader must begin
+its epoch from the random streams from which it began before, and training must go on from those of the save, at the very
+fetch at which it was made. accelerate 1.15 offers no hook for this; these methods of a loader are what it calls itself:
+
+    begin()                     an epoch begins; all streams are synchronised already
+    base_dataloader.__iter__()  the iterator is made, which draws a seed
+    _update_state_dict()        before each fetch: a loader fetches one batch ahead of the one that it yields
+    end()                       the epoch is over
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import BatchSampler
+
+from holdfast.state import rng
+from holdfast_formats.errors import InvalidRequest
+
+_USED = ("begin", "end", "base_dataloader", "_update_state_dict", "iteration", "end_of_dataloader")
+
+
+class Moment(NamedTuple):
+    """All random streams that a loader may draw from, at one moment."""
+
+    streams: rng.RandomStreams
+    generators: tuple[torch.Tensor, ...]  # of the loader and its sampler
+
+    def state(self) -> dict[str, Any]:
+        return {"tensors": self.streams.tensors, "residual": self.streams.residual, "generators": list(self.generators)}
+
+
+def _moment(state: Any) -> Moment | None:
+    if state is None:
+        return None
+    return Moment(rng.RandomStreams(dict(state["tensors"]), dict(state["residual"])), tuple(state["generators"]))
+
+
+class _Saved(NamedTuple):
+    """What a restore found: the epoch, whether all of it was yielded, and the streams of three moments."""
+
+    iteration: int
+    inside: bool
+    finished: bool
+    epoch: Moment | None
+    fetch: Moment | None
+    now: Moment
+
+
+class LoaderPosition:
+    """The position of one prepared loader; an entry of the state with `state_dict` and `load_state_dict`."""
+
+    def __init__(self, loader: Any) -> None:
+        """Raises `InvalidRequest` for a loader that is not one of accelerate's."""
+        missing = [name for name in _USED if not hasattr(loader, name)]
+        if missing:
+            raise InvalidRequest(
+                f"the data loader {type(loader).__name__} was not prepared by accelerate as Holdfast knows it: it has no "
+                f"{', '.join(missing)}",
+                hint="attach after accelerator.prepare(), with accelerate 1.0 or newer",
+            )
+        self.prepared = loader
+        self._current = loader  # or the one that skips batches of this epoch
+        self._epoch: Moment | None = None
+        self._fetch: Moment | None = None
+        self._inside, self._iteration = False, 0
+        self._restored: _Saved | None = None
+        self._fetches_left = 0
+        if getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False):
+            # accelerate asks a StatefulDataLoader for its state when it prepares it. The iterator made for that would be the
+            # first epoch's, and its rows those of a moment before anybody could note the streams: it is made anew.
+            loader.base_dataloader.load_state_dict({})
+        self._follow(loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position now. Streams are tensors: each rank has its own."""
+        loader = self._current
+        epoch, fetch = self._epoch, self._fetch
+        return {
+            "iteration": loader.iteration,
+            "inside": self._inside,
+            "finished": bool(loader.end_of_dataloader),
+            "epoch": None if epoch is None else epoch.state(),
+            "fetch": None if fetch is None else fetch.state(),
+            "now": self._take().state(),
+            "loader": loader.state_dict() if _keeps_position(loader) else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a position; it counts from the next epoch that begins."""
+        now = _moment(state["now"])
+        assert now is not None
+        saved = _Saved(
+            int(state["iteration"]),
+            bool(state["inside"]),
+            bool(state["finished"]),
+            _moment(state["epoch"]),
+            _moment(state["fetch"]),
+            now,
+        )
+        self._current, self._inside = self.prepared, False
+        self._restored, self._epoch, self._fetch = saved, saved.epoch, saved.fetch
+        over = saved.inside and saved.finished  # the save was made in the last step of the epoch
+        self.prepared.iteration = saved.iteration + over
+        if len(saved.now.generators) == len(self._generators()):
+            _set(self._generators(), saved.now.generators)
+        if state["loader"] is not None and _keeps_position(self.prepared):
+            self.prepared.load_state_dict(state["loader"])
+            self.prepared.dl_state_dict = state["loader"]  # what a save before the next epoch says
+
+    def skipping(self, loader: Any, batches: int) -> None:
+        """Follow a loader that accelerate has made of the prepared one, which leaves out so many batches."""
+        saved, self._current = self._restored, loader
+        self._follow(loader)
+        if saved is None or not saved.inside:
+            return
+        loader.iteration = saved.iteration
+        sampler: Any = getattr(loader, "batch_sampler", None)
+        if hasattr(sampler, "skip_batches"):
+            sampler.batch_sampler = _Until(sampler.batch_sampler, batches, lambda: self._set(saved.fetch))
+
+    def _follow(self, loader: Any) -> None:
+        begin, end, update = loader.begin, loader.end, loader._update_state_dict
+
+        def begun() -> None:
+            begin()
+            self._begun(loader)
+
+        def fetching() -> None:
+            update()
+            self._fetching()
+
+        def ended() -> None:
+            end()
+            self._ended(loader)
+
+        loader.begin, loader.end, loader._update_state_dict = begun, ended, fetching
+        loader.base_dataloader.__iter__ = lambda: self._iterated(loader)
+
+    def _begun(self, loader: Any) -> None:
+        self._current, self._inside, self._iteration = loader, True, loader.iteration
+        saved = self._restored
+        if saved is not None and saved.inside and (loader is not self.prepared or self._takes_up(loader)):
+            self._set(saved.epoch)
+        self._fetches_left = self._fetches_until_saved(loader)
+        self._epoch = self._take()
+
+    def _iterated(self, loader: Any) -> Iterator[Any]:
+        saved, base = self._restored, loader.base_dataloader
+        if saved is not None and _keeps_position(loader) and not self._takes_up(loader):
+            self._first_iterator_draws_nothing(base)
+        iterator: Iterator[Any] = type(base).__iter__(base)
+        if saved is not None and self._goes_on():
+            if self._takes_up(loader):
+                _skip_now(iterator)
+                self._set(saved.fetch)
+            elif _dispatches(loader) and not loader.state.is_main_process:  # it fetches nothing
+                self._set(saved.now)
+        return iterator
+
+    def _fetching(self) -> None:
+        if self._fetches_left:
+            self._fetches_left -= 1
+            if not self._fetches_left and self._restored is not None:
+                self._set(self._restored.now)
+        self._fetch = self._take()
+
+    def _ended(self, loader: Any) -> None:
+        saved, self._restored, self._inside = self._restored, None, False
+        if loader is self.prepared:
+            return
+        self.prepared.iteration = self._iteration + 1  # accelerate leaves the prepared loader in the epoch before
+        self.prepared.end_of_dataloader = True
+        self._current = self.prepared
+        if saved is not None and saved.inside and saved.finished:  # nothing was left to fetch
+            self._set(saved.now)
+
+    def _goes_on(self) -> bool:
+        """Whether the save that was restored was made within an epoch, of which something is left."""
+        return self._restored is not None and self._restored.inside and not self._restored.finished
+
+    def _takes_up(self, loader: Any) -> bool:
+        """Whether the loader itself goes on in the middle of the epoch."""
+        return self._goes_on() and loader is self.prepared and _keeps_position(loader)
+
+    def _fetches_until_saved(self, loader: Any) -> int:
+        """At which fetch of an epoch that is gone on with the streams of the save are right; 0 for one that begins."""
+        if not self._goes_on():
+            return 0
+        skipped = int(getattr(loader, "skip_batches", 0) or 0)  # fetched and left out: those of an iterable dataset
+        if loader is self.prepared and not _keeps_position(loader):
+            return 0  # the script goes through the epoch once more
+        if not _dispatches(loader):
+            return skipped + 1
+        together = 1 if loader.split_batches else loader.state.num_processes  # fetches for one batch of every process
+        return together * (skipped + 1) + 1
+
+    def _first_iterator_draws_nothing(self, base: Any) -> None:
+        """The iterator that takes up a position draws a seed that training had drawn long before."""
+        make = base._get_iterator
+
+        def first() -> Any:
+            del base._get_iterator
+            before = self._take()
+            iterator = make()
+            self._set(before)
+            return iterator
+
+        base._get_iterator = first
+
+    def _generators(self) -> list[torch.Generator]:
+        """The generators that the loader and its samplers draw from, besides the process's own."""
+        found: list[torch.Generator] = []
+        places: list[Any] = [self.prepared.base_dataloader, self.prepared]
+        sampler = getattr(self.prepared, "batch_sampler", None)
+        while sampler is not None and len(places) < 10:
+            places.append(sampler)
+            sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        for place in places:
+            for name in ("generator", "synchronized_generator"):
+                generator = getattr(place, name, None)
+                if isinstance(generator, torch.Generator) and all(generator is not one for one in found):
+                    found.append(generator)
+        return found
+
+    def _take(self) -> Moment:
+        return Moment(rng.capture(), tuple(one.get_state() for one in self._generators()))
+
+    def _set(self, moment: Moment | None) -> None:
+        if moment is None:
+            return
+        rng.install(moment.streams)
+        _set(self._generators(), moment.generators)
+
+
+class _Until(BatchSampler):
+    """Batches of another sampler; before the one of this number is given out, something is done, once."""
+
+    def __init__(self, batches: Any, number: int, act: Callable[[], object]) -> None:
+        self._batches, self._number, self._act = batches, number, act
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self._batches):
+            if index == self._number:
+                self._act()
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def _skip_now(iterator: Any) -> None:
+    """Have a StatefulDataLoader's iterator pass over what was yielded now, with the streams that the epoch began with.
+
+    Where the sampler has no state of its own, it goes through it from the beginning, at the first fetch (torchdata 0.11).
+    """
+    indices = getattr(iterator, "_sampler_iter", None)
+    if isinstance(indices, itertools.islice) and not getattr(iterator, "_num_workers", 0):
+        first = list(itertools.islice(indices, 1))
+        iterator._sampler_iter = itertools.chain(first, indices)
+
+
+def _keeps_position(loader: Any) -> bool:
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _dispatches(loader: Any) -> bool:
+    """Whether the main process fetches for all."""
+    return hasattr(loader, "slice_fn")
+
+
+def _set(generators: list[torch.Generator], states: tuple[torch.Tensor, ...]) -> None:
+    for generator, state in zip(generators, states, strict=False):
+        generator.set_state(state)

@@ -1,0 +1,253 @@
+"""Which stored tensor each stretch of a Megatron parameter belongs to, from `sharded_state_dict()`.
+
+A local parameter is a row of elements in memory. Megatron says for it, or for each part that a `ShardedTensorFactory` cuts
+out of it (gate and up of one matrix), which box of a global tensor it is. A `ParameterPiece` says this for a stretch of the
+row. The same pieces place the parameter, its full-precision copy, and its moments, whole or a flat range of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.tensors.fragments import Fragment
+from holdfast_formats.errors import InvalidRequest
+from holdfast_formats.region import Shape
+
+EXPERTS = ".experts."
+
+
+class ParameterPiece(NamedTuple):
+    """The elements from `start` on of a local tensor, in its row-major order, are the box at `offset` of a stored tensor.
+
+    `shape` is that of the stored tensor, `box` that of the box.
+    """
+
+    name: str
+    shape: Shape
+    offset: Shape
+    box: Shape
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + prod(self.box)
+
+    def of(self, tensor: torch.Tensor) -> Fragment:
+        """This piece of a contiguous tensor that has all elements of the local one."""
+        part = tensor.detach().view(-1)[self.start : self.stop].view(self.box)
+        return Fragment(part, self.shape, offset=self.offset)
+
+    def within(self, flat: torch.Tensor, begin: int) -> Fragment:
+        """What a tensor of one dimension, with the local elements from `begin` on, holds of this piece; perhaps nothing."""
+        first, last = max(self.start, begin), min(self.stop, begin + flat.numel())
+        last = max(first, last)
+        part = flat.detach()[max(first - begin, 0) : max(last - begin, 0)]
+        if not part.numel():
+            return empty(self.shape, flat.dtype, flat.device)
+        return Fragment(part, self.shape, offset=self.offset, box=self.box, flat=(first - self.start, last - self.start))
+
+
+class Stored(NamedTuple):
+    """A tensor of the model: the live object, its name in the module, and its pieces, which are all of it."""
+
+    tensor: torch.Tensor
+    own: str
+    pieces: tuple[ParameterPiece, ...]
+
+
+class ModelTensors(NamedTuple):
+    """What `sharded_state_dict()` says of all parts of the model on this rank.
+
+    `modules` are those with a value of their own (`get_extra_state`), by a name that is unique among all ranks.
+    """
+
+    tensors: tuple[Stored, ...]
+    modules: dict[str, torch.nn.Module]
+
+
+def empty(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu") -> Fragment:
+    """No element of a tensor of this shape."""
+    return Fragment(torch.empty(0, dtype=dtype, device=device), shape, flat=(0, 0))
+
+
+def read(chunks: Sequence[Any]) -> ModelTensors:
+    """What the unwrapped parts of a model say of their tensors.
+
+    Raises `InvalidRequest`, with the name, for everything that is not a view of a live tensor, and for objects that it does
+    not know.
+    """
+    tensors: list[Stored] = []
+    modules: dict[str, torch.nn.Module] = {}
+    for number, chunk in enumerate(chunks):
+        if not callable(getattr(chunk, "sharded_state_dict", None)):
+            raise InvalidRequest(
+                f"part {number} of the model, a {type(chunk).__name__}, has no sharded_state_dict()",
+                hint="derive it from megatron.core.transformer.MegatronModule",
+            )
+        live = _Live(chunk)
+        for own, value in _leaves(_sharded_state(chunk), ""):
+            _take(own, value, live, tensors, modules)
+        live.check_complete([one.tensor for one in tensors])
+    return ModelTensors(tuple(tensors), modules)
+
+
+def _sharded_state(chunk: Any) -> Mapping[str, Any]:
+    from megatron.core import parallel_state
+
+    # Layers by number rather than stacked, so that a name is one layer's. The group is the default of 0.16.1; without it
+    # 0.16.1 takes the tensor-parallel rank of every tensor for 0.
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    found = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True, "dp_cp_group": group})
+    if not isinstance(found, Mapping):
+        raise InvalidRequest(f"sharded_state_dict() of {type(chunk).__name__} returns a {type(found).__name__}")
+    return found
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{index}")
+    else:
+        yield path, value
+
+
+def _take(own: str, value: Any, live: _Live, tensors: list[Stored], modules: dict[str, torch.nn.Module]) -> None:
+    from megatron.core.dist_checkpointing.mapping import (
+        LocalNonpersistentObject,
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+    )
+
+    if isinstance(value, LocalNonpersistentObject):
+        return
+    if isinstance(value, ShardedObject):
+        if value.data is not None or own.endswith("_extra_state"):
+            modules[value.unique_key] = live.owner(own)
+    elif isinstance(value, ShardedTensor):
+        tensor = live.whole(own, value.data)
+        tensors.append(Stored(tensor, own, (_piece(own, value, tensor),)))
+    elif isinstance(value, ShardedTensorFactory):
+        tensor = live.whole(own, value.data)
+        parts = [part for _, part in _leaves(value.build(), "")]
+        strange = [type(part).__name__ for part in parts if not isinstance(part, ShardedTensor)]
+        if strange:
+            raise InvalidRequest(f"{own}: its ShardedTensorFactory builds a {strange[0]}, not tensors alone")
+        pieces = tuple(sorted((_piece(own, part, tensor) for part in parts), key=lambda piece: piece.start))
+        _check_tiled(own, tensor, pieces)
+        tensors.append(Stored(tensor, own, pieces))
+    else:
+        raise InvalidRequest(
+            f"{own}: sharded_state_dict() has a {type(value).__name__} there",
+            hint="only ShardedTensor, ShardedTensorFactory and ShardedObject can be stored",
+        )
+
+
+def _piece(own: str, part: Any, tensor: torch.Tensor) -> ParameterPiece:
+    """The piece that a `ShardedTensor` over all of a local tensor, or over a stretch of it, stands for."""
+    data = part.data
+    if getattr(part, "flattened_range", None) is not None:
+        raise InvalidRequest(f"{own}: sharded_state_dict() gives a flattened range of it, which no version since 0.16 makes")
+    same = data.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and data.dtype == tensor.dtype
+    start = data.storage_offset() - tensor.storage_offset()
+    if not same or not data.is_contiguous() or start < 0 or start + data.numel() > tensor.numel():
+        raise InvalidRequest(
+            f"{own}: its ShardedTensorFactory makes a tensor of shape {list(data.shape)} that is no stretch of the "
+            "parameter's memory, so a restore into it would be lost",
+            hint="such layers (grouped experts, Mamba) are not supported; use SequentialMLP for experts",
+        )
+    leading = part.prepend_axis_num
+    return ParameterPiece(
+        _named(part.key, part.global_offset[:leading]),
+        tuple(int(size) for size in part.global_shape[leading:]),
+        tuple(int(at) for at in part.global_offset[leading:]),
+        tuple(int(size) for size in data.shape),
+        start,
+    )
+
+
+def _named(key: str, leading: Sequence[int]) -> str:
+    """The stored name: what is stacked on further axes, such as experts, has its number in the name."""
+    if not leading:
+        return key
+    numbers = ".".join(map(str, leading))
+    if EXPERTS in key:
+        before, after = key.split(EXPERTS, 1)
+        return f"{before}{EXPERTS}{numbers}.{after}"
+    return f"{key}.{numbers}"
+
+
+def _check_tiled(own: str, tensor: torch.Tensor, pieces: Sequence[ParameterPiece]) -> None:
+    at = 0
+    for piece in pieces:
+        if piece.start != at:
+            break
+        at = piece.stop
+    if at != tensor.numel():
+        raise InvalidRequest(
+            f"{own}: the parts that its ShardedTensorFactory builds are not the parameter, each element once"
+        )
+
+
+class _Live:
+    """The live tensors of a part of the model."""
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self._chunk = chunk
+        held = [*chunk.parameters(), *chunk.buffers()]
+        self._by_place = {place(tensor): tensor for tensor in reversed(held)}
+
+    def whole(self, own: str, data: Any) -> torch.Tensor:
+        """The parameter or buffer that is this tensor; raises `InvalidRequest` if there is none."""
+        if not isinstance(data, torch.Tensor):
+            raise InvalidRequest(f"{own}: sharded_state_dict() has a {type(data).__name__} there, not a tensor")
+        if type(data) not in (torch.Tensor, torch.nn.Parameter):
+            raise InvalidRequest(
+                f"{own} is a {type(data).__name__}, whose memory cannot be stored as it is",
+                hint="parameters in FP8 are not supported: train without fp8_param, so that they are in bfloat16",
+            )
+        found = self._by_place.get(place(data))
+        if found is None:
+            raise InvalidRequest(
+                f"{own}: sharded_state_dict() makes a tensor of shape {list(data.shape)} for it that is no parameter or "
+                "buffer of the module, so a restore into it would be lost"
+            )
+        if not found.is_contiguous():
+            raise InvalidRequest(f"{own} is not contiguous, so it is not known which of its elements are where")
+        return found
+
+    def owner(self, own: str) -> torch.nn.Module:
+        """The module whose extra state this name is."""
+        path, _, name = own.rpartition(".")
+        try:
+            if name == "_extra_state":
+                return self._chunk.get_submodule(path)
+        except AttributeError:
+            pass
+        raise InvalidRequest(
+            f"{own}: sharded_state_dict() has an object there that is not the extra state of a module",
+            hint="let the module return it from get_extra_state(), as a tensor of dtype uint8",
+        )
+
+    def check_complete(self, stored: Sequence[torch.Tensor]) -> None:
+        """Refuse, by name, parameters that `sharded_state_dict()` leaves out: what they learn would be lost."""
+        known = {place(tensor) for tensor in stored}
+        left = [name for name, tensor in self._chunk.named_parameters() if tensor.numel() and place(tensor) not in known]
+        if left:
+            raise InvalidRequest(
+                f"sharded_state_dict() leaves out {len(left)} parameters of {type(self._chunk).__name__}: "
+                f"{', '.join(left[:5])}",
+                hint="let the modules that own them return them",
+            )
+
+
+def place(tensor: torch.Tensor) -> tuple[int, int, torch.Size, torch.dtype]:
+    """What tells a tensor from all others that do not share its memory."""
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape, tensor.dtype

@@ -1,0 +1,140 @@
+"""The parts of torchtitan's state as entries of a Checkpointer's: its model parts, and where its data loader stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.state.modules import clean
+from holdfast_formats.errors import InvalidRequest, StateMismatch
+
+DATALOADER = "dataloader"
+_KNOWN_HOOKS = ("torch.", "torchtitan.")  # what these do to a state_dict only renames or cuts what the module has
+_PICKLED = b"\x80"  # how a pickle of protocol 2 or newer begins
+
+
+class ModelParts(nn.Module):
+    """The parts of a model (several with pipelines) as one, by their own parameters and persistent buffers.
+
+    torchtitan's fused projections offer copies of their parts from `state_dict()`, gathered from all ranks. The parameter
+    itself is stored instead, in place and without a collective, under its own name: `…attention.qkv_linear.wqkv.weight`.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        """Raises `InvalidRequest` for parts with other state than parameters and buffers, and for a name that two have."""
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self._tensors: dict[str, torch.Tensor] = {}  # looked up once: FSDP shows other tensors in the middle of a step
+        for part in parts:
+            self._add(part)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The live tensors, by name."""
+        return dict(self._tensors)
+
+    def entry(self) -> Any:
+        """What stands for the parts in a state. A save compares a mapping with the last one, and walks through a module
+        anew; but only a module tells buffers, which may differ between ranks, from parameters.
+        """
+        parameters = {id(parameter) for parameter in self.parameters()}
+        return dict(self._tensors) if all(id(one) in parameters for one in self._tensors.values()) else self
+
+    def _add(self, part: nn.Module) -> None:
+        transient = set()
+        for path, module in part.named_modules(remove_duplicate=False):
+            _refuse_state_of_its_own(path, module)
+            # no public way in torch 2.13 tells which buffers are persistent, without the hooks of state_dict()
+            transient |= {f"{path}.{name}" if path else name for name in module._non_persistent_buffers_set}
+        found: list[tuple[str, torch.Tensor]] = [*part.named_parameters(remove_duplicate=False)]
+        found += [pair for pair in part.named_buffers(remove_duplicate=False) if pair[0] not in transient]
+        for raw, tensor in found:
+            name = clean(raw)
+            if self._tensors.setdefault(name, tensor) is not tensor:
+                raise InvalidRequest(
+                    f"two parts of the model have a tensor {name!r}, and they are not the same",
+                    hint="parts of a pipeline have different layers: give them different names",
+                )
+
+
+class DataPosition:
+    """Where torchtitan's data loader stands; an entry of the state.
+
+    `key` names the data-parallel rank, so that each rank finds the position of its data whatever its own number is.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        rank, world = getattr(loader, "dp_rank", None), getattr(loader, "dp_world_size", None)
+        self._known = isinstance(rank, int) and isinstance(world, int)
+        self.key = position_key(rank, world) if isinstance(rank, int) and isinstance(world, int) else DATALOADER
+        others = range(world) if isinstance(world, int) and self._known else ()
+        self.others = tuple(position_key(other, world) for other in others if other != rank and isinstance(world, int))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the loader: a Checkpointer asks such objects for their state before it installs random streams."""
+        return iter(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's position. Raises `InvalidRequest` where it is pickled."""
+        state: dict[str, Any] = self._plain().state_dict(self._loader) if self._plain() else self._loader.state_dict()
+        pickled = [name for name, value in state.items() if isinstance(value, bytes) and value.startswith(_PICKLED)]
+        if pickled:
+            raise InvalidRequest(
+                f"state_dict() of the data loader {type(self._loader).__name__} has a pickle under {pickled[0]!r}",
+                hint="return JSON values and tensors, or leave state_dict() to ParallelAwareDataloader",
+            )
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a position up. The first iterator that is made stands there."""
+        if self._plain():
+            self._plain().load_state_dict(self._loader, dict(state))
+        else:
+            self._loader.load_state_dict(state)
+
+    def _plain(self) -> Any:
+        """torchdata's own class, if torchtitan's only pickles what that has to say."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        from torchtitan.components.dataloader import ParallelAwareDataloader
+
+        kind = type(self._loader)
+        same = all(
+            getattr(kind, name, None) is getattr(ParallelAwareDataloader, name) for name in ("state_dict", "load_state_dict")
+        )
+        return StatefulDataLoader if same and self._known else None
+
+
+def position_key(rank: int, world: int) -> str:
+    """The entry of the state in which a data-parallel rank keeps its position."""
+    return f"{DATALOADER}.{rank}-of-{world}"
+
+
+def explained(error: StateMismatch) -> StateMismatch:
+    """The error of a restore, with what to do where another number of data-parallel ranks saved."""
+    if f"/{DATALOADER}." not in error.detail or error.hint.startswith("another number"):
+        return error
+    return StateMismatch(
+        error.detail,
+        hint="another number of data-parallel ranks saved, and torchtitan's data cannot be divided anew: "
+        'exclude_from_loading=["dataloader"] begins the data anew',
+        **error.members,
+    )
+
+
+def _refuse_state_of_its_own(path: str, module: nn.Module) -> None:
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        raise InvalidRequest(
+            f"{path or 'the model'} ({type(module).__name__}) has get_extra_state(), which this adapter does not store",
+            hint="keep such values in buffers, or pass an object that has them in states=",
+        )
+    for hook in module._state_dict_hooks.values():  # torch 2.13 has no public list of them
+        where = getattr(hook, "__module__", None) or type(hook).__module__
+        if not where.startswith(_KNOWN_HOOKS):
+            raise InvalidRequest(
+                f"{path or 'the model'} ({type(module).__name__}) has a hook of state_dict() from {where}: what it adds to "
+                "the parameters and buffers would not be stored",
+                hint="keep such values in buffers, or pass an object that has them in states=",
+            )

@@ -1,0 +1,65 @@
+"""What a Trainer can do that this adapter cannot: refused by name, before anything is staged."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from holdfast_formats.errors import InvalidRequest
+
+_PLAIN = "train without it, or without Holdfast; plain loops save FSDP2 and tensor parallelism (docs/saving.md)"
+
+
+def check(trainer: Any, options: Mapping[str, Any]) -> None:
+    """Raise `InvalidRequest` with the name of what is not supported, and what to do instead.
+
+    The attributes are those of transformers 4.57.6 and 5.23.0; FSDP and DeepSpeed may also come from accelerate's
+    configuration, which only these attributes show.
+    """
+    args = trainer.args
+    for name, what in (("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP"), ("is_fsdp_xla_enabled", "FSDP")):
+        if getattr(trainer, name):  # an AttributeError here means a Trainer that nobody has looked at yet
+            raise InvalidRequest(f"{what} inside a Trainer is not supported yet", hint=_PLAIN)
+    if any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()):
+        raise InvalidRequest("a model that transformers has sharded is not supported inside a Trainer yet", hint=_PLAIN)
+    if "torch_xla" in sys.modules or "smdistributed" in sys.modules:
+        raise InvalidRequest("torch_xla and SageMaker's model parallelism are not supported", hint=_PLAIN)
+    if args.auto_find_batch_size:
+        raise InvalidRequest(
+            "auto_find_batch_size trains anew with another batch size, which a resumed run could not continue",
+            hint="set per_device_train_batch_size to the size that was found",
+        )
+    if getattr(trainer.model, "_hf_peft_config_loaded", False):  # set by add_adapter() since transformers 4.33
+        raise InvalidRequest(
+            "the model has adapters from add_adapter(), whose names neither PEFT nor from_pretrained() expects",
+            hint="make the model with peft.get_peft_model() instead",
+        )
+    _check_limits(args, options)
+
+
+def check_trial(trainer: Any, trial: object) -> None:
+    """Raise `InvalidRequest` for a trial of a hyperparameter search."""
+    if trial is not None or trainer.hp_search_backend is not None:
+        raise InvalidRequest(
+            "the trials of a hyperparameter search would overwrite each other's checkpoints in one run",
+            hint="search with a Trainer that is not attached, then attach the one that trains",
+        )
+
+
+def _check_limits(args: Any, options: Mapping[str, Any]) -> None:
+    limit, keep_last = args.save_total_limit, options.get("keep_last")
+    if limit and limit > 0 and keep_last is not None and keep_last != limit:
+        raise InvalidRequest(f"save_total_limit={limit} and keep_last={keep_last} contradict each other", hint="give one")
+    if args.load_best_model_at_end and is_remote(options):
+        raise InvalidRequest(
+            "load_best_model_at_end needs a daemon on this machine, because a link keeps the best checkpoint",
+            hint="give the daemon's directory as at=, or set load_best_model_at_end=False",
+        )
+
+
+def is_remote(options: Mapping[str, Any]) -> bool:
+    """Whether the daemon is reached by its address, so that links to its checkpoints lead nowhere here."""
+    return str(options.get("at") or "").startswith(("http://", "https://"))

@@ -1,0 +1,83 @@
+"""What `train(resume_from_checkpoint=…)` means: a step of the run, a directory of the framework's own, or a new start."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple, SupportsIndex
+
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest
+
+AUTO, HEALTHY = "auto", "latest-healthy"
+STATE_FILE = "trainer_state.json"
+_ACCEPTED = f"pass True, False, a step, {AUTO!r}, {HEALTHY!r}, or a checkpoint's directory"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+class Wanted(NamedTuple):
+    """What to resume from: the newest step, unless one is named, or a `directory` that the framework itself wrote."""
+
+    step: int | None = None
+    healthy: bool = False
+    needed: bool = False  # whether it is an error if there is nothing to resume from
+    anew: bool = False  # what the run has is left behind
+    directory: str | None = None
+
+
+def wanted(asked: object, run: str, root: str | None) -> Wanted:
+    """Read the argument, for a run in a root; None if nobody said which. Raises `InvalidRequest` for what means nothing, and
+    for checkpoints of other runs.
+    """
+    if asked is None or asked == AUTO:
+        return Wanted()
+    if isinstance(asked, bool):
+        return Wanted(needed=True) if asked else Wanted(anew=True)
+    if asked == HEALTHY:
+        return Wanted(healthy=True, needed=True)
+    if isinstance(asked, str | os.PathLike):
+        text = os.fspath(asked)
+        if isinstance(text, str) and os.path.lexists(text):
+            return _of_directory(Path(text), run, root)
+        if isinstance(text, str) and text.isascii() and text.isdigit():
+            return Wanted(step=int(text), needed=True)
+        raise InvalidRequest(f"Can't find a valid checkpoint at {asked}: it is neither a step nor a path", hint=_ACCEPTED)
+    if isinstance(asked, SupportsIndex):
+        return Wanted(step=naming.check_step(asked.__index__()), needed=True)
+    raise InvalidRequest(f"resume_from_checkpoint={asked!r} cannot be understood", hint=_ACCEPTED)
+
+
+def own_checkpoint(output_dir: str) -> tuple[int, str] | None:
+    """The newest checkpoint that the framework itself wrote into its directory, with its step."""
+    try:
+        entries = list(Path(output_dir).iterdir())
+    except OSError:
+        return None
+    found = [(int(match[1]), entry) for entry in entries if (match := _CHECKPOINT.fullmatch(entry.name))]
+    own = [(step, str(entry)) for step, entry in found if not entry.is_symlink() and (entry / STATE_FILE).is_file()]
+    return max((one for one in own if not (Path(one[1]) / naming.COMMIT).is_file()), default=None)
+
+
+def links(output_dir: str, run: str) -> dict[int, Path]:
+    """The links `checkpoint-N` to checkpoints of the run, by step, in ascending order."""
+    found = {}
+    for entry in Path(output_dir).glob("checkpoint-*"):
+        match = _CHECKPOINT.fullmatch(entry.name)
+        if match is not None and entry.is_symlink() and naming.linked_step(run, os.readlink(entry)) == int(match[1]):
+            found[int(match[1])] = entry
+    return dict(sorted(found.items()))
+
+
+def _of_directory(path: Path, run: str, root: str | None) -> Wanted:
+    linked = naming.linked_step(run, os.readlink(path)) if path.is_symlink() else None
+    if linked is None and not (path / naming.COMMIT).is_file():
+        return Wanted(directory=str(path), anew=True)
+    place = Path(os.path.realpath(path))
+    step = linked if linked is not None else naming.linked_step(run, str(place))
+    if step is None or (root is not None and place.parents[2] != Path(os.path.realpath(root))):
+        raise InvalidRequest(
+            f"{path} is a Holdfast checkpoint, but none of the run {run}" + (f" in {root}" if root is not None else ""),
+            hint=f"attach the Trainer to the run and the directory that it is in, or `holdfast import {path} {run}@STEP`",
+        )
+    return Wanted(step=step, needed=True)

@@ -1,0 +1,103 @@
+"""What a Trainer trains, as a state for a Checkpointer: the live objects, and the files beside them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from holdfast.integrations.peft import GROUP, adapter, adapter_config
+from holdfast.integrations.transformers.resuming import STATE_FILE
+from holdfast.state.modules import unwrap
+from holdfast_formats.errors import InvalidRequest
+
+ARGUMENTS_FILE = "training_args.json"
+
+
+def peft_model(trainer: Any) -> Any | None:
+    """The PEFT model that is trained; None if it is another one."""
+    if "peft" not in sys.modules:  # then nobody has made one
+        return None
+    from peft import PeftMixedModel, PeftModel
+
+    model = unwrap(trainer.model)
+    if isinstance(model, PeftMixedModel):
+        raise InvalidRequest("PeftMixedModel cannot be saved", hint="train one adapter with PeftModel")
+    return model if isinstance(model, PeftModel) else None
+
+
+def live_objects(trainer: Any) -> dict[str, Any]:
+    """The entries of the state: the model or its adapter, optimizer, scheduler, and scaler if there is one."""
+    peft = peft_model(trainer)
+    state: dict[str, Any] = {"model": trainer.model_wrapped} if peft is None else {GROUP: adapter(peft)}
+    state |= {"optim": trainer.optimizer, "scheduler": trainer.lr_scheduler}
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    if scaler is not None:
+        state["scaler"] = scaler
+    return state
+
+
+def model_group(trainer: Any) -> str:
+    """The group of the trained weights."""
+    return "model" if peft_model(trainer) is None else GROUP
+
+
+def assets(trainer: Any) -> list[Any]:
+    """What belongs beside the weights in every checkpoint: configs, tokenizer or processor, training arguments."""
+    from transformers import PreTrainedModel
+
+    peft = peft_model(trainer)
+    model: Any = unwrap(trainer.model)
+    found: list[Any] = [{ARGUMENTS_FILE: trainer.args.to_json_string()}]
+    if peft is not None:
+        found.append(adapter_config(peft))
+    elif isinstance(model, PreTrainedModel):
+        found.append(_config(model))
+        if model.can_generate():
+            found.append(model.generation_config)
+    elif hasattr(getattr(model, "config", None), "save_pretrained"):
+        found.append(model.config)
+    processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if hasattr(processor, "save_pretrained"):
+        found.append(processor)
+    return found
+
+
+def state_file(trainer: Any) -> dict[str, str]:
+    """The asset of each save: the TrainerState, with the states of callbacks as they are now.
+
+    Text, because losses may be NaN, which the Trainer writes and reads as it is.
+    """
+    from transformers.trainer_callback import ExportableState, TrainerState
+
+    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+    exported = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+    trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
+    values = {field.name: getattr(trainer.state, field.name) for field in dataclasses.fields(trainer.state)}
+    try:
+        return {STATE_FILE: json.dumps(values, sort_keys=True)}
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"trainer.state cannot be written as JSON: {error}",
+            hint="log numbers as Python floats, and let a callback's state() return JSON values",
+        ) from error
+
+
+def metrics(trainer: Any) -> dict[str, float]:
+    """The numbers that were logged at this step."""
+    found: dict[str, float] = {}
+    for entry in reversed(trainer.state.log_history):
+        if entry.get("step") != trainer.state.global_step:
+            break
+        found = {name: value for name, value in entry.items() if type(value) in (int, float)} | found
+    return {name: value for name, value in found.items() if name != "step"}
+
+
+def _config(model: Any) -> Any:
+    """A copy of the model's config with what save_pretrained() adds: the architecture and the dtype."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    return config

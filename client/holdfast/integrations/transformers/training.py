@@ -1,0 +1,302 @@
+"""One attached Trainer and its run: what it resumes from, its saves, and the links where transformers looks for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.config import uploads_checkpoints
+from holdfast.integrations.transformers import refusals, resuming, trainer_state
+from holdfast.integrations.transformers.data_streams import DataStreams
+from holdfast.integrations.transformers.resuming import STATE_FILE, Wanted
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.lineage import Existing
+from holdfast_formats.staging.messages import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from holdfast.tickets import SaveTicket
+
+log = logging.getLogger(__name__)
+
+SENTINEL = "checkpoint-is-incomplete.txt"  # a JIT checkpoint makes the directory with this alone, since transformers 4.57
+_CALLERS = ("WandbCallback", "TrackioCallback", "SwanLabCallback")  # their on_save reads no files, unless W&B is told to
+
+
+class TrainerOptions(TypedDict, total=False):
+    """The options of a `Checkpointer` that an attached Trainer takes."""
+
+    at: str | PathLike[str] | None
+    assets: Any
+    keep_last: int | None
+    slots: int
+    policy: Policy
+    file_bytes_max: int
+
+
+class Source(NamedTuple):
+    """What a training resumes from: a step of the run, and a directory with its trainer_state.json."""
+
+    step: int
+    directory: str
+    named: bool  # this step, and no older one if it is damaged
+    healthy: bool
+
+
+class _OtherStep(Exception):
+    """The chosen step was damaged, and an older one was restored: the training starts once more, from that."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+
+class TrainerRun:
+    """The run of an attached Trainer. Between two trainings it holds no connection and no memory."""
+
+    def __init__(self, trainer: Any, run: str, options: TrainerOptions) -> None:
+        """Raises `InvalidRequest` for what cannot be saved."""
+        self.trainer, self.run, self._options = trainer, naming.check_run(run), options
+        refusals.check(trainer, options)
+        self.streams = DataStreams(trainer.args.world_size, self._install_streams)
+        self.saved_step: int | None = None
+        self._checkpointer: Checkpointer | None = None
+        self._source: Source | None = None
+        self._anew = False
+        self._trained = False
+        self._saves: dict[int, SaveTicket] = {}
+
+    def train(self, asked: object, start: Callable[[str | None], Any]) -> Any:
+        """Resume as asked, and train with `start`, which takes the directory to resume from."""
+        refusals.check(self.trainer, self._options)
+        at = self._options.get("at")
+        root = os.fspath(at) if at is not None and os.path.isdir(at) else None
+        wanted = resuming.wanted(asked, self.run, root)
+        if asked is None and self._trained:
+            raise InvalidRequest(
+                f"this Trainer has trained the run {self.run} already",
+                hint="pass resume_from_checkpoint=True to go on, False to begin the run anew, or attach it to another run",
+            )
+        while True:
+            try:
+                with tempfile.TemporaryDirectory(prefix="holdfast-resume-") as place:
+                    source, directory = self._choose(wanted, place)
+                    return self._train(source, wanted.anew, partial(start, directory))
+            except _OtherStep as other:
+                if self.trainer.args.neftune_noise_alpha is not None:  # train() would add its noise a second time
+                    raise InvalidRequest(
+                        f"the newest checkpoint of {self.run} is damaged, and NEFTune cannot be set up twice in a process",
+                        hint=f"start again with resume_from_checkpoint={other.step}",
+                    ) from other
+                log.warning("step %d of %s is restored instead: training starts once more", other.step, self.run)
+                wanted = Wanted(step=other.step, needed=True)
+
+    def is_source(self, directory: object) -> bool:
+        """Whether this is what this adapter made up to resume from, rather than a checkpoint of transformers' own."""
+        return self._source is not None and directory is not None and str(directory) == self._source.directory
+
+    def restore(self) -> None:
+        """Restore everything, now that it is all there."""
+        assert self._source is not None
+        source, checkpointer = self._source, self._construct()
+        restored = checkpointer.restore(source.step if source.named else None, healthy=source.healthy)
+        if restored != source.step:
+            raise _OtherStep(restored)
+        report = checkpointer.last_restore
+        log.info("resumed %s@%d from the %s", self.run, restored, "" if report is None else report.source)
+
+    def go_on(self) -> None:
+        """Install the random streams, unless the data loader came to where the save was, and has done it."""
+        if not self.streams.reached:
+            self._install_streams()
+        self.streams.forget()
+
+    def begin(self, loader: object) -> None:
+        """The first step is next, and everything that is trained is there."""
+        if self._checkpointer is None:
+            if self._source is not None:
+                raise InvalidRequest(
+                    f"{type(self.trainer).__name__}._load_optimizer_and_scheduler() does not call super()",
+                    hint="nothing was restored: call it there",
+                )
+            self._construct()
+        self.streams.watch(loader)
+
+    def save(self) -> None:
+        """Save the step, and link it to where transformers looks for it."""
+        checkpointer, trainer = self._checkpointer, self.trainer
+        if checkpointer is None:
+            raise InvalidRequest(
+                "no training is under way", hint="save_model() writes the model of a training that has ended"
+            )
+        trainer.store_flos()
+        step: int = trainer.state.global_step
+        self._note_best(step)
+        if self._links:
+            self._clear_way(step)
+        groups = (trainer_state.model_group(trainer),) if trainer.args.save_only_model else None
+        files = trainer_state.state_file(trainer) if trainer.is_world_process_zero() else {}
+        with self.streams.as_of(step):
+            ticket = checkpointer.save(
+                step, groups=groups, metrics=trainer_state.metrics(trainer), existing=self._existing(step), assets=files
+            )
+        self._saves[step] = ticket
+        self.saved_step = step
+        if self._links:
+            checkpointer.link(ticket, self._path(step))
+            self._rotate()
+        if trainer.args.push_to_hub or any(reads_files(one) for one in trainer.callback_handler.callbacks):
+            ticket.result()
+        if trainer.args.push_to_hub:
+            trainer._push_from_checkpoint(str(self._path(step)))
+
+    def load_best(self) -> bool:
+        """Restore the weights of the best checkpoint; False if it is one of transformers' own."""
+        trainer, checkpointer = self.trainer, self._checkpointer
+        path = Path(trainer.state.best_model_checkpoint)
+        if checkpointer is None or not path.is_symlink():
+            return False
+        checkpointer.restore(trainer.state.best_global_step, groups=(trainer_state.model_group(trainer),))
+        return True
+
+    def settle(self) -> None:
+        """Return when every save has ended."""
+        for ticket in self._saves.values():
+            with suppress(CheckpointError):  # close() raises it
+                ticket.result()
+
+    @property
+    def _links(self) -> bool:
+        """Whether this rank makes links."""
+        return bool(self.trainer.is_world_process_zero()) and not refusals.is_remote(self._options)
+
+    def _choose(self, wanted: Wanted, place: str) -> tuple[Source | None, str | None]:
+        """What to resume from, and the directory for transformers, which reads trainer_state.json there."""
+        if wanted.directory is not None or wanted.anew:
+            return None, wanted.directory
+        with self._probe() as probe:
+            step = probe.restore(wanted.step, groups=("extra",), ignore=("extra/rng",), strict=False, healthy=wanted.healthy)
+            own = resuming.own_checkpoint(self.trainer.args.output_dir) if wanted == Wanted(needed=True) else None
+            if own is not None and own[0] > step:
+                log.info("%s is newer than what %s has: transformers resumes from it", own[1], self.run)
+                return None, own[1]
+            if step == 0 and wanted.needed:
+                raise NoSuchCheckpoint(
+                    f"No valid checkpoint found in output directory ({self.trainer.args.output_dir}), and none in the run "
+                    f"{self.run}",
+                    hint="train() without resume_from_checkpoint resumes if there is one, and else begins anew",
+                )
+            if step == 0:
+                return None, None
+            directory = Path(place, f"checkpoint-{step}")
+            directory.mkdir()
+            (directory / STATE_FILE).write_bytes(probe.read_asset(step, STATE_FILE))
+        return Source(step, str(directory), wanted.step is not None, wanted.healthy), str(directory)
+
+    @contextmanager
+    def _probe(self) -> Iterator[Checkpointer]:
+        """A Checkpointer that only looks: models and optimizers are not there yet. What is in memory stays there."""
+        probe = Checkpointer(self.run, {}, at=self._options.get("at"))
+        try:
+            yield probe
+        finally:
+            probe.close(wait=False)
+
+    def _train(self, source: Source | None, anew: bool, start: Callable[[], Any]) -> Any:
+        self._source, self._anew, self._saves = source, anew, {}
+        done = False
+        try:
+            result = start()
+            done = self._trained = True
+            return result
+        finally:
+            self._end(done)
+
+    def _end(self, done: bool) -> None:
+        checkpointer, self._checkpointer, self._source = self._checkpointer, None, None
+        self.streams.forget()
+        if checkpointer is None:
+            return
+        checkpointer.close(wait=done)
+        if done and self._links and self._limit == 1 and self.trainer.state.best_model_checkpoint is not None:
+            self._unlink(path for step, path in self._own_links().items() if step != self.trainer.state.best_global_step)
+
+    def _construct(self) -> Checkpointer:
+        state = trainer_state.live_objects(self.trainer) | {"data": self.streams}
+        mine = self._options.get("assets")
+        assets = [*trainer_state.assets(self.trainer), *([] if mine is None else [mine])]
+        limit = self.trainer.args.save_total_limit
+        given: Any = {"keep_last": limit if limit and limit > 0 else None, "policy": "wait"} | self._options
+        self._checkpointer = Checkpointer(self.run, state, **(given | {"assets": assets}))
+        return self._checkpointer
+
+    def _install_streams(self) -> None:
+        assert self._checkpointer is not None
+        self._checkpointer.restore_random()
+
+    def _existing(self, step: int) -> Existing:
+        """A new start leaves behind what the run has. After a restore, what is newer is left behind by itself."""
+        if step in self._saves:
+            return "same"
+        return "replace" if self._anew and not self._saves else "refuse"
+
+    def _note_best(self, step: int) -> None:
+        best, state = self.trainer.state.best_global_step, self.trainer.state
+        if best and (best == step or best in self._saves or os.path.exists(self._path(best))):
+            state.best_model_checkpoint = str(self._path(best))
+
+    @property
+    def _limit(self) -> int | None:
+        limit = self.trainer.args.save_total_limit
+        return limit if limit and limit > 0 else self._options.get("keep_last")
+
+    def _path(self, step: int) -> Path:
+        return Path(self.trainer.args.output_dir, f"checkpoint-{step}")
+
+    def _own_links(self) -> dict[int, Path]:
+        return resuming.links(self.trainer.args.output_dir, self.run)
+
+    def _clear_way(self, step: int) -> None:
+        """Make room for the link, and let go of what training has left behind: a linked checkpoint is never replaced."""
+        path = self._path(step)
+        if path.is_dir() and not path.is_symlink() and os.listdir(path) in ([], [SENTINEL]):
+            (path / SENTINEL).unlink(missing_ok=True)
+            path.rmdir()
+        if not self._saves:
+            newest = step - 1 if self._source is None else self._source.step
+            self._unlink(link for old, link in self._own_links().items() if old > newest)
+
+    def _rotate(self) -> None:
+        """Remove the oldest links beyond the limit, but the newest and the best. Retention removes what has no link."""
+        limit, links = self._limit, self._own_links()
+        if limit is None:
+            return
+        kept = {max(links), self.trainer.state.best_global_step} & links.keys()
+        others = [step for step in links if step not in kept]
+        surplus = len(links) - max(limit, len(kept))
+        self._unlink(links[step] for step in others[: max(surplus, 0)])
+
+    def _unlink(self, links: Any) -> None:
+        for link in links:
+            log.info("the link %s is removed", link)
+            link.unlink(missing_ok=True)
+
+
+def reads_files(callback: Any) -> bool:
+    """Whether a callback may look into a checkpoint's directory when it is told that there is one."""
+    from transformers import TrainerCallback
+
+    if getattr(type(callback), "on_save", None) in (None, TrainerCallback.on_save):
+        return False
+    if type(callback).__module__.startswith("transformers.") and type(callback).__name__ in _CALLERS:
+        return type(callback).__name__ == _CALLERS[0] and uploads_checkpoints()
+    return True

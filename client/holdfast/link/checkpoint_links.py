@@ -1,0 +1,140 @@
+"""Links from where a framework looks for its checkpoints to the directories that they have here.
+
+A link that stands keeps its checkpoint: the daemon is told once which directories hold links, and looks into them before
+it removes anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from os import PathLike
+from pathlib import Path
+
+from holdfast.link.session import Session
+from holdfast.tickets import SaveTicket
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, DaemonGone, InvalidRequest, NoSuchCheckpoint
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointLinks:
+    """The links of one run. Its owner's lock guards it, as it guards the session."""
+
+    def __init__(self, run: str, session: Session) -> None:
+        self._run, self._session = run, session
+        self._telling: list[threading.Thread] = []
+
+    def make(self, of: SaveTicket | int, path: str | PathLike[str]) -> None:
+        """Make `path` a link to the checkpoint of a ticket, which may not be committed yet, or of a step, which is.
+
+        Raises `InvalidRequest` if there is anything at `path` but a link to a checkpoint of this run, or if the root is not
+        a directory of this machine; `NoSuchCheckpoint`.
+        """
+        root = self._session.root()
+        if root is None:
+            raise InvalidRequest(
+                f"no link can lead to checkpoints of {self._run}: the daemon's directory is not on this machine",
+                hint="leave the link out; `holdfast export` makes a copy",
+            )
+        step = of.step if isinstance(of, SaveTicket) else naming.check_step(of)
+        target, link = root / naming.checkpoint_path(self._run, step), Path(os.path.abspath(path))
+        self._check(link, root)
+        if not isinstance(of, SaveTicket):
+            self._tell(link.parent)
+        _place(link, target)
+        if isinstance(of, SaveTicket):
+            self._watch_soon(link.parent)
+            of.when_ended(lambda error: _remove_if_void(link, target, error))
+        elif not self._stands(target, link.parent):
+            _remove_if_void(link, target, NoSuchCheckpoint(""))
+            raise NoSuchCheckpoint(
+                f"{self._run}@{step} is no checkpoint of {root}", hint="`holdfast ls` lists those that are"
+            )
+
+    def _stands(self, target: Path, directory: Path) -> bool:
+        """Whether the checkpoint is there, now that its link is, which whoever removes checkpoints next will see."""
+        self._tell(directory)
+        return target.is_dir()
+
+    def step_at(self, path: str | PathLike[str]) -> int | None:
+        """The step whose directory this path is or leads to; None if it is no checkpoint of this run in this root.
+
+        Raises `NoSuchCheckpoint` for a link to one that is not there.
+        """
+        root, place = self._session.root(), os.path.realpath(path)
+        step = naming.linked_step(self._run, place)
+        if root is None or step is None or Path(place).parents[2].resolve() != root.resolve():
+            return None
+        if not Path(place).is_dir():
+            raise NoSuchCheckpoint(
+                f"{path} leads to {self._run}@{step}, which is not there", hint="`holdfast ls` lists those that are"
+            )
+        return step
+
+    def close(self) -> None:
+        """Return when the daemon has been told of every directory."""
+        for thread in self._telling:
+            thread.join()
+        self._telling.clear()
+
+    def _check(self, link: Path, root: Path) -> None:
+        inside = Path(os.path.realpath(link.parent))
+        if inside == root or root in inside.parents:
+            raise InvalidRequest(f"{link} would stand in the root {root} itself", hint="put links into a directory outside")
+        if link.is_symlink():
+            if naming.linked_step(self._run, os.readlink(link)) is None:
+                raise InvalidRequest(f"{link} exists, and is a link to something else than a checkpoint of {self._run}")
+        elif os.path.lexists(link):
+            raise InvalidRequest(f"{link} exists, and is no link", hint="choose another name, or move it away")
+        try:
+            link.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidRequest(f"the directory {link.parent} cannot be made: {error.strerror}") from error
+
+    def _watch_soon(self, directory: Path) -> None:
+        """Tell the daemon in the background: it writes a file then, for which training does not wait.
+
+        It is told each time: it forgets directories that are gone for a while.
+        """
+
+        def tell() -> None:
+            try:
+                self._tell(directory)
+            except CheckpointError as error:
+                self._session.say(f"links in {directory} keep no checkpoint: {error.detail}")
+
+        thread = threading.Thread(target=tell, name="holdfast-links", daemon=True)
+        self._telling = [one for one in self._telling if one.is_alive()] + [thread]
+        thread.start()
+
+    def _tell(self, directory: Path) -> None:
+        self._session.watch_links(str(directory))
+
+
+def _place(link: Path, target: Path) -> None:
+    """Put the link where it belongs, at one stroke, so that what another one of its name kept is kept until then."""
+    if link.is_symlink() and os.readlink(link) == str(target):
+        return
+    new = link.parent / naming.link_in_the_making(link.name)
+    try:
+        new.symlink_to(target)
+        new.replace(link)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise InvalidRequest(
+            f"the link {link} cannot be made: {error.strerror}", hint="is its directory writable?"
+        ) from error
+
+
+def _remove_if_void(link: Path, target: Path, error: CheckpointError | None) -> None:
+    """Remove a link whose save has failed, unless another daemon may still commit it."""
+    if error is None or isinstance(error, DaemonGone):
+        return
+    try:
+        if not target.is_dir() and os.readlink(link) == str(target):
+            link.unlink()
+    except OSError as failure:
+        log.info("the link %s of a save that failed stays: %s", link, failure)

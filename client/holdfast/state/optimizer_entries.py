@@ -1,0 +1,82 @@
+"""Finds the optimizers of a state, with the names of the parameters that they step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from holdfast.state import optimizer_shards, optimizer_wrappers
+from holdfast.state.extras import GROUP as EXTRA
+from holdfast.state.modules import EMA, MODEL, NamedTensors, is_tensor, parameter_names, tied
+from holdfast.state.named import refuse_left_out
+from holdfast.state.optimizer_shards import OptimizerShards, ShardedOptimizer
+from holdfast.state.optimizers import MASTER_GROUP as MASTER
+from holdfast.state.optimizers import OptimizerState
+from holdfast.tensors.fragments import Storable
+from holdfast_formats.errors import InvalidRequest
+
+OptimizerEntry = OptimizerState | ShardedOptimizer
+
+
+def optimizers_of(state: Mapping[str, Any], collections: Sequence[NamedTensors], declared: bool) -> list[OptimizerEntry]:
+    """Every optimizer of a state whose other entries are `collections`; `declared` says that a layout is declared.
+
+    Refuses a parameter that has two owners or no name.
+    """
+    found: list[OptimizerEntry] = []
+    owners: dict[str, str] = {}
+    for key, value in state.items():
+        if isinstance(value, nn.Module) or is_tensor(value) or not optimizer_wrappers.is_optimizer(value):
+            continue
+        optimizer: OptimizerEntry
+        if isinstance(value, OptimizerShards):
+            _refuse_layout(key, declared)
+            optimizer = optimizer_shards.read(key, value, _by_name(collections))
+        else:
+            optimizer = _torch_optimizers(key, value, state, collections)
+        for name in optimizer.parameter_names():
+            if name in owners:
+                raise InvalidRequest(f"the parameter {name} is in two optimizers: {owners[name]} and {key}")
+            owners[name] = key
+        found.append(optimizer)
+    return found
+
+
+def _torch_optimizers(key: str, value: Any, state: Mapping[str, Any], collections: Sequence[NamedTensors]) -> OptimizerState:
+    if type(value).__name__ == "ZeroRedundancyOptimizer":
+        raise InvalidRequest(
+            f"{key}: ZeroRedundancyOptimizer does not expose its shards", hint="shard with fully_shard (FSDP2)"
+        )
+    names: dict[int, tuple[str, Storable]] = {}
+    for prefix, tensors in _weights(collections):
+        names = {**parameter_names(tensors, prefix), **names}
+    stored = [tensor for part in collections for tensor in part.tensors()]
+    innermost = optimizer_wrappers.check(key, value, state, stored).optimizers
+    refuse_left_out(key, innermost, names, state)
+    return OptimizerState(key, innermost, names)
+
+
+def _weights(collections: Sequence[NamedTensors]) -> Iterator[tuple[str, Mapping[str, Storable]]]:
+    """The tensors that an optimizer may step, those of the model first, each collection with the prefix of its names."""
+    for part in sorted(collections, key=lambda part: (part.group != MODEL, part.group == MASTER)):
+        if part.group not in (EMA, EXTRA):
+            yield "" if part.group in (MODEL, MASTER) else f"{part.group}.", part.state.tensors
+
+
+def _by_name(collections: Sequence[NamedTensors]) -> dict[str, Storable]:
+    """The tensors that an optimizer may step, by the names under which they are stored."""
+    found: dict[str, Storable] = {}
+    for prefix, tensors in _weights(collections):
+        aliases = tied(tensors)
+        found = {**{prefix + name: value for name, value in tensors.items() if name not in aliases}, **found}
+    return found
+
+
+def _refuse_layout(key: str, declared: bool) -> None:
+    if declared:
+        raise InvalidRequest(
+            f"{key}: OptimizerShards states its places by the names of whole tensors, and layout= takes those apart",
+            hint="without layout=, pass the model's tensors as Fragments too",
+        )

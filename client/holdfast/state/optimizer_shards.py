@@ -1,0 +1,272 @@
+"""An optimizer by parameter name, for frameworks that keep its state in partitions of their own.
+
+It is stored as `optimizers` describes, so that a torch optimizer over whole parameters, over DTensors, and any other
+partition read it, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+
+from holdfast.state.optimizers import (
+    GROUP,
+    IMPLEMENTATION,
+    MASTER_GROUP,
+    MASTER_KEYS,
+    MESH,
+    PLAIN,
+    OptimizerDocument,
+    holds,
+)
+from holdfast.tensors.fragments import (
+    Fragment,
+    FragmentList,
+    Storable,
+    fragment_list,
+    global_shape,
+    holds_fragments,
+    is_dtensor,
+)
+from holdfast.tensors.leaves import Content, Key, PartPlan, Selection
+from holdfast_formats.errors import InvalidRequest
+
+Group = Mapping[str, Any]
+Kept = Mapping[str, Any]  # what an optimizer keeps of a parameter, by key
+
+_PLAIN = (bool, int, float, str, type(None))  # values whose `repr` tells them apart
+
+
+class OptimizerShards:
+    """An entry of the state: an optimizer that says, by parameter name, what this rank keeps of each parameter.
+
+    `groups()` returns its parameter groups, in order: dicts with the names under "params", and the hyper-parameters. Names
+    are those under which the state's modules store the parameters. `state()` returns, by name and then by key, tensors,
+    Fragments, lists of Fragments, or JSON values such as numbers. A parameter of which this rank keeps no part has empty
+    Fragments there; one that it lacks has no state yet. `step` is a tensor without dimensions, as in torch's optimizers.
+    Full-precision copies have a key such as "master": they are stored in the group `master`. Who returns the identical
+    Fragments as long as they hold makes saves faster.
+
+    A restore fills the tensors in place. Then it calls `install(groups, values)`: `groups` has the restored
+    hyper-parameters of every group of `groups()`, in order, empty for a group that was not saved; `values`, by name and
+    key, the JSON values, and new tensors or Fragments for what was saved and `state()` lacks. These lie where the
+    parameter's full-precision copy does, else where the parameter itself does; or they are what `new(name, key, dtype)`
+    returns for a key whose tensor has the parameter's shape, such as a part of a new flat buffer.
+
+    `hooks` are the torch optimizers whose steps change this state: they wait until the last save has copied it. Without
+    any, `save()` copies everything before it returns. All of it is read anew at every save.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: Callable[[], Sequence[Group]],
+        state: Callable[[], Mapping[str, Kept]],
+        install: Callable[[list[dict[str, Any]], dict[str, dict[str, Any]]], None],
+        hooks: Iterable[torch.optim.Optimizer] = (),
+        new: Callable[[str, str, torch.dtype], Any] | None = None,
+    ) -> None:
+        """Raises `InvalidRequest` for functions that are none, and for hooks that are no torch optimizers."""
+        for name, function in (("groups", groups), ("state", state), ("install", install), ("new", new or install)):
+            if not callable(function):
+                raise InvalidRequest(f"{name}= of OptimizerShards must be a function, not a {type(function).__name__}")
+        self.groups, self.state, self.install, self.new = groups, state, install, new
+        self.hooks = (hooks,) if isinstance(hooks, torch.optim.Optimizer) else tuple(hooks)
+        for hook in self.hooks:
+            if not isinstance(hook, torch.optim.Optimizer):
+                raise InvalidRequest(
+                    f"hooks= of OptimizerShards are torch optimizers, and a {type(hook).__name__} is none",
+                    hint="pass the torch.optim.Optimizer that takes the steps",
+                )
+
+
+class ShardedOptimizer(NamedTuple):
+    """What an `OptimizerShards` under one key said when it was read, checked. `weights` are the parameters by name."""
+
+    key: str
+    shards: OptimizerShards
+    said: list[Group]
+    kept: dict[str, dict[str, Any]]  # of every parameter, in the order of the groups
+    given: Mapping[str, Kept]  # what the user's function returned
+    weights: Mapping[str, Storable]
+
+    @property
+    def groups(self) -> frozenset[str]:
+        return frozenset({GROUP, MASTER_GROUP})
+
+    def parameter_names(self) -> Iterable[str]:
+        return self.kept
+
+    def groups_of_parameters(self) -> Sequence[Group]:
+        """The groups as they are now: hyper-parameters may change from save to save."""
+        return _groups(self.key, self.shards)
+
+    def hyper(self) -> dict[str, dict[str, Any]]:
+        """The hyper-parameters of every group, by the name of its first parameter."""
+        groups = {}
+        for position, group in enumerate(self.groups_of_parameters()):
+            names = list(group["params"])
+            kept = {k: v for k, v in group.items() if k not in IMPLEMENTATION}
+            groups[names[0] if names else f"#{position}"] = {"params": names, **kept}
+        return groups
+
+    def unchanged(self) -> bool:
+        """Whether it would say the same now: the identical tensors and Fragments, equal values, for the same names."""
+        groups = self.groups_of_parameters()
+        if [group["params"] for group in groups] != [group["params"] for group in self.said]:
+            return False
+        now = self.shards.state()
+        return now.keys() == self.given.keys() and all(
+            now[name].keys() == before.keys() and all(_same(now[name][key], before[key]) for key in before)
+            for name, before in self.given.items()
+        )
+
+    def entries(self) -> Iterator[tuple[str, str, Storable]]:
+        """Name, key and value of every tensor."""
+        for name in self.kept:
+            yield from self.entries_of(name)
+
+    def entries_of(self, name: str) -> Iterator[tuple[str, str, Storable]]:
+        """Name, key and value of every tensor of a parameter."""
+        for key, value in self.kept[name].items():
+            if is_storable(value):
+                yield name, key, value
+
+    def tensors(self) -> Iterator[Storable]:
+        return (value for _, _, value in self.entries())
+
+    def has_masters(self) -> bool:
+        return any(self.is_master(*entry) for entry in self.entries())
+
+    def is_master(self, name: str, key: str, value: Storable) -> bool:
+        return key in MASTER_KEYS and global_shape(value) == global_shape(self.weights[name])
+
+    def target(self, name: str, key: str, value: Storable) -> Key:
+        return (MASTER_GROUP, name) if self.is_master(name, key, value) else (GROUP, f"{name}/{key}")
+
+    def masters(self) -> Iterator[tuple[str, Storable, Storable]]:
+        """Name, weight and full-precision copy of every parameter that has one."""
+        for name, key, value in self.entries():
+            if self.is_master(name, key, value):
+                yield name, self.weights[name], value
+
+    def collect(self, content: Content) -> None:
+        """Add every tensor under its parameter's name, and the document with everything that is not a tensor."""
+        self.collect_tensors(content).collect(content)
+
+    def collect_tensors(self, content: Content) -> OptimizerDocument:
+        """Add every tensor. Return the part of the document about them, which is valid until there are others."""
+        document: dict[str, Any] = {"state": {}, "masters": {}, "kinds": {}}
+        for name, kept in self.kept.items():
+            plain = {key: value for key, value in kept.items() if not is_storable(value)}
+            if plain:
+                document["state"][name] = plain
+        for name, key, value in self.entries():
+            group, stored = self.target(name, key, value)
+            if kind := _kind(self.weights[name], value):
+                document["kinds"].setdefault(key, kind)
+            if group == MASTER_GROUP:
+                document["masters"].setdefault(key, []).append(name)
+            if not holds(content, (group, stored), value):  # the mapping `master` may hold the identical tensor
+                content.add(group, stored, value)
+        return OptimizerDocument(self, document)
+
+    def want_live(self, plan: PartPlan, selection: Selection, done: set[Key]) -> None:
+        """Want all tensors that are selected and not done yet."""
+        for name, key, value in self.entries():
+            target = self.target(name, key, value)
+            if target not in done and selection.takes(*target):
+                plan.want(*target, value)
+
+
+def read(key: str, shards: OptimizerShards, weights: Mapping[str, Storable]) -> ShardedOptimizer:
+    """What an optimizer says now.
+
+    Raises `InvalidRequest`, by name, for a parameter that belongs to no module of the state or has two groups, and for state
+    of something that is in no group.
+    """
+    said = _groups(key, shards)
+    kept: dict[str, dict[str, Any]] = {}
+    for position, group in enumerate(said):
+        for name in group["params"]:
+            if name not in weights:
+                raise InvalidRequest(
+                    f"{key}.groups()[{position}] names {name!r}, which is no parameter of a module in the state",
+                    hint="use the names under which the state stores the parameters: the first one of tied parameters, and "
+                    "with the key in front for a module under another key than model",
+                )
+            if name in kept:
+                raise InvalidRequest(f"{key}.groups() names the parameter {name!r} twice")
+            kept[name] = {}
+    given = shards.state()
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"{key}.state() must return a mapping of names, not a {type(given).__name__}")
+    for name, values in given.items():
+        if name not in kept:
+            raise InvalidRequest(
+                f"{key}.state() has {name!r}, which is in none of the groups() and would not be saved",
+                hint="name it in a group, or leave it out",
+            )
+        kept[name] = _checked(key, name, values)
+    return ShardedOptimizer(key, shards, said, kept, {name: dict(values) for name, values in given.items()}, weights)
+
+
+def is_storable(value: object) -> TypeGuard[Storable]:
+    return isinstance(value, torch.Tensor | Fragment | FragmentList)
+
+
+def checked(value: Any, path: str) -> Storable:
+    """A tensor, Fragment or list of Fragments; `InvalidRequest` with the path for anything else."""
+    found = fragment_list(value, path) or value
+    if not is_storable(found):
+        raise InvalidRequest(f"{path} must be a tensor, a Fragment or a list of Fragments, not a {type(value).__name__}")
+    return found
+
+
+def _groups(key: str, shards: OptimizerShards) -> list[Group]:
+    groups = list(shards.groups())
+    for position, group in enumerate(groups):
+        names = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
+            raise InvalidRequest(
+                f"{key}.groups()[{position}] must be a dict with the names of its parameters under 'params', as a list"
+            )
+    return [{**group, "params": list(group["params"])} for group in groups]
+
+
+def _checked(optimizer: str, name: str, values: object) -> dict[str, Any]:
+    path = f"{optimizer}.state()[{name!r}]"
+    if not isinstance(values, Mapping):
+        raise InvalidRequest(f"{path} must be a mapping of keys to values, not a {type(values).__name__}")
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if not isinstance(key, str) or not key or "/" in key:
+            raise InvalidRequest(f"{path} has the key {key!r}, which is not a valid name")
+        if type(value) in (list, tuple) and not value:
+            raise InvalidRequest(
+                f"{path}[{key!r}]: an empty list does not say which tensor this rank has no part of",
+                hint="if it has none, list an empty Fragment: Fragment(torch.empty(0, dtype=…), shape, flat=(0, 0))",
+            )
+        found[key] = fragment_list(value, f"{path}[{key!r}]") or value
+    return found
+
+
+def _kind(weight: Storable, value: Storable) -> str:
+    """What a restore into a sharded parameter must know, if the shape alone would suggest another kind."""
+    if not is_dtensor(weight) or isinstance(value, Fragment | FragmentList):
+        return ""
+    alike = global_shape(value) == global_shape(weight)
+    if is_dtensor(value):
+        return "" if alike else MESH
+    return PLAIN if alike and value.dim() else ""
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(before, torch.Tensor | Fragment):
+        return now is before
+    if holds_fragments(before):
+        return holds_fragments(now) and len(now) == len(before) and all(map(is_, now, before))
+    return type(now) is type(before) and isinstance(before, _PLAIN) and repr(now) == repr(before)

@@ -1,0 +1,73 @@
+"""Compares strided views of memory: which of them share an element, and where one is inside another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from holdfast.tensors.torch_dtypes import has_memory
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """The number of elements of memory from the tensor's first element to its last."""
+    return (
+        1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    )
+
+
+def start_in(part: torch.Tensor, outer: torch.Tensor) -> int | None:
+    """The first element of a view, counted in memory from the first of `outer`; None if it is not inside of it.
+
+    `outer` has no gaps in memory. An empty view is inside of everything, at its beginning.
+    """
+    if not part.numel():
+        return 0
+    if part.device != outer.device or part.element_size() != outer.element_size() or not has_memory(part):
+        return None
+    start, rest = divmod(part.data_ptr() - outer.data_ptr(), outer.element_size())
+    return start if not rest and start >= 0 and start + extent(part) <= extent(outer) else None
+
+
+class _Term(NamedTuple):
+    """A whole number of times from `low` to `high` that a distance may contain `bytes`."""
+
+    bytes: int
+    low: int
+    high: int
+
+
+def any_share_memory(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether two of these tensors have a byte of memory in common; those without plain memory do not count."""
+    active: list[torch.Tensor] = []
+    for tensor in sorted((t for t in tensors if has_memory(t) and t.numel()), key=torch.Tensor.data_ptr):
+        active = [other for other in active if other.data_ptr() + extent(other) * other.element_size() > tensor.data_ptr()]
+        if any(_share_memory(other, tensor) for other in active):
+            return True
+        active.append(tensor)
+    return False
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.device != b.device:
+        return False
+    reach: dict[int, tuple[int, int]] = {}  # stride in bytes -> how often the way from a to b may contain it
+    for tensor, sign in ((a, 1), (b, -1)):
+        size = tensor.element_size()
+        for stride, n in ((1, size), *zip((stride * size for stride in tensor.stride()), tensor.shape, strict=True)):
+            low, high = reach.get(stride, (0, 0))
+            reach[stride] = (low, high + n - 1) if sign > 0 else (low - n + 1, high)
+    terms = [_Term(stride, *reach[stride]) for stride in sorted(reach, reverse=True) if stride and any(reach[stride])]
+    return _is_sum(b.data_ptr() - a.data_ptr(), terms)
+
+
+def _is_sum(distance: int, terms: Sequence[_Term]) -> bool:
+    """Whether a distance is a sum of the terms, longest first, each taken a number of times that it allows."""
+    if not terms:
+        return distance == 0
+    first, *rest = terms
+    least, most = sum(term.bytes * term.low for term in rest), sum(term.bytes * term.high for term in rest)
+    low = max(first.low, -((most - distance) // first.bytes))
+    high = min(first.high, (distance - least) // first.bytes)
+    return any(_is_sum(distance - times * first.bytes, rest) for times in range(low, high + 1))

@@ -1,0 +1,85 @@
+"""embedded: a daemon is started while other threads fork, as data loaders with workers do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from holdfast.link import embedded
+from holdfast_formats import naming
+from holdfast_formats.whereabouts import DaemonFile, decode
+from tests.daemons import wait_until
+
+
+@contextmanager
+def forked_child() -> Iterator[int]:
+    """A child that has forked and lives on, with every descriptor that its parent had."""
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A root on which a daemon may be started; it is ended."""
+    with tempfile.TemporaryDirectory(prefix="hf-") as made:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", made)
+        root = Path(made) / "root"
+        yield root
+        file = decode(DaemonFile, (root / naming.DAEMON_FILE).read_bytes())
+        assert file is not None
+        os.kill(file.pid, signal.SIGTERM)
+        wait_until(lambda: not (root / naming.DAEMON_FILE).exists())
+
+
+def test_a_fork_at_the_wrong_moment_stops_nobody(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Popen waits for its pipe to be closed, and a child forked while the pipe is open keeps it open."""
+    starting, forked = threading.Event(), threading.Event()
+    spawn = subprocess._fork_exec  # type: ignore[attr-defined]
+
+    def slowly(*arguments: object) -> int:
+        starting.set()
+        forked.wait(0.5)  # as long as anybody may fork; where nobody may, the fork comes later
+        return spawn(*arguments)
+
+    monkeypatch.setattr(subprocess, "_fork_exec", slowly)
+    found: list[Path] = []
+    thread = threading.Thread(target=lambda: found.append(embedded.start(root)), daemon=True)
+    thread.start()
+    assert starting.wait(30)
+    with forked_child():
+        forked.set()
+        thread.join(60)
+        assert not thread.is_alive()
+    assert found
+
+
+def test_a_child_that_was_forked_meanwhile_keeps_no_lock(root: Path) -> None:
+    """Ranks take turns in starting a daemon; a worker of one that had its turn holds the file of the lock open."""
+    lock = root.parent / "turn.lock"
+    taken = threading.Event()
+
+    def take() -> None:
+        with embedded._turn(lock):
+            taken.set()
+
+    with ExitStack() as living:
+        with embedded._turn(lock):
+            living.enter_context(forked_child())
+        threading.Thread(target=take, daemon=True).start()
+        assert taken.wait(30)
+    embedded.start(root)

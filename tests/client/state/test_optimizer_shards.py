@@ -1,0 +1,423 @@
+"""An optimizer by parameter name: what it writes and reads is what torch's optimizers over whole parameters do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.stage import background_safe
+from holdfast.state import optimizer_wrappers
+from holdfast.state.optimizer_shards import OptimizerShards
+from holdfast.state.train_state import TrainState
+from holdfast.tensors import optimizer_documents
+from holdfast.tensors.fragments import Fragment
+from holdfast_formats.disk import state_json
+from holdfast_formats.errors import InvalidRequest, StateMismatch
+from tests.client.checkpoint_in_memory import Checkpoint, restore, save
+from tests.client.state.test_fragment_lists import Dealt, dealt
+
+SHAPES = {"embed.weight": (5, 3), "norm": (4,), "head.weight": (3, 5), "scale": ()}
+GROUPS = (("embed.weight", "head.weight"), ("norm", "scale"))
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def parameters(seed: int = 0) -> dict[str, nn.Parameter]:
+    torch.manual_seed(seed)
+    return {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+
+
+def adam(weights: dict[str, nn.Parameter], steps: int = 0, lr: float = 0.1) -> torch.optim.AdamW:
+    groups = [{"params": [weights[name] for name in names], "lr": lr * (n + 1)} for n, names in enumerate(GROUPS)]
+    optimizer = torch.optim.AdamW(groups)
+    generator = torch.Generator().manual_seed(steps)
+    for _ in range(steps):
+        for weight in weights.values():
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    return optimizer
+
+
+class Partition:
+    """A rank's part of an optimizer, as a framework would keep it: runs of boxes of every parameter."""
+
+    def __init__(self, runs: dict[str, list[Any]], lr: float = 0.5, fresh: bool = False, masters: str = "") -> None:
+        self.groups_now = [{"params": list(names), "lr": lr} for names in GROUPS]
+        self.runs, self.installed = runs, 0
+        self.kept: dict[str, dict[str, Any]] = {} if fresh else {name: self._moments(name) for name in SHAPES}
+        if masters:
+            for name in SHAPES:
+                self.kept.setdefault(name, {})[masters] = self.parts(name)
+        self.shards = OptimizerShards(groups=lambda: self.groups_now, state=lambda: self.kept, install=self.install)
+
+    def _moments(self, name: str) -> dict[str, Any]:
+        return {"step": torch.zeros(()), **{key: self.parts(name) for key in MOMENTS}}
+
+    def parts(self, name: str) -> Any:
+        shape = SHAPES[name]
+        parts = [
+            Fragment(torch.zeros(b - a), shape, offset=box.offset, box=box.shape, flat=(a, b))
+            for box, (a, b) in self.runs[name]
+        ]
+        return parts or Fragment(torch.empty(0), shape, flat=(0, 0))
+
+    def install(self, groups: list[dict[str, Any]], values: dict[str, dict[str, Any]]) -> None:
+        self.installed += 1
+        for live, stored in zip(self.groups_now, groups, strict=True):
+            live.update(stored)
+        for name, made in values.items():
+            self.kept.setdefault(name, {}).update(made)
+
+    def model(self, weights: dict[str, nn.Parameter]) -> dict[str, Any]:
+        """The state: weights whole where the rank's state is there, else parts of them, as ZeRO-3 has them."""
+        return {"model": weights, "optim": self.shards}
+
+
+class Sharded(Partition):
+    """The same with weights that are parts too; a fresh optimizer has no other place to put its state."""
+
+    def model(self, weights: dict[str, nn.Parameter]) -> dict[str, Any]:
+        return {"model": {name: self.parts(name) for name in SHAPES}, "optim": self.shards}
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> list[dict[str, list[Any]]]:
+    """Every parameter dealt out to the same number of ranks."""
+    cut: dict[str, Dealt] = {name: draw(dealt(shape)) for name, shape in SHAPES.items()}
+    world = max(map(len, cut.values()))
+    return [{name: ranks[rank] if rank < len(ranks) else [] for name, ranks in cut.items()} for rank in range(world)]
+
+
+def document(checkpoint: Checkpoint) -> str:
+    """What a rank gets of the optimizer's document: that of all ranks together."""
+    texts = list(state_json.by_rank(checkpoint.state, "optim").get("optim", {}).values())
+    own = state_json.for_rank(checkpoint.state, 0).values["optim"]["optim"]
+    return optimizer_documents.merged(list(dict.fromkeys([own, *texts])))
+
+
+def fill(checkpoint: Checkpoint, states: list[dict[str, Any]]) -> None:
+    for rank, state in enumerate(states):
+        restoration = TrainState(state, rank, len(states)).prepare(checkpoint.stored(rank))
+        checkpoint.fill(restoration)
+        restoration.apply()
+        assert not restoration.missing and not restoration.unexpected
+        assert not [note for note in restoration.notes if "optim" in note]  # others are about random streams
+
+
+def tensors(checkpoint: Checkpoint, group: str = "optim") -> dict[str, torch.Tensor]:
+    return {name: value for (where, name), value in checkpoint.tensors.items() if where == group}
+
+
+def assert_same(one: Checkpoint, other: Checkpoint, group: str = "optim") -> None:
+    a, b = tensors(one, group), tensors(other, group)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+@given(partitions(), partitions(), st.booleans(), st.sampled_from([Partition, Sharded]))
+def test_any_partition_is_stored_as_a_whole_optimizer(saved, wanted, fresh, kind):
+    """A torch optimizer, any partition of it, any other, and a torch optimizer again: the same tensors and document."""
+    weights = parameters()
+    whole = save({"model": weights, "optim": adam(weights, 2)})
+    kind = Sharded if fresh else kind
+    for runs in (saved, wanted):
+        ranks = [kind(own, fresh=fresh) for own in runs]
+        states = [rank.model(weights) for rank in ranks]
+        fill(whole, states)
+        assert all(rank.installed == 1 and [g["lr"] for g in rank.groups_now] == [0.1, 0.2] for rank in ranks)
+        again = Checkpoint(*(TrainState(state, rank, len(states)).snapshot() for rank, state in enumerate(states)))
+        assert_same(whole, again)
+        assert document(again) == document(whole)
+        whole = again
+    other = parameters(1)
+    resumed = adam(other)
+    restore(whole, {"model": other, "optim": resumed})
+    for name, weight in weights.items():
+        for key in ("step", *MOMENTS):
+            assert torch.equal(resumed.state[other[name]][key], tensors(whole)[f"{name}/{key}"])
+        assert torch.equal(other[name], weight) or kind is Sharded
+    assert [group["lr"] for group in resumed.param_groups] == [0.1, 0.2]
+
+
+@given(partitions(), partitions())
+def test_masters_are_the_group_master_whatever_their_key(saved, wanted):
+    """Full-precision copies of BF16 weights go from a torch optimizer to partitions and back, under any usual key."""
+    weights = {name: nn.Parameter(weight.detach().bfloat16()) for name, weight in parameters().items()}
+    optimizer = adam(weights)
+    for name, weight in weights.items():
+        moments = {key: torch.randn(SHAPES[name]) for key in MOMENTS}
+        optimizer.state[weight] = {"master_param": torch.randn(SHAPES[name]), "step": torch.tensor(3.0), **moments}
+    whole = save({"model": weights, "optim": optimizer})
+    for runs, key in ((saved, "main_param"), (wanted, "master")):
+        ranks = [Partition(own, masters=key) for own in runs]
+        states = [rank.model(weights) for rank in ranks]
+        fill(whole, states)
+        assert all(set(rank.kept["norm"]) == {"step", *MOMENTS, key} for rank in ranks)
+        whole = Checkpoint(*(TrainState(state, rank, len(states)).snapshot() for rank, state in enumerate(states)))
+        assert {name for name in tensors(whole, "master")} == set(SHAPES)
+    assert all(torch.equal(whole.tensors["master", n], optimizer.state[w]["master_param"]) for n, w in weights.items())
+    twins = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
+    resumed = adam(twins)
+    restore(whole, {"model": twins, "optim": resumed})
+    for name, weight in weights.items():
+        for before, after in (("master_param", "master"), ("exp_avg", "exp_avg")):
+            assert torch.equal(resumed.state[twins[name]][after], optimizer.state[weight][before])
+
+
+def halves() -> list[Partition]:
+    """Two ranks, each with half of every parameter."""
+    ranks = []
+    for rank in range(2):
+        runs = {}
+        for name, shape in SHAPES.items():
+            count = torch.Size(shape).numel()
+            edges = list(pairwise((0, count // 2, count)))
+            runs[name] = [(Fragment(torch.empty(shape), shape, offset=(0,) * len(shape)).boxes[0], edges[rank])]
+        ranks.append(Partition(runs))
+    return ranks
+
+
+def test_numbers_go_into_tensors_and_back():
+    """A step that is a number here and a tensor there is restored as what it is here; other values stay JSON."""
+    weights = parameters()
+    optimizer = adam(weights, 3)
+    optimizer.state[weights["norm"]]["skipped"] = 4
+    checkpoint = save({"model": weights, "optim": optimizer})
+    part = halves()[0]
+    part.kept["norm"] |= {"step": 0, "skipped": 0}
+    fill(checkpoint, [part.model(weights)])
+    assert part.kept["norm"]["step"] == 3 and type(part.kept["norm"]["step"]) is int
+    assert part.kept["norm"]["skipped"] == 4 and part.kept["scale"]["step"] == torch.tensor(3.0)
+
+    ranks = halves()
+    for rank in ranks:
+        rank.kept["norm"]["step"] = 7
+    states = [rank.model(weights) for rank in ranks]
+    numbers = Checkpoint(*(TrainState(state, rank, 2).snapshot() for rank, state in enumerate(states)))
+    assert json.loads(document(numbers))["state"] == {"norm": {"step": 7}}
+    other = halves()[1]
+    fill(numbers, [other.model(weights)])
+    assert other.kept["norm"]["step"] == torch.tensor(7.0)
+
+
+def test_what_only_one_side_has_is_told():
+    """A live tensor or number that the checkpoint lacks is missing, and so is stored state of a strange parameter."""
+    weights = parameters()
+    checkpoint = save({"model": weights, "optim": adam(weights, 1)})
+    part = halves()[0]
+    part.kept["norm"] |= {"more": torch.zeros(4), "count": 5}
+    with pytest.raises(StateMismatch) as told:
+        restore(checkpoint, part.model(weights))
+    assert set(told.value.members["missing"]) == {"optim/norm/more", "optim/norm/count"}
+    assert part.installed == 0 and part.kept["norm"]["count"] == 5
+    part = halves()[0]
+    part.groups_now[1]["params"].remove("norm")
+    del part.kept["norm"]
+    with pytest.raises(StateMismatch) as told:
+        restore(checkpoint, part.model(weights))
+    assert set(told.value.members["unexpected"]) == {f"optim/norm/{key}" for key in ("step", *MOMENTS)}
+    restore(checkpoint, part.model(weights), ignore=("optim/norm/*",))
+    assert part.installed == 1
+
+
+def test_weights_without_their_masters_are_refused():
+    """Stale copies are refused by name, or set from the weights wherever this rank's part of both lies."""
+    weights = parameters()
+    checkpoint = save({"model": weights, "optim": adam(weights, 1)})
+    part = halves()[1]
+    for name in SHAPES:
+        part.kept[name]["master"] = part.parts(name)
+    live = parameters(1)
+    with pytest.raises(StateMismatch, match="4 full-precision masters"):
+        restore(checkpoint, part.model(live), groups=["model"])
+    restore(checkpoint, part.model(live), groups=["model"], from_model="from-model")
+    for name, weight in weights.items():
+        (fragment,) = part.kept[name]["master"]
+        start, stop = fragment.flat
+        assert torch.equal(fragment.tensor, weight.detach().reshape(-1)[start:stop])
+
+
+REFUSED: dict[str, tuple[Callable[[Partition], None], str]] = {
+    "a strange name": (lambda p: p.groups_now[0]["params"].append("more"), r"optim.groups\(\)\[0\] names 'more'"),
+    "a name twice": (lambda p: p.groups_now[0]["params"].append("norm"), "names the parameter 'norm' twice"),
+    "no names": (lambda p: p.groups_now.append({"lr": 1.0}), r"optim.groups\(\)\[2\] must be a dict"),
+    "names that are none": (lambda p: p.groups_now.append({"params": [3]}), r"optim.groups\(\)\[2\] must be a dict"),
+    "state of no group": (lambda p: p.kept.update(more={"step": 1}), "'more', which is in none of the groups"),
+    "state that is none": (lambda p: p.kept.update(norm=[1]), r"optim.state\(\)\['norm'\] must be a mapping"),
+    "a key with a slash": (lambda p: p.kept["norm"].update({"a/b": 1}), "the key 'a/b'"),
+    "an empty list": (lambda p: p.kept["norm"].update(exp_avg=[]), "an empty list does not say"),
+    "a mixed list": (lambda p: p.kept["norm"].update(exp_avg=[*p.parts("norm"), 1]), "values of type int"),
+    "a function": (lambda p: p.kept["norm"].update(rule=len), r"optim\.state\.norm\.rule"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_named_or_stored_is_refused(what):
+    """By name, before anything is staged."""
+    change, told = REFUSED[what]
+    part = halves()[0]
+    change(part)
+    with pytest.raises(InvalidRequest, match=told):
+        TrainState(part.model(parameters()), 0, 2).snapshot()
+
+
+def test_what_it_is_made_of_is_checked():
+    """Functions that are none, hooks that are no torch optimizers, a parameter of two optimizers, one inside a list."""
+    part, weights = halves()[0], parameters()
+    with pytest.raises(InvalidRequest, match="groups= of OptimizerShards must be a function"):
+        OptimizerShards(groups=[], state=dict, install=print)
+    with pytest.raises(InvalidRequest, match="a list is none"):
+        OptimizerShards(groups=list, state=dict, install=print, hooks=[[]])
+    with pytest.raises(InvalidRequest, match=r"parameter .* is in two optimizers: optim and more"):
+        TrainState({**part.model(weights), "more": adam(weights)}, 0, 1)
+    with pytest.raises(InvalidRequest, match="inside another object"):
+        TrainState({"model": weights, "optim": [part.shards]}, 0, 1)
+    with pytest.raises(InvalidRequest, match="layout="):
+        Checkpointer("run", part.model(weights), layout="tp=1")
+
+
+def test_a_tied_parameter_has_the_name_under_which_it_is_stored():
+    """The other name is refused, with the hint."""
+    one = nn.Parameter(torch.ones(2))
+    shards = [
+        OptimizerShards(groups=lambda name=name: [{"params": [name]}], state=dict, install=print) for name in ("a", "b")
+    ]
+    TrainState({"model": {"a": one, "b": one}, "optim": shards[0]}, 0, 1)
+    with pytest.raises(InvalidRequest, match="'b', which is no parameter") as told:
+        TrainState({"model": {"a": one, "b": one}, "optim": shards[1]}, 0, 1)
+    assert "tied" in told.value.hint
+
+
+def test_copies_handed_over_as_masters_are_stored_once():
+    """An optimizer that keeps the tensors of the mapping `master` stores them once, also where they are empty."""
+    part = halves()[0]
+    part.kept["norm"]["master"] = part.parts("norm")
+    part.kept["scale"]["master"] = Fragment(torch.empty(0), (), flat=(0, 0))
+    masters = {name: part.kept[name]["master"] for name in ("norm", "scale")}
+    snapshot = TrainState({**part.model(parameters()), "master": masters}, 0, 2).snapshot()
+    assert [leaf.name for leaf in snapshot.leaves if leaf.group == "master"] == ["norm", "scale"]
+
+
+def described(state: TrainState) -> Any:
+    snapshot = state.snapshot(None)
+    return [
+        (leaf.path, [(p.box, p.tensor.data_ptr()) for p in leaf.pieces])
+        for leaf in snapshot.leaves
+        if "rng" not in leaf.name
+    ]
+
+
+CHANGES: dict[str, Callable[[Partition], None]] = {
+    "nothing": lambda p: None,
+    "another learning rate": lambda p: p.groups_now[0].update(lr=0.25),
+    "a tensor": lambda p: p.kept["norm"].update(step=torch.ones(())),
+    "a part": lambda p: p.kept["norm"].update(exp_avg=p.parts("norm")),
+    "a part in a list": lambda p: p.kept["norm"]["exp_avg"].__setitem__(0, p.parts("norm")[0]),
+    "a part's tensor": lambda p: setattr(p.kept["norm"]["exp_avg"][0], "tensor", torch.ones(2)),
+    "a key": lambda p: p.kept["norm"].update(more=torch.ones(3)),
+    "a parameter's state": lambda p: p.kept.pop("norm"),
+    "a number": lambda p: p.kept["norm"].update(number=2),
+    "inside a value": lambda p: p.kept["norm"]["history"].append(3),
+    "the groups": lambda p: p.groups_now[0]["params"].reverse(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_later_save_sees_every_change(change):
+    """What the second save of a state says is what a new walk through it would say."""
+    part, weights = halves()[0], parameters()
+    part.kept["norm"] |= {"number": 1, "history": [1, 2]}
+    state = TrainState(part.model(weights), 0, 2)
+    state.snapshot()
+    CHANGES[change](part)
+    anew = TrainState(part.model(weights), 0, 2)
+    assert described(state) == described(anew)
+    assert state.snapshot().values["optim"] == anew.snapshot().values["optim"]
+
+
+def test_leaves_are_reused_as_long_as_nothing_changes():
+    """A save after one that found the identical Fragments does not walk again, whatever the hyper-parameters."""
+    part, weights = halves()[0], parameters()
+    state = TrainState(part.model(weights), 0, 2)
+    first = [leaf for leaf in state.snapshot().leaves if leaf.group == "optim"]
+    part.groups_now[0]["lr"] = 0.75
+    snapshot = state.snapshot()
+    again = [leaf for leaf in snapshot.leaves if leaf.group == "optim"]
+    assert all(a is b for a, b in zip(first, again, strict=True)) and "0.75" in snapshot.values["optim"]["optim"]
+
+
+def test_its_hooks_wait_and_tell_how_it_will_grow():
+    """The torch optimizers of `hooks` are those that wait, and whose missing moments get room in the slots."""
+    weights = parameters()
+    flat = nn.Parameter(torch.zeros(100))
+    inner = torch.optim.AdamW([flat])
+    part = halves()[0]
+    shards = OptimizerShards(groups=part.shards.groups, state=part.shards.state, install=part.install, hooks=inner)
+    state = {"model": weights, "optim": shards}
+    assert optimizer_wrappers.innermost(state) == [inner]
+    assert background_safe.expected_growth(state).bytes >= 2 * flat.nbytes
+    hooks = background_safe.StepHooks(state, lambda *_: part.kept.clear())
+    flat.grad = torch.ones_like(flat)
+    inner.step()
+    assert part.kept == {} and hooks.optimizers == [inner]
+    hooks.remove()
+
+
+@given(partitions())
+def test_an_optimizer_may_make_its_new_state_itself(runs):
+    """`new` gives the memory of what is saved and not live; install gets the identical Fragments, filled."""
+    weights = parameters()
+    optimizer = adam(weights, 2)
+    checkpoint = save({"model": weights, "optim": optimizer})
+    for own in runs:
+        part = Partition(own, fresh=True)
+        made: dict[tuple[str, str], Any] = {}
+
+        def new(name: str, key: str, dtype: torch.dtype, made: Any = made, part: Any = part) -> Any:
+            assert dtype == torch.float32
+            return made.setdefault((name, key), part.parts(name))
+
+        shards = OptimizerShards(groups=part.shards.groups, state=part.shards.state, install=part.install, new=new)
+        fill(checkpoint, [{"model": weights, "optim": shards}])
+        assert set(made) == {(name, key) for name in SHAPES for key in MOMENTS}
+        for (name, key), parts in made.items():
+            assert part.kept[name][key] is parts
+            for fragment in parts if isinstance(parts, list) else [parts]:
+                whole = optimizer.state[weights[name]][key]
+                at = [whole[box.slices].reshape(-1) for box in fragment.boxes]
+                assert torch.equal(torch.cat([torch.empty(0), *at]), fragment.tensor)
+
+
+def test_what_new_returns_is_checked():
+    """Anything that is no tensor is refused, before anything is filled."""
+    weights = parameters()
+    checkpoint = save({"model": weights, "optim": adam(weights, 1)})
+    part = halves()[0]
+    shards = OptimizerShards(groups=part.shards.groups, state=dict, install=part.install, new=lambda *_: None)
+    with pytest.raises(InvalidRequest, match=r"optim.new\('embed.weight', 'exp_avg'\) must be a tensor"):
+        restore(checkpoint, {"model": weights, "optim": shards})
+    with pytest.raises(InvalidRequest, match="new= of OptimizerShards must be a function"):
+        OptimizerShards(groups=list, state=dict, install=print, new=3)
+
+
+def test_masters_in_one_buffer_are_looked_at_one_by_one():
+    """Restoring one slice of it restores no other: the next step would undo the weights of those."""
+    flat = torch.zeros(8)
+    weights = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    shards = OptimizerShards(
+        groups=lambda: [{"params": ["a", "b"], "lr": 1.0}],
+        state=lambda: {"a": {"master": flat[:4]}, "b": {"master": flat[4:]}},
+        install=lambda groups, values: None,
+    )
+    state = {"model": weights, "optim": shards}
+    checkpoint = save(state)
+    restore(checkpoint, state)
+    with pytest.raises(StateMismatch, match=r"1 full-precision masters \(b\)"):
+        restore(checkpoint, state, ignore=("master/b",))

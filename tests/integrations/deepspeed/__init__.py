@@ -1,0 +1,1 @@
+"""Engines of DeepSpeed that save with Holdfast, on the CPU with gloo."""

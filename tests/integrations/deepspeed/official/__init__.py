@@ -1,0 +1,1 @@
+"""DeepSpeed's own tests of checkpoints, unchanged, with Holdfast in the place of its checkpoints."""

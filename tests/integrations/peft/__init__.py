@@ -1,0 +1,1 @@
+"""The adapter for PEFT, with the real one."""

@@ -1,0 +1,1 @@
+"""The adapter for transformers' Trainer, in the real one."""
