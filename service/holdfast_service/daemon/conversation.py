@@ -62,6 +62,7 @@ class Conversation:
         self._plane, self._serving, self._callers, self._when_ended = plane, serving, callers, ended
         self._peer = PeerProcess(connection)
         self._send_lock = threading.Lock()
+        self._ending, self._over = threading.Lock(), False  # the lock: nobody asks a descriptor that is being closed
         self._decoder = wire.FrameDecoder(wire.TO_DAEMON)
         self._who: Participant | None = None
         self._asker = NOBODY
@@ -85,8 +86,9 @@ class Conversation:
         }
 
     def has_lost_its_rank(self) -> bool:
-        """Whether the process that connected is gone, also where a child of it holds the connection open."""
-        return self._peer.gone or hung_up(self._connection)
+        """Whether the process that connected is gone, also where a child of it holds the connection open. For any thread."""
+        with self._ending:
+            return self._over or self._peer.gone or hung_up(self._connection)
 
     def hang_up(self) -> None:
         try:
@@ -110,8 +112,10 @@ class Conversation:
             if self._who is not None:
                 self._plane.saver.gone(self._who)
             self._when_ended(self)
-            self._connection.close()
-            self._peer.close()
+            with self._ending:
+                self._over = True
+                self._connection.close()
+                self._peer.close()
             for segment in self._segments:
                 if segment.user is self:
                     self._plane.arena.drop(segment)

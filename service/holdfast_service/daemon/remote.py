@@ -179,4 +179,7 @@ class RemoteRanks:
 
     def _reap_loop(self) -> None:
         while not self._closing.wait(min(REAP_INTERVAL_S, self.silence_max_s / 4)):
-            self.expire()
+            try:
+                self.expire()
+            except Exception:  # the next look tries again
+                log.exception("cannot look after the ranks over HTTP")

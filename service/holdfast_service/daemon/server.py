@@ -105,11 +105,17 @@ class Daemon:
 
     def _reap_loop(self) -> None:
         while not self._closing.wait(REAP_INTERVAL_S):
-            with self._lock:
-                conversations = list(self._conversations)
-            for conversation in conversations:
-                if conversation.has_lost_its_rank():
-                    conversation.hang_up()
-            self.saver.expire()
-            self.adoption.expire(time.monotonic())
-            self.lives.look()
+            try:
+                self._reap()
+            except Exception:  # the next look tries again: without this thread no lease would end
+                log.exception("cannot look after the ranks")
+
+    def _reap(self) -> None:
+        with self._lock:
+            conversations = list(self._conversations)
+        for conversation in conversations:
+            if conversation.has_lost_its_rank():
+                conversation.hang_up()
+        self.saver.expire()
+        self.adoption.expire(time.monotonic())
+        self.lives.look()

@@ -86,8 +86,11 @@ class Watcher:
 
     def _run(self) -> None:
         while not self._closing.wait(self._look_s):
-            self._look()
-            self._saves.flush()
+            try:
+                self._look()
+                self._saves.flush()
+            except Exception:  # the next look tries again
+                log.exception("saves are not traced")
 
     def _look(self) -> None:
         try:
