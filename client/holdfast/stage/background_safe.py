@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.stage import cuda_copy
 from holdfast.stage.staging import LONG_BYTES_MIN
 from holdfast.state.named import modules_of
+from holdfast.state.optimizer_shards import OptimizerShards
 from holdfast.state.optimizer_wrappers import innermost
 from holdfast.state.train_state import EXTRA
 from holdfast.tensors.fragments import local_tensor
@@ -24,7 +25,7 @@ from holdfast_formats.staging.arena import PAGE_BYTES
 class Judge:
     """Return a function that judges the pieces of this state, for one save.
 
-    Settled are parameters, masters, optimizer state and EMA copies, if the state has an optimizer whose step can be waited
+    Settled are parameters, masters, optimizer state and EMA copies, if the steps of the state's optimizers can all be waited
     for. If the caller has promised to fence (`fenced`), all tensors but buffers are settled. Restless are buffers (a forward
     changes them), tensors on a device that cannot be waited for in the background, and everything that the user may change
     at any time.
@@ -32,7 +33,9 @@ class Judge:
 
     def __init__(self, state: Mapping[str, Any], fenced: bool) -> None:
         self._state, self._fenced = state, fenced
-        self._any = fenced or bool(innermost(state))
+        # What an optimizer that cannot be waited for changes, weights among it, is not known: nothing waits then.
+        waits = all(entry.hooks for entry in state.values() if isinstance(entry, OptimizerShards))
+        self._any = fenced or (waits and bool(innermost(state)))
 
     def __call__(self, leaf: Leaf, piece: LivePiece) -> bool:
         kind = piece.tensor.device.type

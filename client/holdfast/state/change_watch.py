@@ -50,6 +50,7 @@ class ChangeWatch:
         self._optimizers: list[tuple[object, tuple[torch.optim.Optimizer, ...]]] = []
         self._shards: list[ShardedOptimizer] = []
         self._parts: list[tuple[Callable[[], Any], tuple[Any, ...]]] = []
+        self._names: list[tuple[Callable[[], list[str | None]], list[str | None]]] = []
         self._held: list[tuple[Mapping[str, Any], str, object]] = []  # holders of containers: mapping, key, container
         self._transient: list[tuple[nn.Module, frozenset[str]]] = []  # modules, and their buffers that are not saved
         self._hooked: list[tuple[nn.Module, str]] = []
@@ -70,6 +71,7 @@ class ChangeWatch:
                 len(found := optimizer_wrappers.find(value).optimizers) == len(before) and all(map(is_, found, before))
                 for value, before in self._optimizers
             )
+            and all(names() == before for names, before in self._names)
             and all(_gives(shards, parts) for shards, parts in self._parts)
             and all(optimizer.unchanged() for optimizer in self._shards)
             and all(holder.get(key) is held for holder, key, held in self._held)
@@ -123,7 +125,10 @@ class ChangeWatch:
                 self._lists.append((group["params"], tuple(group["params"])))
 
     def see_named(self, named: Named, path: str) -> None:
-        """Note the parts that stand for the tensors of modules."""
+        """Note the names of what modules hold, and the parts that stand for their tensors."""
+        if named.asks:
+            own = named.own_names(path)
+            self._names.append((partial(named.stored_names, path, own), named.stored_names(path, own)))
         for name, value, shards in named.sharded(path):
             given = shards(name, value)
             parts = tuple(given) if isinstance(given, list | tuple) else (given,)

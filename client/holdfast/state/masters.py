@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from holdfast.tensors import live_pieces
-from holdfast.tensors.fragments import FragmentList, Storable, global_shape, local_tensors
+from holdfast.tensors.fragments import Storable, global_shape, is_sharded, local_tensors
 from holdfast.tensors.matching import MatchedLeaves
 from holdfast.tensors.torch_dtypes import MemorySpan, has_memory, memory_span
 from holdfast_formats.errors import InvalidRequest, StateMismatch
-from holdfast_formats.region import intersect
+from holdfast_formats.region import Box, intersect
 
 Masters = Literal["from-model"]
 LISTED_MAX = 5
@@ -76,15 +76,21 @@ def settle(restoration: MatchedLeaves, found: Sequence[MasterPair], wish: Master
     return restoration._replace(actions=(*restoration.actions, partial(_renew, stale)), notes=[*restoration.notes, note])
 
 
-def _form(value: Storable) -> object:
-    """What must be equal for a copy to be made of a weight, part by part."""
-    shapes = [local.shape for local in local_tensors(value)]
-    return (shapes, value.boxes) if isinstance(value, FragmentList) else shapes
+def _is_alike(pair: MasterPair) -> bool:
+    """Whether a copy lies as its weight does, part by part: a plain one always does, a sharded one may be of other elements."""
+    weight, master = ([local.shape for local in local_tensors(value)] for value in (pair.weight, pair.master))
+    if weight != master or not is_sharded(pair.master):
+        return weight == master
+    return _boxes(pair.weight, pair.name) == _boxes(pair.master, pair.name)
+
+
+def _boxes(value: Storable, name: str) -> list[Box]:
+    return [piece.box for piece in live_pieces.pieces(value, name).pieces]
 
 
 def _copies(pair: MasterPair) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     """Views of a copy, and where this rank's part of the weight has the same elements; None if it lacks some of them."""
-    if _form(pair.weight) == _form(pair.master):
+    if _is_alike(pair):
         return list(zip(local_tensors(pair.master), local_tensors(pair.weight), strict=True))
     if global_shape(pair.weight) != global_shape(pair.master):
         return None

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.state.modules import ModuleState, module_state
-from holdfast.tensors.fragments import Fragment, FragmentList, Storable, fragment_list
+from holdfast.tensors.fragments import Fragment, FragmentList, Storable, fragment_list, same_memory
 from holdfast_formats.errors import InvalidRequest
 
 LISTED_MAX = 5  # names in an error's text
@@ -29,8 +29,8 @@ class Named:
     they are. `only` says which tensors belong to the group, by their own names: a function that is true for those, or
     patterns, of which one must match the whole name: text as in `fnmatch`, or compiled regular expressions. The others
     are neither saved nor restored. `shards` is called with the own name of each tensor and the tensor that the module has
-    for it; it returns what stands for that: Fragments of a partition that the framework keeps, or the tensor itself. Names
-    are those that the modules would have without it. Parameters stay the objects that they are: an optimizer in the state
+    for it; it returns what stands for that: Fragments of a partition that the framework keeps, or the tensor itself, and
+    never a copy: a restore writes into it. Names are those that the modules would have without it. Parameters stay the objects that they are: an optimizer in the state
     that steps them is stored under the stored names, and one that steps a parameter which is left out is refused.
     """
 
@@ -45,9 +45,11 @@ class Named:
         if shards is not None and not callable(shards):
             raise InvalidRequest(f"shards= of Named must be a function, not a {type(shards).__name__}")
         self._shards = shards
+        self._kept_for_good: set[str] = set()  # names for which `shards` was seen to return the same memory twice
         self.modules = _modules(objects)
         self._rename = _check_rename(rename)
         self._only = _check_only(only)
+        self._by_function = callable(only)
 
     def state(self, path: str) -> ModuleState:
         """The live tensors of all modules, and values of their own, by stored name; `path` is the entry's key.
@@ -86,11 +88,34 @@ class Named:
                     if self._keeps(name):
                         yield name, value, self._shards
 
+    def own_names(self, path: str) -> list[str]:
+        """The names of everything that the modules hold, stored or not."""
+        found = [module_state(module, path) for module in self.modules]
+        return [name for one in found for name in (*one.tensors, *one.extras)]
+
+    def stored_names(self, path: str, own: Iterable[str]) -> list[str | None]:
+        """The stored names of these names now, None for those that `only` leaves out."""
+        return [self._stored(path, name) if self._keeps(name) else None for name in own]
+
+    @property
+    def asks(self) -> bool:
+        """Whether functions decide about names; their answers may change."""
+        return callable(self._rename) or self._by_function
+
     def _shard(self, path: str, name: str, value: Storable) -> Storable:
         if self._shards is None:
             return value
         given = self._shards(name, value)
         found = fragment_list(given, f"{path}.{name}") or given
+        if name not in self._kept_for_good and isinstance(found, torch.Tensor | Fragment | FragmentList):
+            once_more = self._shards(name, value)
+            again = fragment_list(once_more, f"{path}.{name}") or once_more
+            if not isinstance(again, torch.Tensor | Fragment | FragmentList) or not same_memory(found, again):
+                raise InvalidRequest(
+                    f"{path}.{name}: shards= of Named returns other memory at every call, so that a restore would be lost",
+                    hint="return the tensors that the framework keeps, or views of them: no copies, casts or concatenations",
+                )
+            self._kept_for_good.add(name)
         if not isinstance(found, torch.Tensor | Fragment | FragmentList):
             raise InvalidRequest(
                 f"{path}.{name}: shards= of Named must return a tensor, a Fragment or a list of Fragments, not a "

@@ -30,6 +30,7 @@ from holdfast.tensors.fragments import (
     global_shape,
     holds_fragments,
     is_dtensor,
+    same_memory,
 )
 from holdfast.tensors.leaves import Content, Key, PartPlan, Selection
 from holdfast_formats.errors import InvalidRequest
@@ -47,8 +48,9 @@ class OptimizerShards:
     are those under which the state's modules store the parameters. `state()` returns, by name and then by key, tensors,
     Fragments, lists of Fragments, or JSON values such as numbers. A parameter of which this rank keeps no part has empty
     Fragments there; one that it lacks has no state yet. `step` is a tensor without dimensions, as in torch's optimizers.
-    Full-precision copies have a key such as "master": they are stored in the group `master`. Who returns the identical
-    Fragments as long as they hold makes saves faster.
+    Full-precision copies have a key such as "master": they are stored in the group `master`. The tensors are those that the
+    framework keeps, or views of them: a restore writes into them. Who returns the identical Fragments as long as they hold
+    makes saves faster.
 
     A restore fills the tensors in place. Then it calls `install(groups, values)`: `groups` has the restored
     hyper-parameters of every group of `groups()`, in order, empty for a group that was not saved; `values`, by name and
@@ -74,6 +76,9 @@ class OptimizerShards:
             if not callable(function):
                 raise InvalidRequest(f"{name}= of OptimizerShards must be a function, not a {type(function).__name__}")
         self.groups, self.state, self.install, self.new = groups, state, install, new
+        self.kept_for_good: set[tuple[str, str]] = (
+            set()
+        )  # name and key of the tensors that `state()` was seen to return twice
         self.hooks = (hooks,) if isinstance(hooks, torch.optim.Optimizer) else tuple(hooks)
         for hook in self.hooks:
             if not isinstance(hook, torch.optim.Optimizer):
@@ -185,8 +190,8 @@ class ShardedOptimizer(NamedTuple):
 def read(key: str, shards: OptimizerShards, weights: Mapping[str, Storable]) -> ShardedOptimizer:
     """What an optimizer says now.
 
-    Raises `InvalidRequest`, by name, for a parameter that belongs to no module of the state or has two groups, and for state
-    of something that is in no group.
+    Raises `InvalidRequest`, by name, for a parameter that belongs to no module of the state or has two groups, for state of
+    something that is in no group, and for tensors that are made for the answer only.
     """
     said = _groups(key, shards)
     kept: dict[str, dict[str, Any]] = {}
@@ -211,7 +216,23 @@ def read(key: str, shards: OptimizerShards, weights: Mapping[str, Storable]) -> 
                 hint="name it in a group, or leave it out",
             )
         kept[name] = _checked(key, name, values)
+    _refuse_temporaries(key, shards, kept)
     return ShardedOptimizer(key, shards, said, kept, {name: dict(values) for name, values in given.items()}, weights)
+
+
+def _refuse_temporaries(key: str, shards: OptimizerShards, kept: Mapping[str, Kept]) -> None:
+    """Ask for new tensors once more: a restore into those that only the first answer has would be lost without a word."""
+    new = {(name, part) for name in kept for part, value in kept[name].items() if is_storable(value)} - shards.kept_for_good
+    again = shards.state() if new else {}
+    for name, part in sorted(new):
+        value = again.get(name, {}).get(part)
+        value = fragment_list(value, name) or value
+        if not is_storable(value) or not same_memory(kept[name][part], value):
+            raise InvalidRequest(
+                f"{key}.state()[{name!r}][{part!r}] is other memory at every call, so that a restore into it would be lost",
+                hint="return the tensors that the optimizer keeps, or views of them: no copies, casts or concatenations",
+            )
+    shards.kept_for_good |= new
 
 
 def is_storable(value: object) -> TypeGuard[Storable]:

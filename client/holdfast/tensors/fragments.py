@@ -287,6 +287,25 @@ def objects(value: Storable) -> tuple[int, ...]:
     return tuple(map(id, parts_of(value)))
 
 
+def same_memory(one: Storable, other: Storable) -> bool:
+    """Whether both are the same live memory, so that what is written into one is in the other; so are parts of no elements."""
+    mine, others = parts_of(one), parts_of(other)
+    return len(mine) == len(others) and all(map(_is_same, mine, others))
+
+
+def _is_same(one: OneTensor, other: OneTensor) -> bool:
+    if _own(one) is _own(other):
+        return True
+    a, b = local_tensor(one), local_tensor(other)
+    if a.shape != b.shape or a.dtype != b.dtype or not a.numel():
+        return a.shape == b.shape and a.dtype == b.dtype
+    return has_memory(a) and has_memory(b) and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+
+
+def _own(value: OneTensor) -> torch.Tensor:
+    return value.tensor if isinstance(value, Fragment) else value
+
+
 def global_shape(value: Storable) -> Shape:
     """The shape of the whole tensor, with elements counted as in torch."""
     return tuple(value.shape)

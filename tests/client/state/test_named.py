@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -373,6 +373,22 @@ def test_a_module_that_changes_is_seen() -> None:
     assert added == {"layers.9.weight", "layers.9.bias"}
 
 
+def test_functions_that_change_their_mind_are_asked_again() -> None:
+    """A layer that is unfrozen later is in the next save, under the name that it has then; a kept walk left it out."""
+    part, chosen, prefix = Part(0), {"layers.0.weight"}, "a"
+    named = Named(part, only=lambda name: name in chosen, rename=lambda name: f"{prefix}.{name}")
+    state = TrainState({"model": named}, 0, 1)
+
+    def names() -> set[str]:
+        return {leaf.name for leaf in state.snapshot().leaves if leaf.group == "model"}
+
+    assert names() == {"a.layers.0.weight"}
+    chosen.add("layers.0.bias")
+    assert names() == {"a.layers.0.weight", "a.layers.0.bias"}
+    prefix = "b"
+    assert names() == {"b.layers.0.weight", "b.layers.0.bias"}
+
+
 def test_a_framework_s_partitions_stand_for_the_tensors():
     """`shards` says which parts this rank has; names, buffers and ties stay the module's, and restores fill the parts."""
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
@@ -406,3 +422,16 @@ def test_a_framework_s_partitions_stand_for_the_tensors():
         TrainState({"model": Named(module, shards=lambda name, value: 3)}, 0, 1)
     with pytest.raises(InvalidRequest, match="shards= of Named must be a function"):
         Named(module, shards={})
+
+
+@pytest.mark.parametrize("cast", [torch.Tensor.clone, torch.Tensor.double, lambda value: value.new_zeros(2)])
+def test_shards_that_are_made_for_the_answer_are_refused(cast: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A restore into a copy would be lost without a word: before, the restore said that all was well."""
+    module = nn.Linear(4, 3)
+    with pytest.raises(InvalidRequest, match=r"model.weight: shards= of Named returns other memory at every call"):
+        TrainState({"model": Named(module, shards=lambda name, value: cast(value.detach()))}, 0, 1)
+    views = Named(
+        module, shards=lambda name, value: Fragment(value.detach().view(-1)[:], value.shape, flat=(0, value.numel()))
+    )
+    leaves = TrainState({"model": views}, 0, 1).snapshot().leaves
+    assert sum(leaf.group == "model" for leaf in leaves) == 2

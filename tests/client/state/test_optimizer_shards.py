@@ -244,6 +244,17 @@ def test_weights_without_their_masters_are_refused():
         assert torch.equal(fragment.tensor, weight.detach().reshape(-1)[start:stop])
 
 
+def test_a_master_of_other_elements_is_not_set_from_a_weight_of_its_shape():
+    """Two ranges of one length: the weight's first half is no copy of the master's second half."""
+    checkpoint = save({"model": {"w": torch.arange(12.0)}})
+    weight, master = (Fragment(torch.full((6,), -1.0), (12,), flat=(a, a + 6)) for a in (0, 6))
+    kept = {"w": {"master": master}}
+    shards = OptimizerShards(groups=lambda: [{"params": ["w"]}], state=lambda: kept, install=print)
+    with pytest.raises(StateMismatch, match="the master of w is sharded differently"):
+        restore(checkpoint, {"model": {"w": weight}, "optim": shards}, groups=["model"], from_model="from-model")
+    assert torch.equal(master.tensor, torch.full((6,), -1.0))
+
+
 REFUSED: dict[str, tuple[Callable[[Partition], None], str]] = {
     "a strange name": (lambda p: p.groups_now[0]["params"].append("more"), r"optim.groups\(\)\[0\] names 'more'"),
     "a name twice": (lambda p: p.groups_now[0]["params"].append("norm"), "names the parameter 'norm' twice"),
@@ -266,6 +277,26 @@ def test_what_cannot_be_named_or_stored_is_refused(what):
     change(part)
     with pytest.raises(InvalidRequest, match=told):
         TrainState(part.model(parameters()), 0, 2).snapshot()
+
+
+def test_tensors_that_are_made_for_the_answer_are_refused():
+    """Also where they come with a later step: a restore into a copy would be lost without a word."""
+    part = halves()[0]
+    made = OptimizerShards(groups=lambda: part.groups_now, state=lambda: copied(part.kept), install=part.install)
+    with pytest.raises(InvalidRequest, match=r"optim.state\(\)\['[a-z.]*'\]\['exp_avg'\] is other memory at every call"):
+        TrainState({**part.model(parameters()), "optim": made}, 0, 2).snapshot()
+    train = TrainState(part.model(parameters()), 0, 2)
+    train.snapshot()
+    part.shards.state = lambda: {**part.kept, "norm": {**part.kept["norm"], "late": torch.ones(4)}}
+    with pytest.raises(InvalidRequest, match=r"\['norm'\]\['late'\] is other memory"):
+        train.snapshot()
+
+
+def copied(kept: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    def copy(value: Any) -> Any:
+        return [part.with_tensor(part.tensor.clone()) for part in value] if isinstance(value, list) else value
+
+    return {name: {key: copy(value) for key, value in values.items()} for name, values in kept.items()}
 
 
 def test_what_it_is_made_of_is_checked():
@@ -368,6 +399,17 @@ def test_its_hooks_wait_and_tell_how_it_will_grow():
     inner.step()
     assert part.kept == {} and hooks.optimizers == [inner]
     hooks.remove()
+
+
+def test_a_partition_without_hooks_is_copied_at_once_beside_an_optimizer_with_hooks():
+    """What changes it is not known: nobody would wait with its step for a copy in the background."""
+    trained, part = nn.Linear(2, 2), halves()[0]
+    state = {"model": parameters(), "trained": trained, "optim": torch.optim.AdamW(trained.parameters())}
+    leaf = next(leaf for leaf in TrainState(state, 0, 1).snapshot().leaves if leaf.group == "trained")
+    assert background_safe.Judge(state, fenced=False)(leaf, leaf.pieces[0])
+    both = {**state, "more": part.shards}
+    assert not background_safe.Judge(both, fenced=False)(leaf, leaf.pieces[0])
+    assert background_safe.Judge(both, fenced=True)(leaf, leaf.pieces[0])
 
 
 @given(partitions())
