@@ -77,7 +77,7 @@ def settle(restoration: MatchedLeaves, found: Sequence[MasterPair], wish: Master
 
 
 def _is_alike(pair: MasterPair) -> bool:
-    """Whether a copy lies as its weight does, part by part: a plain one always does, a sharded one may be of other elements."""
+    """Whether a copy lies as its weight does, part by part: a plain one does, a sharded one may be of other elements."""
     weight, master = ([local.shape for local in local_tensors(value)] for value in (pair.weight, pair.master))
     if weight != master or not is_sharded(pair.master):
         return weight == master

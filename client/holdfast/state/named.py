@@ -30,8 +30,9 @@ class Named:
     patterns, of which one must match the whole name: text as in `fnmatch`, or compiled regular expressions. The others
     are neither saved nor restored. `shards` is called with the own name of each tensor and the tensor that the module has
     for it; it returns what stands for that: Fragments of a partition that the framework keeps, or the tensor itself, and
-    never a copy: a restore writes into it. Names are those that the modules would have without it. Parameters stay the objects that they are: an optimizer in the state
-    that steps them is stored under the stored names, and one that steps a parameter which is left out is refused.
+    never a copy, because a restore writes into it. Names are those that the modules would have without it. Parameters stay
+    the objects that they are: an optimizer in the state that steps them is stored under the stored names, and one that
+    steps a parameter which is left out is refused.
     """
 
     def __init__(

@@ -288,7 +288,7 @@ def objects(value: Storable) -> tuple[int, ...]:
 
 
 def same_memory(one: Storable, other: Storable) -> bool:
-    """Whether both are the same live memory, so that what is written into one is in the other; so are parts of no elements."""
+    """Whether both are the same live memory, so that what is written into one is in the other, or has no elements."""
     mine, others = parts_of(one), parts_of(other)
     return len(mine) == len(others) and all(map(_is_same, mine, others))
 
