@@ -96,6 +96,19 @@ def test_a_script_that_is_started_again_goes_on(daemon: RunningDaemon, run: str,
     assert starts.steps == [4, 6]
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_a_run_that_has_ended_stays_as_it_is(daemon: RunningDaemon, run: str, tmp_path: Path, strategy: str) -> None:
+    """Started again in the middle of its last epoch, transformers' loop would train one more step, at every start."""
+    settings = {"max_steps": 5, "save_steps": 5, "save_strategy": strategy}  # of 6 steps an epoch
+    first = attach(plain(tmp_path, **settings), run, at=daemon.socket)
+    first.train()
+    for _ in range(2):
+        again = attach(plain(tmp_path, **settings), run, at=daemon.socket)
+        again.train()
+        assert again.state.global_step == 5
+        assert_same(weights(first), weights(again))
+
+
 def test_what_can_be_resumed_from(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
     whole = attach(plain(tmp_path), run, at=daemon.socket)
     whole.train()
@@ -357,6 +370,14 @@ def test_a_method_that_keeps_the_save_to_itself(daemon: RunningDaemon, run: str,
 
     with pytest.raises(InvalidRequest, match=r"Deaf._save_checkpoint\(\) does not call super\(\): step 2 was not saved"):
         attach(plain(tmp_path, Deaf), run, at=daemon.socket).train()
+
+
+@pytest.mark.parametrize("name", ["_save_optimizer_and_scheduler", "_save_rng_state", "_save", "save_model"])
+def test_methods_that_nobody_would_call(tmp_path: Path, name: str) -> None:
+    """What a subclass saves beside the rest would be missing, and nobody would know before it resumes."""
+    special = type("Special", (Trainer,), {name: lambda self, *arguments, **named: None})
+    with pytest.raises(InvalidRequest, match=rf"Special has a {name}\(\) of its own"):
+        attach(plain(tmp_path, special), "run")
 
 
 def test_a_directory_that_is_in_the_way(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:

@@ -13,6 +13,10 @@ from holdfast_formats.errors import InvalidRequest
 _PLAIN = "train without it, or without Holdfast; plain loops save FSDP2 and tensor parallelism (docs/saving.md)"
 
 
+# What a subclass may add to a checkpoint there, and would miss in the next start: these are not called.
+_NOT_CALLED = ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state", "_save", "save_model")
+
+
 def check(trainer: Any, options: Mapping[str, Any]) -> None:
     """Raise `InvalidRequest` with the name of what is not supported, and what to do instead.
 
@@ -37,6 +41,7 @@ def check(trainer: Any, options: Mapping[str, Any]) -> None:
             "the model has adapters from add_adapter(), whose names neither PEFT nor from_pretrained() expects",
             hint="make the model with peft.get_peft_model() instead",
         )
+    _check_overrides(trainer)
     _check_limits(args, options)
 
 
@@ -47,6 +52,19 @@ def check_trial(trainer: Any, trial: object) -> None:
             "the trials of a hyperparameter search would overwrite each other's checkpoints in one run",
             hint="search with a Trainer that is not attached, then attach the one that trains",
         )
+
+
+def _check_overrides(trainer: Any) -> None:
+    for name in _NOT_CALLED:
+        owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), object)
+        own = owner.__module__.partition(".")[0] not in ("transformers", "trl", "holdfast")
+        if name in vars(trainer) or (own and owner is not object):
+            raise InvalidRequest(
+                f"{type(trainer).__name__} has a {name}() of its own, which Holdfast does not call: what it writes would be "
+                "missing from every checkpoint",
+                hint="keep that state in the model, or in a TrainerCallback with state() (ExportableState); files that do not "
+                "change go into assets=",
+            )
 
 
 def _check_limits(args: Any, options: Mapping[str, Any]) -> None:

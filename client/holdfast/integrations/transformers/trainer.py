@@ -51,7 +51,13 @@ class HoldfastTrainerMixin(Trainer):
         return run.train(resume_from_checkpoint, start)
 
     def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
-        """Fetch a step's batches. A JIT checkpoint may interrupt the step: it is one of the step before."""
+        """Fetch a step's batches: none behind the last step, which transformers takes for granted to be ahead.
+
+        A JIT checkpoint may interrupt the step: it is one of the step before.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return [], None
         if getattr(self.args, "enable_jit_checkpoint", False):
             self._run().streams.step_begins(self.state.global_step)
         return super().get_batch_samples(*arguments, **named)

@@ -244,8 +244,11 @@ class TrainerRun:
         self._checkpointer.restore_random()
 
     def _existing(self, step: int) -> Existing:
-        """A new start leaves behind what the run has. After a restore, what is newer is left behind by itself."""
-        if step in self._saves:
+        """A new start leaves behind what the run has. After a restore, what is newer is left behind by itself.
+
+        A run that had ended may save its last step once more, at the end of its epoch: nothing was trained since.
+        """
+        if step in self._saves or (self._source is not None and step == self._source.step):
             return "same"
         return "replace" if self._anew and not self._saves else "refuse"
 
