@@ -12,6 +12,8 @@ from holdfast.state.modules import clean, unwrap
 from holdfast.state.named import Named
 from holdfast_formats.errors import InvalidRequest
 
+# Ways to make an adapter that leave the base model as it is, or change it in the same way at every start.
+_INITS = frozenset({"gaussian", "eva", "orthogonal", "pissa", "olora", "loftq"})
 GROUP = "adapter_model"  # the key of the state: the files are adapter_model.safetensors, which PEFT loads
 
 
@@ -71,9 +73,26 @@ def _one(model: nn.Module, name: str | None) -> tuple[Any, str]:
     chosen = names[0] if name is None else name
     if chosen not in names:
         raise InvalidRequest(f"the model has no adapter {chosen!r}", hint=f"it has {', '.join(names)}")
+    _refuse_inexact(inner.peft_config[chosen])
     if inner.peft_config[chosen].is_prompt_learning:
         raise InvalidRequest(
             f"{type(inner.peft_config[chosen]).__name__} is prompt learning: PEFT saves something else than it trains",
             hint="save the whole model: {'model': model, …}",
         )
     return inner, chosen
+
+
+def _refuse_inexact(config: Any) -> None:
+    """Refuse what trains more than PEFT saves, or changes the base model by chance when it is made."""
+    kind = getattr(config.peft_type, "value", str(config.peft_type))
+    if kind == "ADALORA":
+        raise InvalidRequest(
+            "AdaLoRA keeps the importance of its ranks outside of the model, where nothing saves it",
+            hint="train with LoraConfig: a resumed AdaLoRA prunes other ranks than one that was not interrupted",
+        )
+    way = getattr(config, "init_lora_weights", True)
+    if isinstance(way, str) and way not in _INITS:
+        raise InvalidRequest(
+            f"init_lora_weights={way!r} changes the base model by chance or by data, and the adapter alone does not tell how",
+            hint="save the whole model: {'model': model, …}, or initialize with 'pissa', 'olora' or a plain way",
+        )

@@ -22,6 +22,7 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.integrations.dcp import HoldfastStorageReader, HoldfastStorageWriter
+from tests.integrations.environments import stand_alone
 from tests.integrations.recording import Record
 from tests.torchruns import leave
 
@@ -102,6 +103,7 @@ def main() -> None:
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     if chosen.world > 1 or chosen.save == "process":
+        stand_alone()
         dist.init_process_group("gloo")
     # the collectives of a thread that saves must not meet those of the training
     group = dist.new_group(backend="gloo") if chosen.save != "sync" else None

@@ -87,6 +87,12 @@ def test_state_and_requests_that_are_not_covered(make: Any, tmp_path: Path) -> N
     ):
         engine.save_checkpoint(saves)
     engines.step(engine, rows)
+    engine.set_gradient_accumulation_boundary(is_boundary=False)  # from now on the script says where steps are made
+    engines.step(engine, rows)
+    engines.step(engine, rows)  # a number that counting takes for a whole step
+    with pytest.raises(InvalidRequest, match="the gradients of micro-batches would be lost"):
+        engine.save_checkpoint(saves)
+    engine.set_gradient_accumulation_boundary(is_boundary=None)
     with pytest.raises(InvalidRequest, match="exclude_frozen_parameters=True"):
         engine.save_checkpoint(saves, exclude_frozen_parameters=True)
     with pytest.raises(InvalidRequest, match=r"client_state\.rule"):

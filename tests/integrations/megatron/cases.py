@@ -43,12 +43,12 @@ class Cases:
             close()
         self.answers[name] = [answer, (args.work / "root" / name / "checkpoints").exists()]
 
-    def loaded(self, name: str, **options: Any) -> training.Training:
+    def loaded(self, name: str, settings: dict[str, Any] | None = None, **options: Any) -> training.Training:
         """Load the run `whole` into another model; the answer is what is returned, and what has changed by it."""
         args = copy.copy(self.args)
         args.load = args.save = args.work / "root" / "whole"
         vars(args).update(options)
-        configure(args=args)
+        configure(args=args, **(settings or {}))
         made = training.build(args)
         training.step(made, 1)
         before = parts(made)
@@ -105,6 +105,11 @@ def options(cases: Cases) -> None:
     save_checkpoint(4, made.model, made.optimizer, made.scheduler, 400)  # the weights of 3, without the optimizer
     close()
     cases.loaded("newest")
+    elsewhere = args.work / "elsewhere" / "new"
+    cases.loaded("of another run", {"run": "new"}, save=elsewhere)
+    cases.loaded("of another root", {"at": elsewhere.parent}, save=elsewhere)
+    cases.loaded("with a slash", {"run": "whole"}, load=f"{args.save}/", save=str(args.save))
+    cases.loaded("two names", {"run": "new"}, save=None)
     cases.loaded("no_load_optim", no_load_optim=True)
     cases.loaded("no_load_rng", no_load_rng=True)
     cases.loaded("finetune", finetune=True)

@@ -62,6 +62,9 @@ def test_the_same_model_is_saved_otherwise(answers: Answers, case: str) -> None:
     ("case", "returned", "restored"),
     [
         ("newest", [3, 300], {"weights", "masters", "moments", "scheduler", "streams", "samples"}),
+        ("of another run", [3, 300], {"weights", "masters", "moments", "scheduler", "streams", "samples"}),
+        ("of another root", [3, 300], {"weights", "masters", "moments", "scheduler", "streams", "samples"}),
+        ("with a slash", [3, 300], {"weights", "masters", "moments", "scheduler", "streams", "samples"}),
         ("no_load_rng", [3, 300], {"weights", "masters", "moments", "scheduler", "samples"}),
         ("no_load_optim", [4, 400], {"weights", "streams", "samples"}),
         ("finetune", [0, 400], {"weights"}),
@@ -91,6 +94,7 @@ def test_a_step_is_chosen(answers: Answers) -> None:
 @pytest.mark.parametrize(
     ("case", "error"),
     [
+        ("two names", "InvalidRequest: --load is of the run whole, and configure(run=) names new"),
         ("exit", "NoSuchCheckpoint: --load"),
         ("no pretrained", "NoSuchCheckpoint: --pretrained_checkpoint"),
         ("another model", "StateMismatch: the checkpoint is of another model: num_layers: 2 was saved, now it is 3"),

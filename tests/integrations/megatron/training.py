@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.integrations.environments import stand_alone
 from tests.integrations.megatron import cpu
 
 VOCABULARY, LENGTH, SAMPLES = 64, 8, 48
@@ -75,6 +76,7 @@ def parallel(args: argparse.Namespace) -> Iterator[None]:
     from megatron.core import parallel_state, tensor_parallel
 
     torch.set_num_threads(1)
+    stand_alone()
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(
         args.tp, args.pp, virtual_pipeline_model_parallel_size=args.vpp, expert_model_parallel_size=args.ep

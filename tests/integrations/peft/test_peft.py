@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import (
+    AdaLoraConfig,
     LoraConfig,
     PeftModel,
     PromptTuningConfig,
@@ -133,6 +134,12 @@ def test_what_is_refused_by_name(tmp_path: Path) -> None:
     prompts = get_peft_model(small_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(InvalidRequest, match="prompt learning"):
         adapter(prompts)
+    with pytest.raises(InvalidRequest, match="'pissa_niter_2' changes the base model by chance"):
+        adapter(lora(init_lora_weights="pissa_niter_2"))
+    assert adapter(lora(init_lora_weights="gaussian")) is not None
+    adaptive = AdaLoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, total_step=10)
+    with pytest.raises(InvalidRequest, match="AdaLoRA keeps the importance"):
+        adapter(get_peft_model(small_model(), adaptive))
     trained_too = lora()
     weight = trained_too.base_model.model.transformer.ln_f.weight.requires_grad_()
     optimizer = torch.optim.AdamW([weight], lr=1e-2)

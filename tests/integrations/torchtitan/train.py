@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.integrations.environments import stand_alone
 from tests.integrations.recording import Record, optimizer_tensors
 from tests.integrations.torchtitan import tiny
 
@@ -66,6 +67,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     chosen, record = arguments(), Record()
+    stand_alone()
     config = tiny.trainer_config(
         chosen.work,
         chosen.steps,

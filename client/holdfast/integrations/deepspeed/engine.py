@@ -102,16 +102,24 @@ class AttachedEngine:
         self._restored = False
         atexit.register(_close, weakref.ref(self.checkpointer))
 
+    def _refuse_accumulated(self) -> None:
+        """Refuse where gradients are kept for a step that has not been made: they are no part of a checkpoint."""
+        engine = self._engine
+        told = engine._is_gradient_accumulation_boundary  # by set_gradient_accumulation_boundary(); None: they are counted
+        accumulated = engine.micro_steps % engine.gradient_accumulation_steps()
+        if told is False or (told is None and accumulated):
+            which = (
+                f"{accumulated} micro-batches of {engine.gradient_accumulation_steps()}" if told is None else "micro-batches"
+            )
+            raise InvalidRequest(
+                f"save_checkpoint() in the middle of gradient accumulation: the gradients of {which} would be lost",
+                hint="save when engine.is_gradient_accumulation_boundary() was true at the last engine.step()",
+            )
+
     def save(self, save_dir: str, tag: Any, client_state: Mapping[str, Any], save_latest: bool) -> None:
         """Save the engine as it is, and link `save_dir/tag` to it."""
         engine = self._engine
-        accumulated = engine.micro_steps % engine.gradient_accumulation_steps()
-        if accumulated:
-            raise InvalidRequest(
-                f"save_checkpoint() in the middle of gradient accumulation: the gradients of {accumulated} micro-batches of "
-                f"{engine.gradient_accumulation_steps()} would be lost",
-                hint="save when engine.is_gradient_accumulation_boundary() was true at the last engine.step()",
-            )
+        self._refuse_accumulated()
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         path = _path(save_dir, tag)
         if self._root is not None and Path(os.path.realpath(path.parent)).is_relative_to(self._root):

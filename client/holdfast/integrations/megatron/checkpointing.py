@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -40,7 +41,8 @@ _open: dict[tuple[str, str], MegatronCheckpoints] = {}  # by place and run
 def configure(run: str | None = None, *, args: Any = None, huggingface: Any = None, **options: Unpack[Options]) -> None:
     """Say what Megatron's arguments do not. Call it before the first save or load; without it, they say everything.
 
-    `run` is the run to save to, and to load from, instead of that which --save and --load name. `args` are Megatron's
+    `run` is the run to save to, and to load from, instead of that which --save names; a --load that is another directory
+    means what it says. `args` are Megatron's
     arguments, for programs without `megatron.training`. With `huggingface`, a transformers config, tensors are stored under
     the names of its architecture, and it is config.json of every checkpoint. The others are options of `Checkpointer`;
     without `at=`, the daemon serves the directory in which --save is.
@@ -145,7 +147,7 @@ def load_checkpoint(  # noqa: PLR0913 - Megatron-LM's signature
     restored = checkpoints.restore(step, saved, _part(args, finetune, strict))
     if not finetune and restored != found[0]:  # a damaged step was passed over, or one without an optimizer
         saved = checkpoints.progress
-    if place is not None and place != getattr(args, "save", None):
+    if place is not None and not _same_place(place, getattr(args, "save", None)):
         _forget(checkpoints)
     if finetune:
         return 0, saved["floating_point_operations"]
@@ -199,10 +201,7 @@ def _checkpoints(
         raise InvalidRequest(
             f"--{option} is not given, so it is not known where checkpoints are", hint=f"--{option} ROOT/RUN"
         )
-    at, run = _settings.options.get("at"), _settings.run
-    if place is not None and (run is None or option not in ("save", "load")):
-        path = Path(place).absolute()
-        at, run = at or path.parent, path.name
+    at, run = _place(place, option)
     known = _open.get((str(at), str(run)))
     if known is not None:
         known.check_same(model, optimizer, scheduler)
@@ -213,6 +212,29 @@ def _checkpoints(
     made.open(str(run), options)
     _open[str(at), str(run)] = made
     return made
+
+
+def _place(place: str | PathLike[str] | None, option: str) -> tuple[Any, str]:
+    """The address and the run that an argument of Megatron means, with what `configure` says."""
+    at, run = _settings.options.get("at"), _settings.run
+    if place is None:
+        assert run is not None
+        return at, run
+    path, saved = Path(os.path.abspath(place)), getattr(_arguments(), "save", None)
+    if option == "save" or _same_place(place, saved):
+        return at or path.parent, run or path.name
+    if option == "load" and saved is None and run is not None:
+        if path.name != run:
+            raise InvalidRequest(
+                f"--load is of the run {path.name}, and configure(run=) names {run}", hint="give one of them"
+            )
+        return at or path.parent, run
+    is_address = at is not None and (str(at).startswith(("http://", "https://")) or Path(at).is_socket())
+    return at if is_address else path.parent, path.name
+
+
+def _same_place(one: str | PathLike[str] | None, other: str | PathLike[str] | None) -> bool:
+    return one is not None and other is not None and os.path.abspath(one) == os.path.abspath(other)
 
 
 def _forget(checkpoints: MegatronCheckpoints) -> None:
