@@ -93,6 +93,6 @@ def _refuse_inexact(config: Any) -> None:
     way = getattr(config, "init_lora_weights", True)
     if isinstance(way, str) and way not in _INITS:
         raise InvalidRequest(
-            f"init_lora_weights={way!r} changes the base model by chance or by data, and the adapter alone does not tell how",
+            f"init_lora_weights={way!r} changes the base model by chance or by data, which the adapter does not tell",
             hint="save the whole model: {'model': model, …}, or initialize with 'pissa', 'olora' or a plain way",
         )

@@ -48,7 +48,6 @@ from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.insight.facts import Lived
 from holdfast_service.control.launches.choosing import Choices, Known, RestoreQuestion, stands
 from holdfast_service.control.launches.standing import Standing
-from holdfast_service.control.retention import links
 from holdfast_service.control.retention.admission import Admission
 from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.control.retention.rotation import Rotation
@@ -357,7 +356,7 @@ class Decisions:
 
     def watch_links(self, run: str, directory: str) -> None:
         """Links in this directory keep checkpoints of the run from now on."""
-        links.watch(self._files, naming.check_run(run), directory)
+        self.rotation.watch_links(naming.check_run(run), directory)
 
     def measured(self, round_id: int, measured: Mapping[str, float]) -> None:
         """Note what was found out of a save since it ended."""

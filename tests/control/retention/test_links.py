@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from holdfast_service.control.checkpoints import run_files
 from holdfast_service.control.checkpoints.run_files import LinkDirectory, RunFiles
 from holdfast_service.control.retention import links
 from tests.control.retention.test_rotation import RUN, World, world
+from tests.daemons import wait_until
 
 __all__ = ["world"]
 
@@ -159,3 +163,52 @@ def test_a_run_without_links_has_the_file_of_before(world: World) -> None:
     world.files.change(RUN, lambda file: run_files.pinned(file, 1))
     assert b"link_directories" not in world.tier.read(f"{RUN}/{naming.RUN_FILE}", 0, 2**16)
     assert RunFiles(world.tier).read(RUN).pins == (1,)
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Path, threading.Event]]:
+    """A directory into which no look returns before the event: a hard mount whose server is away."""
+    there, back, scan = tmp_path / "hard", threading.Event(), os.scandir
+    there.mkdir()
+
+    def scandir(path: str | Path) -> object:
+        if str(path) == str(there):
+            back.wait(60)
+        return scan(path)
+
+    monkeypatch.setattr(links, "LOOK_S", 0.2)
+    monkeypatch.setattr(os, "scandir", scandir)
+    yield there, back
+    back.set()
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up(world: World, hanging: tuple[Path, threading.Event]) -> None:
+    """Its checkpoints stay; only the first look waits, and nothing else of the daemon does."""
+    there, back = hanging
+    links.watch(world.files, RUN, str(there))
+    made = link(there, "best", 10)
+    world.put(10, 20, 30)
+    world.keep(last=1)
+    assert world.steps == [10, 20, 30]
+    for _ in range(5):
+        assert links.standing(world.files.read(RUN), RUN).unseen == (str(there),)
+    assert sum(thread.name == "holdfast-link-look" for thread in threading.enumerate()) == 1  # later ones do not look
+    back.set()
+    wait_until(lambda: links.standing(world.files.read(RUN), RUN).by_step == {10: str(made)})
+    world.rotation.due(RUN)
+    assert world.rotation.settle()
+    assert world.steps == [10, 30]
+
+
+def test_a_removal_that_has_looked_is_over_when_the_directory_is_watched(world: World, tmp_path: Path) -> None:
+    """Who links a step and is then told that its directory is watched finds the step there for good, or gone."""
+    (tmp_path / "out").mkdir()
+    world.put(10, 20, 30)
+    told = threading.Thread(target=world.rotation.watch_links, args=(RUN, str(tmp_path / "out")))
+    with world.rotation._deciding:  # a removal that has looked
+        told.start()
+        told.join(0.3)
+        assert told.is_alive()
+    told.join(60)
+    assert not told.is_alive()
+    assert [one.path for one in world.files.read(RUN).link_directories] == [str(tmp_path / "out")]

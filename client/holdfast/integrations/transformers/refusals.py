@@ -60,10 +60,10 @@ def _check_overrides(trainer: Any) -> None:
         own = owner.__module__.partition(".")[0] not in ("transformers", "trl", "holdfast")
         if name in vars(trainer) or (own and owner is not object):
             raise InvalidRequest(
-                f"{type(trainer).__name__} has a {name}() of its own, which Holdfast does not call: what it writes would be "
-                "missing from every checkpoint",
-                hint="keep that state in the model, or in a TrainerCallback with state() (ExportableState); files that do not "
-                "change go into assets=",
+                f"{type(trainer).__name__} has a {name}() of its own, which Holdfast does not call: what it writes would "
+                "be missing from every checkpoint",
+                hint="keep that state in the model, or in a TrainerCallback with state() (ExportableState); files that do "
+                "not change go into assets=",
             )
 
 

@@ -7,15 +7,23 @@ link is to unpin the checkpoint, and a link that a person makes counts like any 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest, LimitExceeded
 from holdfast_service.control.checkpoints.run_files import LinkDirectory, RunFile, RunFiles
 
 DIRECTORIES_MAX = 100  # of a run
+LOOK_S = 5.0  # what a look into a directory may take
+_hanging: set[str] = set()  # directories into which a look has not ended in time
+_hanging_lock = threading.Lock()
+_Seen = TypeVar("_Seen")
 
 
 class LinkedSteps(NamedTuple):
@@ -38,22 +46,23 @@ def watch(files: RunFiles, run: str, path: str) -> None:
     if not Path(path).is_absolute() or os.path.normpath(path) != path:
         raise InvalidRequest(f"a directory of links must be an absolute path without '..': {path!r}")
     try:
-        with os.scandir(path):
-            made = LinkDirectory(path=path, device=Path(path).stat().st_dev)
+        device, names = _limited(path, lambda: (Path(path).stat().st_dev, os.listdir(path)))
     except (OSError, ValueError) as error:
         raise InvalidRequest(
             f"the daemon cannot read the directory {path!r}, so a link in it would keep no checkpoint",
             hint="let the daemon see the directory under the same path, or pin the steps",
         ) from error
+    made = LinkDirectory(path=path, device=device)
+    gone = {one for one in files.read(run).link_directories if one.path != path and _is_known_to_be_gone(one)}
 
-    def act(file: RunFile) -> RunFile:
-        elsewhere = [one for one in file.link_directories if one.path == path and one.device != made.device]
-        if elsewhere and not _names(path):
+    def act(file: RunFile) -> RunFile:  # looks at no disk: while it runs, no run's file changes
+        elsewhere = [one for one in file.link_directories if one.path == path and one.device != device]
+        if elsewhere and not names:
             raise InvalidRequest(
                 f"{path} held links to {run} on another disk, and is empty now: that disk seems to be away",
                 hint="mount it, or delete the directory from link_directories in the run's run.json",
             )
-        others = [one for one in file.link_directories if one.path != path and not _is_gone(one)]
+        others = [one for one in file.link_directories if one.path != path and one not in gone]
         if len(others) >= DIRECTORIES_MAX:
             raise LimitExceeded(f"links to {run} stand in {len(others)} directories already", hint="remove some of them")
         if made in file.link_directories and len(others) == len(file.link_directories) - 1:
@@ -69,14 +78,54 @@ def standing(file: RunFile, run: str) -> LinkedSteps:
     unseen: list[str] = []
     for directory in file.link_directories:
         try:
-            here = {step: path for path, step in _links(directory.path, run)}
-            if not here and Path(directory.path).stat().st_dev != directory.device:  # what was mounted there may be away
-                unseen.append(directory.path)
-            found = {**here, **found}
+            here = _limited(directory.path, partial(_seen, directory, run))
         except OSError:
-            if not _is_gone(directory):
-                unseen.append(directory.path)
+            here = None
+        if here is None:
+            unseen.append(directory.path)
+        else:
+            found = {**here, **found}
     return LinkedSteps(found, tuple(unseen))
+
+
+def _limited(path: str, look: Callable[[], _Seen]) -> _Seen:
+    """What `look` at this path returns; `TimeoutError` if it takes too long, at once if an earlier one still hangs.
+
+    On a disk whose server is away, a look may never return: it has a thread of its own, and whoever waits goes on.
+    """
+    with _hanging_lock:
+        if path in _hanging:
+            raise TimeoutError(path)
+    done: Future[_Seen] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(look())
+        except Exception as error:
+            done.set_exception(error)
+        with _hanging_lock:
+            _hanging.discard(path)
+
+    threading.Thread(target=run, name="holdfast-link-look", daemon=True).start()
+    try:
+        return done.result(LOOK_S)
+    except FutureTimeout:
+        if done.done():  # it took as long as that, or has failed by a time limit of its own
+            return done.result()
+    with _hanging_lock:
+        if not done.done():
+            _hanging.add(path)
+    raise TimeoutError(path)
+
+
+def _seen(directory: LinkDirectory, run: str) -> dict[int, str] | None:
+    """The links in a directory, by step; None if it is not known what it holds."""
+    try:
+        here = {step: path for path, step in _links(directory.path, run)}
+        away = not here and Path(directory.path).stat().st_dev != directory.device  # what was mounted there
+    except OSError:
+        return {} if _is_gone(directory) else None
+    return None if away else here
 
 
 def _links(directory: str, run: str) -> Iterator[tuple[str, int]]:
@@ -93,11 +142,11 @@ def _links(directory: str, run: str) -> Iterator[tuple[str, int]]:
                 yield entry.path, step
 
 
-def _names(path: str) -> list[str]:
+def _is_known_to_be_gone(directory: LinkDirectory) -> bool:
     try:
-        return os.listdir(path)
+        return _limited(directory.path, partial(_is_gone, directory))
     except OSError:
-        return []
+        return False
 
 
 def _is_gone(directory: LinkDirectory) -> bool:

@@ -112,6 +112,16 @@ class Rotation:
                 log.info("removed %s@%s: %s", run, decision.step, "; ".join(decision.reasons))
         return list(trashed)
 
+    def watch_links(self, run: str, directory: str) -> None:
+        """Links in this directory keep checkpoints of the run from now on.
+
+        When this returns, no removal is going on that looked before: what stands now under a link stays. Raises what
+        `links.watch` raises.
+        """
+        links.watch(self._files, run, directory)
+        with self._deciding:
+            pass
+
     def make_room(self, run: str, incoming: Candidate) -> int | None:
         """Remove the oldest superseded checkpoint that the policy does not keep once `incoming` is verified; its step, or
         None.
