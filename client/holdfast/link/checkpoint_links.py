@@ -85,8 +85,14 @@ class CheckpointLinks:
         if inside == root or root in inside.parents:
             raise InvalidRequest(f"{link} would stand in the root {root} itself", hint="put links into a directory outside")
         if link.is_symlink():
-            if naming.linked_step(self._run, os.readlink(link)) is None:
+            target = os.readlink(link)
+            if naming.linked_step(self._run, target) is None:
                 raise InvalidRequest(f"{link} exists, and is a link to something else than a checkpoint of {self._run}")
+            if os.path.isdir(target) and Path(os.path.realpath(target)).parents[2] != root.resolve():
+                raise InvalidRequest(
+                    f"{link} leads to a checkpoint of another root, {target}, which it keeps",
+                    hint="choose another name, or remove the link",
+                )
         elif os.path.lexists(link):
             raise InvalidRequest(f"{link} exists, and is no link", hint="choose another name, or move it away")
         try:

@@ -95,7 +95,10 @@ def test_what_stands_there_is_not_touched(daemon: RunningDaemon, tmp_path: Path)
     (tmp_path / "another").symlink_to(daemon.root / other)
     with Checkpointer("refused", {"model": torch.nn.Linear(2, 2)}, at=daemon.socket) as checkpointer:
         ticket = checkpointer.save(1)
-        for name in ("file", "directory", "other", "another", "file/below"):
+        elsewhere = tmp_path / "elsewhere" / naming.checkpoint_path("refused", 1)
+        elsewhere.mkdir(parents=True)
+        (tmp_path / "of-another-root").symlink_to(elsewhere)
+        for name in ("file", "directory", "other", "another", "of-another-root", "file/below"):
             with pytest.raises(InvalidRequest):
                 checkpointer.link(ticket, tmp_path / name)
         for name in ("link", "refused/link", "refused/checkpoints/link"):
@@ -110,6 +113,7 @@ def test_what_stands_there_is_not_touched(daemon: RunningDaemon, tmp_path: Path)
             checkpointer.link("1", tmp_path / "none")  # type: ignore[arg-type]
         assert not os.path.lexists(tmp_path / "none")
         ticket.result()
+    assert os.readlink(tmp_path / "of-another-root") == str(elsewhere)
     assert (tmp_path / "file").read_text() == "mine" and not list((tmp_path / "directory").iterdir())
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     with pytest.raises(InvalidRequest, match="closed"):

@@ -404,6 +404,21 @@ def test_what_cannot_be_resumed_from(daemon: RunningDaemon, run: str, tmp_path: 
         attach(plain(tmp_path), run, at=daemon.socket).train(resume_from_checkpoint=asked)
 
 
+def test_a_run_of_this_name_in_another_root(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
+    """Its directory is not resumed from, though this run has that step too; and links to it stay where they are."""
+    attach(plain(tmp_path, max_steps=4), run, at=daemon.socket).train()
+    other = tmp_path / "other-root" / naming.checkpoint_path(run, 2)
+    other.mkdir(parents=True)
+    (other / naming.COMMIT).write_text("")
+    (tmp_path / "checkpoint-9").symlink_to(other.with_name("step-00000009"))
+    (tmp_path / "elsewhere").symlink_to(other)
+    for asked in (other, tmp_path / "elsewhere"):
+        with pytest.raises(InvalidRequest, match=f"none of the run {run} that the Trainer is attached to"):
+            attach(plain(tmp_path), run, at=daemon.socket).train(resume_from_checkpoint=str(asked))
+    attach(plain(tmp_path, save_total_limit=1), run, at=daemon.socket).train(resume_from_checkpoint=False)
+    assert (tmp_path / "checkpoint-9").is_symlink()
+
+
 def test_whose_checkpoints_a_directory_has(tmp_path: Path) -> None:
     """Those of transformers have a state file and no COMMIT; links count only for the run and the step of their names."""
     assert resuming.own_checkpoint(str(tmp_path / "none")) is None

@@ -24,12 +24,11 @@ class Wanted(NamedTuple):
     needed: bool = False  # whether it is an error if there is nothing to resume from
     anew: bool = False  # what the run has is left behind
     directory: str | None = None
+    place: Path | None = None  # of the step, if a directory was named: it is the run's in whose root it is
 
 
-def wanted(asked: object, run: str, root: str | None) -> Wanted:
-    """Read the argument, for a run in a root; None if nobody said which. Raises `InvalidRequest` for what means nothing, and
-    for checkpoints of other runs.
-    """
+def wanted(asked: object, run: str) -> Wanted:
+    """Read the argument, for a run. Raises `InvalidRequest` for what means nothing, and for checkpoints of other runs."""
     if asked is None or asked == AUTO:
         return Wanted()
     if isinstance(asked, bool):
@@ -39,7 +38,7 @@ def wanted(asked: object, run: str, root: str | None) -> Wanted:
     if isinstance(asked, str | os.PathLike):
         text = os.fspath(asked)
         if isinstance(text, str) and os.path.lexists(text):
-            return _of_directory(Path(text), run, root)
+            return _of_directory(Path(text), run)
         if isinstance(text, str) and text.isascii() and text.isdigit():
             return Wanted(step=int(text), needed=True)
         raise InvalidRequest(f"Can't find a valid checkpoint at {asked}: it is neither a step nor a path", hint=_ACCEPTED)
@@ -69,15 +68,20 @@ def links(output_dir: str, run: str) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _of_directory(path: Path, run: str, root: str | None) -> Wanted:
+def not_of(run: str, path: Path) -> InvalidRequest:
+    """The error for a checkpoint of another run, or of a run of this name in another root."""
+    return InvalidRequest(
+        f"{path} is a Holdfast checkpoint, but none of the run {run} that the Trainer is attached to",
+        hint=f"attach it to the run and the root of that checkpoint, or `holdfast import {path} {run}@STEP`; with a daemon "
+        "elsewhere, pass the number of a step",
+    )
+
+
+def _of_directory(path: Path, run: str) -> Wanted:
     linked = naming.linked_step(run, os.readlink(path)) if path.is_symlink() else None
     if linked is None and not (path / naming.COMMIT).is_file():
         return Wanted(directory=str(path), anew=True)
-    place = Path(os.path.realpath(path))
-    step = linked if linked is not None else naming.linked_step(run, str(place))
-    if step is None or (root is not None and place.parents[2] != Path(os.path.realpath(root))):
-        raise InvalidRequest(
-            f"{path} is a Holdfast checkpoint, but none of the run {run}" + (f" in {root}" if root is not None else ""),
-            hint=f"attach the Trainer to the run and the directory that it is in, or `holdfast import {path} {run}@STEP`",
-        )
-    return Wanted(step=step, needed=True)
+    step = linked if linked is not None else naming.linked_step(run, os.path.realpath(path))
+    if step is None:
+        raise not_of(run, path)
+    return Wanted(step=step, needed=True, place=path)

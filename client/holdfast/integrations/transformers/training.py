@@ -78,9 +78,7 @@ class TrainerRun:
     def train(self, asked: object, start: Callable[[str | None], Any]) -> Any:
         """Resume as asked, and train with `start`, which takes the directory to resume from."""
         refusals.check(self.trainer, self._options)
-        at = self._options.get("at")
-        root = os.fspath(at) if at is not None and os.path.isdir(at) else None
-        wanted = resuming.wanted(asked, self.run, root)
+        wanted = resuming.wanted(asked, self.run)
         if asked is None and self._trained:
             raise InvalidRequest(
                 f"this Trainer has trained the run {self.run} already",
@@ -142,7 +140,7 @@ class TrainerRun:
         step: int = trainer.state.global_step
         self._note_best(step)
         if self._links:
-            self._clear_way(step)
+            self._clear_way(checkpointer, step)
         groups = (trainer_state.model_group(trainer),) if trainer.args.save_only_model else None
         files = trainer_state.state_file(trainer) if trainer.is_world_process_zero() else {}
         with self.streams.as_of(step):
@@ -153,7 +151,7 @@ class TrainerRun:
         self.saved_step = step
         if self._links:
             checkpointer.link(ticket, self._path(step))
-            self._rotate()
+            self._rotate(checkpointer)
         if trainer.args.push_to_hub or any(reads_files(one) for one in trainer.callback_handler.callbacks):
             ticket.result()
         if trainer.args.push_to_hub:
@@ -184,6 +182,8 @@ class TrainerRun:
         if wanted.directory is not None or wanted.anew:
             return None, wanted.directory
         with self._probe() as probe:
+            if wanted.place is not None and probe.step_at(wanted.place) is None:
+                raise resuming.not_of(self.run, wanted.place)
             step = probe.restore(wanted.step, groups=("extra",), ignore=("extra/rng",), strict=False, healthy=wanted.healthy)
             own = resuming.own_checkpoint(self.trainer.args.output_dir) if wanted == Wanted(needed=True) else None
             if own is not None and own[0] > step:
@@ -226,9 +226,10 @@ class TrainerRun:
         self.streams.forget()
         if checkpointer is None:
             return
+        alone = done and self._links and self._limit == 1 and self.trainer.state.best_model_checkpoint is not None
+        links = self._own_links(checkpointer) if alone else {}
         checkpointer.close(wait=done)
-        if done and self._links and self._limit == 1 and self.trainer.state.best_model_checkpoint is not None:
-            self._unlink(path for step, path in self._own_links().items() if step != self.trainer.state.best_global_step)
+        self._unlink(path for step, path in links.items() if step != self.trainer.state.best_global_step)
 
     def _construct(self) -> Checkpointer:
         state = trainer_state.live_objects(self.trainer) | {"data": self.streams}
@@ -265,10 +266,12 @@ class TrainerRun:
     def _path(self, step: int) -> Path:
         return Path(self.trainer.args.output_dir, f"checkpoint-{step}")
 
-    def _own_links(self) -> dict[int, Path]:
-        return resuming.links(self.trainer.args.output_dir, self.run)
+    def _own_links(self, checkpointer: Checkpointer) -> dict[int, Path]:
+        """Links to checkpoints of this run in this root, by step; some may not be there yet."""
+        found = resuming.links(self.trainer.args.output_dir, self.run)
+        return {step: path for step, path in found.items() if _leads_to(checkpointer, path)}
 
-    def _clear_way(self, step: int) -> None:
+    def _clear_way(self, checkpointer: Checkpointer, step: int) -> None:
         """Make room for the link, and let go of what training has left behind: a linked checkpoint is never replaced."""
         path = self._path(step)
         if path.is_dir() and not path.is_symlink() and os.listdir(path) in ([], [SENTINEL]):
@@ -276,13 +279,14 @@ class TrainerRun:
             path.rmdir()
         if not self._saves:
             newest = step - 1 if self._source is None else self._source.step
-            self._unlink(link for old, link in self._own_links().items() if old > newest)
+            self._unlink(link for old, link in self._own_links(checkpointer).items() if old > newest)
 
-    def _rotate(self) -> None:
+    def _rotate(self, checkpointer: Checkpointer) -> None:
         """Remove the oldest links beyond the limit, but the newest and the best. Retention removes what has no link."""
-        limit, links = self._limit, self._own_links()
+        limit = self._limit
         if limit is None:
             return
+        links = self._own_links(checkpointer)
         kept = {max(links), self.trainer.state.best_global_step} & links.keys()
         others = [step for step in links if step not in kept]
         surplus = len(links) - max(limit, len(kept))
@@ -292,6 +296,13 @@ class TrainerRun:
         for link in links:
             log.info("the link %s is removed", link)
             link.unlink(missing_ok=True)
+
+
+def _leads_to(checkpointer: Checkpointer, path: Path) -> bool:
+    try:
+        return checkpointer.step_at(path) is not None
+    except NoSuchCheckpoint:
+        return True  # it is not committed yet
 
 
 def reads_files(callback: Any) -> bool:
