@@ -94,8 +94,12 @@ def answer_of_rank_0(question: str, answer: Callable[[], Any], wait_s: float) ->
     if torch.distributed.get_rank() == 0:
         try:
             found = {"answer": answer()}
-        except CheckpointError as error:
-            found = {"problem": error.problem()}
+        except Exception as error:  # the others must not wait for an answer that never comes
+            own = (
+                error if isinstance(error, CheckpointError) else CheckpointError(f"rank 0: {type(error).__name__}: {error}")
+            )
+            store.set(key, json.dumps({"problem": own.problem()}))
+            raise
         store.set(key, json.dumps(found))
     try:
         store.wait([key], timedelta(seconds=wait_s))
