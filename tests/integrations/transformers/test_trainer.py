@@ -246,6 +246,19 @@ def test_a_callback_that_reads_the_directory_finds_it_complete(daemon: RunningDa
     assert found == [True, True, True]
 
 
+def test_no_save_of_a_plain_trainer_waits_for_its_commit(daemon: RunningDaemon, run: str, tmp_path: Path) -> None:
+    """It did, for the callback that `attach` itself adds."""
+    seen: list[bool] = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(any(training.reads_files(one) for one in trainer.callback_handler.callbacks))
+
+    trainer = attach(plain(tmp_path, callbacks=[Looks()]), run, at=daemon.socket)
+    trainer.train()
+    assert seen == [False] * 6
+
+
 def test_callbacks_that_read_no_files_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """W&B's uploads a checkpoint only if it is told to; a callback without on_save reads none; others may."""
     from transformers.integrations import FlyteCallback, WandbCallback

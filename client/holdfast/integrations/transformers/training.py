@@ -311,6 +311,8 @@ def reads_files(callback: Any) -> bool:
 
     if getattr(type(callback), "on_save", None) in (None, TrainerCallback.on_save):
         return False
+    if type(callback).__module__.startswith(f"{__package__}."):
+        return False  # our own
     if type(callback).__module__.startswith("transformers.") and type(callback).__name__ in _CALLERS:
         return type(callback).__name__ == _CALLERS[0] and uploads_checkpoints()
     return True
