@@ -19,6 +19,7 @@ from holdfast.state.optimizers import (
     PLAIN,
     OptimizerState,
     Parameter,
+    is_elsewhere,
     placed,
 )
 from holdfast.tensors import trees
@@ -105,6 +106,9 @@ class _Resumption:
         """Fill the live tensor under this key, or a new one made from the stored spec."""
         self.done.add(target)
         live = self.state.state_of(parameter).get(key)
+        if live is None and target[0] == GROUP and is_elsewhere(parameter):
+            self.plan.claimed.add(target)  # a rank that never steps a parameter has no state of it
+            return
         spec = self.stored.spec(*target)
         assert spec is not None
         made = Made(live, key in self.shards) if isinstance(live, torch.Tensor) else None

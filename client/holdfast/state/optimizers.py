@@ -19,6 +19,7 @@ import torch
 
 from holdfast.tensors import trees
 from holdfast.tensors.fragments import (
+    Fragment,
     FragmentList,
     Storable,
     global_shape,
@@ -152,6 +153,8 @@ class OptimizerState(NamedTuple):
                     document["kinds"].setdefault(key, kind)
                 if group == MASTER_GROUP:
                     document["masters"].setdefault(key, []).append(parameter.name)
+                if is_elsewhere(parameter) and value.dim() == 0:
+                    continue  # a count from before: other ranks have the one that goes on
                 if not holds(content, (group, name), value):  # the mapping `master` may hold the identical tensor
                     content.add(group, name, *placed(parameter, value, key in shards))
         return OptimizerDocument(self, document)
@@ -244,6 +247,12 @@ class OptimizerDocument:
         content.add_value(GROUP, self._state.key, tree.text)
         for name, tensor in tree.tensors.items():
             content.add(GROUP, name, tensor)
+
+
+def is_elsewhere(parameter: Parameter) -> bool:
+    """Whether other ranks hold all of a parameter. Under FSDP1 they alone step it."""
+    value = parameter.value
+    return isinstance(value, Fragment) and local_tensor(value).numel() == 0 and 0 not in global_shape(value)
 
 
 def _is_scalar(value: object) -> bool:

@@ -320,3 +320,15 @@ def test_two_optimizers_share_the_group():
     }
     snapshot = TrainState({"model": module, **optimizers}, 0, 1).snapshot()
     assert set(snapshot.values["optim"]) == {"a", "b"}
+
+
+def test_a_rank_that_holds_nothing_of_a_parameter_says_nothing_of_its_steps():
+    """Under FSDP1 only ranks with a part of a parameter step it: a count kept by another rank would contradict theirs, and a
+    restore gives it none."""
+    held = nn.Parameter(torch.empty(0))
+    fragment = Fragment(torch.empty(0), (4,), flat=(0, 0), held=held)
+    optimizer = torch.optim.AdamW([held])
+    optimizer.state[held] = {"step": torch.tensor(3.0), "exp_avg": torch.empty(0), "exp_avg_sq": torch.empty(0)}
+    snapshot = TrainState({"model": {"w": fragment}, "optim": optimizer}, 1, 2).snapshot()
+    names = {leaf.key for leaf in snapshot.leaves}
+    assert ("optim", "w/step") not in names and ("optim", "w/exp_avg") in names
