@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -127,6 +128,20 @@ class Checkpointer:
     def notices(self) -> tuple[str, ...]:
         """What to know: of memory for saves (fewer slots, staging through a disk, a state that grew), of damaged steps."""
         return tuple(self._session.notices)
+
+    @property
+    def policy(self) -> Policy:
+        """Which save is dropped where storage is slower than the saves."""
+        return self._policy
+
+    @property
+    def world(self) -> int:
+        """How many ranks save together."""
+        return self._launch.world
+
+    def root(self) -> Path | None:
+        """The directory that the daemon serves, if it is on this machine. Starts a daemon where `save()` would."""
+        return self._calls.run("root()", self._session.root, self._refuse_to_look)
 
     def save(  # noqa: PLR0913 - all named and optional
         self,

@@ -1,0 +1,278 @@
+"""verl: a checkpoint manager that saves to and loads from Holdfast, for actors and critics under FSDP1 and FSDP2.
+
+    # my_checkpoints.py, on PYTHONPATH; start the training with VERL_USE_EXTERNAL_MODULES=my_checkpoints
+    from holdfast.integrations.verl import install
+
+    install("qwen-grpo", at="/fast/checkpoints")
+
+Each role has a run: qwen-grpo-actor, qwen-grpo-critic. For verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from verl.utils.checkpoint import fsdp_checkpoint_manager
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+
+from holdfast.checkpointer import Checkpointer
+from holdfast_formats import naming
+from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from holdfast.checkpointer_options import Options
+
+_OWN = fsdp_checkpoint_manager.FSDPCheckpointManager
+_NAME = "FSDPCheckpointManager"  # what verl's engines call the class that they make
+_GROUPS = {"model": "model", "optimizer": "optim", "extra": "extra"}
+_KNOWN = (*_GROUPS, "hf_model")
+_STEP_FOLDER = re.compile(r"global_step_(\d+)")
+_INSIDE = "holdfast"  # the link in a step's folder, where that folder itself is what verl calls the checkpoint
+_settings: dict[str, Any] = {}
+
+
+def install(run: str, **options: Unpack[Options]) -> None:
+    """Make verl's workers in this process save to and load from runs of Holdfast: `run`-actor, `run`-critic.
+
+    `options` are those of `Checkpointer`; `keep_last` is verl's `max_actor_ckpt_to_keep` or `max_critic_ckpt_to_keep`, if
+    it is not given. Call it in every process that has a worker: in a module that VERL_USE_EXTERNAL_MODULES names. Raises
+    `InvalidRequest` for a name that no run can have, and where another run is installed already.
+    """
+    naming.check_run(run)
+    if _settings and _settings != {"run": run, "options": options}:
+        raise InvalidRequest("install() was called before, with something else", hint="call uninstall() first")
+    _settings.update(run=run, options=options)
+    _replace(_OWN, VerlCheckpoints)
+
+
+def uninstall() -> None:
+    """Give verl its own manager back, for workers that are made from now on."""
+    _settings.clear()
+    _replace(VerlCheckpoints, _OWN)
+
+
+class VerlCheckpoints(BaseCheckpointManager):
+    """Stands in for verl's FSDPCheckpointManager: nothing is gathered, and the directory loads on any number of ranks.
+
+    A save returns when it is committed, because verl's trainer then writes down that this step is the one to resume from.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        processing_class: Any = None,
+        checkpoint_config: Any = None,
+        **given: Any,
+    ) -> None:
+        """Nothing is contacted yet. Raises `InvalidRequest` for options of verl's that this manager does not have."""
+        processing_class = processing_class or given.pop("tokenizer", None)  # its old name
+        super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config)
+        if not _settings:
+            raise InvalidRequest("no run was installed", hint='holdfast.integrations.verl.install("run", at=…)')
+        self._given = given | {"processing_class": processing_class, "checkpoint_config": checkpoint_config}
+        self._run, self._options = str(_settings["run"]), dict(_settings["options"])
+        _refuse_config(self)
+        self._checkpointer: Checkpointer | None = None
+        self._restored: int | None = None
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """Save, and return when the checkpoint is committed; `local_path` becomes a link to it.
+
+        Raises what `Checkpointer.save` raises and what the commit fails by, and `InvalidRequest`, before anything is saved,
+        for a path of HDFS, and where something else stands at `local_path`.
+        """
+        if local_path is None:
+            return
+        if hdfs_path is not None:
+            raise InvalidRequest(
+                f"hdfs_path={hdfs_path!r}: Holdfast saves to its own root alone",
+                hint="set trainer.default_hdfs_dir=null; `holdfast export` makes copies",
+            )
+        checkpointer = self._saving(local_path, max_ckpt_to_keep)
+        link = _link(local_path)
+        if os.path.lexists(link) and not _is_ours(checkpointer.run, link):
+            raise InvalidRequest(f"{link} exists, and is no checkpoint of {checkpointer.run}", hint="move it away")
+        # staged first: verl moves parameters between devices when this returns, and other processes may want the memory
+        groups = self._groups(checkpointer, self.checkpoint_save_contents)
+        ticket = checkpointer.save(
+            global_step, groups=groups, wait="staged", existing=self._existing(global_step), assets=self._assets()
+        )
+        if self.rank == 0 and checkpointer.root() is not None:
+            checkpointer.link(ticket, link)
+        ticket.result()
+        self.previous_global_step = global_step
+        if self.rank == 0 and max_ckpt_to_keep:
+            _unlink_old(checkpointer.run, Path(local_path), global_step, max_ckpt_to_keep)
+
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False) -> None:
+        """Restore the checkpoint that `local_path` leads to; a directory that verl wrote itself is loaded by verl.
+
+        Raises what `Checkpointer.restore` raises, `NoSuchCheckpoint` if nothing is there, and `InvalidRequest` for
+        anything but a checkpoint of this role's run. `del_local_after_load` concerns copies, which nobody makes here.
+        """
+        if local_path is None:
+            return
+        if any(Path(local_path).glob("*_world_size_*_rank_*.pt")):
+            own = _OWN(self.model, self.optimizer, self.lr_scheduler, **self._given)
+            own.load_checkpoint(local_path, hdfs_path, del_local_after_load)
+            return
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+        _initialize(self.model)
+        run = _run_of(self._run, local_path)
+        # of its own, because only a save tells how many checkpoints to keep
+        with Checkpointer(run, self._state(), **_chosen(self._options, None)) as checkpointer:
+            step = _step(checkpointer, local_path)
+            checkpointer.restore(step, groups=self._groups(checkpointer, self.checkpoint_load_contents))
+        self._restored = step
+
+    def close(self) -> None:
+        """Part from the daemon; every save is committed already."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+
+    def _saving(self, local_path: str, keep: int | None) -> Checkpointer:
+        """The Checkpointer that saves; it is made at the first save."""
+        run = _run_of(self._run, local_path)
+        if self._checkpointer is None:
+            self._checkpointer = Checkpointer(run, self._state(), **_chosen(self._options, keep))
+            if self._restored is not None:
+                self._checkpointer.goes_on_from(self._restored)
+        if self._checkpointer.run != run:
+            raise InvalidRequest(
+                f"this worker saves to the run {self._checkpointer.run}, and {local_path} belongs to {run}",
+                hint="one manager has one role",
+            )
+        return self._checkpointer
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": self.model}
+        if self.optimizer is not None:
+            state["optim"] = self.optimizer
+        if self.lr_scheduler is not None:
+            state["lr_scheduler"] = self.lr_scheduler
+        return state
+
+    def _groups(self, checkpointer: Checkpointer, contents: Any) -> tuple[str, ...] | None:
+        """The groups that verl's contents name; None for all."""
+        wanted = {"model" if name == "hf_model" else str(name) for name in contents}
+        if wanted >= set(_GROUPS):
+            return None
+        if "optimizer" in wanted and self.optimizer is None:
+            raise InvalidRequest("contents have the optimizer, and this worker has none")
+        return tuple(group for name, group in _GROUPS.items() if name in wanted)
+
+    def _existing(self, step: int) -> Any:
+        """A step of the line that was left by going back is replaced; the same step twice is saved anew."""
+        return "replace" if step == self.previous_global_step or step == self._restored else "refuse"
+
+    def _assets(self) -> Mapping[str, Any]:
+        """Config, generation config and tokenizer, as files beside the weights, so that `from_pretrained` loads them."""
+        if self.rank != 0:
+            return {}
+        from holdfast.state import assets
+
+        inner = getattr(self.model, "_fsdp_wrapped_module", self.model)
+        parts = [getattr(inner, "config", None), getattr(inner, "generation_config", None), self.processing_class]
+        return assets.collect([part for part in parts if hasattr(part, "save_pretrained")])
+
+
+def _initialize(model: Any) -> None:
+    """FSDP1 makes its local shards known at the first forward, and a restore comes before that."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._runtime_utils import _lazy_init  # as verl does, too: there is no public way
+
+    if isinstance(model, FullyShardedDataParallel):
+        _lazy_init(model, model)
+
+
+def _chosen(options: Mapping[str, Any], keep: int | None) -> dict[str, Any]:
+    """The options, with what verl says where they are silent."""
+    chosen = {"policy": "wait", **options}
+    if keep:
+        chosen.setdefault("keep_last", keep)
+    return chosen
+
+
+def _replace(old: type, new: type) -> None:
+    """Put a class in the place of another one, in all modules of verl's that have it by now."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("verl.") and module is not None and getattr(module, _NAME, None) is old:
+            setattr(module, _NAME, new)
+
+
+def _refuse_config(manager: VerlCheckpoints) -> None:
+    for name in (*manager.checkpoint_save_contents, *manager.checkpoint_load_contents):
+        if name not in _KNOWN:
+            raise InvalidRequest(f"{name!r} is nothing that a checkpoint has", hint=f"known are {', '.join(_KNOWN)}")
+    config = manager.checkpoint_config
+    if config and config.get("async_save", False):
+        raise InvalidRequest(
+            "async_save=True: verl would not write down which step to resume from",
+            hint="leave async_save at False: a save returns when it is committed",
+        )
+    if manager.should_save_lora_only:
+        raise InvalidRequest(
+            "save_lora_only=True is not supported: a checkpoint has the whole model", hint="leave save_lora_only at False"
+        )
+    if manager.optimizer is not None and not isinstance(manager.optimizer, torch.optim.Optimizer):
+        raise InvalidRequest(f"a {type(manager.optimizer).__name__} is no torch optimizer, and would not be stored whole")
+
+
+def _run_of(run: str, local_path: str) -> str:
+    """The run of a path's role: of global_step_7/actor it is run-actor; of global_step_7 itself it is the run."""
+    role = Path(local_path).name
+    return run if _STEP_FOLDER.fullmatch(role) else naming.check_run(f"{run}-{role}")
+
+
+def _link(local_path: str) -> Path:
+    """Where the link of a checkpoint stands. verl puts files of its own into a step's folder: never into a checkpoint."""
+    path = Path(os.path.abspath(local_path))
+    return path / _INSIDE if _STEP_FOLDER.fullmatch(path.name) else path
+
+
+def _is_ours(run: str, path: Path) -> bool:
+    return path.is_symlink() and naming.linked_step(run, os.readlink(path)) is not None
+
+
+def _step(checkpointer: Checkpointer, local_path: str) -> int:
+    """The step that a path leads to; where no link can be, because the root is elsewhere, the one that it is named after."""
+    link = _link(local_path)
+    step = checkpointer.step_at(link) if os.path.lexists(link) else None
+    if step is not None:
+        return step
+    if os.path.lexists(link):
+        raise InvalidRequest(
+            f"{link} is no checkpoint of {checkpointer.run} in this root", hint="install() the run that it belongs to"
+        )
+    named = _STEP_FOLDER.fullmatch(link.parent.name)
+    if checkpointer.root() is not None or named is None:
+        raise NoSuchCheckpoint(f"there is no checkpoint at {link}", hint="`holdfast ls` lists those that are")
+    return int(named[1])
+
+
+def _unlink_old(run: str, local_path: Path, step: int, keep: int) -> None:
+    """Remove the links of the oldest steps up to this one, so that their checkpoints may go. What verl wrote stays."""
+    link = _link(str(local_path))
+    own = link.name  # the same in every step's folder
+    found = []
+    for folder in link.parent.parent.iterdir():
+        number = _STEP_FOLDER.fullmatch(folder.name)
+        if number is not None and int(number[1]) <= step and _is_ours(run, folder / own):
+            found.append((int(number[1]), folder / own))
+    for _, link in sorted(found)[:-keep]:
+        link.unlink()

@@ -1,0 +1,1 @@
+"""Ray Train with Holdfast's report."""

@@ -1,0 +1,1 @@
+"""verl with Holdfast's checkpoint manager."""
