@@ -189,6 +189,28 @@ def test_steps_that_differ_inside_of_a_flat_tensor_are_refused(make: Any, tmp_pa
         engine.load_checkpoint(tmp_path, load_module_strict=False)
 
 
+def test_another_programs_scheduler_stays_away(make: Any, tmp_path: Path) -> None:
+    """What no engine saved may have a scheduler of another kind under the engine's name: weights and moments count."""
+    from holdfast import Checkpointer
+    from tests.integrations.deepspeed import engines
+
+    model = engines.Net()
+    optimizer = torch.optim.AdamW(engines.groups(model), lr=1e-2)
+    model(rows()).backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    state = {"model": model, "optim": optimizer, "scheduler": scheduler}
+    with Checkpointer("run", state, at=tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(7, wait="durable")
+    engine = make(1, seed=5)
+    before = engine.lr_scheduler.state_dict()
+    assert engine.load_checkpoint(tmp_path / "saves", load_module_strict=False)[0] is not None
+    assert engine.global_steps == 7 and engine.lr_scheduler.state_dict() == before
+    assert all(torch.equal(value, tensors(engine)[name]) for name, value in model.state_dict().items())
+    moments = engines.moments(model, optimizer)
+    assert all(torch.equal(value, tensors(engine)[name]) for name, value in moments.items())
+
+
 def test_transformers_loads_the_directory(make: Any, tmp_path: Path) -> None:
     """E3: the directory of a tag, from ZeRO-3, is a model of Hugging Face, with its config."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM

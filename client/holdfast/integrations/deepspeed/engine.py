@@ -190,12 +190,27 @@ class AttachedEngine:
         if not how.module_only:
             left_out = [] if how.optimizer else ["optim/*", "master/*"]
             left_out += [] if how.scheduler else [f"extra/{SCHEDULER}"]
+            if not strict and self._is_foreign(step, how):
+                left_out += [f"extra/{key}{more}" for key in (SCHEDULER, SCALER) for more in ("", "/*")]
             return self.checkpointer.restore(
                 step, ignore=left_out, strict=strict, masters=None if how.optimizer else "from-model"
             )
+        return self.checkpointer.restore(
+            step, groups=("model", "extra"), ignore=self._all_but_progress(), strict=strict, masters="from-model"
+        )
+
+    def _is_foreign(self, step: int | None, how: LoadRequest) -> bool:
+        """Whether no engine saved the step: what other programs call a scheduler is not the engine's."""
+        self._progress.how = how._replace(module_only=True)  # counters stay as they are until everything is restored
+        found = self.checkpointer.restore(step, groups=("extra",), ignore=self._all_but_progress(), strict=False)
+        self._progress.how = how
+        report = self.checkpointer.last_restore
+        return bool(found) and report is not None and f"extra/{PROGRESS}" in report.missing
+
+    def _all_but_progress(self) -> tuple[str, ...]:
+        """Patterns of what the group `extra` has of this state besides the engine's counters."""
         rest = [key for key in self._state if key not in ("model", "optim", PROGRESS)]
-        ignore = ("extra/rng", *(f"extra/{key}{more}" for key in rest for more in ("", "/*")))
-        return self.checkpointer.restore(step, groups=("model", "extra"), ignore=ignore, strict=strict, masters="from-model")
+        return ("extra/rng", *(f"extra/{key}{more}" for key in rest for more in ("", "/*")))
 
     def _entries(self) -> dict[str, Any]:
         engine = self._engine
