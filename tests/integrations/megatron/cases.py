@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import holdfast
 from holdfast.integrations.megatron import close, configure, load_checkpoint, save_checkpoint
 from holdfast_formats.errors import CheckpointError
 from tests.integrations.megatron import training
@@ -43,7 +44,9 @@ class Cases:
             close()
         self.answers[name] = [answer, (args.work / "root" / name / "checkpoints").exists()]
 
-    def loaded(self, name: str, settings: dict[str, Any] | None = None, **options: Any) -> training.Training:
+    def loaded(
+        self, name: str, settings: dict[str, Any] | None = None, strict: bool = True, **options: Any
+    ) -> training.Training:
         """Load the run `whole` into another model; the answer is what is returned, and what has changed by it."""
         args = copy.copy(self.args)
         args.load = args.save = args.work / "root" / "whole"
@@ -53,7 +56,7 @@ class Cases:
         training.step(made, 1)
         before = parts(made)
         try:
-            answer: Any = list(load_checkpoint(made.model, made.optimizer, made.scheduler))
+            answer: Any = list(load_checkpoint(made.model, made.optimizer, made.scheduler, strict=strict))
         except CheckpointError as error:
             answer = f"{type(error).__name__}: {error.detail}"
         after = parts(made)
@@ -123,6 +126,27 @@ def options(cases: Cases) -> None:
     (args.work / "theirs").mkdir()
     (args.work / "theirs" / "latest_checkpointed_iteration.txt").write_text("10")
     cases.loaded("theirs", load=args.work / "theirs")
+    foreign(cases)
+
+
+def foreign(cases: Cases) -> None:
+    """Load a run that no Megatron saved: the weights of `whole`, in a mapping."""
+    root = cases.args.work / "root"
+    with holdfast.open("whole@3", root=root) as whole:
+        weights = {name: whole.read(name, framework="torch") for name in whole.tensors["model"]}
+    with holdfast.Checkpointer("foreign", {"model": weights}, at=root) as checkpointer:
+        checkpointer.save(5, wait="durable")
+    with holdfast.Checkpointer("weights", {"model": weights}, at=root) as checkpointer:
+        checkpointer.save(6, groups=("model",), wait="durable")
+    new = {"load": root / "foreign", "save": root / "goes-on"}
+    cases.loaded("foreign", **new)
+    cases.loaded("foreign, without moments", strict=False, **new)
+    cases.loaded("foreign, no_load_optim", strict=False, no_load_optim=True, **new)
+    cases.loaded("foreign, finetune", finetune=True, **new)
+    cases.loaded("weights", load=root / "weights", save=root / "goes-on")
+    cases.loaded("weights, step", ckpt_step=6, load=root / "weights", save=root / "goes-on")
+    cases.loaded("weights, finetune", finetune=True, load=root / "weights", save=root / "goes-on")
+    cases.loaded("weights, pretrained", load=None, pretrained_checkpoint=root / "weights")
 
 
 def refusals(cases: Cases) -> None:

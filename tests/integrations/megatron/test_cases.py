@@ -71,6 +71,10 @@ def test_the_same_model_is_saved_otherwise(answers: Answers, case: str) -> None:
         ("pretrained", [0, 400], {"weights"}),
         ("pretrained alone", [0, 400], {"weights"}),
         ("missing", [0, 0], set()),
+        ("foreign, no_load_optim", [5, 0], {"weights"}),
+        ("foreign, finetune", [0, 0], {"weights"}),
+        ("weights, finetune", [0, 0], {"weights"}),
+        ("weights, pretrained", [0, 0], {"weights"}),
     ],
 )
 def test_options_say_what_is_restored(answers: Answers, case: str, returned: list[int], restored: set[str]) -> None:
@@ -81,7 +85,7 @@ def test_options_say_what_is_restored(answers: Answers, case: str, returned: lis
     said = answers[case]
     assert said["returned"] == returned
     assert set(said["restored"]) == restored
-    follow = {"masters"} if returned[1] == 400 else set()
+    follow = {"masters"} if returned[1] in (0, 400) else set()
     assert set(said["changed"]) - follow <= restored
 
 
@@ -99,6 +103,10 @@ def test_a_step_is_chosen(answers: Answers) -> None:
         ("no pretrained", "NoSuchCheckpoint: --pretrained_checkpoint"),
         ("another model", "StateMismatch: the checkpoint is of another model: num_layers: 2 was saved, now it is 3"),
         ("theirs", "InvalidRequest: --load is a directory that Megatron-LM wrote"),
+        ("foreign", "StateMismatch: step 5 of foreign was not saved by Megatron"),
+        ("foreign, without moments", "StateMismatch: "),
+        ("weights", "StateMismatch: step 6 of weights was not saved by Megatron"),
+        ("weights, step", "StateMismatch: step 6 of weights was not saved by Megatron"),
     ],
 )
 def test_a_load_is_refused_by_name(answers: Answers, case: str, error: str) -> None:

@@ -121,7 +121,9 @@ def load_checkpoint(  # noqa: PLR0913 - Megatron-LM's signature
 
     Returns the iteration and the floating point operations so far; (0, 0) if there is no checkpoint. --finetune,
     --no-load-optim and --no-load-rng mean what they mean in Megatron-LM. A directory that Megatron-LM wrote itself is loaded
-    by Megatron-LM. Raises what `Checkpointer.restore` raises; `NoSuchCheckpoint` with --exit-on-missing-checkpoint.
+    by Megatron-LM. A run that another program saved is loaded with `strict=False`, or --finetune: weights and optimizer,
+    under the same names, without counters. Raises what `Checkpointer.restore` raises; `NoSuchCheckpoint` with
+    --exit-on-missing-checkpoint.
     """
     args = _arguments()
     _check_groups(groups)
@@ -133,7 +135,8 @@ def load_checkpoint(  # noqa: PLR0913 - Megatron-LM's signature
         return _loaded_by_megatron(ddp_model, optimizer, opt_param_scheduler, load_arg, strict)
     checkpoints = _checkpoints(place, load_arg, ddp_model, optimizer, opt_param_scheduler)
     step = getattr(args, "ckpt_step", None)
-    found = checkpoints.peek(step)
+    finetune = bool(getattr(args, "finetune", False))
+    found = checkpoints.peek(step, foreign=finetune or not strict)
     if found is None:
         if pretrained is not None:
             return _pretrained(args, ddp_model, optimizer, opt_param_scheduler, strict)
@@ -141,14 +144,14 @@ def load_checkpoint(  # noqa: PLR0913 - Megatron-LM's signature
             raise NoSuchCheckpoint(f"--{load_arg} {place} has no checkpoint, and one must be there")
         return 0, 0
     saved = found[1]
-    finetune = bool(getattr(args, "finetune", False))
+    if saved is None:
+        return _foreign(checkpoints, found[0], args, place)
     if not finetune:
         _check_architecture(args, saved)
     restored = checkpoints.restore(step, saved, _part(args, finetune, strict))
     if not finetune and restored != found[0]:  # a damaged step was passed over, or one without an optimizer
         saved = checkpoints.progress
-    if place is not None and not _same_place(place, getattr(args, "save", None)):
-        _forget(checkpoints)
+    _forget_other(checkpoints, place, args)
     if finetune:
         return 0, saved["floating_point_operations"]
     for name in COUNTERS:
@@ -237,8 +240,18 @@ def _same_place(one: str | PathLike[str] | None, other: str | PathLike[str] | No
     return one is not None and other is not None and os.path.abspath(one) == os.path.abspath(other)
 
 
-def _forget(checkpoints: MegatronCheckpoints) -> None:
+def _foreign(checkpoints: MegatronCheckpoints, step: int, args: Any, place: Any) -> tuple[int, float]:
+    """Restore what another program saved. Its step is the iteration; what was consumed and computed before is not known."""
+    finetune = bool(getattr(args, "finetune", False))
+    checkpoints.restore_foreign(step, _part(args, finetune, strict=True))
+    _forget_other(checkpoints, place, args)
+    return (0 if finetune else step), 0
+
+
+def _forget_other(checkpoints: MegatronCheckpoints, place: Any, args: Any) -> None:
     """Part from a run that is only loaded from, so that its own job may go on."""
+    if place is None or _same_place(place, getattr(args, "save", None)):
+        return
     for key in [key for key, known in _open.items() if known is checkpoints]:
         del _open[key]
     checkpoints.checkpointer.close()

@@ -87,13 +87,24 @@ class MegatronCheckpoints:
         self._note_extra_states()
         return self.checkpointer.save(step, existing="same", **how)
 
-    def peek(self, step: int | None) -> tuple[int, dict[str, Any]] | None:
-        """The step that would be restored and what it says of the training, without touching model or optimizer."""
-        found = self.checkpointer.restore(step, groups=("extra",), ignore=_ONLY_PROGRESS)
+    def peek(self, step: int | None, foreign: bool = False) -> tuple[int, dict[str, Any] | None] | None:
+        """The step that would be restored and what it says of the training, without touching model or optimizer.
+
+        With `foreign`, a step that another program than Megatron saved counts too; it says nothing, which is None.
+        """
+        try:
+            found = self.checkpointer.restore(step, groups=("extra",), ignore=_ONLY_PROGRESS, strict=False)
+        except StateMismatch as error:  # no step has a group `extra`: then `best` is the newest of all
+            if "best" not in error.members:
+                raise
+            return self._foreign(error.members["best"], foreign)
         said = dict(self._state[PROGRESS])
         self._says(self._now)
-        if self.checkpointer.last_restore is None:
+        report = self.checkpointer.last_restore
+        if report is None:
             return None
+        if any(name.split("/")[1] == PROGRESS for name in report.missing):
+            return self._foreign(found, foreign)
         if said.get("names") != self._names.family:
             raise StateMismatch(
                 f"step {found} of {self.checkpointer.run} has the names of {said.get('names')}, and this training those of "
@@ -101,6 +112,14 @@ class MegatronCheckpoints:
                 hint=f"pass names={said.get('names')!r} to holdfast.integrations.megatron.configure",
             )
         return found, said
+
+    def _foreign(self, step: int, foreign: bool) -> tuple[int, None]:
+        if not foreign:
+            raise StateMismatch(
+                f"step {step} of {self.checkpointer.run} was not saved by Megatron: it has no counters of it",
+                hint="load_checkpoint(…, strict=False) takes weights and optimizer over, --finetune the weights",
+            )
+        return step, None
 
     def restore(self, step: int | None, saved: dict[str, Any], part: RestoredPart) -> int:
         """Restore a step, or the newest that has what is wanted; `saved` is what `peek` said of it. Returns the step.
@@ -113,6 +132,10 @@ class MegatronCheckpoints:
             restored = self._restore(restored, said, part)  # another one than `peek` found, and of another layout
         self.progress = self._state[PROGRESS]
         return restored
+
+    def restore_foreign(self, step: int, part: RestoredPart) -> None:
+        """Restore a step that another program saved: what trains, which must have the same names; nothing of `extra`."""
+        self._restore(step, self._now, part._replace(groups=part.groups and ("model",), ignore=("extra/*",), strict=True))
 
     def _restore(self, step: int | None, saved: dict[str, Any], part: RestoredPart) -> int:
         self._refresh()
