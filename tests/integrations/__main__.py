@@ -20,10 +20,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from tests.integrations.environments import IN_USE, TOP
+from tests.integrations.environments import BUILT, IN_USE, TOP
 
 TABLE = Path(__file__).with_name("environments.toml")
-BUILT = TOP / "build" / "integrations"
 NO_TESTS = 5  # pytest's exit status
 
 
@@ -59,10 +58,13 @@ def make(name: str, about: dict[str, Any]) -> Path:
     return python
 
 
-def run(name: str, about: dict[str, Any], words: list[str]) -> Result:
-    """Make the environment and run its tests."""
-    began = time.monotonic()
-    print(f"== {name}: {', '.join(about['packages'])}", flush=True)
+def run(name: str, table: dict[str, Any], words: list[str]) -> Result:
+    """Make the environment, and those that its tests start programs in, and run its tests."""
+    began, about = time.monotonic(), table[name]
+    others = about.get("others", [])
+    print(f"== {name}: {', '.join([*about['packages'], *others])}", flush=True)
+    for other in others:
+        make(other, table[other])
     python = make(name, about)
     folder = f"tests/integrations/{about.get('tests', name)}"
     done = subprocess.run([python, "-m", "pytest", "-W", "default", folder, *words], cwd=TOP, check=False)
@@ -81,10 +83,10 @@ def main() -> int:
         parser.error(f"no such environment: {', '.join(unknown)}")
     names = chosen.names or list(table)
     if chosen.only_make:
-        for name in names:
+        for name in dict.fromkeys(one for wanted in names for one in (*table[wanted].get("others", ()), wanted)):
             print(make(name, table[name]))
         return 0
-    results = [run(name, table[name], words) for name in names]
+    results = [run(name, table, words) for name in names]
     for result in results:
         print(
             f"{result.name:24} {'passed' if result.status == 0 else f'FAILED ({result.status})':12} {result.seconds:6.0f} s"

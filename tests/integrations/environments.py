@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.daemons import free_port
 
 TOP = Path(__file__).parents[2]
+BUILT = TOP / "build" / "integrations"
 IN_USE = "integration.txt"
 
 

@@ -1,0 +1,1 @@
+"""What any system saves, every other one loads: `make integrations ONLY=matrix`."""
