@@ -15,7 +15,6 @@ import torch
 
 from holdfast_formats.errors import CheckpointError
 
-
 OTHER_SEED = 99  # of a model that loads: nothing that it has by itself is what was saved
 
 
