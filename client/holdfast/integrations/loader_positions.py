@@ -35,7 +35,7 @@ class Moment(NamedTuple):
         return {"tensors": self.streams.tensors, "residual": self.streams.residual, "generators": list(self.generators)}
 
 
-def _moment(state: Any) -> Moment | None:
+def moment_of(state: Any) -> Moment | None:
     if state is None:
         return None
     return Moment(rng.RandomStreams(dict(state["tensors"]), dict(state["residual"])), tuple(state["generators"]))
@@ -93,14 +93,14 @@ class LoaderPosition:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a position; it counts from the next epoch that begins."""
-        now = _moment(state["now"])
+        now = moment_of(state["now"])
         assert now is not None
         saved = _Saved(
             int(state["iteration"]),
             bool(state["inside"]),
             bool(state["finished"]),
-            _moment(state["epoch"]),
-            _moment(state["fetch"]),
+            moment_of(state["epoch"]),
+            moment_of(state["fetch"]),
             now,
         )
         self._current, self._inside = self.prepared, False
@@ -108,7 +108,7 @@ class LoaderPosition:
         over = saved.inside and saved.finished  # the save was made in the last step of the epoch
         self.prepared.iteration = saved.iteration + over
         if len(saved.now.generators) == len(self._generators()):
-            _set(self._generators(), saved.now.generators)
+            set_generators(self._generators(), saved.now.generators)
         if state["loader"] is not None and _keeps_position(self.prepared):
             self.prepared.load_state_dict(state["loader"])
             self.prepared.dl_state_dict = state["loader"]  # what a save before the next epoch says
@@ -157,7 +157,7 @@ class LoaderPosition:
         iterator: Iterator[Any] = type(base).__iter__(base)
         if saved is not None and self._goes_on():
             if self._takes_up(loader):
-                _skip_now(iterator)
+                skip_now(iterator)
                 self._set(saved.fetch)
             elif _dispatches(loader) and not loader.state.is_main_process:  # it fetches nothing
                 self._set(saved.now)
@@ -235,7 +235,7 @@ class LoaderPosition:
         if moment is None:
             return
         rng.install(moment.streams)
-        _set(self._generators(), moment.generators)
+        set_generators(self._generators(), moment.generators)
 
 
 class _Until(BatchSampler):
@@ -259,7 +259,7 @@ class _Until(BatchSampler):
         return len(self._batches)
 
 
-def _skip_now(iterator: Any) -> None:
+def skip_now(iterator: Any) -> None:
     """Have a StatefulDataLoader's iterator pass over what was yielded now, with the streams that the epoch began with.
 
     Where the sampler has no state of its own, it goes through it from the beginning, at the first fetch (torchdata 0.11).
@@ -279,6 +279,6 @@ def _dispatches(loader: Any) -> bool:
     return hasattr(loader, "slice_fn")
 
 
-def _set(generators: list[torch.Generator], states: tuple[torch.Tensor, ...]) -> None:
+def set_generators(generators: list[torch.Generator], states: tuple[torch.Tensor, ...]) -> None:
     for generator, state in zip(generators, states, strict=False):
         generator.set_state(state)

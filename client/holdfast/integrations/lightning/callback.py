@@ -1,0 +1,271 @@
+"""The callback that stands in for ModelCheckpoint.
+
+    trainer = L.Trainer(callbacks=[HoldfastCheckpoint("llama3-8b", at="/fast/checkpoints", every_n_train_steps=500)])
+    trainer.fit(model, ckpt_path="last")  # the newest checkpoint of the run; from the beginning where there is none
+
+A ModelCheckpoint saves before a step's last hooks have run, and before the validation that may follow, none of which a
+resumed training would make up for. This one saves when the step is over: behind the module's `on_train_batch_end`, behind
+the validation, at the end of the epoch, or where an accumulation of gradients is complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.integrations.lightning import framework, refusals
+from holdfast.integrations.lightning.takeover import TakenOver
+from holdfast.integrations.lightning.training import LEAVING, LightningRun
+from holdfast.tickets import SaveTicket
+from holdfast_formats.errors import CheckpointError, InvalidRequest
+
+if TYPE_CHECKING:
+    from holdfast.checkpointer_options import Options
+
+_ModelCheckpoint: Any = framework.part("callbacks").ModelCheckpoint
+_OF_CHECKPOINTER = ("at", "assets", "keep_last", "slots", "policy", "file_bytes_max")
+
+
+class HoldfastCheckpoint(_ModelCheckpoint):
+    """A ModelCheckpoint whose checkpoints are Holdfast's, for all strategies alike; one for each Trainer.
+
+    Whatever else saves with this Trainer goes into the run too: other ModelCheckpoints, `trainer.save_checkpoint()`. A
+    name `….ckpt` is a link to the step's directory, where the daemon is on this machine.
+    """
+
+    def __init__(self, run: str, *, weights: str | None = None, **options: Any) -> None:
+        """`options` are those of ModelCheckpoint, and of `Checkpointer`: at, assets, keep_last, slots, policy,
+        file_bytes_max.
+
+        `policy` is "wait", so that no save is dropped. Without `keep_last` the checkpoints that have a name are kept, and
+        the newest; with save_top_k=-1 all. `weights` is the attribute of the LightningModule that is the model, such as
+        "net": its tensors are stored under its own names, so that `from_pretrained` finds them. Raises `InvalidRequest`
+        and what ModelCheckpoint raises.
+        """
+        given: Any = {name: options.pop(name) for name in _OF_CHECKPOINTER if name in options}
+        super().__init__(**options)
+        _default_retention(given, self.save_top_k)
+        self.holdfast = LightningRun(run, given, weights)
+        self._taken: TakenOver | None = None
+        self._waiting = False  # what is to be saved in this hook is saved later
+        self._due: set[str] = set()  # "top" and "last"
+        self._names: list[str] | None = None  # to be given to one save; None outside of such a block
+        self._leaving: dict[str, str] = {}  # names to remove when their successor is committed, and where they lead
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take the Trainer's checkpoints over, before anything is loaded. Raises `InvalidRequest`."""
+        super().setup(trainer, pl_module, stage)
+        self._take_over(trainer)
+        refusals.check_callbacks(trainer, self)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse what a resumed training would lose, now that the optimizers and schedulers are there."""
+        super().on_fit_start(trainer, pl_module)
+        refusals.check_fit(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note what is to be saved when this step is over."""
+        with self._later():
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let no callback put other weights into the model while they are copied."""
+        super().on_validation_start(trainer, pl_module)
+        self.holdfast.fence()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save what was due; behind the last batch of an epoch at its end."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+                with self._later():
+                    super().on_validation_end(trainer, pl_module)
+                return
+            with self._in_one(trainer):
+                self._save_due(trainer)
+                super().on_validation_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save what was due, and what ModelCheckpoint saves here."""
+        with self._in_one(trainer):
+            self._save_due(trainer)
+            super().on_train_epoch_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Return when every save is committed. Raises the error of one that failed and that nobody was told of."""
+        with self._in_one(trainer):
+            super().on_train_end(trainer, pl_module)
+        self.holdfast.end()
+        if trainer.is_global_zero:
+            _unlink(self._leaving)
+        self._leaving.clear()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Save where `save_on_exception` asks for it, and return when every save is committed or has failed."""
+        self._due.clear()
+        try:
+            with self._in_one(trainer):
+                super().on_exception(trainer, pl_module, exception)
+        except InvalidRequest as refusal:  # the exception itself is what counts
+            framework.part("utilities.rank_zero").rank_zero_warn(f"nothing was saved on the exception: {refusal}")
+        self.holdfast.end_after(exception)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """What was restored need not be saved again."""
+        super().on_train_start(trainer, pl_module)
+        if trainer.global_step == self.holdfast.held:
+            self._last_global_step_saved = trainer.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Besides what ModelCheckpoint keeps: names that go when this save is committed, for a training that is killed."""
+        return {**super().state_dict(), LEAVING: dict(self._leaving)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the names of the restored training. A file that Lightning itself has written keeps its name."""
+        super().load_state_dict(state_dict)
+        if self.holdfast.trainer.is_global_zero:
+            _unlink(state_dict.get(LEAVING, {}))
+        last = str(state_dict.get("last_model_path", ""))
+        if os.path.isfile(last):
+            self.last_model_path = ""
+
+    def file_exists(self, filepath: str | PathLike[str], trainer: Any) -> bool:
+        """Whether a name is taken, also by a save that is not committed yet. Links of killed saves are free."""
+        taken = trainer.is_global_zero and (
+            self.holdfast.made(filepath) if os.path.islink(filepath) else os.path.lexists(filepath)
+        )
+        return bool(trainer.strategy.reduce_boolean_decision(taken, all=False))
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        """For ckpt_path="last": the newest checkpoint of the run. Lightning takes only paths that exist."""
+        self._take_over(trainer).newest_is_wanted()
+        return {os.curdir}
+
+    def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: dict[str, Any]) -> None:
+        if self._waiting:
+            self._due.add("top")
+        else:
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
+
+    def _save_last_checkpoint(self, trainer: Any, monitor_candidates: dict[str, Any]) -> None:
+        if self._waiting:
+            self._due.add("last")
+        else:
+            super()._save_last_checkpoint(trainer, monitor_candidates)
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        if self._names is None:
+            super()._save_checkpoint(trainer, filepath)
+            return
+        self._names.append(filepath)
+        self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
+
+    def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:
+        """save_last="link": a second name is a link as good as the first."""
+        if self._names is not None and filepath in self._names:
+            self._names.append(linkpath)
+        elif trainer.is_global_zero and os.path.islink(filepath):
+            self.holdfast.link_as(filepath, linkpath)
+
+    def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
+        if self._names is None:
+            super()._remove_checkpoint(trainer, filepath)
+        elif os.path.islink(filepath):
+            self._leaving[filepath] = os.readlink(filepath)
+        else:  # a file of Lightning's own
+            super()._remove_checkpoint(trainer, filepath)
+
+    def _take_over(self, trainer: Any) -> TakenOver:
+        if self._taken is None or self.holdfast.trainer is not trainer:
+            refusals.check_trainer(trainer)
+            self.holdfast.follow(trainer)
+            self._taken = TakenOver(trainer, self.holdfast)
+            own = trainer._logger_connector.on_batch_end
+
+            def on_batch_end() -> None:
+                own()
+                if trainer.training:
+                    self._step_is_over(trainer)
+
+            trainer._logger_connector.on_batch_end = on_batch_end
+        return self._taken
+
+    def _step_is_over(self, trainer: Any) -> None:
+        """Save what is due, unless the end of an accumulation, a validation or the end of the epoch comes before that."""
+        loop = trainer.fit_loop.epoch_loop
+        if not self._due or loop._should_accumulate() or loop.batch_progress.is_last_batch:
+            return
+        if loop._should_check_val_fx(trainer.fit_loop._data_fetcher) and sum(trainer.num_val_batches):
+            return
+        with self._in_one(trainer):
+            self._save_due(trainer)
+
+    def _save_due(self, trainer: Any) -> None:
+        due, self._due = self._due, set()
+        candidates = self._monitor_candidates(trainer)
+        if "top" in due:
+            super()._save_topk_checkpoint(trainer, candidates)
+        if "last" in due:
+            super()._save_last_checkpoint(trainer, candidates)
+
+    @contextmanager
+    def _later(self) -> Iterator[None]:
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._waiting = False
+
+    @contextmanager
+    def _in_one(self, trainer: Any) -> Iterator[None]:
+        """Make what is saved in this block one save under several names, and remove others when it is committed."""
+        self._names = []
+        try:
+            yield
+            names = self._names
+        finally:
+            self._names = None
+        if names:
+            assert self._taken is not None
+            for name in names:
+                self._leaving.pop(name, None)
+            self._taken.names = names[1:]
+            trainer.save_checkpoint(names[0], self.save_weights_only)
+            self._remove_later(trainer, self._taken.ticket)
+            for logger in trainer.loggers if trainer.is_global_zero else ():
+                logger.after_save_checkpoint(self)
+
+    def _remove_later(self, trainer: Any, ticket: SaveTicket | None) -> None:
+        """Remove names when the save that takes their place is committed, and leave them if it is not."""
+        leaving = dict(self._leaving)
+
+        def remove(error: CheckpointError | None) -> None:
+            if error is None:
+                if trainer.is_global_zero:
+                    _unlink(leaving)
+                for name, target in leaving.items():
+                    if self._leaving.get(name) == target:
+                        self._leaving.pop(name, None)
+
+        if ticket is None:
+            remove(None)
+        else:
+            ticket.when_ended(remove)
+
+
+def _unlink(names: Mapping[str, str]) -> None:
+    """Remove links that still lead where they led."""
+    for name, target in names.items():
+        with suppress(OSError):
+            if os.readlink(name) == target:
+                Path(name).unlink()
+
+
+def _default_retention(given: Options, save_top_k: int) -> None:
+    """Keep, besides the checkpoints that have a name, the newest; where there can be no names, all."""
+    remote = str(given.get("at") or "").startswith(("http://", "https://"))
+    if save_top_k != -1 and not remote:
+        given.setdefault("keep_last", 1)

@@ -1,0 +1,108 @@
+"""A committed checkpoint as the dictionary that Lightning would have read from a .ckpt file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import open as open_checkpoint
+from holdfast.integrations.lightning import framework
+from holdfast.tensors import json_values
+from holdfast_formats.disk import state_json
+from holdfast_formats.errors import InvalidRequest
+
+KEY = "lightning"  # of the document in the group `extra`
+AVERAGED = "holdfast_averaged"  # in the document: the group `ema` has the weights that Lightning would load
+STATE, OPTIMIZERS = "state_dict", "optimizer_states"
+
+
+class Elsewhere(Mapping[str, Any]):
+    """Stands for tensors that are saved where they live. Who looks into it is told so."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getitem__(self, key: str) -> Any:
+        raise self._refusal()
+
+    def __iter__(self) -> Iterator[str]:
+        raise self._refusal()
+
+    def __len__(self) -> int:
+        raise self._refusal()
+
+    def _refusal(self) -> InvalidRequest:
+        return InvalidRequest(
+            f"a hook looks into checkpoint[{self._name!r}], which Holdfast leaves empty: it saves and restores the live "
+            "tensors, and gathers nothing",
+            hint="put what the hook needs under a key of its own",
+        )
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is, or leads to, the directory of a committed checkpoint."""
+    return (Path(path) / "COMMIT").is_file() and (Path(path) / "manifest.json").is_file()
+
+
+def document(checkpoint: Checkpoint, key: str = KEY) -> Any:
+    """The value that a save stored under a key, with its tensors, as the first rank had it.
+
+    Raises `InvalidRequest` for a checkpoint that has none.
+    """
+    text = state_json.for_rank(checkpoint.reader.state, 0).values.get("extra", {}).get(key)
+    if text is None:
+        raise InvalidRequest(
+            f"{checkpoint.run}@{checkpoint.step} was not saved by Lightning: it has no value {key!r}",
+            hint="restore it with holdfast.Checkpointer, or read its tensors with holdfast.open",
+        )
+
+    def fetch(kind: str, name: str) -> Any:
+        return checkpoint.read(name, group="extra", framework="torch" if kind == "tensor" else "numpy")
+
+    return json_values.loads(text, key, fetch)
+
+
+def weights(checkpoint: Checkpoint, groups: tuple[str, ...]) -> dict[str, Any]:
+    """The tensors of these groups on the CPU, by name; tied ones share their memory."""
+    found: dict[str, Any] = {}
+    for group in groups:
+        for name in checkpoint.tensors.get(group, {}):
+            found[name] = checkpoint.read(name, group=group, framework="torch")
+        for alias, name in checkpoint.manifest.aliases.get(group, {}).items():
+            found[alias] = found[name]
+    return found
+
+
+def lightning_dictionary(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Everything that Lightning's own file would have, but the optimizers."""
+    found = dict(document(checkpoint))
+    averaged, inside = found.pop(AVERAGED, False), found.pop("holdfast_weights", None)
+    found.pop(OPTIMIZERS, None)
+    if averaged:
+        state = weights(checkpoint, ("ema",))
+        state.pop("n_averaged", None)
+    else:
+        prefix = f"{inside}." if inside else ""
+        state = {prefix + name: value for name, value in weights(checkpoint, ("model",)).items()}
+        state |= weights(checkpoint, ("module",))
+    return found | {STATE: state}
+
+
+def load_from_checkpoint(kind: Any, path: str | os.PathLike[str], *, strict: bool | None = None, **hparams: Any) -> Any:
+    """Make a LightningModule of this class from a checkpoint's directory or link, as its own `load_from_checkpoint` does
+    from a .ckpt file: with the stored hyperparameters, less what `hparams` says otherwise, and the stored weights.
+
+    Files that Lightning wrote go to Lightning. Raises `InvalidRequest` for checkpoints that Lightning did not save.
+    """
+    if not is_checkpoint(path):
+        return kind.load_from_checkpoint(path, strict=strict, **hparams)
+    with open_checkpoint(os.path.realpath(path)) as checkpoint:
+        found = lightning_dictionary(checkpoint)
+    saving = framework.part("core.saving")
+    if kind.CHECKPOINT_HYPER_PARAMS_KEY in found:
+        found[kind.CHECKPOINT_HYPER_PARAMS_KEY] = dict(found[kind.CHECKPOINT_HYPER_PARAMS_KEY])
+    found.setdefault(kind.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(hparams)
+    return saving._load_state(kind, found, strict=strict, **hparams)

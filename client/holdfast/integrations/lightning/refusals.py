@@ -1,0 +1,94 @@
+"""What a Lightning Trainer can do that this adapter cannot: refused by name, before anything is trained or staged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.integrations.lightning import framework
+from holdfast_formats.errors import InvalidRequest
+
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+_USED = {  # what is replaced or called of Lightning's own, 2.6
+    "_checkpoint_connector": ("_select_ckpt_path", "resume_start", "dump_checkpoint", "_loaded_checkpoint", "_ckpt_path"),
+    "fit_loop": ("run", "_load_combined_loader_states", "on_advance_start", "epoch_progress", "is_resuming"),
+    "_logger_connector": ("on_batch_end",),
+}
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise `InvalidRequest` for a Trainer that is another one than this adapter knows, or saves otherwise."""
+    if not isinstance(trainer, framework.part("").Trainer):
+        raise InvalidRequest(
+            f"the Trainer is not one of {framework.name()}, for which the callback is made",
+            hint="import the package whose Trainer you use before holdfast.integrations.lightning",
+        )
+    for place, names in _USED.items():
+        missing = [name for name in names if not hasattr(getattr(trainer, place, None), name)]
+        if missing:
+            raise InvalidRequest(
+                f"this version of Lightning has no Trainer.{place}.{missing[0]}, on which the adapter relies",
+                hint="use Lightning 2.6",
+            )
+    strategy = trainer.strategy
+    kinds = [kind.__name__ for kind in type(strategy).__mro__]
+    if not any(kind in _STRATEGIES for kind in kinds) or any("XLA" in kind for kind in kinds):
+        hint = f"supported are {', '.join(_STRATEGIES)}"
+        if "DeepSpeedStrategy" in kinds:
+            hint = "in a loop of your own: holdfast.integrations.deepspeed.attach(engine, …)"
+        raise InvalidRequest(f"the strategy {kinds[0]} is not supported", hint=hint)
+    if getattr(strategy, "_start_method", "popen") not in (None, "popen"):
+        raise InvalidRequest(
+            f"the start method {strategy._start_method!r} makes the ranks from a process that cannot see their checkpoints",
+            hint='Trainer(strategy="ddp"), or start the script with torchrun',
+        )
+    io = type(strategy.checkpoint_io).__name__
+    if io != "TorchCheckpointIO":
+        raise InvalidRequest(
+            f"the plugin {io} would never be asked: HoldfastCheckpoint saves without a CheckpointIO",
+            hint="leave the plugin out, or use ModelCheckpoint with HoldfastCheckpointIO",
+        )
+
+
+def check_callbacks(trainer: Any, callback: Any) -> None:
+    """Raise `InvalidRequest` for a second HoldfastCheckpoint, and for loggers that read files of checkpoints."""
+    others = [one for one in trainer.callbacks if type(one) is type(callback) and one is not callback]
+    if others:
+        raise InvalidRequest(
+            "two HoldfastCheckpoint callbacks would be two runs of one training",
+            hint="use one, and ModelCheckpoint for the others: what those save goes into the same run",
+        )
+    for logger in trainer.loggers:
+        if getattr(logger, "_log_model", False):
+            raise InvalidRequest(
+                f"{type(logger).__name__}(log_model=…) uploads checkpoints as files, and these are directories",
+                hint="set log_model=False; `holdfast export` makes a copy to upload",
+            )
+    if "://" in str(callback.dirpath or ""):
+        raise InvalidRequest(
+            f"dirpath={callback.dirpath!r} is not a directory of this machine, where links could be made",
+            hint="give a local directory",
+        )
+
+
+def check_fit(trainer: Any) -> None:
+    """Raise `InvalidRequest` for schedulers that would lose a step when training resumes."""
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.interval == "step":
+            raise InvalidRequest(
+                "ReduceLROnPlateau with the interval 'step' steps on a metric after a save, and that step would be lost",
+                hint="use the interval 'epoch', or a scheduler that needs no metric",
+            )
+
+
+def check_save(trainer: Any) -> None:
+    """Raise `InvalidRequest` in the middle of an accumulation of gradients, which no checkpoint has."""
+    batches, epochs = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop.epoch_progress.current
+    if trainer.state.fn != "fit" or trainer.state.status not in ("running", "interrupted"):
+        return
+    if epochs.processed == epochs.started or (batches.is_last_batch and batches.current.ready == batches.current.processed):
+        return
+    if batches.current.processed % trainer.accumulate_grad_batches:
+        raise InvalidRequest(
+            "a save in the middle of an accumulation of gradients, which no checkpoint has",
+            hint="save after every accumulate_grad_batches-th batch; HoldfastCheckpoint waits for it by itself",
+        )

@@ -1,0 +1,150 @@
+"""The methods of a Trainer and its strategy that save and load, with Holdfast behind them.
+
+Lightning offers a callback no place for this: FSDP and ModelParallelStrategy ask no CheckpointIO, under DDP rank 0 alone is
+asked, and a callback is told of a checkpoint when it is written already.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.integrations.lightning.contents import OPTIMIZERS, STATE, Elsewhere
+from holdfast.integrations.lightning.training import LightningRun, Wanted
+from holdfast.tickets import SaveTicket
+from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
+
+_REPLACED = (
+    "save_checkpoint",
+    "load_checkpoint",
+    "remove_checkpoint",
+    "lightning_module_state_dict",
+    "optimizer_state",
+    "load_model_state_dict",
+    "load_optimizer_state_dict",
+)
+
+
+class TakenOver:
+    """One Trainer whose checkpoints go to a run."""
+
+    def __init__(self, trainer: Any, run: LightningRun) -> None:
+        self._trainer, self._run = trainer, run
+        self._connector = trainer._checkpoint_connector
+        self._dumping = False
+        self._newest = False  # ckpt_path="last" was asked for
+        self._shown: dict[str, Any] | None = (
+            None  # the tensors that a loaded dictionary shows; None after Lightning's own load
+        )
+        self._restored: dict[str, Any] | None = None
+        self.ticket: SaveTicket | None = None  # of the newest save
+        self.names: list[str] = []  # of the next save, besides the one that Lightning passes
+        self._own = {name: getattr(trainer.strategy, name) for name in _REPLACED}
+        for name in _REPLACED:
+            setattr(trainer.strategy, name, getattr(self, f"_{name}"))
+        for name in ("_select_ckpt_path", "resume_start", "dump_checkpoint"):
+            own = getattr(self._connector, name)
+            setattr(self._connector, name, getattr(self, f"_around{'' if name.startswith('_') else '_'}{name}")(own))
+
+    def newest_is_wanted(self) -> None:
+        """The path that is chosen now stands for the newest checkpoint of the run."""
+        self._newest = True
+
+    def _around_select_ckpt_path(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def select(*given: Any, **named: Any) -> Any:
+            self._newest = False
+            return own(*given, **named)
+
+        return select
+
+    def _around_resume_start(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+            newest, self._newest = self._newest, False
+            fitting = self._trainer.state.fn == "fit"
+            if checkpoint_path is None:
+                own(None)
+            else:
+                wanted = Wanted() if newest else self._run.wanted(checkpoint_path)
+                if wanted is None and fitting:
+                    self._run.begin_anew()
+                self._restored = None if wanted is None else self._run.restore(wanted)
+                if wanted is None:
+                    own(checkpoint_path, weights_only)
+                    return
+                if self._restored is not None:
+                    step = self._run.restored_step
+                    assert step is not None
+                    named = not newest and not str(checkpoint_path).isdigit()
+                    own(checkpoint_path if named else self._run.place(step), weights_only)
+                    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
+                    return
+                if wanted.step is not None or not fitting:
+                    raise NoSuchCheckpoint(
+                        f"the run {self._run.run} has no checkpoint", hint="`holdfast ls` lists what there is"
+                    )
+                own(None)
+            self._shown = None
+            if fitting:
+                self._run.begin_anew()
+
+        return resume_start
+
+    def _around_dump_checkpoint(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def dump(*given: Any, **named: Any) -> Any:
+            self._dumping = True
+            try:
+                return own(*given, **named)
+            finally:
+                self._dumping = False
+
+        return dump
+
+    def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        names, self.names = self.names, []
+        if storage_options is not None:
+            raise InvalidRequest(
+                "save_checkpoint() got storage_options, which mean nothing to Holdfast", hint="leave them out"
+            )
+        self.ticket = self._run.save(checkpoint, list(dict.fromkeys([os.fspath(filepath), *names])))
+
+    def _load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        restored, self._restored = self._restored, None
+        if restored is None:
+            self._shown = None
+            found: dict[str, Any] = self._own["load_checkpoint"](checkpoint_path, weights_only=weights_only)
+            return found
+        held = restored[STATE]
+        self._shown = {} if isinstance(held, Elsewhere) else dict(held)
+        return restored
+
+    def _remove_checkpoint(self, filepath: Any) -> None:
+        if not self._run.is_own_link(filepath):
+            self._own["remove_checkpoint"](filepath)
+        elif self._trainer.is_global_zero:
+            Path(filepath).unlink(missing_ok=True)
+
+    def _lightning_module_state_dict(self) -> Any:
+        return Elsewhere(STATE) if self._dumping else self._own["lightning_module_state_dict"]()
+
+    def _optimizer_state(self, optimizer: Any) -> Any:
+        return Elsewhere(OPTIMIZERS) if self._dumping else self._own["optimizer_state"](optimizer)
+
+    def _load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Nothing is left to do, unless a hook has changed the tensors that it was shown."""
+        if self._shown is not None:
+            held = checkpoint[STATE]
+            if isinstance(held, Elsewhere):
+                return
+            same = held.keys() == self._shown.keys() and all(held[name] is value for name, value in self._shown.items())
+            if same:
+                return
+        self._own["load_model_state_dict"](checkpoint, strict=strict)
+
+    def _load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        if self._shown is None:
+            self._own["load_optimizer_state_dict"](checkpoint)
+        else:
+            self._run.restore_optimizers()

@@ -1,0 +1,440 @@
+"""One run behind a Lightning Trainer: its state as Lightning has it, its saves and their links, and what it restores."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.integrations.lightning import framework, refusals
+from holdfast.integrations.lightning.contents import AVERAGED, KEY, OPTIMIZERS, STATE, Elsewhere, is_checkpoint
+from holdfast.integrations.lightning.positions import EpochPosition
+from holdfast.stage.save_request import Wait
+from holdfast.state.named import Named
+from holdfast.tensors import json_values
+from holdfast.tickets import SaveTicket, settle
+from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, Damaged, InvalidRequest
+from holdfast_formats.lineage import Existing
+
+if TYPE_CHECKING:
+    from holdfast.checkpointer_options import Options
+
+log = logging.getLogger(__name__)
+
+_WEIGHTS = ("model", "module", "ema")  # groups of modules
+LEAVING = "holdfast_leaving"  # in a callback's state: names that go when the save is committed
+_INSIDE = "holdfast_weights"  # in the document: the attribute whose names the group `model` has
+_OF_TRAINING = ("extra/rng", "extra/data", "extra/ranks/*/rng/*", "extra/ranks/*/data/*")
+
+
+class Wanted(NamedTuple):
+    """What to restore: a step, or the newest sound one."""
+
+    step: int | None = None
+
+
+class _Save(NamedTuple):
+    ticket: SaveTicket
+    marks: str  # loops and callbacks, as text
+    whole: bool  # with the optimizers
+
+
+class _Document:
+    """Lightning's dictionary, less what is saved where it lives; an entry of the state."""
+
+    def __init__(self) -> None:
+        self.value: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.value
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state
+
+
+class LightningRun:
+    """The run of one Trainer. Between two trainings it holds no connection and no memory."""
+
+    def __init__(self, run: str, options: Options, weights: str | None) -> None:
+        """`weights` is the attribute of the LightningModule whose own names the group `model` has."""
+        self.run, self._options, self._weights = naming.check_run(run), options, weights
+        self.trainer: Any = None
+        self._position: EpochPosition | None = None
+        self._checkpointer: Checkpointer | None = None
+        self._state: dict[str, Any] = {}
+        self._document = _Document()
+        self._saves: dict[int, _Save] = {}
+        self._restored: tuple[int, Wanted] | None = None  # and not all of it yet
+        self.held: int | None = None  # the step that the live state was saved as or restored from last
+
+    @property
+    def linkable(self) -> bool:
+        return not str(self._options.get("at") or "").startswith(("http://", "https://"))
+
+    def follow(self, trainer: Any) -> None:
+        """Save and restore what this Trainer trains."""
+        if trainer is not self.trainer:
+            self.trainer, self._position = trainer, EpochPosition(trainer, self._go_on)
+            self._saves, self.held = {}, None
+
+    def begin_anew(self) -> None:
+        """Training begins without a checkpoint. Raises `InvalidRequest` where the run has some of another training."""
+        assert self._position is not None
+        self._position.forget()
+        self.end()
+        checkpointer = self._construct(optimizers=False)
+        if self.held is not None:
+            checkpointer.goes_on_from(self.held)
+            return
+        with_nothing = Checkpointer(self.run, {}, at=self._options.get("at"))
+        try:
+            newest = with_nothing.restore(groups=("extra",), ignore=("extra/*",), strict=False)
+        finally:
+            with_nothing.close(wait=False)
+        if with_nothing.last_restore is not None:
+            raise InvalidRequest(
+                f"the run {self.run} has checkpoints up to step {newest}, and this training would begin without them",
+                hint='fit(…, ckpt_path="last") goes on from the newest; give a new training another run',
+            )
+
+    def save(self, checkpoint: dict[str, Any], names: list[str]) -> SaveTicket | None:
+        """Save the live state as what Lightning has gathered in its dictionary says, and link the names to it.
+
+        Returns None where the state is that of a step which was saved before.
+        """
+        assert self._position is not None
+        refusals.check_save(self.trainer)
+        self._position.check()
+        step, whole = int(checkpoint["global_step"]), OPTIMIZERS in checkpoint
+        document = self._reduced(checkpoint)
+        self._position.correct_loops(document.get("loops", {}))
+        marks, before = _marks(document), self._saves.get(step)
+        ended = self._checkpointer is None
+        checkpointer = self._checkpointer or self._construct(optimizers=whole)
+        if ended and self.held is not None:
+            checkpointer.goes_on_from(self.held)
+        ticket: SaveTicket | None
+        same = before is not None and (before.whole or not whole) and (before.marks == marks or self._position.in_flight)
+        if same or (before is None and step == self.held and self._position.in_flight):
+            ticket = None if before is None else before.ticket
+        else:
+            self._refresh(optimizers=True)
+            self._document.value = document
+            ticket = self._save(checkpointer, step, whole, before)
+            self._saves[step], self.held = _Save(ticket, marks, whole), step
+        if self.trainer.is_global_zero and self.linkable:
+            for name in names:
+                checkpointer.link(step if ticket is None or (ended and ticket.done) else ticket, name)
+        if ended:
+            self.end()
+        return ticket
+
+    def restore(self, wanted: Wanted) -> dict[str, Any] | None:
+        """Restore what is there already, and return Lightning's dictionary; None if the run has no checkpoint yet.
+
+        With strategies that restore after their setup that is everything. Others bring their optimizers later.
+        """
+        self.end()
+        self._restored = None
+        trainer = self.trainer
+        if trainer.state.fn != "fit":
+            return self._restore_weights(wanted)
+        whole = bool(trainer.strategy.restore_checkpoint_after_setup)
+        checkpointer = self._construct(optimizers=whole)
+        groups = None if whole else (*(group for group in _WEIGHTS if group in self._state), "extra")
+        step = checkpointer.restore(wanted.step, groups=groups, strict=self._strict)
+        if checkpointer.last_restore is None:
+            return None
+        self._restored = (step, wanted)
+        if whole:
+            self._settle(step)
+        return self._shown()
+
+    def restore_optimizers(self) -> None:
+        """Restore the rest, now that the optimizers are there. If that is damaged, everything of the one before."""
+        assert self._checkpointer is not None and self._restored is not None
+        step, wanted = self._restored
+        self._refresh(optimizers=True)
+        if "optim" in self._state:
+            try:
+                self._checkpointer.restore(step, groups=("optim",), strict=self._strict)
+            except Damaged as error:
+                if wanted.step is not None:
+                    raise
+                log.warning("%s@%d is damaged (%s): an older step is restored", self.run, step, error)
+                step = self._restore_older()
+        self._settle(step)
+
+    def place(self, step: int) -> str:
+        """What to call a step that was asked for by its number, or not at all."""
+        at = self._options.get("at")
+        return os.path.join(
+            os.fspath(at) if at is not None and self.linkable else "", naming.checkpoint_path(self.run, step)
+        )
+
+    @property
+    def restored_step(self) -> int | None:
+        """The step that the newest restore found."""
+        return None if self._restored is None else self._restored[0]
+
+    def wanted(self, path: str | os.PathLike[str] | int) -> Wanted | None:
+        """The step that a path or number means; None for a file of Lightning's own.
+
+        Raises `InvalidRequest` for a checkpoint of another run, `NoSuchCheckpoint` for one that is not there.
+        """
+        if isinstance(path, int):
+            return Wanted(naming.check_step(path))
+        text = os.fspath(path)
+        if text.isascii() and text.isdigit() and not os.path.lexists(text):
+            return Wanted(naming.check_step(int(text)))
+        if not os.path.lexists(text) or (os.path.isfile(text)):
+            return None
+        with Checkpointer(self.run, {}, at=self._options.get("at")) as asked:
+            step = asked.step_at(text)
+        if step is None and is_checkpoint(text):
+            raise InvalidRequest(
+                f"{text} is a checkpoint of another run or another root than {self.run}",
+                hint="give HoldfastCheckpoint that run, or read its weights with load_from_checkpoint()",
+            )
+        return None if step is None else Wanted(step)
+
+    def is_own_link(self, path: str | os.PathLike[str]) -> bool:
+        """Whether a path is a link to a checkpoint of this run, be it there or not."""
+        return os.path.islink(path) and naming.linked_step(self.run, os.readlink(path)) is not None
+
+    def made(self, path: str | os.PathLike[str]) -> bool:
+        """Whether a link leads to a step that was saved or restored here, which may not be committed yet."""
+        step = naming.linked_step(self.run, os.readlink(path)) if os.path.islink(path) else None
+        return step is not None and (step in self._saves or Path(path).exists())
+
+    def link_as(self, name: str, other: str) -> None:
+        """Give the checkpoint that has one name another one."""
+        step = naming.linked_step(self.run, os.readlink(name))
+        if step is not None and self._checkpointer is not None:
+            save = self._saves.get(step)
+            self._checkpointer.link(step if save is None else save.ticket, other)
+
+    def fence(self) -> None:
+        """Return when no save needs the live state any more."""
+        if self._checkpointer is not None:
+            self._checkpointer.fence()
+
+    def end(self) -> None:
+        """See every save through. Raises the error of one that failed and that nobody was told of."""
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.close()
+
+    def end_after(self, error: BaseException) -> None:
+        """See every save through after an error, which counts: that of a save is only logged."""
+        try:
+            self.end()
+        except CheckpointError as failure:
+            log.error("a save of %s failed, before %s: %s", self.run, type(error).__name__, failure)
+
+    def _save(self, checkpointer: Checkpointer, step: int, whole: bool, before: _Save | None) -> SaveTicket:
+        assert self._position is not None
+        existing: Existing = "refuse"
+        if before is not None:  # without a step in between, but loops or callbacks have gone on
+            settle(before.ticket)
+            existing = "replace"
+        elif step == self.held:  # the step that was restored
+            existing = "replace"
+        groups = None if whole else [group for group in (*_WEIGHTS, "extra") if group == "extra" or group in self._state]
+        # These callbacks change weights outside of an optimizer's step.
+        wait: Wait | None = "staged" if "ema" in self._state or _averages(self.trainer) else None
+        with self._position.as_of_last_batch():
+            return checkpointer.save(step, groups=groups, metrics=_metrics(self.trainer), existing=existing, wait=wait)
+
+    def _restore_weights(self, wanted: Wanted) -> dict[str, Any] | None:
+        """For validation, tests and predictions: the weights, and nothing that belongs to training."""
+        self._state = {KEY: self._document}
+        checkpointer = self._checkpointer = Checkpointer(self.run, self._state, **self._chosen())
+        try:
+            step = checkpointer.restore(wanted.step, groups=("extra",), ignore=_OF_TRAINING, strict=False)
+            if checkpointer.last_restore is None:
+                return None
+            module = self.trainer.strategy.model if _is_flat(self.trainer) else self.trainer.lightning_module
+            averaged = bool(self._document.value.get(AVERAGED))
+            self._state.update({"ema": module} if averaged else self._modules())
+            groups = tuple(group for group in _WEIGHTS if group in self._state)
+            checkpointer.restore(step, groups=groups, ignore=("ema/n_averaged",), strict=self._strict)
+        finally:
+            self._checkpointer = None
+            checkpointer.close(wait=False)
+        self._restored = (step, wanted)
+        return self._shown()
+
+    def _restore_older(self) -> int:
+        assert self._checkpointer is not None
+        connector = self.trainer._checkpoint_connector
+        step = self._checkpointer.restore(strict=self._strict)
+        connector._loaded_checkpoint = self._shown()
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+        connector.restore_precision_plugin_state()
+        connector.restore_loops()
+        return step
+
+    def _settle(self, step: int) -> None:
+        assert self._checkpointer is not None and self._restored is not None
+        self._checkpointer.goes_on_from(step)
+        self._restored, self.held = (step, self._restored[1]), step
+        self._saves = {}
+        report = self._checkpointer.last_restore
+        log.info("resumed %s@%d from the %s", self.run, step, "" if report is None else report.source)
+
+    def _construct(self, optimizers: bool) -> Checkpointer:
+        self._state = {}
+        self._refresh(optimizers)
+        self._checkpointer = Checkpointer(self.run, self._state, **self._chosen())
+        return self._checkpointer
+
+    def _chosen(self) -> Options:
+        chosen = self._options.copy()
+        chosen.setdefault("policy", "wait")
+        config = getattr(self._inner(), "config", None)
+        if hasattr(config, "save_pretrained"):
+            chosen.setdefault("assets", [config])
+        return chosen
+
+    def _refresh(self, optimizers: bool) -> None:
+        """Put everything that is there by now into the state."""
+        trainer = self.trainer
+        parts = self._modules()
+        if optimizers and trainer.strategy.optimizers:
+            parts["optim"] = list(trainer.strategy.optimizers)
+        averaged = _averaged_model(trainer)
+        if averaged is not None:
+            parts["ema"] = averaged
+        parts |= {KEY: self._document, "data": self._position}
+        self._state.clear()
+        self._state.update(parts)
+
+    def _modules(self) -> dict[str, Any]:
+        """The LightningModule under its own names; or one attribute of it under that one's, and the rest apart."""
+        trainer = self.trainer
+        module = trainer.strategy.model if _is_flat(trainer) else trainer.lightning_module
+        if self._weights is None:
+            return {"model": module}
+        self._inner()
+        prefix = f"{self._weights}."
+        parts: dict[str, Any] = {
+            "model": Named(module, rename=_without(prefix), only=lambda name: name.startswith(prefix)),
+        }
+        if any(not name.startswith(prefix) for name in trainer.lightning_module.state_dict()):
+            parts["module"] = Named(module, only=lambda name: not name.startswith(prefix))
+        return parts
+
+    def _inner(self) -> Any:
+        """The module whose names the group `model` has."""
+        module = self.trainer.lightning_module
+        if self._weights is None:
+            return module
+        try:
+            return module.get_submodule(self._weights)
+        except AttributeError as error:
+            raise InvalidRequest(
+                f"weights={self._weights!r}: {type(module).__name__} has no such module",
+                hint='the name of an attribute that is a module, as in self.net = …: weights="net"',
+            ) from error
+
+    @property
+    def _strict(self) -> bool:
+        return bool(self.trainer.lightning_module.strict_loading)
+
+    def _reduced(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Lightning's dictionary without what is saved where it lives.
+
+        Raises `InvalidRequest` where a hook has put something else in its place.
+        """
+        found = dict(checkpoint)
+        tensors = found.pop(STATE)
+        if _averaged_model(self.trainer) is not None and isinstance(found.get("current_model_state"), Elsewhere):
+            found.pop("current_model_state")
+            found.pop("averaging_state")
+            found[AVERAGED] = True
+        elif not isinstance(tensors, Elsewhere):
+            raise InvalidRequest(
+                "a hook has replaced checkpoint['state_dict'], and Holdfast saves the live tensors",
+                hint="put what the hook adds under a key of its own",
+            )
+        if OPTIMIZERS in found:
+            found[OPTIMIZERS] = len(found[OPTIMIZERS])
+        return found | {_INSIDE: self._weights}
+
+    def _shown(self) -> dict[str, Any]:
+        """The document as Lightning's callbacks and hooks expect it; tensors are the live ones."""
+        found = dict(self._document.value)
+        averaged, optimizers = found.pop(AVERAGED, False), found.pop(OPTIMIZERS, None)
+        found.pop(_INSIDE, None)
+        trainer = self.trainer
+        if trainer.strategy.restore_checkpoint_after_setup:
+            found[STATE] = Elsewhere(STATE)
+        else:
+            found[STATE] = dict(trainer.lightning_module.state_dict())
+        model = _averaged_model(trainer)
+        if averaged and model is not None:
+            shown = model.state_dict()
+            found["current_model_state"] = found[STATE]
+            found[STATE] = {name[7:]: value for name, value in shown.items() if name.startswith("module.")}
+            found["averaging_state"] = {n: value for n, value in shown.items() if not n.startswith("module.")}
+        if optimizers is not None:
+            found[OPTIMIZERS] = [Elsewhere(OPTIMIZERS) for _ in range(optimizers)]
+        return found
+
+    def _go_on(self) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.restore_random()
+
+
+def _without(prefix: str) -> Callable[[str], str]:
+    return lambda name: name.removeprefix(prefix)
+
+
+def _is_flat(trainer: Any) -> bool:
+    """Whether FSDP1 has wrapped the LightningModule, whose parameters then are views of its own."""
+    return (
+        any(kind.__name__ == "FSDPStrategy" for kind in type(trainer.strategy).__mro__)
+        and trainer.strategy.model is not None
+    )
+
+
+def _averages(trainer: Any) -> bool:
+    callbacks = framework.part("callbacks")
+    kinds = (callbacks.StochasticWeightAveraging, *filter(None, [getattr(callbacks, "WeightAveraging", None)]))
+    return any(isinstance(one, kinds) for one in trainer.callbacks)
+
+
+def _averaged_model(trainer: Any) -> Any | None:
+    """The model that a WeightAveraging callback keeps while it trains."""
+    kind = getattr(framework.part("callbacks"), "WeightAveraging", None)
+    found = [one._average_model for one in trainer.callbacks if kind is not None and isinstance(one, kind)]
+    return next((one for one in found if one is not None), None)
+
+
+def _metrics(trainer: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+
+
+def _marks(document: Mapping[str, Any]) -> str:
+    """What tells two saves of one step apart: the loops' progress, and what callbacks keep."""
+    callbacks = {name: _without_key(kept, LEAVING) for name, kept in document.get("callbacks", {}).items()}
+    loops = {name: _progress(loop) for name, loop in document.get("loops", {}).items()}
+
+    def place(_: tuple[str, ...], tensor: Any) -> str:
+        return str(tensor.tolist()) if tensor.numel() <= 1 else f"{tuple(tensor.shape)}"
+
+    return json_values.dumps([loops, callbacks], KEY, place)
+
+
+def _without_key(kept: Any, key: str) -> Any:
+    return {name: value for name, value in kept.items() if name != key} if isinstance(kept, dict) else kept
+
+
+def _progress(loop: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in loop.items() if not name.endswith("state_dict")}
