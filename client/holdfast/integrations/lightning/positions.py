@@ -327,8 +327,7 @@ class _LeavingOut:
         vars(loader)[self._name] = self
 
     def __iter__(self) -> Iterator[Any]:
-        left, self._batches = self._batches, 0  # persistent workers ask for the next epoch's too
-        self._made = _Indices(iter(self._inner), left)
+        self._made = _Indices(iter(self._inner), self)
         return self._made
 
     def __len__(self) -> int:
@@ -339,6 +338,14 @@ class _LeavingOut:
             raise AttributeError(name)
         return getattr(self._inner, name)
 
+    def take(self) -> int:
+        """How many batches are still to be left out; none when asked again.
+
+        Counted when the first is asked for: with workers, torch makes two iterators of the sampler, and uses the second.
+        """
+        batches, self._batches = self._batches, 0
+        return batches
+
     def end(self) -> None:
         """Leave out now what is not left out yet, and give the loader its sampler back."""
         if self._made is not None:
@@ -347,16 +354,15 @@ class _LeavingOut:
 
 
 class _Indices(Iterator[Any]):
-    def __init__(self, inner: Iterator[Any], left: int) -> None:
-        self._inner, self._left = inner, left
+    def __init__(self, inner: Iterator[Any], owner: _LeavingOut) -> None:
+        self._inner, self._owner = inner, owner
 
     def __next__(self) -> Any:
         self.leave_out()
         return next(self._inner)
 
     def leave_out(self) -> None:
-        left, self._left = self._left, 0
-        for _ in range(left):
+        for _ in range(self._owner.take()):
             next(self._inner, None)
 
 
