@@ -46,6 +46,8 @@ def test_two_ranks(case: str, kills: int, tmp_path: Path) -> None:
 def _compare(arguments: list[str], kills: int, work: Path, world: int) -> None:
     whole = completed(SCRIPT, arguments, work / "whole", world)
     assert len({str(lines) for lines in whole.steps.values()}) == max(whole.steps)
-    other = killed(SCRIPT, arguments, work / "killed", max(whole.steps), kills, seed=sum(map(ord, "".join(arguments))), world=world)
+    other = killed(
+        SCRIPT, arguments, work / "killed", max(whole.steps), kills, seed=sum(map(ord, "".join(arguments))), world=world
+    )
     assert any(step > 0 for step in other.began), other.began
     assert_equal(whole, other)

@@ -16,10 +16,11 @@ from holdfast_formats.errors import InvalidRequest
 
 KEY = "lightning"  # of the document in the group `extra`
 AVERAGED = "holdfast_averaged"  # in the document: the group `ema` has the weights that Lightning would load
+INSIDE = "holdfast_weights"  # in the document: the attribute whose own names the group `model` has
 STATE, OPTIMIZERS = "state_dict", "optimizer_states"
 
 
-class Elsewhere(Mapping[str, Any]):
+class NotGathered(Mapping[str, Any]):
     """Stands for tensors that are saved where they live. Who looks into it is told so."""
 
     def __init__(self, name: str) -> None:
@@ -79,7 +80,7 @@ def weights(checkpoint: Checkpoint, groups: tuple[str, ...]) -> dict[str, Any]:
 def lightning_dictionary(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything that Lightning's own file would have, but the optimizers."""
     found = dict(document(checkpoint))
-    averaged, inside = found.pop(AVERAGED, False), found.pop("holdfast_weights", None)
+    averaged, inside = found.pop(AVERAGED, False), found.pop(INSIDE, None)
     found.pop(OPTIMIZERS, None)
     if averaged:
         state = weights(checkpoint, ("ema",))

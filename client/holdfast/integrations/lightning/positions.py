@@ -20,9 +20,18 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from holdfast.integrations.lightning import framework
+from holdfast.integrations.lightning.loaders import (
+    LeavingOut,
+    generators,
+    has_cycled,
+    has_indices,
+    is_ahead,
+    is_stateful,
+    is_warm,
+)
 from holdfast.integrations.loader_positions import Moment, moment_of, set_generators, skip_now
 from holdfast.state import rng
 from holdfast_formats.errors import InvalidRequest
@@ -38,6 +47,7 @@ class _Saved(NamedTuple):
     first: Moment | None
     fetch: Moment | None
     generators: tuple[torch.Tensor, ...]
+    warm: tuple[bool, ...]  # by loader: persistent workers were there already, so that no seed was drawn for them
     plateaus: dict[int, float]
 
 
@@ -57,8 +67,11 @@ class EpochPosition:
         self._fetch: Moment | None = None
         self._loaders_before: list[Any] | None = None  # states of the loaders before the newest fetch
         self._steps_at_fetch = 0
+        self._warm: tuple[bool, ...] = ()
         self._awaited: _Saved | None = None
-        self._leaving_out: _LeavingOut | None = None
+        self._leaving_out: LeavingOut | None = None
+        self._states: list[Any] = []  # of the loaders, as restored
+        self._at_fetch: Moment | None = None  # to install before the next batch is fetched
         for target, method, around in (
             (self._fit, "run", self._around_run),
             (self._fit, "_load_combined_loader_states", self._around_first_iterator),
@@ -90,7 +103,8 @@ class EpochPosition:
             "epoch": _state(self._epoch),
             "first": _state(self._first),
             "fetch": _state(self._fetch),
-            "generators": [one.get_state() for one in self._generators()],
+            "generators": [one.get_state() for one in generators(self._fit._combined_loader)],
+            "warm": list(self._warm),
             "plateaus": self._plateaus(),
         }
 
@@ -106,6 +120,7 @@ class EpochPosition:
             first,
             fetch,
             tuple(state["generators"]),
+            tuple(state["warm"]),
             dict(state["plateaus"]),
         )
 
@@ -128,14 +143,14 @@ class EpochPosition:
                 "a save in the middle of a training step: the optimizer has stepped, and the batch counts as not trained",
                 hint="the newest checkpoint of the run is one step older",
             )
-        stateful = {_is_stateful(loader) for loader in combined.flattened}
+        stateful = {is_stateful(loader) for loader in combined.flattened}
         if len(stateful) > 1:
             raise InvalidRequest(
                 "some of the data loaders have a state of their own, and some have none: a save within an epoch cannot say "
                 "where they are",
                 hint="use loaders of one kind, or save at the end of epochs (every_n_epochs=1)",
             )
-        if stateful == {False} and self._cycles(combined):
+        if stateful == {False} and has_cycled(combined, self._loop.batch_progress.current.processed):
             raise InvalidRequest(
                 "a data loader has begun anew within the epoch, because others are longer: its order cannot be found again",
                 hint="use loaders with a state of their own (StatefulDataLoader), or save at the end of epochs",
@@ -173,18 +188,24 @@ class EpochPosition:
 
     def _around_first_iterator(self, own: Callable[[], None]) -> Callable[[], None]:
         def next_is_an_iterator() -> None:
+            states = self._fit._combined_loader_states_to_load
             own()
             saved, loaders = self._awaited, self._fit._combined_loader.flattened
             for loader in loaders:  # with workers, the sampler is asked for rows before the epoch begins
                 framework.fabric("utilities.data")._set_sampler_epoch(loader, self._fit.epoch_progress.current.processed)
             if saved is not None and not saved.between:
-                ahead = self._is_ahead() and all(map(_is_stateful, loaders))
-                self._set(saved.fetch if ahead else saved.epoch)
-                if saved.batches and not saved.over and len(loaders) == 1 and _has_indices(loaders[0]):
-                    self._leaving_out = _LeavingOut(loaders[0], saved.batches)
+                self._states = states
+                leaves_out = saved.batches and not saved.over and len(loaders) == 1 and has_indices(loaders[0])
+                self._leaving_out = LeavingOut(loaders[0]) if leaves_out else None
+                for loader, warm in zip(loaders, saved.warm, strict=False):
+                    if warm and loader._iterator is None:
+                        iter(loader)
+                if self._leaving_out is not None:
+                    self._leaving_out.batches = saved.batches
+                self._set(saved.epoch)
             self._begins()
             if saved is not None and not saved.between:
-                self._epoch = saved.epoch
+                self._epoch, self._warm = saved.epoch, saved.warm
 
         return next_is_an_iterator
 
@@ -222,10 +243,12 @@ class EpochPosition:
 
     def _around_fetch(self, own: Callable[[], None]) -> Callable[[], None]:
         def fetch_begins() -> None:
+            at_fetch, self._at_fetch = self._at_fetch, None
+            self._set(at_fetch)
             self._fetch = self._take()
             self._first = self._first or self._fetch
             self._steps_at_fetch = self._trainer.global_step
-            if self._is_ahead() and any(map(_is_stateful, self._fit._combined_loader.flattened)):
+            if is_ahead(self._fit._combined_loader) and any(map(is_stateful, self._fit._combined_loader.flattened)):
                 self._loaders_before = copy.deepcopy(self._fit._combined_loader._state_dicts())
             own()
 
@@ -234,14 +257,21 @@ class EpochPosition:
     def _begins(self) -> None:
         """An iterator is made next."""
         self._epoch, self._first, self._fetch, self._loaders_before = self._take(), None, None, None
+        combined = self._fit._combined_loader
+        self._warm = tuple(is_warm(loader) for loader in combined.flattened)
 
     def _leave_out(self, saved: _Saved, fetcher: Any) -> None:
         """Bring the fresh iterators to where the save was."""
         combined = self._fit._combined_loader
         leaving_out, self._leaving_out = self._leaving_out, None
         ahead = fetcher.length is None
-        if all(map(_is_stateful, combined.flattened)):
-            if not ahead:
+        if all(map(is_stateful, combined.flattened)):
+            states, self._states = self._states, []
+            if ahead and states:  # the batch that was fetched with the iterator was fetched with other random numbers
+                combined._load_state_dicts(states)
+                self._at_fetch = saved.fetch
+                iter(fetcher)
+            elif not ahead:
                 self._set(saved.first)
                 for iterator in combined._iterator.iterators:
                     skip_now(iterator)
@@ -260,8 +290,8 @@ class EpochPosition:
 
     def _go_on(self, saved: _Saved) -> None:
         self._go_on_streams()
-        if len(saved.generators) == len(self._generators()):
-            set_generators(self._generators(), saved.generators)
+        if len(saved.generators) == len(generators(self._fit._combined_loader)):
+            set_generators(generators(self._fit._combined_loader), saved.generators)
 
     def _plateaus(self) -> dict[int, float]:
         """Schedulers that step on a metric at the end of the epoch, after the save that is made there, and the metric."""
@@ -282,96 +312,13 @@ class EpochPosition:
             scheduler = self._trainer.lr_scheduler_configs[index].scheduler
             self._trainer.lightning_module.lr_scheduler_step(scheduler, metric)
 
-    def _is_ahead(self) -> bool:
-        """Whether a batch is fetched one ahead, because the number of batches is not known."""
-        combined = self._fit._combined_loader
-        unsized = [framework.fabric("utilities.data").sized_len(loader) is None for loader in combined.flattened]
-        return all(unsized) if combined._mode == "min_size" else any(unsized)
-
-    def _cycles(self, combined: Any) -> bool:
-        sizes = [framework.fabric("utilities.data").sized_len(loader) for loader in combined.flattened]
-        shortest = min((size for size in sizes if size is not None), default=None)
-        trained = self._loop.batch_progress.current.processed
-        return len(sizes) > 1 and combined._mode == "max_size_cycle" and shortest is not None and trained > shortest
-
-    def _generators(self) -> list[torch.Generator]:
-        """The generators that loaders and samplers draw from, besides the process's own."""
-        found: list[torch.Generator] = []
-        combined = self._fit._combined_loader
-        for loader in combined.flattened if combined is not None else ():
-            batches = getattr(loader, "batch_sampler", None)
-            for place in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
-                generator = getattr(place, "generator", None)
-                if isinstance(generator, torch.Generator) and all(generator is not one for one in found):
-                    found.append(generator)
-        return found
-
     def _take(self) -> Moment:
-        return Moment(rng.capture(), tuple(one.get_state() for one in self._generators()))
+        return Moment(rng.capture(), tuple(one.get_state() for one in generators(self._fit._combined_loader)))
 
     def _set(self, moment: Moment | None) -> None:
         if moment is not None:
             rng.install(moment.streams)
-            set_generators(self._generators(), moment.generators)
-
-
-class _LeavingOut:
-    """In the place of a loader's sampler while one iterator is made: leaves out so many batches, and reads no rows."""
-
-    def __init__(self, loader: Any, batches: int) -> None:
-        """torch refuses to set a sampler, hence `vars`."""
-        self._loader, self._batches = loader, batches
-        self._name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-        self._inner = vars(loader)[self._name]
-        self._made: _Indices | None = None
-        vars(loader)[self._name] = self
-
-    def __iter__(self) -> Iterator[Any]:
-        self._made = _Indices(iter(self._inner), self)
-        return self._made
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-    def take(self) -> int:
-        """How many batches are still to be left out; none when asked again.
-
-        Counted when the first is asked for: with workers, torch makes two iterators of the sampler, and uses the second.
-        """
-        batches, self._batches = self._batches, 0
-        return batches
-
-    def end(self) -> None:
-        """Leave out now what is not left out yet, and give the loader its sampler back."""
-        if self._made is not None:
-            self._made.leave_out()
-        vars(self._loader)[self._name] = self._inner
-
-
-class _Indices(Iterator[Any]):
-    def __init__(self, inner: Iterator[Any], owner: _LeavingOut) -> None:
-        self._inner, self._owner = inner, owner
-
-    def __next__(self) -> Any:
-        self.leave_out()
-        return next(self._inner)
-
-    def leave_out(self) -> None:
-        for _ in range(self._owner.take()):
-            next(self._inner, None)
-
-
-def _is_stateful(loader: object) -> bool:
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-
-
-def _has_indices(loader: object) -> bool:
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and not _is_stateful(loader)
+            set_generators(generators(self._fit._combined_loader), moment.generators)
 
 
 def _state(moment: Moment | None) -> dict[str, Any] | None:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.integrations.lightning.contents import OPTIMIZERS, STATE, Elsewhere
-from holdfast.integrations.lightning.training import LightningRun, Wanted
+from holdfast.integrations.lightning.contents import OPTIMIZERS, STATE, NotGathered
+from holdfast.integrations.lightning.training import AskedStep, LightningRun
 from holdfast.tickets import SaveTicket
 from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
 
@@ -67,7 +67,7 @@ class TakenOver:
             if checkpoint_path is None:
                 own(None)
             else:
-                wanted = Wanted() if newest else self._run.wanted(checkpoint_path)
+                wanted = AskedStep() if newest else self._run.wanted(checkpoint_path)
                 if wanted is None and fitting:
                     self._run.begin_anew()
                 self._restored = None if wanted is None else self._run.restore(wanted)
@@ -117,7 +117,7 @@ class TakenOver:
             found: dict[str, Any] = self._own["load_checkpoint"](checkpoint_path, weights_only=weights_only)
             return found
         held = restored[STATE]
-        self._shown = {} if isinstance(held, Elsewhere) else dict(held)
+        self._shown = {} if isinstance(held, NotGathered) else dict(held)
         return restored
 
     def _remove_checkpoint(self, filepath: Any) -> None:
@@ -127,16 +127,16 @@ class TakenOver:
             Path(filepath).unlink(missing_ok=True)
 
     def _lightning_module_state_dict(self) -> Any:
-        return Elsewhere(STATE) if self._dumping else self._own["lightning_module_state_dict"]()
+        return NotGathered(STATE) if self._dumping else self._own["lightning_module_state_dict"]()
 
     def _optimizer_state(self, optimizer: Any) -> Any:
-        return Elsewhere(OPTIMIZERS) if self._dumping else self._own["optimizer_state"](optimizer)
+        return NotGathered(OPTIMIZERS) if self._dumping else self._own["optimizer_state"](optimizer)
 
     def _load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Nothing is left to do, unless a hook has changed the tensors that it was shown."""
         if self._shown is not None:
             held = checkpoint[STATE]
-            if isinstance(held, Elsewhere):
+            if isinstance(held, NotGathered):
                 return
             same = held.keys() == self._shown.keys() and all(held[name] is value for name, value in self._shown.items())
             if same:

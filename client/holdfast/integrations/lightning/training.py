@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.checkpointer import Checkpointer
-from holdfast.integrations.lightning import framework, refusals
-from holdfast.integrations.lightning.contents import AVERAGED, KEY, OPTIMIZERS, STATE, Elsewhere, is_checkpoint
+from holdfast.integrations.lightning import refusals
+from holdfast.integrations.lightning.contents import AVERAGED, KEY, OPTIMIZERS, is_checkpoint
+from holdfast.integrations.lightning.live_state import WEIGHTS, LiveState, averages, is_flat
 from holdfast.integrations.lightning.positions import EpochPosition
 from holdfast.stage.save_request import Wait
-from holdfast.state.named import Named
 from holdfast.tensors import json_values
 from holdfast.tickets import SaveTicket, settle
 from holdfast_formats import naming
@@ -25,13 +25,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_WEIGHTS = ("model", "module", "ema")  # groups of modules
 LEAVING = "holdfast_leaving"  # in a callback's state: names that go when the save is committed
-_INSIDE = "holdfast_weights"  # in the document: the attribute whose names the group `model` has
 _OF_TRAINING = ("extra/rng", "extra/data", "extra/ranks/*/rng/*", "extra/ranks/*/data/*")
 
 
-class Wanted(NamedTuple):
+class AskedStep(NamedTuple):
     """What to restore: a step, or the newest sound one."""
 
     step: int | None = None
@@ -43,19 +41,6 @@ class _Save(NamedTuple):
     whole: bool  # with the optimizers
 
 
-class _Document:
-    """Lightning's dictionary, less what is saved where it lives; an entry of the state."""
-
-    def __init__(self) -> None:
-        self.value: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.value
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state
-
-
 class LightningRun:
     """The run of one Trainer. Between two trainings it holds no connection and no memory."""
 
@@ -65,11 +50,15 @@ class LightningRun:
         self.trainer: Any = None
         self._position: EpochPosition | None = None
         self._checkpointer: Checkpointer | None = None
-        self._state: dict[str, Any] = {}
-        self._document = _Document()
+        self._state: LiveState | None = None
         self._saves: dict[int, _Save] = {}
-        self._restored: tuple[int, Wanted] | None = None  # and not all of it yet
+        self._restored: tuple[int, AskedStep] | None = None  # and not all of it yet
         self.held: int | None = None  # the step that the live state was saved as or restored from last
+
+    @property
+    def _live(self) -> LiveState:
+        assert self._state is not None
+        return self._state
 
     @property
     def linkable(self) -> bool:
@@ -79,6 +68,7 @@ class LightningRun:
         """Save and restore what this Trainer trains."""
         if trainer is not self.trainer:
             self.trainer, self._position = trainer, EpochPosition(trainer, self._go_on)
+            self._state = LiveState(trainer, self._weights, self._position)
             self._saves, self.held = {}, None
 
     def begin_anew(self) -> None:
@@ -110,7 +100,7 @@ class LightningRun:
         refusals.check_save(self.trainer)
         self._position.check()
         step, whole = int(checkpoint["global_step"]), OPTIMIZERS in checkpoint
-        document = self._reduced(checkpoint)
+        document = self._live.reduced(checkpoint)
         self._position.correct_loops(document.get("loops", {}))
         marks, before = _marks(document), self._saves.get(step)
         ended = self._checkpointer is None
@@ -122,8 +112,8 @@ class LightningRun:
         if same or (before is None and step == self.held and self._position.in_flight):
             ticket = None if before is None else before.ticket
         else:
-            self._refresh(optimizers=True)
-            self._document.value = document
+            self._live.refresh(optimizers=True)
+            self._live.document.value = document
             ticket = self._save(checkpointer, step, whole, before)
             self._saves[step], self.held = _Save(ticket, marks, whole), step
         if self.trainer.is_global_zero and self.linkable:
@@ -133,7 +123,7 @@ class LightningRun:
             self.end()
         return ticket
 
-    def restore(self, wanted: Wanted) -> dict[str, Any] | None:
+    def restore(self, wanted: AskedStep) -> dict[str, Any] | None:
         """Restore what is there already, and return Lightning's dictionary; None if the run has no checkpoint yet.
 
         With strategies that restore after their setup that is everything. Others bring their optimizers later.
@@ -145,21 +135,21 @@ class LightningRun:
             return self._restore_weights(wanted)
         whole = bool(trainer.strategy.restore_checkpoint_after_setup)
         checkpointer = self._construct(optimizers=whole)
-        groups = None if whole else (*(group for group in _WEIGHTS if group in self._state), "extra")
+        groups = None if whole else (*(group for group in WEIGHTS if group in self._live.entries), "extra")
         step = checkpointer.restore(wanted.step, groups=groups, strict=self._strict)
         if checkpointer.last_restore is None:
             return None
         self._restored = (step, wanted)
         if whole:
             self._settle(step)
-        return self._shown()
+        return self._live.shown()
 
     def restore_optimizers(self) -> None:
         """Restore the rest, now that the optimizers are there. If that is damaged, everything of the one before."""
         assert self._checkpointer is not None and self._restored is not None
         step, wanted = self._restored
-        self._refresh(optimizers=True)
-        if "optim" in self._state:
+        self._live.refresh(optimizers=True)
+        if "optim" in self._live.entries:
             try:
                 self._checkpointer.restore(step, groups=("optim",), strict=self._strict)
             except Damaged as error:
@@ -181,16 +171,16 @@ class LightningRun:
         """The step that the newest restore found."""
         return None if self._restored is None else self._restored[0]
 
-    def wanted(self, path: str | os.PathLike[str] | int) -> Wanted | None:
+    def wanted(self, path: str | os.PathLike[str] | int) -> AskedStep | None:
         """The step that a path or number means; None for a file of Lightning's own.
 
         Raises `InvalidRequest` for a checkpoint of another run, `NoSuchCheckpoint` for one that is not there.
         """
         if isinstance(path, int):
-            return Wanted(naming.check_step(path))
+            return AskedStep(naming.check_step(path))
         text = os.fspath(path)
         if text.isascii() and text.isdigit() and not os.path.lexists(text):
-            return Wanted(naming.check_step(int(text)))
+            return AskedStep(naming.check_step(int(text)))
         if not os.path.lexists(text) or (os.path.isfile(text)):
             return None
         with Checkpointer(self.run, {}, at=self._options.get("at")) as asked:
@@ -200,7 +190,7 @@ class LightningRun:
                 f"{text} is a checkpoint of another run or another root than {self.run}",
                 hint="give HoldfastCheckpoint that run, or read its weights with load_from_checkpoint()",
             )
-        return None if step is None else Wanted(step)
+        return None if step is None else AskedStep(step)
 
     def is_own_link(self, path: str | os.PathLike[str]) -> bool:
         """Whether a path is a link to a checkpoint of this run, be it there or not."""
@@ -244,36 +234,40 @@ class LightningRun:
             existing = "replace"
         elif step == self.held:  # the step that was restored
             existing = "replace"
-        groups = None if whole else [group for group in (*_WEIGHTS, "extra") if group == "extra" or group in self._state]
+        groups = (
+            None if whole else [group for group in (*WEIGHTS, "extra") if group == "extra" or group in self._live.entries]
+        )
         # These callbacks change weights outside of an optimizer's step.
-        wait: Wait | None = "staged" if "ema" in self._state or _averages(self.trainer) else None
+        wait: Wait | None = "staged" if "ema" in self._live.entries or averages(self.trainer) else None
         with self._position.as_of_last_batch():
             return checkpointer.save(step, groups=groups, metrics=_metrics(self.trainer), existing=existing, wait=wait)
 
-    def _restore_weights(self, wanted: Wanted) -> dict[str, Any] | None:
+    def _restore_weights(self, wanted: AskedStep) -> dict[str, Any] | None:
         """For validation, tests and predictions: the weights, and nothing that belongs to training."""
-        self._state = {KEY: self._document}
-        checkpointer = self._checkpointer = Checkpointer(self.run, self._state, **self._chosen())
+        entries = self._live.entries
+        entries.clear()
+        entries[KEY] = self._live.document
+        checkpointer = self._checkpointer = Checkpointer(self.run, entries, **self._chosen())
         try:
             step = checkpointer.restore(wanted.step, groups=("extra",), ignore=_OF_TRAINING, strict=False)
             if checkpointer.last_restore is None:
                 return None
-            module = self.trainer.strategy.model if _is_flat(self.trainer) else self.trainer.lightning_module
-            averaged = bool(self._document.value.get(AVERAGED))
-            self._state.update({"ema": module} if averaged else self._modules())
-            groups = tuple(group for group in _WEIGHTS if group in self._state)
+            module = self.trainer.strategy.model if is_flat(self.trainer) else self.trainer.lightning_module
+            averaged = bool(self._live.document.value.get(AVERAGED))
+            self._live.entries.update({"ema": module} if averaged else self._live.modules())
+            groups = tuple(group for group in WEIGHTS if group in self._live.entries)
             checkpointer.restore(step, groups=groups, ignore=("ema/n_averaged",), strict=self._strict)
         finally:
             self._checkpointer = None
             checkpointer.close(wait=False)
         self._restored = (step, wanted)
-        return self._shown()
+        return self._live.shown()
 
     def _restore_older(self) -> int:
         assert self._checkpointer is not None
         connector = self.trainer._checkpoint_connector
         step = self._checkpointer.restore(strict=self._strict)
-        connector._loaded_checkpoint = self._shown()
+        connector._loaded_checkpoint = self._live.shown()
         connector.restore_datamodule()
         connector.restore_callbacks()
         connector.restore_precision_plugin_state()
@@ -289,132 +283,25 @@ class LightningRun:
         log.info("resumed %s@%d from the %s", self.run, step, "" if report is None else report.source)
 
     def _construct(self, optimizers: bool) -> Checkpointer:
-        self._state = {}
-        self._refresh(optimizers)
-        self._checkpointer = Checkpointer(self.run, self._state, **self._chosen())
+        self._live.refresh(optimizers)
+        self._checkpointer = Checkpointer(self.run, self._live.entries, **self._chosen())
         return self._checkpointer
 
     def _chosen(self) -> Options:
         chosen = self._options.copy()
         chosen.setdefault("policy", "wait")
-        config = getattr(self._inner(), "config", None)
+        config = getattr(self._live.inner(), "config", None)
         if hasattr(config, "save_pretrained"):
             chosen.setdefault("assets", [config])
         return chosen
-
-    def _refresh(self, optimizers: bool) -> None:
-        """Put everything that is there by now into the state."""
-        trainer = self.trainer
-        parts = self._modules()
-        if optimizers and trainer.strategy.optimizers:
-            parts["optim"] = list(trainer.strategy.optimizers)
-        averaged = _averaged_model(trainer)
-        if averaged is not None:
-            parts["ema"] = averaged
-        parts |= {KEY: self._document, "data": self._position}
-        self._state.clear()
-        self._state.update(parts)
-
-    def _modules(self) -> dict[str, Any]:
-        """The LightningModule under its own names; or one attribute of it under that one's, and the rest apart."""
-        trainer = self.trainer
-        module = trainer.strategy.model if _is_flat(trainer) else trainer.lightning_module
-        if self._weights is None:
-            return {"model": module}
-        self._inner()
-        prefix = f"{self._weights}."
-        parts: dict[str, Any] = {
-            "model": Named(module, rename=_without(prefix), only=lambda name: name.startswith(prefix)),
-        }
-        if any(not name.startswith(prefix) for name in trainer.lightning_module.state_dict()):
-            parts["module"] = Named(module, only=lambda name: not name.startswith(prefix))
-        return parts
-
-    def _inner(self) -> Any:
-        """The module whose names the group `model` has."""
-        module = self.trainer.lightning_module
-        if self._weights is None:
-            return module
-        try:
-            return module.get_submodule(self._weights)
-        except AttributeError as error:
-            raise InvalidRequest(
-                f"weights={self._weights!r}: {type(module).__name__} has no such module",
-                hint='the name of an attribute that is a module, as in self.net = …: weights="net"',
-            ) from error
 
     @property
     def _strict(self) -> bool:
         return bool(self.trainer.lightning_module.strict_loading)
 
-    def _reduced(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Lightning's dictionary without what is saved where it lives.
-
-        Raises `InvalidRequest` where a hook has put something else in its place.
-        """
-        found = dict(checkpoint)
-        tensors = found.pop(STATE)
-        if _averaged_model(self.trainer) is not None and isinstance(found.get("current_model_state"), Elsewhere):
-            found.pop("current_model_state")
-            found.pop("averaging_state")
-            found[AVERAGED] = True
-        elif not isinstance(tensors, Elsewhere):
-            raise InvalidRequest(
-                "a hook has replaced checkpoint['state_dict'], and Holdfast saves the live tensors",
-                hint="put what the hook adds under a key of its own",
-            )
-        if OPTIMIZERS in found:
-            found[OPTIMIZERS] = len(found[OPTIMIZERS])
-        return found | {_INSIDE: self._weights}
-
-    def _shown(self) -> dict[str, Any]:
-        """The document as Lightning's callbacks and hooks expect it; tensors are the live ones."""
-        found = dict(self._document.value)
-        averaged, optimizers = found.pop(AVERAGED, False), found.pop(OPTIMIZERS, None)
-        found.pop(_INSIDE, None)
-        trainer = self.trainer
-        if trainer.strategy.restore_checkpoint_after_setup:
-            found[STATE] = Elsewhere(STATE)
-        else:
-            found[STATE] = dict(trainer.lightning_module.state_dict())
-        model = _averaged_model(trainer)
-        if averaged and model is not None:
-            shown = model.state_dict()
-            found["current_model_state"] = found[STATE]
-            found[STATE] = {name[7:]: value for name, value in shown.items() if name.startswith("module.")}
-            found["averaging_state"] = {n: value for n, value in shown.items() if not n.startswith("module.")}
-        if optimizers is not None:
-            found[OPTIMIZERS] = [Elsewhere(OPTIMIZERS) for _ in range(optimizers)]
-        return found
-
     def _go_on(self) -> None:
         if self._checkpointer is not None:
             self._checkpointer.restore_random()
-
-
-def _without(prefix: str) -> Callable[[str], str]:
-    return lambda name: name.removeprefix(prefix)
-
-
-def _is_flat(trainer: Any) -> bool:
-    """Whether FSDP1 has wrapped the LightningModule, whose parameters then are views of its own."""
-    return (
-        any(kind.__name__ == "FSDPStrategy" for kind in type(trainer.strategy).__mro__)
-        and trainer.strategy.model is not None
-    )
-
-
-def _averages(trainer: Any) -> bool:
-    callbacks = framework.part("callbacks")
-    kinds = (callbacks.StochasticWeightAveraging, *filter(None, [getattr(callbacks, "WeightAveraging", None)]))
-    return any(isinstance(one, kinds) for one in trainer.callbacks)
-
-
-def _averaged_model(trainer: Any) -> Any | None:
-    """The model that a WeightAveraging callback keeps while it trains."""
-    kind = getattr(framework.part("callbacks"), "WeightAveraging", None)
-    found = [one._average_model for one in trainer.callbacks if kind is not None and isinstance(one, kind)]
-    return next((one for one in found if one is not None), None)
 
 
 def _metrics(trainer: Any) -> dict[str, float]:
