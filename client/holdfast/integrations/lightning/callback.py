@@ -135,7 +135,7 @@ class HoldfastCheckpoint(_ModelCheckpoint):
     def file_exists(self, filepath: str | PathLike[str], trainer: Any) -> bool:
         """Whether a name is taken, also by a save that is not committed yet. Links of killed saves are free."""
         taken = trainer.is_global_zero and (
-            self.holdfast.made(filepath) if os.path.islink(filepath) else os.path.lexists(filepath)
+            self.holdfast.made(filepath) if self.holdfast.is_own_link(filepath) else os.path.lexists(filepath)
         )
         return bool(trainer.strategy.reduce_boolean_decision(taken, all=False))
 

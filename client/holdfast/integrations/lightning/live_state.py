@@ -129,13 +129,6 @@ def is_flat(trainer: Any) -> bool:
     )
 
 
-def averages(trainer: Any) -> bool:
-    """Whether a callback changes weights outside of an optimizer's step."""
-    callbacks = framework.part("callbacks")
-    kinds = (callbacks.StochasticWeightAveraging, *filter(None, [getattr(callbacks, "WeightAveraging", None)]))
-    return any(isinstance(one, kinds) for one in trainer.callbacks)
-
-
 def averaged_model(trainer: Any) -> Any | None:
     """The model that a WeightAveraging callback keeps while it trains."""
     kind = getattr(framework.part("callbacks"), "WeightAveraging", None)

@@ -50,12 +50,18 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_callbacks(trainer: Any, callback: Any) -> None:
-    """Raise `InvalidRequest` for a second HoldfastCheckpoint, and for loggers that read files of checkpoints."""
+    """Raise `InvalidRequest` for callbacks and loggers whose part in a checkpoint would be lost or wrong."""
     others = [one for one in trainer.callbacks if type(one) is type(callback) and one is not callback]
     if others:
         raise InvalidRequest(
             "two HoldfastCheckpoint callbacks would be two runs of one training",
             hint="use one, and ModelCheckpoint for the others: what those save goes into the same run",
+        )
+    swa = framework.part("callbacks").StochasticWeightAveraging
+    if any(isinstance(one, swa) for one in trainer.callbacks):
+        raise InvalidRequest(
+            "StochasticWeightAveraging does not average in an epoch that is resumed, and Lightning cannot be told to",
+            hint="use WeightAveraging or EMAWeightAveraging, whose averages are stored",
         )
     for logger in trainer.loggers:
         if getattr(logger, "_log_model", False):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.lightning import refusals
 from holdfast.integrations.lightning.contents import AVERAGED, KEY, OPTIMIZERS, is_checkpoint
-from holdfast.integrations.lightning.live_state import WEIGHTS, LiveState, averages, is_flat
+from holdfast.integrations.lightning.live_state import WEIGHTS, LiveState, is_flat
 from holdfast.integrations.lightning.positions import EpochPosition
 from holdfast.stage.save_request import Wait
 from holdfast.tensors import json_values
@@ -237,8 +237,8 @@ class LightningRun:
         groups = (
             None if whole else [group for group in (*WEIGHTS, "extra") if group == "extra" or group in self._live.entries]
         )
-        # These callbacks change weights outside of an optimizer's step.
-        wait: Wait | None = "staged" if "ema" in self._live.entries or averages(self.trainer) else None
+        # WeightAveraging swaps the weights for a validation, and at the end.
+        wait: Wait | None = "staged" if "ema" in self._live.entries else None
         with self._position.as_of_last_batch():
             return checkpointer.save(step, groups=groups, metrics=_metrics(self.trainer), existing=existing, wait=wait)
 
