@@ -82,7 +82,7 @@ class Tiny(L.LightningModule):
             from torch.distributed.fsdp import fully_shard
 
             fully_shard(self.net[0], mesh=self.device_mesh["data_parallel"])
-            fully_shard(self.net[3], mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         if self.options.manual:
@@ -137,12 +137,8 @@ class Notes(Callback):
         self._done = trainer.global_step
         self._record.began(self._done)
 
-    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-        """The step before is over, with everything that was saved of it."""
-        if trainer.global_step > self._done:
-            self._flush(trainer, module)
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        """Before anything is saved of this step."""
         if trainer.global_step > self._done:
             self._flush(trainer, module)
 

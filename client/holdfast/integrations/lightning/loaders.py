@@ -77,6 +77,43 @@ def is_warm(loader: Any) -> bool:
     return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is not None
 
 
+def distributed_over(loader: Any) -> Any | None:
+    """What Lightning's distributed sampler goes over, where the loader had a sampler that is not torch's own."""
+    for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
+        over = getattr(sampler, "dataset", None)
+        if hasattr(over, "_sampler") and hasattr(over, "reset"):
+            return over
+    return None
+
+
+class SameOrder:
+    """While iterators are made: a sampler with a generator of its own gives the same order each time that it is asked.
+
+    A StatefulDataLoader asks several times when it takes up a position, and each time would be another epoch's order.
+    """
+
+    def __init__(self, over: Any) -> None:
+        self._over, self._inner = over, over._sampler
+        self._state = self._inner.generator.get_state()
+        over._sampler = self
+
+    def __iter__(self) -> Iterator[Any]:
+        self._inner.generator.set_state(self._state)
+        return iter(self._inner)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def end(self) -> None:
+        """Let the sampler go on from order to order."""
+        self._over._sampler = self._inner
+
+    @property
+    def generator(self) -> torch.Generator:
+        found: torch.Generator = self._inner.generator
+        return found
+
+
 def is_ahead(combined: Any) -> bool:
     """Whether Lightning fetches a batch ahead, because the number of batches is not known."""
     unsized = [framework.fabric("utilities.data").sized_len(loader) is None for loader in combined.flattened]
@@ -95,7 +132,8 @@ def generators(combined: Any) -> list[torch.Generator]:
     found: list[torch.Generator] = []
     for loader in combined.flattened if combined is not None else ():
         batches = getattr(loader, "batch_sampler", None)
-        for place in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+        hidden = getattr(distributed_over(loader), "_sampler", None)
+        for place in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None), hidden):
             generator = getattr(place, "generator", None)
             if isinstance(generator, torch.Generator) and all(generator is not one for one in found):
                 found.append(generator)

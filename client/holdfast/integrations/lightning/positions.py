@@ -25,6 +25,8 @@ from torch.utils.data import DataLoader
 from holdfast.integrations.lightning import framework
 from holdfast.integrations.lightning.loaders import (
     LeavingOut,
+    SameOrder,
+    distributed_over,
     generators,
     has_cycled,
     has_indices,
@@ -71,6 +73,7 @@ class EpochPosition:
         self._awaited: _Saved | None = None
         self._leaving_out: LeavingOut | None = None
         self._states: list[Any] = []  # of the loaders, as restored
+        self._same_order: list[SameOrder] = []
         self._at_fetch: Moment | None = None  # to install before the next batch is fetched
         for target, method, around in (
             (self._fit, "run", self._around_run),
@@ -203,6 +206,8 @@ class EpochPosition:
                 if self._leaving_out is not None:
                     self._leaving_out.batches = saved.batches
                 self._set(saved.epoch)
+                hidden = filter(None, (distributed_over(loader) for loader in loaders if is_stateful(loader)))
+                self._same_order = [SameOrder(one) for one in hidden if hasattr(one._sampler, "generator")]
             self._begins()
             if saved is not None and not saved.between:
                 self._epoch, self._warm = saved.epoch, saved.warm
@@ -236,6 +241,9 @@ class EpochPosition:
             self._first, self._fetch = saved.first, saved.fetch
             if not saved.over:
                 self._leave_out(saved, fetcher)
+            for order in self._same_order:
+                order.end()
+            self._same_order = []
             self._go_on(saved)
             self._fit._restarting = False  # else Lightning leaves out the epoch's step of ReduceLROnPlateau
 
