@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler  # verl's choice, too: torch's keeps no generator
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.trainer.config import CheckpointConfig
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
@@ -157,7 +158,7 @@ def main() -> None:
     torch.set_num_threads(1)
     install("run", at=chosen.work / "root")
     workers = [Worker(role, chosen.strategy, chosen.keep or None) for role in ROLES]
-    sampler = torch.utils.data.RandomSampler(Rows(), generator=torch.Generator().manual_seed(5 + dist.get_rank()))
+    sampler = RandomSampler(Rows(), generator=torch.Generator().manual_seed(5 + dist.get_rank()))
     # a generator of its own: in verl, the loader is in the trainer's process, and the random streams are the workers'
     loader = StatefulDataLoader(Rows(), BATCH, sampler=sampler, generator=torch.Generator())
     torch.manual_seed(50 + dist.get_rank())
