@@ -236,13 +236,13 @@ class TrainState:
         return _Walk(parts, content, documents, watch, dict(self.state))
 
     def _holds(self, walk: _Walk) -> bool:
-        """Whether the state's entries are those of the walk. Entries that are read anew anyway may be other objects of their
-        kind.
+        """Whether the state's entries are those of the walk. Plain values are read from the state at every save, and may be
+        others.
         """
         return (
             list(self.state) == list(walk.entries)
-            and all(now is walk.entries[key] or _is_loose(key, now) for key, now in self.state.items())
-            and all(now is walk.entries[key] or _is_loose(key, walk.entries[key]) for key, now in self.state.items())
+            and all(now is walk.entries[key] or _is_value(key, now) for key, now in self.state.items())
+            and all(now is walk.entries[key] or _is_value(key, walk.entries[key]) for key, now in self.state.items())
             and walk.watch.unchanged()
         )
 
@@ -356,6 +356,10 @@ def _is_stateful(value: object) -> bool:
 def _is_loose(key: str, value: object) -> bool:
     named = bool(modules_of(value)) or is_tensor(value) or is_tensors(value) or _is_group_mapping(key, value)
     return not (named or isinstance(value, Given) or optimizer_wrappers.is_optimizer(value))
+
+
+def _is_value(key: str, value: object) -> bool:
+    return _is_loose(key, value) and not _is_stateful(value)
 
 
 def _is_group_mapping(key: str, value: object) -> bool:

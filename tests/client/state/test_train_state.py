@@ -388,6 +388,26 @@ def test_small_tensors_of_loaders_are_copied_at_once():
     assert all(leaf.pieces[0].tensor.sum() == 0 for leaf in taken.leaves if "/loader/" in leaf.name)
 
 
+def test_an_object_in_the_place_of_another_is_saved():
+    """The state is read anew at every save: a scheduler or loader that was replaced is not the one of before."""
+
+    class Counted:
+        def __init__(self, count):
+            self.count = count
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    state = {"loader": Counted(1)}
+    training = TrainState(state, 0, 1)
+    assert training.snapshot().values["extra"]["loader"] == '{"count":1}'
+    state["loader"] = Counted(2)
+    assert training.snapshot().values["extra"]["loader"] == '{"count":2}'
+
+
 def test_values_of_a_read_only_state():
     """A number cannot be put back into a mapping that cannot change: refused before anything is touched."""
     checkpoint = save({"epoch": 3, "log": [1]})

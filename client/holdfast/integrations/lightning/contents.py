@@ -35,6 +35,11 @@ class NotGathered(Mapping[str, Any]):
     def __len__(self) -> int:
         raise self._refusal()
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._refusal()
+
     def _refusal(self) -> InvalidRequest:
         return InvalidRequest(
             f"a hook looks into checkpoint[{self._name!r}], which Holdfast leaves empty: it saves and restores the live "

@@ -31,7 +31,8 @@ def check_trainer(trainer: Any) -> None:
             )
     strategy = trainer.strategy
     kinds = [kind.__name__ for kind in type(strategy).__mro__]
-    if not any(kind in _STRATEGIES for kind in kinds) or any("XLA" in kind for kind in kinds):
+    others = any("XLA" in kind for kind in kinds) or "DeepSpeedStrategy" in kinds
+    if others or not any(kind in _STRATEGIES for kind in kinds) or _saves_otherwise(strategy):
         hint = f"supported are {', '.join(_STRATEGIES)}"
         if "DeepSpeedStrategy" in kinds:
             hint = "in a loop of your own: holdfast.integrations.deepspeed.attach(engine, …)"
@@ -47,6 +48,16 @@ def check_trainer(trainer: Any) -> None:
             f"the plugin {io} would never be asked: HoldfastCheckpoint saves without a CheckpointIO",
             hint="leave the plugin out, or use ModelCheckpoint with HoldfastCheckpointIO",
         )
+
+
+def _saves_otherwise(strategy: Any) -> bool:
+    """Whether somebody else's class has its own way to save, as NeMo's have."""
+    package = framework.name().partition(".")[0]
+    for method in ("save_checkpoint", "load_checkpoint", "lightning_module_state_dict", "optimizer_state"):
+        owner = next(kind for kind in type(strategy).__mro__ if method in vars(kind))
+        if owner.__module__.partition(".")[0] != package:
+            return True
+    return False
 
 
 def check_callbacks(trainer: Any, callback: Any) -> None:
