@@ -1,7 +1,4 @@
-"""A script that trains with Lightning, saves every few steps and after every epoch, and goes on from the newest save.
-
-Its lines between the marks are those of docs/integrations/lightning.md.
-"""
+"""A script that trains with Lightning as its options say, and goes on from the newest save; example.py is the short one."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -176,8 +173,6 @@ def trainer_of(options: argparse.Namespace, callbacks: list[Any]) -> L.Trainer:
     strategy = chosen.get(options.strategy, options.strategy)
     if options.strategy == "fsdp2" and options.world > 1:
         strategy = ModelParallelStrategy(data_parallel_size=options.world, tensor_parallel_size=1)
-    if options.strategy == "fsdp":
-        strategy = FSDPStrategy(use_orig_params=True)
     validation = {"val_check_interval": int(options.val_every) if options.val_every > 1 else options.val_every}
     return L.Trainer(
         accelerator="cpu",
@@ -221,7 +216,7 @@ def main() -> None:
             tensors[name] = value.full_tensor() if hasattr(value, "full_tensor") else value
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
     names = sorted(str(path.relative_to(options.work)) for path in options.work.glob("*/**/*.ckpt"))
-    record.ended(tensors, [rates, names, trainer.current_epoch])
+    record.ended(tensors, [rates, names, trainer.current_epoch, trainer.global_step])
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
