@@ -25,6 +25,10 @@ from tests.integrations.environments import TOP
 FILES = ("plugins/test_checkpoint_io_plugin.py", "checkpointing/test_trainer_checkpoint.py")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "flaky: repeated by a plugin that is not needed here")
+
+
 @pytest.fixture(autouse=True)
 def holdfast_instead(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory

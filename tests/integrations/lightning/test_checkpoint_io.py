@@ -64,7 +64,7 @@ def test_a_trainer(daemon: RunningDaemon, tmp_path: Path, wrapped: bool) -> None
     run = f"trainer-{wrapped}"
     plugin: Any = HoldfastCheckpointIO(run, at=daemon.socket)
     plugin = AsyncCheckpointIO(plugin) if wrapped else plugin
-    keeps = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+    keeps = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1, save_last=True)  # two names a step
     module = Small()
     trainer(tmp_path, keeps, plugins=[plugin]).fit(module, loader())
     if wrapped:

@@ -19,6 +19,7 @@ from holdfast.checkpoint import open as open_checkpoint
 from holdfast.checkpointer import Checkpointer
 from holdfast.integrations.lightning import contents, framework
 from holdfast.state.modules import is_tensors
+from holdfast.tickets import SaveTicket, settle
 from holdfast_formats import naming
 from holdfast_formats.errors import InvalidRequest
 
@@ -42,6 +43,7 @@ class HoldfastCheckpointIO(_CheckpointIO):
         self._run, self._options = naming.check_run(run), options
         self._options.setdefault("policy", "wait")
         self._checkpointer: Checkpointer | None = None
+        self._ticket: SaveTicket | None = None
         self._state: dict[str, Any] = {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
@@ -62,9 +64,11 @@ class HoldfastCheckpointIO(_CheckpointIO):
         self._state[_DOCUMENT] = _Given({"model": model, "rest": rest})
         if self._checkpointer is None:
             self._checkpointer = Checkpointer.alone(self._run, self._state, **self._options)
-        ticket = self._checkpointer.save(step, wait="staged", existing="replace")
+        if self._ticket is not None and self._ticket.step == step:  # under another name
+            settle(self._ticket)
+        self._ticket = self._checkpointer.save(step, wait="staged", existing="replace")
         if not str(self._options.get("at") or "").startswith(("http://", "https://")):
-            self._checkpointer.link(ticket, path)
+            self._checkpointer.link(self._ticket, path)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
