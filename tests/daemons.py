@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from holdfast.rest.api import Api
 from holdfast_formats import naming
@@ -21,6 +22,25 @@ from tests.forked import Forked
 START_TIMEOUT_S = 60.0
 DOORS = frozenset({"--behind-tls", "--insecure-no-tokens", "--loopback-open"})
 PORTS = (15_000, 32_000)  # below those that Linux takes for connections and for servers that name none
+
+
+def freeze(process: subprocess.Popen[Any] | Forked) -> None:
+    """Stop a process; returns when none of its threads runs any more: the signal alone asks one of them to stop the others,
+    which may answer meanwhile.
+    """
+    process.send_signal(signal.SIGSTOP)
+    limit = time.monotonic() + START_TIMEOUT_S
+    while any(state not in "TZ" for state in _states(process.pid)):
+        assert time.monotonic() < limit, "it did not stop"
+        time.sleep(0.001)
+
+
+def _states(pid: int) -> list[str]:
+    states = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # a thread that ended meanwhile
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 class RunningDaemon:
@@ -77,6 +97,12 @@ class RunningDaemon:
             self.process.send_signal(signal.SIGABRT)
             self.process.wait()
         raise AssertionError(f"the daemon did not end: {self.log.read_text()}")
+
+    def freeze(self) -> None:
+        freeze(self.process)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """End it as a power cut would."""

@@ -295,7 +295,7 @@ def test_the_daemon_dies_under_an_open_save(tmp_path: Path, monkeypatch: pytest.
     daemon = RunningDaemon(tmp_path / "root")
     checkpointer = Checkpointer("r", {"x": torch.ones(1)}, at=daemon.socket)
     checkpointer.save(1, wait="durable")
-    daemon.process.send_signal(signal.SIGSTOP)  # so the save stays open
+    daemon.freeze()  # so the save stays open
     tickets: list[SaveTicket] = []
     stuck = threading.Thread(target=lambda: tickets.append(checkpointer.save(2)))
     stuck.start()
@@ -318,7 +318,7 @@ def test_a_daemon_that_does_not_answer_ends_no_training(tmp_path: Path, monkeypa
     with running(tmp_path / "root") as daemon:
         checkpointer = Checkpointer("r", {"x": torch.ones(1)}, at=daemon.socket, slots=1)
         checkpointer.save(1, wait="durable")
-        daemon.process.send_signal(signal.SIGSTOP)
+        daemon.freeze()
         thaw = threading.Timer(2.0, daemon.process.send_signal, (signal.SIGCONT,))
         try:
             ticket = checkpointer.save(2)
@@ -329,7 +329,7 @@ def test_a_daemon_that_does_not_answer_ends_no_training(tmp_path: Path, monkeypa
                 checkpointer.save(3, wait="durable")
         finally:
             thaw.cancel()
-            daemon.process.send_signal(signal.SIGCONT)
+            daemon.thaw()
         checkpointer.save(2, wait="durable", existing="replace")
         checkpointer.close()
 

@@ -157,7 +157,7 @@ def test_everybody_killed_after_the_seals(root: Path, told: bool, flags: tuple[s
     world.wait_for("leased 7")
     assert ("staging uses" in daemon.log.read_text()) == bool(flags)
     if not told:  # the seals stand in shared memory, but no daemon ever hears of them
-        daemon.process.send_signal(signal.SIGSTOP)
+        daemon.freeze()
     world.go()
     world.wait_for("sealed 7" if told else "asking 7")
     os.kill(daemon.process.pid, signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -50,7 +49,7 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
         first.save(1, wait="durable")
     yield daemon
     if daemon.process.poll() is None:
-        daemon.process.send_signal(signal.SIGCONT)
+        daemon.thaw()
         assert daemon.stop() == 0, daemon.log.read_text()
 
 
@@ -64,14 +63,16 @@ def read(root: Path, link: SocketLink, into: np.ndarray) -> Filled:
         return fill(reader, wanted, lambda step: take_held(link, step), 0, Overwriting(lambda: None))
 
 
-def test_the_daemon_is_killed_while_ranks_ask_it_for_slots(daemon: RunningDaemon) -> None:
+def test_the_daemon_is_killed_while_ranks_ask_it_for_slots(daemon: RunningDaemon, request: pytest.FixtureRequest) -> None:
     """Both have asked and are not answered: each reads the files and says why."""
     links = [SocketLink(daemon.socket, lambda outcome: None, lambda error: None) for _ in range(RANKS)]
+    for link in links:
+        request.addfinalizer(link.close)
     for rank, link in enumerate(links):
         link.request(wire.Hello(id=link.next_id(), run="r", rank=rank, world=RANKS, launch="restored"), wire.Welcome)
     states = [np.zeros(SIZE, np.uint8) for _ in links]
     with ThreadPoolExecutor(RANKS) as threads:
-        daemon.process.send_signal(signal.SIGSTOP)
+        daemon.freeze()
         filling = [threads.submit(read, daemon.root, link, into) for link, into in zip(links, states, strict=True)]
         time.sleep(0.1)
         assert not any(each.done() for each in filling)
@@ -80,8 +81,6 @@ def test_the_daemon_is_killed_while_ranks_ask_it_for_slots(daemon: RunningDaemon
             found = each.result(60)
             assert not found.from_slots and "the in-memory checkpoint could not be used" in found.notes[0]
             assert np.array_equal(into, content())
-    for link in links:
-        link.close()
 
 
 def test_the_daemon_is_killed_before_ranks_say_how_it_went(daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:

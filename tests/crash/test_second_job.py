@@ -19,7 +19,7 @@ from holdfast_service.daemon.saving import run_busy
 from holdfast_service.daemon.saving.rounds import Participant
 from tests.daemon.saver_world import Rank, saver_world
 from tests.daemon.test_remote import hello
-from tests.daemons import RunningDaemon, running
+from tests.daemons import RunningDaemon, freeze, running
 from tests.forked import Forked
 
 HOLDING = Path(__file__).with_name("holding_rank.py")
@@ -84,7 +84,7 @@ def test_who_takes_over_fences_a_paused_job(daemon: RunningDaemon) -> None:
     """A job that hangs keeps its connection: the next one says that it takes over, and the old one can save no more."""
     first = Job(str(daemon.socket))
     assert (first.heard(), first.save(1)) == ("restored 0", "saved 1")
-    first.process.send_signal(signal.SIGSTOP)
+    freeze(first.process)
     second = Job(str(daemon.socket), HOLDFAST_TAKE_OVER="1")
     try:
         assert (second.heard(), second.save(2)) == ("restored 1", "saved 2")
