@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from holdfast import Api, Checkpointer
 from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, InUse
 from holdfast_formats.lineage import Intent
+from holdfast_service.control.retention.rotation import READERS_WAIT_S
+from holdfast_service.storage import MemoryTier
 from tests.crash.test_kills import Place, place, stop_at  # noqa: F401  a fixture is found by its name
 from tests.daemon.saver_world import saver_world
 from tests.daemons import RunningDaemon, running, wait_until
@@ -40,7 +44,8 @@ def test_killed_while_a_step_takes_its_own_place(
         (place.marks / "armed").touch()
         fill(state, 2.0)
         ticket = checkpointer.save(1, existing="replace")
-        wait_until(lambda: place.stopped is not None)
+        wait_until(lambda: place.stopped is not None or ticket.done)
+        assert place.stopped is not None, ticket.result(0)
         daemon.kill()
         (place.marks / "go").touch()
         daemon = RunningDaemon(place.root)
@@ -120,3 +125,34 @@ def test_a_save_in_the_place_of_what_was_left_behind_asks_no_sql(monkeypatch: py
         for again in (2, 3):
             rank.save(again, intent=Intent(restored=1, turn=1))
             assert rank.wait(again).state == "committed", rank.wait(again)
+
+
+class SlowlyRead(MemoryTier):
+    """A disk from which a checkpoint is read more slowly than a reader is waited for: `slow` is its path."""
+
+    slow = "none"
+    reading = False
+
+    def read_stored(self, path: str, offset: int, buffer: Any) -> int:
+        if path.startswith(self.slow):
+            self.reading = True
+            time.sleep(READERS_WAIT_S + 1)
+        return super().read_stored(path, offset, buffer)
+
+
+@pytest.mark.parametrize("read", [1, 2], ids=["itself", "the one after it"])
+def test_the_daemons_own_check_keeps_no_save_from_its_place(read: int) -> None:
+    """A check goes on for as long as a checkpoint is large: a save in the place of one that was being read was refused."""
+    with saver_world(tier := SlowlyRead()) as world:
+        (rank,) = world.launch(1)
+        tier.slow = naming.checkpoint_path(RUN, read)
+        for made in range(1, read + 1):
+            rank.save(made)
+            assert rank.wait(made).state == "committed"
+        wait_until(lambda: tier.reading)
+        tier.slow = "none"
+        del rank.outcomes[1]
+        rank.save(1, intent=Intent(turn=1, existing="replace", again=1))
+        assert rank.wait(1).state == "committed", rank.wait(1)
+        world.checked()
+        assert {world.catalog.checkpoint(RUN, step).state for step in (1, read)} == {"verified"}

@@ -40,7 +40,7 @@ from holdfast_service.control.catalog.rounds import Rounds
 from holdfast_service.control.catalog.statistics import StatisticsStore
 from holdfast_service.control.checkpoints import commit, planner, removal, replicas, roots
 from holdfast_service.control.checkpoints.imports import Imports
-from holdfast_service.control.checkpoints.readers import Readers
+from holdfast_service.control.checkpoints.readers import CHECK, Readers
 from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
 from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.findings.checks import Findings
@@ -375,6 +375,14 @@ class Decisions:
     def reading(self, run: str, step: int) -> AbstractContextManager[None]:
         """Nothing removes the checkpoint while the block reads it; `NoSuchCheckpoint` for one that is being removed."""
         return self.readers.reading(run, step, "the daemon")
+
+    def checking(self, run: str, step: int) -> AbstractContextManager[None]:
+        """As `reading`, for a check: it ends when `is_awaited` says that a save waits to take the checkpoint's place."""
+        return self.readers.reading(run, step, CHECK)
+
+    def is_awaited(self, run: str, step: int) -> bool:
+        """Whether checks of this checkpoint have to end."""
+        return self.readers.is_awaited(run, step)
 
     def replica_book(self) -> ReplicaBook:
         """What is known of copies in other tiers."""

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S, LOOK_MIN_S = 60.0, 0.1  # how often it is looked whether something is due
 PAUSE_S = 0.1
+UNREAD = frozenset({CheckEnd.GONE, CheckEnd.FAILED, CheckEnd.REPLACED})
 RETRY_S = 3600.0  # what could not be read, for another reason than damage, is left alone for so long
 
 
@@ -161,7 +162,7 @@ class Scrub:
             checkpoints=len(places),
             bytes=self._checker.counts.all()["bytes"] - before,
             damaged=tuple(name for name, end in ends if end is CheckEnd.DAMAGED),
-            unread=tuple(name for name, end in ends if end in (CheckEnd.GONE, CheckEnd.FAILED)),
+            unread=tuple(name for name, end in ends if end in UNREAD),
             seconds=round(time.monotonic() - began, 3),
         )
         self._decisions.findings.scrubbed(made.checkpoints, made.bytes, len(made.damaged), made.seconds)
@@ -169,7 +170,7 @@ class Scrub:
 
     def _check(self, run: str, step: int, heed: Progress) -> CheckEnd:
         ended = told(run, step, lambda: self._checker.check(run, step, heed, hold=False))
-        if ended in (CheckEnd.GONE, CheckEnd.FAILED):
+        if ended in UNREAD:
             self._not_before[run, step] = time.monotonic() + RETRY_S
         else:
             self._not_before.pop((run, step), None)
@@ -186,7 +187,8 @@ class CheckJobs:
         """Check one checkpoint, its `run` and `step`, and say what was read.
 
         Raises the first `Damaged` that could not be repaired, once it is recorded; `InvalidRequest`, `NoSuchCheckpoint`,
-        what stands in the way of reading, and what `progress` raises to stop.
+        `InUse` when a save is about to replace the checkpoint, what stands in the way of reading, and what `progress` raises
+        to stop.
         """
         if job.run is None or job.step is None:
             raise InvalidRequest("a check needs a run and a step", hint="pass `run` and `step`")

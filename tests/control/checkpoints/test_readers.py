@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast_formats.errors import NoSuchCheckpoint
-from holdfast_service.control.checkpoints.readers import OPENED, READ_MAX_S, Readers
+from holdfast_formats.errors import InUse, NoSuchCheckpoint
+from holdfast_service.control.checkpoints.readers import CHECK, OPENED, READ_MAX_S, Readers
 
 
 class Clock:
@@ -88,3 +88,19 @@ def test_who_has_it_open_holds_up_no_replacement() -> None:
     readers.hold("r", 1, "attempt 3", 60)
     with readers.removing("r", 1, opened=False) as free:
         assert not free and set(readers.held("r", opened=False)) == {1}
+
+
+def test_checks_end_when_a_save_waits_for_their_place() -> None:
+    """While it waits no check begins, of this checkpoint alone; other readers come as before, and are not asked to end."""
+    readers = Readers(Clock())
+    with readers.reading("run", 5, CHECK), readers.awaited("run", 5):
+        assert readers.is_awaited("run", 5) and not readers.is_awaited("run", 6)
+        assert readers.only_checked("run", 5) and not free(readers)
+        with pytest.raises(InUse, match="about to be replaced"), readers.reading("run", 5, CHECK):
+            pass
+        with readers.reading("run", 6, CHECK), readers.reading("run", 5, "the daemon"):
+            assert not readers.only_checked("run", 5)
+        assert readers.only_checked("run", 5)
+    assert not readers.is_awaited("run", 5)
+    with readers.reading("run", 5, CHECK):
+        assert not free(readers)

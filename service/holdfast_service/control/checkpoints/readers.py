@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
-from holdfast_formats.errors import NoSuchCheckpoint
+from holdfast_formats.errors import InUse, NoSuchCheckpoint
 
 READ_MAX_S = 86_400.0  # the longest that one reader may take
 OPENED = "HTTP"  # who opens what it reads before it answers, and reads on there whatever stands in its place
+CHECK = "a check"  # who ends early when a save waits to take the place of what it reads, and begins again later
 LINGER_S = 60.0  # a reader that asks for one range after the other holds in between
 
 _Key = tuple[str, int]
@@ -28,15 +30,20 @@ class Readers:
         self._lock = threading.Lock()
         self._holds: dict[_Key, dict[str, float]] = {}  # by reader: until when
         self._removing: set[_Key] = set()
+        self._awaited: Counter[_Key] = Counter()
         self._numbers = count()
         self.freed: Callable[[str], None] = lambda run: None
 
     def hold(self, run: str, step: int, who: str, seconds: float) -> None:
         """Nothing removes the checkpoint for so long; again for the same `who` is a renewal.
 
-        Raises `NoSuchCheckpoint` for one that is being removed.
+        Raises `NoSuchCheckpoint` for one that is being removed, and `InUse` for a check of one that is awaited.
         """
         with self._lock:
+            if who.startswith(CHECK) and (run, step) in self._awaited:
+                raise InUse(
+                    f"{run}@{step} is about to be replaced by a new save", hint="check it again when that is committed"
+                )
             if (run, step) in self._removing:
                 raise NoSuchCheckpoint(f"{run}@{step} is being removed", hint=f"holdfast ls {run} lists what there is")
             self._holds.setdefault((run, step), {})[who] = self._clock() + seconds
@@ -79,6 +86,27 @@ class Readers:
                     del self._holds[key]
             found = {key[1]: _ends(held, opened) for key, held in self._holds.items() if key[0] == run}
             return {step: max(ends) - now for step, ends in found.items() if ends}
+
+    @contextmanager
+    def awaited(self, run: str, step: int) -> Iterator[None]:
+        """Ask checks of this checkpoint to end; none begins within the block."""
+        with self._lock:
+            self._awaited[run, step] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._awaited -= Counter({(run, step): 1})
+
+    def is_awaited(self, run: str, step: int) -> bool:
+        """Whether a save waits for the readers of this checkpoint to end."""
+        with self._lock:
+            return (run, step) in self._awaited
+
+    def only_checked(self, run: str, step: int) -> bool:
+        """Whether nobody holds this checkpoint but checks, which end when they are asked to."""
+        with self._lock:
+            return all(who.startswith((CHECK, OPENED)) for who in self._holds.get((run, step), {}))
 
     @contextmanager
     def removing(self, run: str, step: int, opened: bool = True) -> Iterator[bool]:

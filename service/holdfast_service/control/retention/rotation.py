@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 NAMES_SHOWN_MAX = 5
 WHY_REMOVED = ("retention", "request", "space", "replaced")
 READERS_WAIT_S, READERS_POLL_S = 2.0, 0.05  # for readers of a checkpoint that is being replaced
+CHECKS_WAIT_S = 30.0  # for the daemon's own checks: they end when asked to, at a low priority, between two reads
 
 
 class Rotation:
@@ -210,20 +211,27 @@ class Rotation:
         readers are waited for only briefly, because meanwhile no save of any run is committed.
         """
         self._refuse_pinned(run, step)
-        limit = time.monotonic() + READERS_WAIT_S
-        while self.readers.held(run, opened=False).get(step) and time.monotonic() < limit:
-            time.sleep(READERS_POLL_S)
-        with self._deciding:
-            self._refuse_pinned(run, step)
-            if names := self._foreign(run, step):
-                raise _holds_foreign(run, step, names)
-            with self.readers.removing(run, step, opened=False) as free:
-                if not free:
-                    raise InUse(f"{run}@{step} is being read", hint="save it again after the reader has finished")
-                with self._freshness:
-                    self._fresh[run, step] += 1
-                yield
+        with self.readers.awaited(run, step):
+            self._await_readers(run, step)
+            with self._deciding:
+                self._refuse_pinned(run, step)
+                if names := self._foreign(run, step):
+                    raise _holds_foreign(run, step, names)
+                with self.readers.removing(run, step, opened=False) as free:
+                    if not free:
+                        raise InUse(f"{run}@{step} is being read", hint="save it again after the reader has finished")
+                    with self._freshness:
+                        self._fresh[run, step] += 1
+                    yield
         self.removed["replaced"] += 1
+
+    def _await_readers(self, run: str, step: int) -> None:
+        began = time.monotonic()
+        while self.readers.held(run, opened=False).get(step):
+            limit = CHECKS_WAIT_S if self.readers.only_checked(run, step) else READERS_WAIT_S
+            if time.monotonic() > began + limit:
+                return
+            time.sleep(READERS_POLL_S)
 
     def listed(self, run: str, step: int) -> None:
         """Note that the catalog knows the new checkpoint; from now on it may be judged."""

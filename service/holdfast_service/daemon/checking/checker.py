@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, NotFound
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, InUse, NoSuchCheckpoint, NotFound
 from holdfast_formats.naming import CheckpointId
 from holdfast_service.daemon.checking import layout_trials
 from holdfast_service.daemon.checking.health import examination, report
@@ -39,6 +39,7 @@ class CheckEnd(Enum):
     SOUND = "sound"
     DAMAGED = "damaged"
     GONE = "gone"
+    REPLACED = "replaced"
     FAILED = "could not be read"
 
 
@@ -72,17 +73,20 @@ class Checker:
     def check(self, run: str, step: int, heed: Heed | None = None, hold: bool = True) -> dict[str, Any]:
         """Read a whole checkpoint back and record the result; return seconds, bytes, layouts and repairs.
 
-        Raises the first `Damaged` that could not be repaired, after recording it; `NoSuchCheckpoint` if it is
-        removed; storage errors; and whatever `heed` raises to stop. Without `hold` the checkpoint may be removed
-        meanwhile: apparent damage is then checked again with a hold.
+        Raises the first `Damaged` that could not be repaired, after recording it; `NoSuchCheckpoint` if it is removed;
+        `InUse` when a save is about to replace it, or the one it is compared with; storage errors; and whatever `heed`
+        raises to stop. Without `hold` the checkpoint may be removed meanwhile: apparent damage is then checked again with
+        a hold.
         """
         began = time.monotonic()
         directory = naming.checkpoint_path(run, step)
-        counted = self._counting(heed)
         with (
-            self._decisions.reading(run, step) if hold else nullcontext(),
+            self._decisions.checking(run, step) if hold else nullcontext(),
             examination(self._tier, self._decisions, run, step) as examined,
         ):
+            before = None if examined is None else examined.before
+            heed = self._ending(heed, [CheckpointId(run, step), *([before] if before else [])])
+            counted = self._counting(heed)
             made, damages = self._examined(
                 directory, CheckpointId(run, step), counted, examined.passed if examined else None
             )
@@ -191,6 +195,20 @@ class Checker:
 
         return counted
 
+    def _ending(self, heed: Heed | None, read: Sequence[CheckpointId]) -> Heed:
+        """As `heed`, and raises `InUse` when a save waits to take the place of one of those that are read."""
+
+        def ending(size: int) -> None:
+            if heed is not None:
+                heed(size)
+            for run, step in read:
+                if self._decisions.is_awaited(run, step):
+                    raise InUse(
+                        f"{run}@{step} is about to be replaced by a new save", hint="check it again when that is committed"
+                    )
+
+        return ending
+
     def _gone(self, run: str, step: int) -> NoSuchCheckpoint:
         return NoSuchCheckpoint(f"{run}@{step} was removed while it was read", hint=f"holdfast ls {run} lists what there is")
 
@@ -286,7 +304,7 @@ class Checks:
                         return  # the next start finds what was not checked
                 continue
             try:
-                told(run, step, self._task(run, step, what))
+                ended = told(run, step, self._task(run, step, what))
             except CatalogUnavailable as away:
                 log.warning("cannot record the result of checking %s@%s: %s", run, step, away.detail)
                 with self._changed:
@@ -294,6 +312,10 @@ class Checks:
                         return
                 continue
             with self._changed:
+                if ended is CheckEnd.REPLACED and not self._closed:  # or what it stood before was: it comes again, behind
+                    self._waiting.rotate(-1)
+                    self._changed.wait(PAUSE_S)
+                    continue
                 self._waiting.popleft()
                 self._left -= 1
                 self._pending.discard((run, step))
@@ -308,6 +330,9 @@ def told(run: str, step: int, act: Callable[[], object]) -> CheckEnd:
     """How a check ended; why, the log says. Damage is recorded by the check itself. Raises `CatalogUnavailable`."""
     try:
         act()
+    except InUse as why:
+        log.info("the check of %s@%s ends: %s", run, step, why.detail)
+        return CheckEnd.REPLACED
     except NoSuchCheckpoint:
         log.info("%s@%s was removed before it was checked", run, step)
         return CheckEnd.GONE

@@ -16,7 +16,8 @@ from holdfast_formats import naming
 from holdfast_formats.disk import verification
 from holdfast_formats.disk.manifest import Manifest, TensorEntry
 from holdfast_formats.disk.verification import Piece
-from holdfast_formats.errors import CheckpointError
+from holdfast_formats.errors import CheckpointError, InUse
+from holdfast_formats.naming import CheckpointId
 from holdfast_formats.rest.statistics import PartStatistics, Statistics, collect, merge, tensors_of
 from holdfast_formats.staging.holdings import Bytes
 from holdfast_service.daemon.checking.statistics import measure
@@ -50,6 +51,11 @@ class Examination:
         self._lock = threading.Lock()
         self._parts: dict[tuple[str, str], dict[int, PartStatistics]] = {}
         self._failed = False
+
+    @property
+    def before(self) -> CheckpointId | None:
+        """The checkpoint that this one is compared with."""
+        return None if self._before is None else CheckpointId(self._before.run, self._before.step)
 
     def passed(self, made: Manifest, pieces: Sequence[Piece], data: Sequence[Bytes]) -> None:
         """These pieces, of one file, have been proven; their bytes are on loan until this returns. Some may pass twice."""
@@ -154,8 +160,10 @@ def examination(tier: Tier, decisions: Decisions, run: str, step: int) -> Iterat
             if examined:
                 made = None
             elif before is not None:
-                held.enter_context(decisions.reading(before.run, before.step))
+                held.enter_context(decisions.checking(before.run, before.step))
                 made = Examination(tier, before)
+        except InUse:  # a save is about to replace it: this check begins again then
+            raise
         except CheckpointError as error:
             log.warning("cannot compare %s@%s with an earlier checkpoint: %s", run, step, error.detail)
         yield made
