@@ -215,6 +215,7 @@ class Checkpointer:
         step: SupportsIndex | None = None,
         *,
         groups: Collection[str] | None = None,
+        needs: Collection[str] = (),
         ignore: Sequence[str] = (),
         strict: bool = True,
         healthy: bool = False,
@@ -223,7 +224,8 @@ class Checkpointer:
     ) -> int:
         """Load a checkpoint into the live state, in place, and return its step; 0 when there is none yet.
 
-        With no `step`, the newest one that is sound and has the wanted groups, less those that `ignore` excludes whole:
+        With no `step`, the newest one that is sound and has the wanted groups, less those that `ignore` excludes whole, and
+        those that it `needs` besides, because somebody restores them later:
         `StateMismatch` where there are checkpoints and none has all of them, unless `strict` is False: then the newest of
         those that have the most. Or with `healthy` the newest of those that
         were read back and have no new NaN or infinities: every rank of a launch gets the same answer, and goes on when
@@ -241,7 +243,7 @@ class Checkpointer:
         """
         asked = None if step is None else check_step(step)
         part = WantedPart(groups, ignore, strict, prove_first, masters)
-        restored = self._calls.run(RESTORE, lambda: self._restore(asked, part, healthy), self._refuse_to_restore)
+        restored = self._calls.run(RESTORE, lambda: self._restore(asked, part, healthy, needs), self._refuse_to_restore)
         self._prepare_unasked(asked, groups)
         return restored
 
@@ -353,12 +355,13 @@ class Checkpointer:
 
         self._calls.later(asked.put_off(during, lambda: self._begin(asked), self._tickets))
 
-    def _restore(self, step: int | None, part: WantedPart, healthy: bool) -> int:
+    def _restore(self, step: int | None, part: WantedPart, healthy: bool, needs: Collection[str]) -> int:
         began = time.monotonic()
         self.fence()
         groups = part.groups
         wanted = tuple(groups) if groups is not None else self._state.groups()
         needed = tuple(group for group in wanted if not is_ignored(group, part.ignore))
+        needed = tuple(dict.fromkeys((*needed, *needs)))
         asked = fallback.RestoreRequest(step, needed, part, step is None and groups is None, healthy)
         rank = RestoringRank(self.run, self._launch, self._session, self._state)
         restored = fallback.restore(rank, asked)

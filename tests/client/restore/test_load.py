@@ -78,6 +78,18 @@ def test_the_rest_is_restored_where_that_is_asked_for(options: Any, how: str, re
     assert torch.equal(live["ema"]["weight"], torch.full((2, 3), 9.0))
 
 
+@pytest.mark.parametrize("how", ["daemon", "unserved"])
+def test_groups_that_somebody_restores_later(how: str, request: pytest.FixtureRequest) -> None:
+    """The newest that has them too, and they stay as they are; where none has them that is said."""
+    live = state(2)
+    with launched("grown", live, request.getfixturevalue(how)) as checkpointer:
+        assert checkpointer.restore(groups=["model"]) == 11
+        assert checkpointer.restore(groups=["model"], needs=["optim"]) == 10
+        assert not live["optim"].state
+        with pytest.raises(StateMismatch, match="lacks ema"):
+            checkpointer.restore(groups=["model"], needs=["ema"])
+
+
 def test_groups_asked_for_by_name_are_named_too(daemon: RunningDaemon) -> None:
     """What was asked for and is in no checkpoint is an error; a run without checkpoints still begins with 0."""
     with launched("grown", state(2), daemon) as checkpointer:

@@ -102,6 +102,22 @@ def test_weights_alone_are_no_training(daemon: RunningDaemon, tmp_path: Path) ->
         trainer(tmp_path, saves(daemon, "weights"), max_epochs=2).fit(Small(), loader(), ckpt_path=callback.best_model_path)
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["same training", "a later start"])
+def test_weights_beside_everything(daemon: RunningDaemon, tmp_path: Path, later: bool) -> None:
+    """Weights asked for at a step that was saved whole are another name of it: its optimizer stays."""
+    run = f"beside-{later}"
+    callback = saves(daemon, run, every_n_train_steps=2)
+    fitting = trainer(tmp_path, callback)
+    fitting.fit(Small(), loader())
+    if later:
+        fitting = trainer(tmp_path, saves(daemon, run, every_n_train_steps=2))
+        fitting.fit(Small(), loader(), ckpt_path="last")
+    fitting.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert (tmp_path / "weights.ckpt").resolve() == (daemon.root / run / "checkpoints" / "step-00000006").resolve()
+    trainer(tmp_path, saves(daemon, run), max_epochs=2).fit(Small(), loader(), ckpt_path="last")
+    assert 12 in steps(daemon, run)
+
+
 def test_a_new_training_needs_a_new_run(daemon: RunningDaemon, tmp_path: Path) -> None:
     """fit() without ckpt_path goes on in the same Trainer, and is refused where it would leave checkpoints behind."""
     fitting, module = trainer(tmp_path, saves(daemon, "twice", every_n_train_steps=3)), Small()

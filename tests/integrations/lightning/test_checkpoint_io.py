@@ -99,3 +99,61 @@ def test_files_of_lightnings_own(daemon: RunningDaemon, tmp_path: Path) -> None:
     assert torch.equal(plugin.load_checkpoint(tmp_path / "old.ckpt", weights_only=True)["a"], torch.ones(1))
     plugin.remove_checkpoint(tmp_path / "old.ckpt")
     assert not (tmp_path / "old.ckpt").exists()
+
+
+def test_two_files_of_one_step(daemon: RunningDaemon, tmp_path: Path) -> None:
+    """Other tensors under another path would take the first's place: refused. Copies of the same, or fewer, are names."""
+    plugin = HoldfastCheckpointIO("gan", at=daemon.socket)
+    first = {"model": {"w": torch.ones(3)}, "optimizer": {"m": torch.ones(2)}, "step": 500}
+    plugin.save_checkpoint(first, tmp_path / "generator.ckpt")
+    with pytest.raises(InvalidRequest, match=r"step 500 was saved as .*generator\.ckpt with other tensors"):
+        plugin.save_checkpoint({"model": {"w": torch.zeros(3)}, "step": 500}, tmp_path / "discriminator.ckpt")
+    with pytest.raises(InvalidRequest, match="other tensors"):
+        plugin.save_checkpoint({"model": {"v": torch.ones(3)}, "step": 500}, tmp_path / "discriminator.ckpt")
+    plugin.save_checkpoint({"model": {"w": torch.ones(3)}, "step": 500}, tmp_path / "weights.ckpt")
+    plugin.save_checkpoint({**first, "optimizer": {"m": torch.ones(2)}}, tmp_path / "copy.ckpt")
+    plugin.save_checkpoint({**first, "more": torch.ones(1)}, tmp_path / "more.ckpt")
+    plugin.save_checkpoint({"model": {"w": torch.full((3,), 2.0)}, "step": 501}, tmp_path / "generator.ckpt")
+    plugin.teardown()
+    for name in ("weights", "copy", "more"):
+        assert plugin.load_checkpoint(tmp_path / f"{name}.ckpt").keys() == {"model", "optimizer", "step", "more"}
+    assert torch.equal(plugin.load_checkpoint(tmp_path / "generator.ckpt")["model"]["w"], torch.full((3,), 2.0))
+
+
+def test_everything_and_the_weights_at_one_step(daemon: RunningDaemon, tmp_path: Path) -> None:
+    """Two ModelCheckpoints, one for weights alone: the optimizer stays, whichever saves first."""
+    for run, slim_first in (("slim-last", False), ("slim-first", True)):
+        whole = ModelCheckpoint(tmp_path / run / "whole", every_n_train_steps=3, save_top_k=-1)
+        slim = ModelCheckpoint(
+            tmp_path / run / "slim", every_n_train_steps=3, save_top_k=-1, save_weights_only=True, mode="max"
+        )
+        both = [slim, whole] if slim_first else [whole, slim]
+        trainer(tmp_path, *both, plugins=[HoldfastCheckpointIO(run, at=daemon.socket)]).fit(Small(), loader())
+        fitting = trainer(tmp_path, plugins=[HoldfastCheckpointIO(run, at=daemon.socket)], max_epochs=2)
+        fitting.fit(Small(), loader(), ckpt_path=tmp_path / run / "whole" / "epoch=0-step=6.ckpt")
+        assert fitting.global_step == 12
+
+
+@pytest.mark.parametrize(
+    ("dictionary", "name", "step"),
+    [
+        ({}, "epoch=3-step=40-v2.ckpt", 40),
+        ({}, "iter-000120-ckpt.pth", 120),
+        ({"epoch": 3}, "epoch=3-loss=0.25.ckpt", 3),
+        ({"epoch": 3}, "step_7.ckpt", 7),
+        ({}, "epoch=9-loss=0.25.ckpt", 9),
+        ({}, "500.ckpt", 500),
+        ({}, "loss=0.25.ckpt", None),
+        ({"global_step": True}, "llama-3-8b.ckpt", None),
+    ],
+)
+def test_which_step(daemon: RunningDaemon, tmp_path: Path, dictionary: dict[str, Any], name: str, step: int | None) -> None:
+    run = f"which-{name.replace('=', '-')}"
+    plugin = HoldfastCheckpointIO(run, at=daemon.socket)
+    if step is None:
+        with pytest.raises(InvalidRequest, match="says which step this is"):
+            plugin.save_checkpoint({"a": torch.ones(2), **dictionary}, tmp_path / name)
+    else:
+        plugin.save_checkpoint({"a": torch.ones(2), **dictionary}, tmp_path / name)
+    plugin.teardown()
+    assert steps(daemon, run) == ([] if step is None else [step])

@@ -52,7 +52,7 @@ class HoldfastCheckpoint(_ModelCheckpoint):
         self.holdfast = LightningRun(run, given, weights)
         self._taken: TakenOver | None = None
         self._waiting = False  # what is to be saved in this hook is saved later
-        self._due: set[str] = set()  # "top" and "last"
+        self._due: set[str] = set()  # "top", "last", and "validation" for what ModelCheckpoint saves at its end
         self._names: list[str] | None = None  # to be given to one save; None outside of such a block
         self._leaving: dict[str, str] = {}  # names to remove when their successor is committed, and where they lead
 
@@ -81,8 +81,7 @@ class HoldfastCheckpoint(_ModelCheckpoint):
         """Save what was due; behind the last batch of an epoch at its end."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-                with self._later():
-                    super().on_validation_end(trainer, pl_module)
+                self._due.add("validation")
                 return
             with self._in_one(trainer):
                 self._save_due(trainer)
@@ -103,9 +102,16 @@ class HoldfastCheckpoint(_ModelCheckpoint):
             _unlink(self._leaving)
         self._leaving.clear()
 
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Part from the daemon where training had nothing to do, and so did not end."""
+        super().teardown(trainer, pl_module, stage)
+        self.holdfast.end()
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Save where `save_on_exception` asks for it, and return when every save is committed or has failed."""
         self._due.clear()
+        if self._taken is not None:
+            self._taken.give_up()
         try:
             with self._in_one(trainer):
                 super().on_exception(trainer, pl_module, exception)
@@ -196,9 +202,11 @@ class HoldfastCheckpoint(_ModelCheckpoint):
     def _step_is_over(self, trainer: Any) -> None:
         """Save what is due, unless the end of an accumulation, a validation or the end of the epoch comes before that."""
         loop = trainer.fit_loop.epoch_loop
+        if self._taken is not None and not self.holdfast.accumulates:
+            self._taken.catch_up()
         if not self._due or loop._should_accumulate() or loop.batch_progress.is_last_batch:
             return
-        if loop._should_check_val_fx(trainer.fit_loop._data_fetcher) and sum(trainer.num_val_batches):
+        if loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
             return
         with self._in_one(trainer):
             self._save_due(trainer)
@@ -210,6 +218,8 @@ class HoldfastCheckpoint(_ModelCheckpoint):
             super()._save_topk_checkpoint(trainer, candidates)
         if "last" in due:
             super()._save_last_checkpoint(trainer, candidates)
+        if "validation" in due:
+            super().on_validation_end(trainer, trainer.lightning_module)
 
     @contextmanager
     def _later(self) -> Iterator[None]:

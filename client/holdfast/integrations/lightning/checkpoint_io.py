@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from holdfast.checkpoint import open as open_checkpoint
 from holdfast.checkpointer import Checkpointer
@@ -32,7 +34,9 @@ _CheckpointIO: Any = framework.fabric("plugins.io.checkpoint_io").CheckpointIO
 _DOCUMENT = "checkpoint"  # in the group `extra`
 _MODEL = ("state_dict", "model")  # keys whose tensors are the model's: Lightning's, and what Fabric's users write
 _STEP = ("global_step", "step", "iteration", "iter_num")
-_NUMBER = re.compile(r"(\d+)(?=\D*$)")
+_NAMED = r"(?:^|[^a-z]){}[-_= ]?(\d+)"  # a number that a path's name calls so
+_NUMBERED = tuple(re.compile(_NAMED.format(name), re.IGNORECASE) for name in ("global_step", "step", "iter(?:ation)?"))
+_EPOCH = re.compile(_NAMED.format("epoch"), re.IGNORECASE)
 
 
 class HoldfastCheckpointIO(_CheckpointIO):
@@ -45,19 +49,28 @@ class HoldfastCheckpointIO(_CheckpointIO):
         self._checkpointer: Checkpointer | None = None
         self._ticket: SaveTicket | None = None
         self._state: dict[str, Any] = {}
+        self._saved: _Saved | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
         """Save the dictionary, and return when everything in it is copied.
 
-        The step is `checkpoint["global_step"]`, "step", "iteration" or "iter_num", else the last number in the name of the
-        path. A step that was saved before is replaced. Raises `InvalidRequest` for a dictionary without a step, and with the
-        path of a value that is neither tensor nor JSON.
+        The step is `checkpoint["global_step"]`, "step", "iteration" or "iter_num"; else the number that the name of the path
+        calls step or iter; else the epoch, of the dictionary or the name; else the only number in the name. The same path
+        again replaces what it held. Another path for a step is another name of the same tensors, and with fewer of them a
+        name of them all. Raises `InvalidRequest` for other tensors under another path, for a dictionary without a step, and
+        with the path of a value that is neither tensor nor JSON.
         """
         if storage_options is not None:
             raise InvalidRequest("storage_options mean nothing to Holdfast", hint="leave them out")
         step = _step(checkpoint, path)
         model = next((name for name in _MODEL if is_tensors(checkpoint.get(name))), None)
         rest = {name: value for name, value in checkpoint.items() if name != model}
+        tensors = dict(_tensors(checkpoint))
+        if self._saved is not None and self._saved.step == step and self._saved.path != os.path.abspath(path):
+            self._check_same(tensors, self._saved)
+            if tensors.keys() < self._saved.tensors.keys():
+                self._link(self._ticket if self._checkpointer is not None and self._ticket is not None else step, path)
+                return
         self._state.clear()
         if model is not None:
             self._state["model"] = dict(checkpoint[model])
@@ -67,8 +80,8 @@ class HoldfastCheckpointIO(_CheckpointIO):
         if self._ticket is not None and self._ticket.step == step:  # under another name
             settle(self._ticket)
         self._ticket = self._checkpointer.save(step, wait="staged", existing="replace")
-        if not str(self._options.get("at") or "").startswith(("http://", "https://")):
-            self._checkpointer.link(self._ticket, path)
+        self._saved = _Saved(step, os.path.abspath(path), {name: _place(tensor) for name, tensor in tensors.items()})
+        self._link(self._ticket, path)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -107,6 +120,68 @@ class HoldfastCheckpointIO(_CheckpointIO):
         if checkpointer is not None:
             checkpointer.close()
 
+    def _link(self, of: SaveTicket | int, path: str | os.PathLike[str]) -> None:
+        if not str(self._options.get("at") or "").startswith(("http://", "https://")):
+            if self._checkpointer is None:
+                self._checkpointer = Checkpointer.alone(self._run, self._state, **self._options)
+            self._checkpointer.link(of, path)
+
+    def _check_same(self, tensors: dict[str, torch.Tensor], saved: _Saved) -> None:
+        """Raise `InvalidRequest` unless all that is in both is the same, and one has all of the other."""
+        same = tensors.keys() <= saved.tensors.keys() or tensors.keys() >= saved.tensors.keys()
+        both = [name for name in tensors if name in saved.tensors]
+        if same and not all(_place(tensors[name]) == saved.tensors[name] for name in both):  # copies, perhaps
+            held = dict(_tensors(self.load_checkpoint(saved.path))) if os.path.lexists(saved.path) else {}
+            same = all(name in held and _equal(tensors[name], held[name]) for name in both)
+        if not same:
+            raise InvalidRequest(
+                f"step {saved.step} was saved as {saved.path} with other tensors: both would be one checkpoint",
+                hint="put both into one dictionary, or give each file a run of its own",
+            )
+
+
+class _Place(NamedTuple):
+    """Where a tensor is and how often it was written. The weak reference keeps the place from being another one's."""
+
+    storage: Any  # StorageWeakRef, which has no types
+    version: int
+    offset: int
+    shape: tuple[int, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Place) and self[:] == other[:] and not self.storage.expired()
+
+    def __hash__(self) -> int:
+        return hash(self[1:])
+
+
+class _Saved(NamedTuple):
+    """The newest save."""
+
+    step: int
+    path: str
+    tensors: dict[str, _Place]  # by where they stand in the dictionary
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    version = 0 if tensor.is_inference() else tensor._version
+    weak: Any = StorageWeakRef
+    return _Place(weak(tensor.untyped_storage()), version, int(tensor.storage_offset()), tuple(tensor.shape))
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+def _tensors(value: Any, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield at, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors(item, f"{at}/{key}")
+
 
 class _Given:
     """A dictionary to be stored, as an entry of the state."""
@@ -126,13 +201,20 @@ def _step(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> int:
         found = checkpoint.get(name)
         if isinstance(found, int) and not isinstance(found, bool):
             return naming.check_step(found)
-    number = _NUMBER.search(Path(path).stem)
-    if number is None:
+    name = Path(path).stem
+    for pattern in _NUMBERED:
+        if number := pattern.search(name):
+            return naming.check_step(int(number[1]))
+    epoch = checkpoint.get("epoch")
+    if isinstance(epoch, int) and not isinstance(epoch, bool):
+        return naming.check_step(epoch)
+    numbers = [found[1] for found in [_EPOCH.search(name)] if found] or re.findall(r"\d+", name)
+    if len(numbers) != 1:
         raise InvalidRequest(
             f"neither the dictionary nor the name {Path(path).name} says which step this is",
             hint='put "global_step" into the dictionary, or the number into the name: step-500.ckpt',
         )
-    return naming.check_step(int(number[1]))
+    return naming.check_step(int(numbers[0]))
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -42,11 +42,15 @@ class LeavingOut:
         batches, self.batches = self.batches, 0
         return batches
 
-    def end(self) -> None:
-        """Leave out now what is not left out yet, and give the loader its sampler back."""
+    def end(self) -> int:
+        """Leave out now what is not left out yet, and give the loader its sampler back.
+
+        Returns how many batches are left: none, unless the loader has not asked its sampler for an iterator.
+        """
         if self._made is not None:
             self._made.leave_out()
         vars(self._loader)[self._name] = self._inner
+        return self.batches
 
 
 class _Indices(Iterator[Any]):
@@ -112,12 +116,6 @@ class SameOrder:
     def generator(self) -> torch.Generator:
         found: torch.Generator = self._inner.generator
         return found
-
-
-def is_ahead(combined: Any) -> bool:
-    """Whether Lightning fetches a batch ahead, because the number of batches is not known."""
-    unsized = [framework.fabric("utilities.data").sized_len(loader) is None for loader in combined.flattened]
-    return all(unsized) if combined._mode == "min_size" else any(unsized)
 
 
 def has_cycled(combined: Any, batches: int) -> bool:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.integrations.lightning import framework
 from holdfast.integrations.lightning.loaders import (
@@ -30,19 +30,24 @@ from holdfast.integrations.lightning.loaders import (
     generators,
     has_cycled,
     has_indices,
-    is_ahead,
     is_stateful,
     is_warm,
 )
+from holdfast.integrations.lightning.steps import OptimizerSteps
 from holdfast.integrations.loader_positions import Moment, moment_of, set_generators, skip_now
 from holdfast.state import rng
 from holdfast_formats.errors import InvalidRequest
 
 
 class _Saved(NamedTuple):
-    """What a restore found. `over`: no batch of the running epoch was left, or it had ended; moments are None elsewhere."""
+    """What a restore found.
+
+    `goes_on`: the next epoch begins where the loaders were. `over`: no batch of the running epoch was left, or it had ended.
+    Moments are None elsewhere.
+    """
 
     between: bool
+    goes_on: bool
     over: bool
     batches: int
     epoch: Moment | None
@@ -51,6 +56,7 @@ class _Saved(NamedTuple):
     generators: tuple[torch.Tensor, ...]
     warm: tuple[bool, ...]  # by loader: persistent workers were there already, so that no seed was drawn for them
     plateaus: dict[int, float]
+    accumulates: int  # batches a step: GradientAccumulationScheduler says it at the beginning of an epoch alone
 
 
 class EpochPosition:
@@ -68,7 +74,7 @@ class EpochPosition:
         self._first: Moment | None = None
         self._fetch: Moment | None = None
         self._loaders_before: list[Any] | None = None  # states of the loaders before the newest fetch
-        self._steps_at_fetch = 0
+        self._steps, self._steps_at_fetch = OptimizerSteps(), 0
         self._warm: tuple[bool, ...] = ()
         self._awaited: _Saved | None = None
         self._leaving_out: LeavingOut | None = None
@@ -88,7 +94,21 @@ class EpochPosition:
     def between_epochs(self) -> bool:
         """Whether the newest epoch is over, or none has begun."""
         progress = self._fit.epoch_progress.current
-        return bool(progress.processed == progress.started)
+        return bool(progress.processed == progress.started) and not self._is_cut
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether Lightning has ended an epoch before its last batch (max_steps, should_stop), and can go on with it."""
+        epochs, batches = self._fit.epoch_progress.current, self._loop.batch_progress
+        done = batches.current.processed
+        if epochs.processed != epochs.started or not done or batches.is_last_batch:
+            return False
+        return not done % self._trainer.accumulate_grad_batches and self._refusal() is None
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a restored position is not taken up yet."""
+        return self._awaited is not None
 
     @property
     def in_flight(self) -> bool:
@@ -96,11 +116,17 @@ class EpochPosition:
         progress = self._loop.batch_progress.current
         return not self.between_epochs and bool(progress.ready > progress.processed)
 
+    @property
+    def mid_step(self) -> bool:
+        """Whether an optimizer steps, or has stepped for a batch that does not count as trained yet."""
+        return self.in_flight and (self._steps.running or self._steps.taken != self._steps_at_fetch)
+
     def state_dict(self) -> dict[str, Any]:
         progress = self._loop.batch_progress
         return {
             "world": self._trainer.world_size,
             "between": self.between_epochs,
+            "goes_on": self._goes_on_by_itself(),
             "over": bool(progress.is_last_batch) and not self.in_flight,
             "batches": progress.current.processed,
             "epoch": _state(self._epoch),
@@ -109,6 +135,7 @@ class EpochPosition:
             "generators": [one.get_state() for one in generators(self._fit._combined_loader)],
             "warm": list(self._warm),
             "plateaus": self._plateaus(),
+            "accumulates": self._trainer.accumulate_grad_batches,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -117,6 +144,7 @@ class EpochPosition:
         epoch, first, fetch = (moment_of(state[name]) if known else None for name in ("epoch", "first", "fetch"))
         self._awaited = _Saved(
             bool(state["between"]),
+            bool(state.get("goes_on")),
             bool(state["over"]),
             int(state["batches"]),
             epoch,
@@ -125,6 +153,7 @@ class EpochPosition:
             tuple(state["generators"]),
             tuple(state["warm"]),
             dict(state["plateaus"]),
+            int(state.get("accumulates", 0)),
         )
 
     def forget(self) -> None:
@@ -133,31 +162,55 @@ class EpochPosition:
 
     def check(self) -> None:
         """Raise `InvalidRequest` for a position within an epoch that could not be taken up again."""
-        fetcher, combined = self._fit._data_fetcher, self._fit._combined_loader
-        if self.between_epochs or combined is None:
-            return
-        if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
-            raise InvalidRequest(
-                "training_step() takes a dataloader_iter, and fetches as it likes: no position in it can be stored",
-                hint="take batches in training_step(), or save at the end of epochs (every_n_epochs=1)",
-            )
-        if self.in_flight and self._trainer.global_step != self._steps_at_fetch:
-            raise InvalidRequest(
+        refusal = None if self.between_epochs else self._refusal()
+        if refusal is None and self.mid_step:
+            refusal = InvalidRequest(
                 "a save in the middle of a training step: the optimizer has stepped, and the batch counts as not trained",
                 hint="the newest checkpoint of the run is one step older",
             )
+        if refusal is not None:
+            raise refusal
+
+    def _goes_on_by_itself(self) -> bool:
+        """Whether an epoch is over whose loader had more, from an iterable dataset in this process that has a state.
+
+        Such a dataset may go on in the next epoch where it was, as Lightning's own resume makes it do.
+        """
+        fetcher, combined = self._fit._data_fetcher, self._fit._combined_loader
+        if not self.between_epochs or combined is None or not self._loop.batch_progress.current.processed:
+            return False
+        if getattr(fetcher, "done", False) and self._loop.batch_progress.current.processed < self._fit.max_batches:
+            return False  # all of it was read
+        return any(
+            is_stateful(loader)
+            and isinstance(loader.dataset, IterableDataset)
+            and is_stateful(loader.dataset)
+            and not loader.num_workers
+            for loader in combined.flattened
+        )
+
+    def _refusal(self) -> InvalidRequest | None:
+        fetcher, combined = self._fit._data_fetcher, self._fit._combined_loader
+        if combined is None:
+            return None
+        if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
+            return InvalidRequest(
+                "training_step() takes a dataloader_iter, and fetches as it likes: no position in it can be stored",
+                hint="take batches in training_step(), or save at the end of epochs (every_n_epochs=1)",
+            )
         stateful = {is_stateful(loader) for loader in combined.flattened}
         if len(stateful) > 1:
-            raise InvalidRequest(
+            return InvalidRequest(
                 "some of the data loaders have a state of their own, and some have none: a save within an epoch cannot say "
                 "where they are",
                 hint="use loaders of one kind, or save at the end of epochs (every_n_epochs=1)",
             )
         if stateful == {False} and has_cycled(combined, self._loop.batch_progress.current.processed):
-            raise InvalidRequest(
+            return InvalidRequest(
                 "a data loader has begun anew within the epoch, because others are longer: its order cannot be found again",
                 hint="use loaders with a state of their own (StatefulDataLoader), or save at the end of epochs",
             )
+        return None
 
     @contextmanager
     def as_of_last_batch(self) -> Iterator[None]:
@@ -173,10 +226,15 @@ class EpochPosition:
             self._set(now)
 
     def correct_loops(self, loops: dict[str, Any]) -> None:
-        """A loader without a length is one batch ahead of training: store its state before that one was fetched."""
+        """Store a loader without a length, a batch ahead of training, as it was before that one; and an epoch that was cut
+        as one that goes on.
+        """
         held = loops.get("fit_loop", {}).get("state_dict", {})
         if "combined_loader" in held and self._loaders_before is not None and not self.between_epochs:
             held["combined_loader"] = self._loaders_before
+        if self._is_cut:
+            for count in loops["fit_loop"]["epoch_progress"].values():
+                count["processed"], count["completed"] = count["started"] - 1, count["ready"] - 1
 
     def _around_run(self, own: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -185,7 +243,14 @@ class EpochPosition:
                 self._finish_plateaus(saved)
                 if saved.between:  # Lightning would take a run with max_steps for one within the epoch
                     framework.part("loops.loop")._Loop.restarting.fset(self._fit, False)
-            own()
+            self._steps.watch(self._trainer.strategy.optimizers)
+            try:
+                own()
+            finally:
+                self._steps.leave()
+                leaving_out, self._leaving_out = self._leaving_out, None
+                if leaving_out is not None:  # no batch was asked for
+                    leaving_out.end()
 
         return run
 
@@ -196,6 +261,8 @@ class EpochPosition:
             saved, loaders = self._awaited, self._fit._combined_loader.flattened
             for loader in loaders:  # with workers, the sampler is asked for rows before the epoch begins
                 framework.fabric("utilities.data")._set_sampler_epoch(loader, self._fit.epoch_progress.current.processed)
+            if saved is not None and saved.goes_on and states:
+                self._fit._combined_loader._load_state_dicts(states)
             if saved is not None and not saved.between:
                 self._states = states
                 leaves_out = saved.batches and not saved.over and len(loaders) == 1 and has_indices(loaders[0])
@@ -239,6 +306,9 @@ class EpochPosition:
                     iter(fetcher)  # the one of before was made ahead of the epoch's hooks
                 return
             self._first, self._fetch = saved.first, saved.fetch
+            scheduler = framework.part("callbacks").GradientAccumulationScheduler
+            if saved.accumulates and any(isinstance(one, scheduler) for one in self._trainer.callbacks):
+                self._trainer.accumulate_grad_batches = saved.accumulates
             if not saved.over:
                 self._leave_out(saved, fetcher)
             for order in self._same_order:
@@ -255,8 +325,8 @@ class EpochPosition:
             self._set(at_fetch)
             self._fetch = self._take()
             self._first = self._first or self._fetch
-            self._steps_at_fetch = self._trainer.global_step
-            if is_ahead(self._fit._combined_loader) and any(map(is_stateful, self._fit._combined_loader.flattened)):
+            self._steps_at_fetch = self._steps.taken
+            if self._fit._data_fetcher.length is None and any(map(is_stateful, self._fit._combined_loader.flattened)):
                 self._loaders_before = copy.deepcopy(self._fit._combined_loader._state_dicts())
             own()
 
@@ -285,7 +355,8 @@ class EpochPosition:
                     skip_now(iterator)
         elif leaving_out is not None:
             self._set(saved.first)
-            leaving_out.end()
+            for _ in range(leaving_out.end()):  # its iterator was made before: its rows have to be read
+                next(fetcher.iterator)
         elif ahead:  # the first batch was fetched with the iterator
             for batch in range(saved.batches):
                 if batch == saved.batches - 1:

@@ -97,14 +97,19 @@ def check_fit(trainer: Any) -> None:
             )
 
 
-def check_save(trainer: Any) -> None:
-    """Raise `InvalidRequest` in the middle of an accumulation of gradients, which no checkpoint has."""
+def accumulates(trainer: Any) -> bool:
+    """Whether training is in the middle of an accumulation of gradients."""
     batches, epochs = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop.epoch_progress.current
     if trainer.state.fn != "fit" or trainer.state.status not in ("running", "interrupted"):
-        return
+        return False
     if epochs.processed == epochs.started or (batches.is_last_batch and batches.current.ready == batches.current.processed):
-        return
-    if batches.current.processed % trainer.accumulate_grad_batches:
+        return False
+    return bool(batches.current.processed % trainer.accumulate_grad_batches)
+
+
+def check_save(trainer: Any) -> None:
+    """Raise `InvalidRequest` in the middle of an accumulation of gradients, which no checkpoint has."""
+    if accumulates(trainer):
         raise InvalidRequest(
             "a save in the middle of an accumulation of gradients, which no checkpoint has",
             hint="save after every accumulate_grad_batches-th batch; HoldfastCheckpoint waits for it by itself",

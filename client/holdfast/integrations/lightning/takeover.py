@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from holdfast.integrations.lightning import framework
 from holdfast.integrations.lightning.contents import OPTIMIZERS, STATE, NotGathered
 from holdfast.integrations.lightning.training import AskedStep, LightningRun
 from holdfast.tickets import SaveTicket
-from holdfast_formats.errors import InvalidRequest, NoSuchCheckpoint
+from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheckpoint
 
 _REPLACED = (
     "save_checkpoint",
@@ -39,14 +40,17 @@ class TakenOver:
         self._shown: dict[str, Any] | None = (
             None  # the tensors that a loaded dictionary shows; None after Lightning's own load
         )
+        self._filled: list[tuple[str, int]] = []  # what was restored, by name and identity
         self._restored: dict[str, Any] | None = None
         self.ticket: SaveTicket | None = None  # of the newest save
+        self._put_off: list[tuple[str, bool]] = []  # paths, and whether with the weights alone
         self.names: list[str] = []  # of the next save, besides the one that Lightning passes
         self._own = {name: getattr(trainer.strategy, name) for name in _REPLACED}
         for name in _REPLACED:
             setattr(trainer.strategy, name, getattr(self, f"_{name}"))
         for name in ("_select_ckpt_path", "resume_start", "dump_checkpoint"):
             own = getattr(self._connector, name)
+            self._own[name] = own
             setattr(self._connector, name, getattr(self, f"_around{'' if name.startswith('_') else '_'}{name}")(own))
 
     def newest_is_wanted(self) -> None:
@@ -64,6 +68,10 @@ class TakenOver:
         def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
             newest, self._newest = self._newest, False
             fitting = self._trainer.state.fn == "fit"
+            if checkpoint_path is not None and _is_of_tuner(checkpoint_path):
+                self._restored = None
+                own(checkpoint_path, weights_only)
+                return
             if checkpoint_path is None:
                 own(None)
             else:
@@ -103,12 +111,41 @@ class TakenOver:
         return dump
 
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if _is_of_tuner(filepath):
+            self._own["save_checkpoint"](self._own["dump_checkpoint"](), filepath, storage_options=storage_options)
+            return
         names, self.names = self.names, []
         if storage_options is not None:
             raise InvalidRequest(
                 "save_checkpoint() got storage_options, which mean nothing to Holdfast", hint="leave them out"
             )
-        self.ticket = self._run.save(checkpoint, list(dict.fromkeys([os.fspath(filepath), *names])))
+        status = self._trainer.state.status
+        requeued = Path(filepath).name.startswith("hpc_ckpt_")  # SLURM's signal came, at any moment
+        if status == "running" and (self._run.mid_step or (requeued and self._run.accumulates)):
+            self._put_off.append((os.fspath(filepath), OPTIMIZERS not in checkpoint))
+            return
+        try:
+            self.ticket = self._run.save(checkpoint, list(dict.fromkeys([os.fspath(filepath), *names])))
+        except CheckpointError as refusal:
+            if status != "interrupted":  # else the exception that ended the training is what counts
+                raise
+            self._warn(f"{filepath} was not saved: {refusal.detail}")
+
+    def catch_up(self) -> None:
+        """Save what was asked for in the middle of the step that has ended."""
+        put_off, self._put_off = self._put_off, []
+        for path, weights_only in put_off:
+            self._trainer.save_checkpoint(path, weights_only)
+
+    def give_up(self) -> None:
+        """Training ends with an exception in the middle of a step: tell what is not saved."""
+        put_off, self._put_off = self._put_off, []
+        for path, _ in put_off:
+            self._warn(f"{path} was not saved: the step in which it was asked for did not end")
+
+    def _warn(self, told: str) -> None:
+        hint = "the newest checkpoint of the run is what there is"
+        framework.part("utilities.rank_zero").rank_zero_warn(f"{told}; {hint}")
 
     def _load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         restored, self._restored = self._restored, None
@@ -116,6 +153,7 @@ class TakenOver:
             self._shown = None
             found: dict[str, Any] = self._own["load_checkpoint"](checkpoint_path, weights_only=weights_only)
             return found
+        self._filled = self._run.tensors()
         held = restored[STATE]
         self._shown = {} if isinstance(held, NotGathered) else dict(held)
         return restored
@@ -133,8 +171,11 @@ class TakenOver:
         return NotGathered(OPTIMIZERS) if self._dumping else self._own["optimizer_state"](optimizer)
 
     def _load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Nothing is left to do, unless a hook has changed the tensors that it was shown."""
+        """Nothing is left to do, unless a hook has changed the tensors that it was shown, or made the module anew."""
         if self._shown is not None:
+            if self._run.tensors() != self._filled:
+                self._run.restore_weights()
+                return
             held = checkpoint[STATE]
             if isinstance(held, NotGathered):
                 return
@@ -148,3 +189,8 @@ class TakenOver:
             self._own["load_optimizer_state_dict"](checkpoint)
         else:
             self._run.restore_optimizers()
+
+
+def _is_of_tuner(path: Any) -> bool:
+    """Whether a file is one that Lightning's Tuner makes to come back to where it began, and removes then."""
+    return Path(str(path)).name.startswith((".lr_find_", ".scale_batch_size_"))

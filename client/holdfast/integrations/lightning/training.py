@@ -17,7 +17,7 @@ from holdfast.stage.save_request import Wait
 from holdfast.tensors import json_values
 from holdfast.tickets import SaveTicket, settle
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError, Damaged, InvalidRequest
+from holdfast_formats.errors import CheckpointError, Damaged, InvalidRequest, StateMismatch
 from holdfast_formats.lineage import Existing
 
 if TYPE_CHECKING:
@@ -64,6 +64,16 @@ class LightningRun:
     def linkable(self) -> bool:
         return not str(self._options.get("at") or "").startswith(("http://", "https://"))
 
+    @property
+    def mid_step(self) -> bool:
+        """Whether an optimizer steps, or has stepped for a batch that does not count as trained yet."""
+        return self._position is not None and self._position.mid_step
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether training is in the middle of an accumulation of gradients."""
+        return refusals.accumulates(self.trainer)
+
     def follow(self, trainer: Any) -> None:
         """Save and restore what this Trainer trains."""
         if trainer is not self.trainer:
@@ -109,7 +119,11 @@ class LightningRun:
             checkpointer.goes_on_from(self.held)
         ticket: SaveTicket | None
         same = before is not None and (before.whole or not whole) and (before.marks == marks or self._position.in_flight)
-        if same or (before is None and step == self.held and self._position.in_flight):
+        covered = not whole and (step == self.held if before is None else before.whole)  # weights, beside everything
+        covered = covered or (
+            step == self.held and self._position.awaited
+        )  # what was restored, and nothing is trained since
+        if same or covered or (before is None and step == self.held and self._position.in_flight):
             ticket = None if before is None else before.ticket
         else:
             self._live.refresh(optimizers=True)
@@ -136,13 +150,43 @@ class LightningRun:
         whole = bool(trainer.strategy.restore_checkpoint_after_setup)
         checkpointer = self._construct(optimizers=whole)
         groups = None if whole else (*(group for group in WEIGHTS if group in self._live.entries), "extra")
-        step = checkpointer.restore(wanted.step, groups=groups, strict=self._strict)
+        step = self._restore_newest(checkpointer, groups) if wanted.step is None else None
+        if step is None:
+            step = checkpointer.restore(wanted.step, groups=groups, strict=self._strict)
         if checkpointer.last_restore is None:
             return None
         self._restored = (step, wanted)
         if whole:
             self._settle(step)
         return self._live.shown()
+
+    def _restore_newest(self, checkpointer: Checkpointer, groups: tuple[str, ...] | None) -> int | None:
+        """The newest that training can go on from: weights alone may be newer. None where no checkpoint has optimizers."""
+        try:
+            return checkpointer.restore(groups=groups, needs=("optim",), strict=self._strict)
+        except StateMismatch as lacking:
+            if tuple(lacking.members.get("missing", ())) != ("optim",):
+                raise
+            return None
+
+    def tensors(self) -> list[tuple[str, int]]:
+        """The parameters and buffers of the module, by name and identity."""
+        module = self.trainer.lightning_module
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        return [(name, id(tensor)) for name, tensor in named]
+
+    def restore_weights(self) -> None:
+        """Restore the weights once more: `on_load_checkpoint` has made modules."""
+        assert self._restored is not None
+        step, wanted = self._restored
+        if self.trainer.state.fn != "fit":
+            self._restore_weights(AskedStep(step))
+            self._restored = step, wanted
+            return
+        assert self._checkpointer is not None
+        self._live.refresh(optimizers=bool(self.trainer.strategy.restore_checkpoint_after_setup))
+        groups = tuple(group for group in WEIGHTS if group in self._live.entries)
+        self._checkpointer.restore(step, groups=groups, strict=self._strict)
 
     def restore_optimizers(self) -> None:
         """Restore the rest, now that the optimizers are there. If that is damaged, everything of the one before."""
