@@ -261,6 +261,34 @@ def test_a_save_in_a_signal_handler(daemon: RunningDaemon, tmp_path: Path, when:
     assert again.steps == whole.steps[4:]
 
 
+class Interrupted(torch.optim.SGD):
+    """Has written some weights when an exception comes."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        if loss is not None and self.param_groups[0].setdefault("count", 0) == 3:
+            raise RuntimeError("dies")
+        self.param_groups[0]["count"] += 1
+        return loss
+
+
+@pytest.mark.parametrize("when", ["in the forward", "in the update"])
+def test_a_save_on_an_exception(daemon: RunningDaemon, tmp_path: Path, when: str) -> None:
+    """Before weights were written it is the step before, exactly; else nothing is saved."""
+    run = when.replace(" ", "-")
+
+    class Dies(Tracing):
+        def configure_optimizers(self) -> Any:
+            return Interrupted(self.parameters(), lr=0.05) if when == "in the update" else super().configure_optimizers()
+
+    callback = saves(daemon, run, every_n_train_steps=100, every_n_epochs=0, save_on_exception=True)
+    module = Dies(dies=None if when == "in the update" else 3)
+    with pytest.raises(RuntimeError, match="dies"):
+        trainer(tmp_path, callback).fit(module, loader(), ckpt_path="last")
+    assert steps(daemon, run) == ([] if when == "in the update" else [3])
+
+
 def test_slurm_requeues_in_an_accumulation(daemon: RunningDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its save waits for the end of the accumulation, and the job is requeued all the same."""
     about = {"NTASKS": "1", "JOB_ID": "7", "JOB_NAME": "x", "NTASKS_PER_NODE": "1", "NODEID": "0", "PROCID": "0"}

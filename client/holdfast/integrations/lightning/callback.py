@@ -67,6 +67,10 @@ class HoldfastCheckpoint(_ModelCheckpoint):
         super().on_fit_start(trainer, pl_module)
         refusals.check_fit(trainer)
 
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Note that weights are written from here to the end of the optimizer's step."""
+        self.holdfast.writes()
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Note what is to be saved when this step is over."""
         with self._later():

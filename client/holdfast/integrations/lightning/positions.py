@@ -74,7 +74,7 @@ class EpochPosition:
         self._first: Moment | None = None
         self._fetch: Moment | None = None
         self._loaders_before: list[Any] | None = None  # states of the loaders before the newest fetch
-        self._steps, self._steps_at_fetch = OptimizerSteps(), 0
+        self.steps, self._steps_at_fetch = OptimizerSteps(), 0
         self._warm: tuple[bool, ...] = ()
         self._awaited: _Saved | None = None
         self._leaving_out: LeavingOut | None = None
@@ -119,7 +119,7 @@ class EpochPosition:
     @property
     def mid_step(self) -> bool:
         """Whether an optimizer steps, or has stepped for a batch that does not count as trained yet."""
-        return self.in_flight and (self._steps.running or self._steps.taken != self._steps_at_fetch)
+        return self.in_flight and (self.steps.running or self.steps.taken != self._steps_at_fetch)
 
     def state_dict(self) -> dict[str, Any]:
         progress = self._loop.batch_progress
@@ -243,11 +243,11 @@ class EpochPosition:
                 self._finish_plateaus(saved)
                 if saved.between:  # Lightning would take a run with max_steps for one within the epoch
                     framework.part("loops.loop")._Loop.restarting.fset(self._fit, False)
-            self._steps.watch(self._trainer.strategy.optimizers)
+            self.steps.watch(self._trainer.strategy.optimizers)
             try:
                 own()
             finally:
-                self._steps.leave()
+                self.steps.leave()
                 leaving_out, self._leaving_out = self._leaving_out, None
                 if leaving_out is not None:  # no batch was asked for
                     leaving_out.end()
@@ -325,7 +325,7 @@ class EpochPosition:
             self._set(at_fetch)
             self._fetch = self._take()
             self._first = self._first or self._fetch
-            self._steps_at_fetch = self._steps.taken
+            self._steps_at_fetch, self.steps.torn = self.steps.taken, False  # a scaler may have left out a step
             if self._fit._data_fetcher.length is None and any(map(is_stateful, self._fit._combined_loader.flattened)):
                 self._loaders_before = copy.deepcopy(self._fit._combined_loader._state_dicts())
             own()

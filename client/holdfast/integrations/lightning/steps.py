@@ -7,30 +7,40 @@ from typing import Any
 
 import torch
 
+from holdfast.threads.calls import is_stepping
+
 
 class OptimizerSteps:
-    """Whether an optimizer is in its step, and how many steps all of them have `taken`; a signal may come at any moment."""
+    """How many steps all optimizers have `taken`, and whether one of them is in its step; a signal may come at any moment.
+
+    `torn`: weights were being written when the newest step ended with an exception, or are now.
+    """
 
     def __init__(self) -> None:
-        self.taken, self.running = 0, False
+        self.taken, self.torn = 0, False
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether this thread is in the step of one of them, in which Lightning also calls `training_step`."""
+        return self.torn or is_stepping(self._optimizers)
 
     def watch(self, optimizers: Iterable[Any]) -> None:
         """Count the steps of these, which may be wrapped."""
-        for optimizer in optimizers:
-            inner = getattr(optimizer, "optimizer", optimizer)
-            if isinstance(inner, torch.optim.Optimizer):
-                self._hooks.append(inner.register_step_pre_hook(self._begins))
-                self._hooks.append(inner.register_step_post_hook(self._ends))
+        inner = [getattr(one, "optimizer", one) for one in optimizers]
+        self._optimizers = [one for one in inner if isinstance(one, torch.optim.Optimizer)]
+        self._hooks = [one.register_step_post_hook(self._ends) for one in self._optimizers]
 
     def leave(self) -> None:
         """Count no more."""
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _begins(self, *_: Any) -> None:
-        self.running = True
+    def writes(self) -> None:
+        """The gradients are there: an optimizer writes weights next."""
+        self.torn = True
 
     def _ends(self, *_: Any) -> None:
-        self.running = False
+        self.torn = False
         self.taken += 1

@@ -69,6 +69,11 @@ class LightningRun:
         """Whether an optimizer steps, or has stepped for a batch that does not count as trained yet."""
         return self._position is not None and self._position.mid_step
 
+    def writes(self) -> None:
+        """An optimizer writes weights next."""
+        if self._position is not None:
+            self._position.steps.writes()
+
     @property
     def accumulates(self) -> bool:
         """Whether training is in the middle of an accumulation of gradients."""
