@@ -51,6 +51,14 @@ ADAPTERS: dict[str, tuple[str, tuple[tuple[str, str, tuple[str, ...]], ...]]] = 
         "tests.integrations.torchtitan.train",
         (("holdfast.integrations.torchtitan", "HoldfastCheckpointManager", ("_save",)),),
     ),
+    "lightning": (
+        "tests.integrations.lightning.train",
+        (("holdfast.integrations.lightning.training", "LightningRun", ("save",)),),
+    ),
+    "verl": (
+        "tests.integrations.verl.train",
+        (("holdfast.integrations.verl", "VerlCheckpoints", ("save_checkpoint",)),),
+    ),
     "megatron": (
         "tests.integrations.megatron.train",
         (("holdfast.integrations.megatron.checkpoints", "MegatronCheckpoints", ("save",)),),

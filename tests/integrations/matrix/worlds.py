@@ -23,13 +23,17 @@ LIMIT_S = 600.0
 
 
 class World(NamedTuple):
-    """A system: its title, its environment, the ranks that save and that load, and its module in this folder."""
+    """A system: its title, its environment, the ranks that save and that load, and its module in this folder.
+
+    `once`: it ends its process group with its training, so that each act needs processes of its own.
+    """
 
     title: str
     environment: str
     saving: int
     loading: int
     module: str
+    once: bool = False
 
 
 SYSTEMS = {
@@ -41,12 +45,18 @@ SYSTEMS = {
     "megatron": World("Megatron TP2×PP2", "megatron", 4, 4, "megatron"),
     "titan": World("torchtitan", "torchtitan", 2, 2, "titan"),
     "trainer": World("Trainer", "transformers", 1, 1, "trainer"),
+    "lightning": World("Lightning", "lightning", 2, 3, "of_lightning", once=True),
 }
 
 
 def act(system: str, ranks: int, root: Path, work: Path, acts: list[str]) -> dict[str, Any]:
     """Let the ranks of a system do these acts; what became of each."""
     about = SYSTEMS[system]
+    if about.once and len(acts) > 1:
+        told = {}
+        for number, one in enumerate(acts):
+            told |= act(system, ranks, root, work / str(number), [one])
+        return told
     python = BUILT / about.environment / "bin" / "python"
     work.mkdir(parents=True)
     env = dict(os.environ)

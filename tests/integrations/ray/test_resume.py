@@ -39,10 +39,10 @@ def deaths(work: Path) -> int:
     return len((work / "died.txt").read_text().splitlines())
 
 
-def plan(kills: int, seed: int) -> list[str]:
+def plan(kills: int, seed: int, last: int) -> list[str]:
     """When to die: half the time right after a step, else at any moment after it."""
     chance = random.Random(seed)
-    steps = sorted(chance.randint(1, LAST - 4) for _ in range(kills))
+    steps = sorted(chance.randint(1, last - 8) for _ in range(kills))
     return [str(step) if chance.random() < 0.5 else f"{step}+{chance.uniform(0, 0.2):.3f}" for step in steps]
 
 
@@ -60,11 +60,13 @@ def test_a_killed_training_is_the_one_that_was_not(
     world: int, arguments: tuple[str, ...], kills: int, tmp_path: Path
 ) -> None:
     """Every step of every start, on every rank, has the loss and rows of the undisturbed run; Ray keeps what it should."""
-    both = ("--world", str(world), *arguments)
+    last = LAST + 3 * kills  # while one death is awaited training goes on, and must not end before the others
+    both = ("--world", str(world), "--last", str(last), *arguments)
     run(tmp_path / "whole", *both)
-    text = run(tmp_path / "killed", *both, "--pause", "0.03", "--die", *plan(kills, seed=len(arguments) + world))
+    deadly = plan(kills, len(arguments) + world, last)
+    text = run(tmp_path / "killed", *both, "--pause", "0.03", "--die", *deadly)
     assert deaths(tmp_path / "killed") >= kills - 1  # the last one may be due when all is done
-    assert f"ended at {LAST}" in text
+    assert f"ended at {last}" in text
     for whole, other in zip(records(tmp_path / "whole", world), records(tmp_path / "killed", world), strict=True):
         assert any(step > 0 for step in other.began), other.began
         assert_equal(whole, other)

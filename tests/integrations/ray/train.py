@@ -83,9 +83,9 @@ def train_func(config: dict[str, Any]) -> None:
                 optimizer.zero_grad()
                 if step == config["differ"] and rank:
                     _change(model)
+                record.step(step, loss.item(), rows)  # a death may come as soon as this step is committed
                 if step % EVERY == 0:
                     holdfast_ray.report(checkpointer, step, {"loss": loss.item(), "step": step})
-                record.step(step, loss.item(), rows)
                 _dies(work, rank, world, config["die"], step)
                 time.sleep(config["pause"])
                 if step == config["last"]:
