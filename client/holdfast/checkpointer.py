@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
@@ -279,9 +280,18 @@ class Checkpointer:
     def step_at(self, path: str | PathLike[str]) -> int | None:
         """The step whose directory this path is, or leads to as a link; None if it is no checkpoint of this run and root.
 
-        Raises `NoSuchCheckpoint` for a link to a checkpoint that is not there (yet).
+        A save of this step that this Checkpointer has begun is waited for. Raises `NoSuchCheckpoint` for a link to a
+        checkpoint that is not there (yet).
         """
-        return self._calls.run("step_at()", lambda: self._links.step_at(path), self._refuse_to_look)
+
+        def look() -> int | None:
+            step = naming.linked_step(self.run, os.path.realpath(path))
+            under_way = None if step is None else self._tickets.awaited(step, ())
+            if under_way is not None:
+                settle(under_way)
+            return self._links.step_at(path)
+
+        return self._calls.run("step_at()", look, self._refuse_to_look)
 
     def read_asset(self, step: SupportsIndex, name: str) -> bytes:
         """Return a file that was saved with a step as an asset, checked against its digest. Any rank may call it.

@@ -86,6 +86,15 @@ def test_a_path_is_known_as_a_step(daemon: RunningDaemon, tmp_path: Path) -> Non
             checkpointer.step_at(tmp_path / "dangling")
 
 
+def test_the_step_of_a_save_that_is_under_way(daemon: RunningDaemon, tmp_path: Path) -> None:
+    """A link that leads nowhere yet: who saved it and loads it at once is not told that it is not there."""
+    state = {"x": torch.zeros(1_000_000)}
+    with Checkpointer("at-once", state, at=daemon.socket, policy="wait") as checkpointer:
+        for step in range(1, 6):
+            checkpointer.link(checkpointer.save(step), tmp_path / "at-once")
+            assert checkpointer.step_at(tmp_path / "at-once") == step
+
+
 def test_what_stands_there_is_not_touched(daemon: RunningDaemon, tmp_path: Path) -> None:
     """Files, directories and links to anything else; and the root itself takes no links."""
     (tmp_path / "file").write_text("mine")
