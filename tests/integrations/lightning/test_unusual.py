@@ -140,6 +140,40 @@ def test_a_stream_that_goes_on_in_the_next_epoch(daemon: RunningDaemon, tmp_path
     resumed(fit, 8)
 
 
+class Ordered(IterableDataset):
+    """Remembers how much of its order was read, and draws another one when it is all read."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        data = rows().tensors[0]
+        self.order = self.order or torch.randperm(ROWS).tolist()
+        while self.order:
+            yield (data[self.order.pop()],)
+
+
+class Plain:
+    """No DataLoader: draws the order of an epoch when it is asked for its rows."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        data = rows().tensors[0]
+        for row in torch.randperm(ROWS).tolist():
+            yield (data[row][None],)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["a DataLoader", "an iterable"])
+def test_nothing_is_read_before_the_epoch_begins(daemon: RunningDaemon, tmp_path: Path, plain: bool) -> None:
+    """Resumed between two epochs: Lightning's first iterator would take rows of the one that is used."""
+
+    def fit(module: Tracing, run: str) -> None:
+        data = Plain() if plain else DataLoader(Ordered(), batch_size=2)
+        callback = saves(daemon, f"read-{plain}-{run}", every_n_epochs=1)
+        trainer(tmp_path / run, callback, max_epochs=3).fit(module, data, ckpt_path="last")
+
+    resumed(fit, 8 if not plain else 15)
+
+
 def test_a_training_that_is_extended(daemon: RunningDaemon, tmp_path: Path) -> None:
     """max_steps ends it within an epoch; with a greater one it goes on there, also from a save after its end."""
     L.seed_everything(1, verbose=False)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from holdfast.integrations.lightning import framework
 from holdfast.integrations.lightning.loaders import (
@@ -80,6 +80,7 @@ class EpochPosition:
         self._leaving_out: LeavingOut | None = None
         self._states: list[Any] = []  # of the loaders, as restored
         self._same_order: list[SameOrder] = []
+        self._ahead = 0  # batches that the fetcher fetches ahead, when it may
         self._at_fetch: Moment | None = None  # to install before the next batch is fetched
         for target, method, around in (
             (self._fit, "run", self._around_run),
@@ -263,6 +264,8 @@ class EpochPosition:
                 framework.fabric("utilities.data")._set_sampler_epoch(loader, self._fit.epoch_progress.current.processed)
             if saved is not None and saved.goes_on and states:
                 self._fit._combined_loader._load_state_dicts(states)
+            if saved is not None and saved.between:
+                self._fetch_nothing_yet()
             if saved is not None and not saved.between:
                 self._states = states
                 leaves_out = saved.batches and not saved.over and len(loaders) == 1 and has_indices(loaders[0])
@@ -280,6 +283,21 @@ class EpochPosition:
                 self._epoch, self._warm = saved.epoch, saved.warm
 
         return next_is_an_iterator
+
+    def _fetch_nothing_yet(self) -> None:
+        """Let the fetcher that Lightning makes next fetch no batch ahead: another iterator is made when the epoch begins, and
+        a dataset may remember what was read of it.
+        """
+        place = framework.part("loops.fit_loop")
+        own = place._select_data_fetcher
+
+        def select(*given: Any, **named: Any) -> Any:
+            place._select_data_fetcher = own
+            fetcher = own(*given, **named)
+            self._ahead, fetcher.prefetch_batches = getattr(fetcher, "prefetch_batches", 0), 0
+            return fetcher
+
+        place._select_data_fetcher = select
 
     def _around_epoch(self, own: Callable[[], None]) -> Callable[[], None]:
         def epoch_begins() -> None:
@@ -301,9 +319,9 @@ class EpochPosition:
             if saved is None:
                 return
             if saved.between:
-                if all(isinstance(loader, DataLoader) for loader in self._fit._combined_loader.flattened):
-                    self._begins()
-                    iter(fetcher)  # the one of before was made ahead of the epoch's hooks
+                fetcher.prefetch_batches = self._ahead
+                self._begins()
+                iter(fetcher)  # the one of before was made ahead of the epoch's hooks
                 return
             self._first, self._fetch = saved.first, saved.fetch
             scheduler = framework.part("callbacks").GradientAccumulationScheduler
