@@ -285,8 +285,9 @@ class EpochPosition:
         return next_is_an_iterator
 
     def _fetch_nothing_yet(self) -> None:
-        """Let the fetcher that Lightning makes next fetch no batch ahead: another iterator is made when the epoch begins, and
-        a dataset may remember what was read of it.
+        """Let the fetcher that Lightning makes next fetch no batch ahead.
+
+        Another iterator is made when the epoch begins, and a dataset may remember what was read of it.
         """
         place = framework.part("loops.fit_loop")
         own = place._select_data_fetcher
