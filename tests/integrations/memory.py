@@ -86,9 +86,9 @@ def rank(chosen: argparse.Namespace) -> None:
         step()
         if saves:
             save(number)
-            step()  # with which the copy runs on
-            torch.distributed.barrier()
-            time.sleep(1.0)  # until nothing of it is left
+        step()  # with which the copy runs on
+        torch.distributed.barrier()
+        time.sleep(1.0)  # until nothing of a save is left
     torch.distributed.barrier()
     os._exit(0)
 
