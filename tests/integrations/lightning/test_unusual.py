@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from holdfast_formats.errors import InvalidRequest
 from tests.daemons import RunningDaemon, running
 from tests.integrations.lightning.models import Small, loader, saves, steps, trainer
 
@@ -138,6 +139,22 @@ def test_a_stream_that_goes_on_in_the_next_epoch(daemon: RunningDaemon, tmp_path
         fitting.fit(module, StatefulDataLoader(Stream(), batch_size=2), ckpt_path="last")
 
     resumed(fit, 8)
+
+
+def test_weights_that_are_changed_before_training_goes_on(daemon: RunningDaemon, tmp_path: Path) -> None:
+    """They are no other name of what was restored, and must not take its place."""
+
+    class Changed(Tracing):
+        def on_train_start(self) -> None:
+            if self.trainer.global_step:
+                torch.nn.init.zeros_(self.net[0].weight)
+                self.trainer.save_checkpoint(tmp_path / "changed.ckpt")
+
+    trainer(tmp_path, saves(daemon, "changed", every_n_train_steps=3)).fit(Changed(), shuffled(), ckpt_path="last")
+    with pytest.raises(InvalidRequest, match="weights that were changed since"):
+        fitting = trainer(tmp_path, saves(daemon, "changed", every_n_train_steps=3), max_epochs=2)
+        fitting.fit(Changed(), shuffled(), ckpt_path="last")
+    assert not os.path.lexists(tmp_path / "changed.ckpt")
 
 
 class Ordered(IterableDataset):

@@ -264,8 +264,6 @@ class EpochPosition:
                 framework.fabric("utilities.data")._set_sampler_epoch(loader, self._fit.epoch_progress.current.processed)
             if saved is not None and saved.goes_on and states:
                 self._fit._combined_loader._load_state_dicts(states)
-            if saved is not None and saved.between:
-                self._fetch_nothing_yet()
             if saved is not None and not saved.between:
                 self._states = states
                 leaves_out = saved.batches and not saved.over and len(loaders) == 1 and has_indices(loaders[0])
@@ -281,6 +279,8 @@ class EpochPosition:
             self._begins()
             if saved is not None and not saved.between:
                 self._epoch, self._warm = saved.epoch, saved.warm
+            if saved is not None and saved.between:
+                self._fetch_nothing_yet()
 
         return next_is_an_iterator
 

@@ -134,8 +134,8 @@ class TakenOver:
     def catch_up(self) -> None:
         """Save what was asked for in the middle of the step that has ended."""
         put_off, self._put_off = self._put_off, []
-        for path, weights_only in put_off:
-            self._trainer.save_checkpoint(path, weights_only)
+        for path, weights_only in put_off:  # not by the Trainer, whose barrier other ranks have left behind
+            self._save_checkpoint(self._connector.dump_checkpoint(weights_only), path)
 
     def give_up(self) -> None:
         """Training ends with an exception in the middle of a step: tell what is not saved."""

@@ -52,6 +52,7 @@ class LightningRun:
         self._checkpointer: Checkpointer | None = None
         self._state: LiveState | None = None
         self._saves: dict[int, _Save] = {}
+        self._versions: list[int] = []  # of the parameters, when they were restored
         self._restored: tuple[int, AskedStep] | None = None  # and not all of it yet
         self.held: int | None = None  # the step that the live state was saved as or restored from last
 
@@ -125,9 +126,9 @@ class LightningRun:
         ticket: SaveTicket | None
         same = before is not None and (before.whole or not whole) and (before.marks == marks or self._position.in_flight)
         covered = not whole and (step == self.held if before is None else before.whole)  # weights, beside everything
-        covered = covered or (
-            step == self.held and self._position.awaited
-        )  # what was restored, and nothing is trained since
+        if step == self.held and self._position.awaited:  # what was restored, and nothing is trained since
+            self._check_unchanged(step)
+            covered = True
         if same or covered or (before is None and step == self.held and self._position.in_flight):
             ticket = None if before is None else before.ticket
         else:
@@ -141,6 +142,17 @@ class LightningRun:
         if ended:
             self.end()
         return ticket
+
+    def _check_unchanged(self, step: int) -> None:
+        if self._versions != self._versions_now():
+            raise InvalidRequest(
+                f"a save at step {step}, before the resumed training has taken a step, with weights that were changed since: "
+                "it would take the place of what was restored",
+                hint="save after the first step, or to another run",
+            )
+
+    def _versions_now(self) -> list[int]:
+        return [-1 if one.is_inference() else one._version for one in self.trainer.lightning_module.parameters()]
 
     def restore(self, wanted: AskedStep) -> dict[str, Any] | None:
         """Restore what is there already, and return Lightning's dictionary; None if the run has no checkpoint yet.
@@ -327,7 +339,7 @@ class LightningRun:
         assert self._checkpointer is not None and self._restored is not None
         self._checkpointer.goes_on_from(step)
         self._restored, self.held = (step, self._restored[1]), step
-        self._saves = {}
+        self._saves, self._versions = {}, self._versions_now()
         report = self._checkpointer.last_restore
         log.info("resumed %s@%d from the %s", self.run, step, "" if report is None else report.source)
 
