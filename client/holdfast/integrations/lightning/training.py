@@ -146,8 +146,8 @@ class LightningRun:
     def _check_unchanged(self, step: int) -> None:
         if self._versions != self._versions_now():
             raise InvalidRequest(
-                f"a save at step {step}, before the resumed training has taken a step, with weights that were changed since: "
-                "it would take the place of what was restored",
+                f"a save at step {step}, before the resumed training has taken a step, with weights that were changed "
+                "since: it would take the place of what was restored",
                 hint="save after the first step, or to another run",
             )
 
