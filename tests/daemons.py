@@ -78,11 +78,16 @@ class RunningDaemon:
     @property
     def about(self) -> dict:
         """What the daemon says of itself, once it serves."""
-        try:
-            found = json.loads((self.root / naming.DAEMON_FILE).read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return found if found["pid"] == self.process.pid else {}
+        for path in self.root.glob(".holdfast*.json"):
+            if naming.parse_daemon_file(path.name) is None:
+                continue
+            try:
+                found = json.loads(path.read_bytes())
+            except (OSError, ValueError):
+                continue
+            if found["pid"] == self.process.pid:
+                return dict(found)
+        return {}
 
     @property
     def url(self) -> str:

@@ -20,6 +20,7 @@ RECEIPTS = "receipts"
 LOCK = ".holdfast.lock"
 DAEMON_FILE = ".holdfast.json"  # where the daemon that serves this root can be reached
 ATTEMPTS = ".holdfast.attempts.json"  # the declared attempts of its runs
+CLAIMS = ".holdfast.claims"  # the attempts that the daemons of several nodes have given out
 ROOT_FILE = ".holdfast.root"  # the root's id
 CATALOG = "catalog.sqlite"
 
@@ -32,6 +33,9 @@ RUN_CHARACTERS = f"1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or dig
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _GROUP = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
+_NODE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+_ATTEMPTS_FILE = re.compile(rf"\.holdfast\.attempts@({_NODE})\.json")
+_DAEMON_FILE = re.compile(rf"\.holdfast@({_NODE})\.json")
 _STEP_DIRECTORY = re.compile(r"step-(\d{8,15})")
 _STAGING_DIRECTORY = re.compile(r"step-(\d{8,15})\.a(\d{1,9})")
 _OF_TENSORS = (".safetensors", ".safetensors.index.json")
@@ -161,6 +165,43 @@ def staging_path(run: str, step: int, attempt: int) -> str:
 def replaced_path(run: str, step: int) -> str:
     """The path of a checkpoint while it is replaced by another one of its step, if that takes two renames."""
     return staging_path(run, step, REPLACED_ATTEMPT)
+
+
+def attempts_file(node: str) -> str:
+    """Where a daemon of several on one root remembers attempts."""
+    return f".holdfast.attempts@{node}.json"
+
+
+def parse_attempts_file(name: str) -> str | None:
+    """Whose file of attempts this is; None for any other file."""
+    match = _ATTEMPTS_FILE.fullmatch(name)
+    return match[1] if match else None
+
+
+def claim_file(run: str, attempt: int) -> str:
+    """The file, in a root of several daemons, whose maker has given this attempt's number out; nobody else has."""
+    return f"{CLAIMS}/{check_run(run)}@{attempt}"
+
+
+def parse_claim_file(name: str) -> tuple[str, int] | None:
+    """Run and attempt of a claim, by its name in `CLAIMS`; None for any other file."""
+    run, at, attempt = name.rpartition("@")
+    if not at or not is_run_name(run) or not re.fullmatch("[1-9][0-9]{0,18}", attempt):
+        return None
+    return run, int(attempt)
+
+
+def daemon_file(node: str) -> str:
+    """Where it is stated how to reach a daemon of several on one root."""
+    return f".holdfast@{node}.json"
+
+
+def parse_daemon_file(name: str) -> str | None:
+    """Which node's daemon file this is, "" for that of a root's only daemon; None for any other file."""
+    if name == DAEMON_FILE:
+        return ""
+    match = _DAEMON_FILE.fullmatch(name)
+    return match[1] if match else None
 
 
 def socket_id(inode: int, changed_ns: int) -> str:

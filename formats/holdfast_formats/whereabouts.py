@@ -37,10 +37,15 @@ class RootMark(BaseModel):
 
 
 class RootFile(BaseModel):
-    """What stands in `.holdfast.root`: the root's id, and the inode of the directory that it was given to."""
+    """What stands in `.holdfast.root`: the root's id, and the inode of the directory that it was given to.
+
+    `catalog` is the address, without the password, of the server that the daemons of several nodes share; None where one
+    daemon serves the root alone.
+    """
 
     id: str = Field(min_length=1, max_length=64)
     inode: int
+    catalog: str | None = None
 
 
 class DaemonFile(BaseModel):

@@ -19,7 +19,7 @@ from holdfast_formats.errors import CheckpointError, RootBusy, exit_status
 from holdfast_formats.owner_key import bracketed
 from holdfast_formats.whereabouts import DaemonFile, encode
 from holdfast_service import __version__
-from holdfast_service.config import LISTEN, Config, parse
+from holdfast_service.config import LISTEN, Config, is_shared, parse
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.observe.logs import log_what_nobody_catches, start_logging
 from holdfast_service.storage import libc
@@ -76,7 +76,7 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
 
     root = config.root.resolve()
     with ExitStack() as stack:
-        stack.callback(lock_root(root).release)
+        stack.callback(lock_root(root, shared=is_shared(config.catalog_url)).release)
         listener = stack.enter_context(_bind(config.listen)) if config.listen else None
         url = _url(listener) if listener else None
         control = assembly.open_control(config, root, stack)
@@ -92,8 +92,9 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
             control.decisions.events.add("root-copied", text, level="warning", copy_of=control.identity.copy_of)
         _heed_signals(stop)
         about = DaemonFile(pid=os.getpid(), socket=str(node.daemon.path), url=url, root=control.identity.mark)
-        control.tier.replace(naming.DAEMON_FILE, encode(about))
-        stack.callback(control.tier.remove_file, naming.DAEMON_FILE)
+        file = naming.DAEMON_FILE if control.cluster is None else naming.daemon_file(config.node)
+        control.tier.replace(file, encode(about))
+        stack.callback(control.tier.remove_file, file)
         log.info("serving %s at %s%s", root, node.daemon.path, f" and {url}" if url else "")
         if url:
             log.info("the dashboard: holdfast open%s", "" if url == DEFAULT_URL else f" --url {url}")

@@ -98,6 +98,11 @@ class Config(BaseModel):
         return self.catalog or catalog_url(self.root)
 
 
+def is_shared(url: str) -> bool:
+    """Whether daemons of several nodes can share the catalog at this URL."""
+    return url.startswith("postgresql")
+
+
 def catalog_url(root: Path) -> str:
     """The default catalog URL of a root."""
     return f"sqlite:///{root.resolve() / 'catalog.sqlite'}"

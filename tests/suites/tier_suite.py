@@ -167,6 +167,21 @@ class TierSuite:
         tier.put("a/b/c/COMMIT", b"{}")
         assert raw.read("a/b/c/COMMIT") == b"{}"
 
+    def test_put_first_makes_a_file_once(self, tier: Tier, raw: Raw) -> None:
+        """Of many who make the same file at once, one does, and it is whole; nothing else is left behind."""
+        assert tier.put_first("claims/one", b"first") and not tier.put_first("claims/one", b"second")
+        assert raw.read("claims/one") == b"first"
+        with ThreadPoolExecutor(8) as pool:
+            made = list(pool.map(lambda number: tier.put_first("claims/two", bytes([number]) * 1000), range(8)))
+        assert made.count(True) == 1 and raw.read("claims/two") == bytes([made.index(True)]) * 1000
+        assert tier.list("claims") == ["one", "two"]
+
+    def test_idle(self, tier: Tier) -> None:
+        """What is not there is not idle; of what is, nobody has to know the storage's clock."""
+        assert tier.idle_s("run/staging/x") == 0.0
+        tier.put("run/staging/x/file", b"data")
+        assert tier.idle_s("run/staging/x") >= 0.0
+
     def test_replace_makes_and_replaces(self, tier: Tier, raw: Raw) -> None:
         """A replaced file has the new bytes alone, and nothing else is left in the directory."""
         tier.replace("run/run.json", b"a long first text")

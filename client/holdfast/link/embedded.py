@@ -88,7 +88,7 @@ def _start(root: Path, but: Collection[Path]) -> Path:
 
 def _found(root: Path, but: Collection[Path]) -> Path | None:
     known = roots.running_socket(root)
-    return known if known is not None and known not in but and _answers(known) else None
+    return known if known is not None and known not in but and roots.answers(known) else None
 
 
 def _await(root: Path, but: Collection[Path]) -> None:
@@ -101,7 +101,7 @@ def _await(root: Path, but: Collection[Path]) -> None:
 def _sweep(directory: Path, name: str) -> None:
     """Remove sockets left behind by killed daemons."""
     for path in directory.glob(f"{_PREFIX}{name}-*.sock"):
-        if not _answers(path):
+        if not roots.answers(path):
             path.unlink(missing_ok=True)
 
 
@@ -122,7 +122,7 @@ def _launch(root: Path, socket: Path, limit: float) -> str | None:
     command += ["--listen", "none", "--exit-when-idle", str(EXIT_WHEN_IDLE_S)]
     with open(root / LOG, "ab") as log:
         process = _spawned(command, log)
-    while roots.running_socket(root) != socket or not _answers(socket):
+    while roots.running_socket(root) != socket or not roots.answers(socket):
         status = process.poll()
         if status == _IN_USE:
             return (root / LOG).read_text(errors="replace")[-1000:]
@@ -138,14 +138,3 @@ def _launch(root: Path, socket: Path, limit: float) -> str | None:
 def _spawned(command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
     with _spawning:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-
-
-def _answers(path: Path) -> bool:
-    import socket as sockets
-
-    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket as sockets
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,13 +34,36 @@ def is_at(directory: Path, meant: RootMark) -> bool:
 
 
 def running_socket(root: Path) -> Path | None:
-    """The socket of the daemon that claims to serve `root`, or None. The daemon may be gone; only connecting
+    """The socket of the daemon of this machine that claims to serve `root`, or None. The daemon may be gone; only connecting
     tells.
     """
-    file = _read(root / naming.DAEMON_FILE, DaemonFile)
-    if file is None or file.root is None or not is_at(root, file.root):
-        return None
-    return Path(file.socket)
+    for file in _daemon_files(root):
+        if file.root is not None and is_at(root, file.root):
+            return Path(file.socket)
+    return None
+
+
+def answers(socket: Path) -> bool:
+    """Whether a process listens at a unix socket."""
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(socket))
+        except OSError:
+            return False
+    return True
+
+
+def _daemon_files(root: Path) -> list[DaemonFile]:
+    """What daemons of this machine left in `root`: its only one, or those of several that answer."""
+    try:
+        names = sorted(name for name in os.listdir(root) if naming.parse_daemon_file(name) is not None)
+    except OSError:
+        return []
+    read = [(name, _read(root / name, DaemonFile)) for name in names]
+    found = [(name, file) for name, file in read if file is not None and file.root is not None and is_at(root, file.root)]
+    if len(found) < 2:
+        return [file for _, file in found]
+    return [file for _, file in found if answers(Path(file.socket))]
 
 
 def other_daemon(root: Path) -> str | None:

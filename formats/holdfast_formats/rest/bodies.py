@@ -235,6 +235,11 @@ class Node(BaseModel):
     arena_bytes: int = Field(description="shared memory reserved for staging; for tokens of some runs, by these runs")
     ranks: int = Field(description="connected ranks; for tokens of some runs, ranks of these runs")
     busy: bool = Field(default=False, description="saves are in progress, or checkpoints are not verified yet")
+    live: bool = Field(default=True, description="whether the node has given a sign of life lately")
+    lease_s: float | None = Field(
+        default=None, description="seconds for which the node counts as live unless it renews that; negative when it is gone"
+    )
+    duties: list[str] = Field(default_factory=list, description="what this node does for all nodes of its cluster")
     socket_id: str | None = Field(
         default=None,
         description="inode and change time of the socket; a socket at that path with other values belongs to another daemon",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from holdfast_service.control.access.tokens import Principal, Tokens, make_text
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.cluster.membership import ClusterNode
 from holdfast_service.control.insight.facts import Lived
 from holdfast_service.control.insight.round_history import RoundHistory
 from holdfast_service.control.jobs.runner import JobRunner
@@ -57,6 +58,8 @@ class Services:
     history: RoundHistory | None = None  # what saves took, of a service that watches them
     slots: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})  # most bytes of the arena, its slots by use
     ranks: Callable[[], Mapping[str, int]] = dict  # how many are connected, by run
+    members: Callable[[], Sequence[ClusterNode]] = tuple  # the nodes of this daemon's cluster, if it is in one
+    crews: Callable[[], Mapping[str, int]] = dict  # how many ranks of the runs that may be seen are connected, by node
     held: Callable[[], Mapping[str, int]] = dict  # bytes of the arena, by run
 
     @cached_property

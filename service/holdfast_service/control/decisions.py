@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from holdfast_formats import naming
 from holdfast_formats.disk.manifest import Manifest
@@ -37,12 +37,14 @@ from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.rounds import Rounds
+from holdfast_service.control.catalog.shared_attempts import SharedAttempts
 from holdfast_service.control.catalog.statistics import StatisticsStore
 from holdfast_service.control.checkpoints import commit, planner, removal, replicas, roots
 from holdfast_service.control.checkpoints.imports import Imports
 from holdfast_service.control.checkpoints.readers import CHECK, Readers
 from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
 from holdfast_service.control.checkpoints.run_files import RunFiles
+from holdfast_service.control.cluster.cluster import Cluster, changing, deciding
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
 from holdfast_service.control.insight.facts import Lived
@@ -56,17 +58,24 @@ from holdfast_service.storage import Tier
 log = logging.getLogger(__name__)
 
 ASK_S = 10.0
+SETTLE_POLL_S = 0.2
+IDLE_S = 3600.0  # nobody writes any more to what has not changed for so long, by the storage's clock
 LOOK_S = 2.0  # how long the catalog is asked which rounds were sealed
 
 
 class Decisions:
-    """Attempts, saves, commits and removals of one root. Thread-safe."""
+    """Attempts, saves, commits and removals of one root. Thread-safe.
 
-    def __init__(self, tier: Tier, catalog: Catalog, keep_last: int | None, node: str = "node") -> None:
-        self._tier, self._catalog, self._keep_last = tier, catalog, keep_last
-        catalog.node = node
+    In a `cluster`, daemons of other nodes may serve the same root with the same catalog.
+    """
+
+    def __init__(
+        self, tier: Tier, catalog: Catalog, keep_last: int | None, node: str = "node", cluster: Cluster | None = None
+    ) -> None:
+        self._tier, self._catalog, self._keep_last, self._cluster = tier, catalog, keep_last, cluster
+        catalog.node = self._node = node
         self.book = Book(catalog.database, self._returned)
-        self.attempts = Attempts(tier)
+        self.attempts = Attempts(tier) if cluster is None else SharedAttempts(tier, cluster)
         self.events = Events(catalog.database, node, utc_now)
         self._rounds = Rounds(catalog, self.book, utc_now)
         self.statistics = StatisticsStore(catalog.database)
@@ -83,6 +92,14 @@ class Decisions:
         self._choices = Choices(tier, catalog, self.attempts, self.book, known, self._tell)
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self._started = False  # what an earlier daemon left in the catalog was put right
+        if cluster is not None:
+            self._share(cluster)
+
+    def _share(self, cluster: Cluster) -> None:
+        self._files.elsewhere = lambda run: cluster.locks.locked(changing(run))
+        self.rotation.elsewhere = lambda run: cluster.locks.locked(deciding(run))
+        self.readers.announce, self.readers.elsewhere = cluster.holds.announce, cluster.holds.elsewhere
+        cluster.holds.here = self.readers.places
 
     def close(self) -> None:
         """Remove what is due, write the remaining records to the catalog, stop."""
@@ -94,10 +111,8 @@ class Decisions:
 
         Between the two, `adopt` takes over what an earlier daemon left in memory. Without a catalog only its part waits.
         """
-        for path in commit.put_back(self._tier):
-            log.warning("put back %s, which was being replaced", path)
-        for path in removal.sweep(self._tier):
-            log.info("swept %s", path)
+        if self._cluster is None:  # else others may be writing there: see `upkeep`
+            self._sweep()
         self._started = False
         self.book.unknown()
         while not self.book.settle() and self.book.trouble is None:
@@ -108,6 +123,48 @@ class Decisions:
             "which saves ended with the last daemon",
             lambda: self._catalog.abort_open_rounds(utc_now(), "round-aborted", why, keep=self._rounds.ids()),
         )
+
+    def _sweep(self, idle_s: float | None = None) -> None:
+        for path in commit.put_back(self._tier):
+            log.warning("put back %s, which was being replaced", path)
+        for path in removal.sweep(self._tier, idle_s):
+            log.info("swept %s", path)
+
+    def upkeep(self, idle_s: float = IDLE_S) -> None:
+        """What one node of a cluster does for all, now: sweep what nobody has written to for `idle_s`, apply the policies
+        of all runs, and end the saves of nodes that are gone.
+        """
+        assert self._cluster is not None
+        self._sweep(idle_s)
+        members = self._cluster.membership.members()
+        live = [member.name for member in members if member.live]
+        removal.sweep_nodes(self._tier, {member.name for member in members})
+        why = "the node on which it was being saved is gone"
+        for ended in self._catalog.abort_rounds_of_lost(utc_now(), "round-aborted", why, live):
+            log.warning("%s@%s was not saved: node %s is gone", ended.run, ended.step, ended.node)
+            self.events.add(
+                "save-aborted", f"step {ended.step} was not saved: {why}", ended.run, ended.step, level="warning"
+            )
+        for run in roots.runs(self._tier):
+            self.rotation.due(run)
+
+    def writers(self) -> set[str]:
+        """The nodes whose daemons are up, this one among them."""
+        members = () if self._cluster is None else self._cluster.membership.members()
+        return {self._node, *(member.name for member in members if member.live)}
+
+    def overtaken(self, runs: Collection[str]) -> Mapping[str, int]:
+        """The newest attempts of these runs, of those that have begun on another node since this was last asked."""
+        return self.attempts.refresh(runs) if isinstance(self.attempts, SharedAttempts) and runs else {}
+
+    def settled_elsewhere(self, run: str, wait_s: float) -> bool:
+        """Wait until no other node writes a save of this run of which all ranks have sealed; False when it takes longer."""
+        limit = time.monotonic() + wait_s
+        while isinstance(self.attempts, SharedAttempts) and self.attempts.sealed_elsewhere(run):
+            if time.monotonic() >= limit:
+                return False
+            time.sleep(SETTLE_POLL_S)
+        return True
 
     def _returned(self) -> None:
         """The catalog is there, for the first time or again: it may be an older one, another one, or one without rows."""
@@ -129,14 +186,23 @@ class Decisions:
             self.events.record("checkpoint-committed", text, found.run, found.step)
         self._started = True
 
-    def hello(self, run: str, launch: str, world: int, keep_last: int | None, rank: int = 0, session: str = "") -> int:
+    def hello(  # noqa: PLR0913 - each is one thing that a rank says
+        self,
+        run: str,
+        launch: str,
+        world: int,
+        keep_last: int | None,
+        rank: int = 0,
+        session: str = "",
+        take_over: bool = False,
+    ) -> int:
         """The attempt number of this launch; the first rank of a launch declares it.
 
         `keep_last` is the run's policy until one is set. New to a run, it removes nothing committed before this launch.
         """
         naming.check_run(run)
         self._learn_attempts()
-        member = Member(rank, session, world)
+        member = Member(rank, session, world, take_over)
         attempt, new = self.attempts.declare(run, launch, lambda: self._rounds.complete(run), member)
         if new:
             at = utc_now()
@@ -159,6 +225,8 @@ class Decisions:
                 self.book.tell("how much is kept", lambda: self._catalog.set_keep_last(run, last))
         except Damaged as error:  # training goes on; nothing of the run is removed until its file is mended
             log.error("%s", error)
+        except CatalogUnavailable as away:  # a rank that comes back: what it asks for was in force before
+            log.warning("keep_last=%s of %s is not in force yet: %s", keep_last, run, away.detail)
         self.standing.learn(run)
         return attempt
 
@@ -195,10 +263,20 @@ class Decisions:
     def lives(self, here: Mapping[str, tuple[int, Life]]) -> dict[str, Lived]:
         """What is known of the ranks of all runs, with what is known `here` of those that came to this daemon."""
         found = {run: (known.attempt, Lived(known.life, known.since)) for run, known in self.attempts.known().items()}
+        if self._cluster is not None:
+            found |= {run: lived for run, lived in self._noted().items() if lived[0] > found.get(run, (0, None))[0]}
         for run, (attempt, life) in here.items():
             if run in found and found[run][0] == attempt and found[run][1].life != life:
                 found[run] = attempt, Lived(life)
         return {run: lived for run, (_, lived) in found.items()}
+
+    def _noted(self) -> dict[str, tuple[int, Lived]]:
+        """What other nodes have noted of runs."""
+        try:
+            noted = self._catalog.lives()
+        except CatalogUnavailable:
+            return {}
+        return {run: (attempt, Lived(cast(Life, life), since)) for run, (attempt, life, since) in noted.items()}
 
     def running(self) -> dict[str, int]:
         """The attempts whose ranks were here when it was last known."""
@@ -206,7 +284,13 @@ class Decisions:
 
     def became(self, run: str, attempt: int, life: Life) -> None:
         """Record that the ranks of an attempt are running, ended or lost; durable, so that the next daemon knows it."""
-        if self.attempts.became(run, attempt, life, utc_now()) and life != "running":
+        at = utc_now()
+        if not self.attempts.became(run, attempt, life, at):
+            return
+        since = None if life == "running" else at
+        if self._cluster is not None:  # other nodes show it too
+            self.book.tell("whether a run's ranks live", lambda: self._catalog.note_life(run, attempt, life, since))
+        if life != "running":
             how = "has ended" if life == "ended" else "is lost: its ranks disappeared without closing their Checkpointer"
             level: Level = "info" if life == "ended" else "error"
             self._tell(f"run-{life}", f"attempt {attempt} {how}", run, level=level, attempt=attempt)
@@ -301,6 +385,8 @@ class Decisions:
 
     def _publish(self, plan: WritePlan) -> Manifest:
         """Publish, in the place of what stands there if that may be replaced: as of now, not of when the round began."""
+        if isinstance(self.attempts, SharedAttempts):
+            self.attempts.refuse_overtaken(plan.run, plan.attempt)
         lineage, over = self.standing.place(plan.run, plan.step, plan.attempt, plan.intent)
         about = commit.About(lineage, over)
         if not over:
@@ -411,6 +497,8 @@ class Decisions:
     def parted(self, run: str, attempt: int) -> None:
         """The ranks of this attempt read what they restored no more."""
         self._choices.parted(run, attempt)
+        if self._cluster is not None:
+            self._cluster.crews.parted(run)
 
     def _tell(self, kind: str, text: str, run: str, step: int | None = None, level: Level = "info", **detail: Any) -> None:
         at = utc_now()

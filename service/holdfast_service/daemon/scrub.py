@@ -80,7 +80,16 @@ class Scrubbed(NamedTuple):
 class Scrub:
     """A thread that first checks checkpoints that were never verified, then those that are due, the oldest first."""
 
-    def __init__(self, checker: Checker, decisions: Decisions, saver: Saver, plan: ScrubPlan) -> None:
+    def __init__(
+        self,
+        checker: Checker,
+        decisions: Decisions,
+        saver: Saver,
+        plan: ScrubPlan,
+        is_mine: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`is_mine` says whether this node is the one that scrubs."""
+        self._is_mine = is_mine
         self._checker, self._decisions, self._saver, self._plan = checker, decisions, saver, plan
         self._closing, self._wake = threading.Event(), threading.Event()
         self._found: deque[tuple[str, int]] = deque()
@@ -147,7 +156,7 @@ class Scrub:
         while self._found:
             self._check(*self._found[0], unpaced)
             self._found.popleft()
-        if self._rate is None or self._plan.every_s is None:
+        if self._rate is None or self._plan.every_s is None or not self._is_mine():
             return
         due = self._decisions.findings.due(moments.later(utc_now(), -self._plan.every_s))
         now = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -77,3 +78,20 @@ def remove_tree(parent: int, name: str) -> None:
     finally:
         os.close(directory)
     os.rmdir(name, dir_fd=parent)
+
+
+def newest_change(directory: int) -> float:
+    """When the open directory, or something below it, was last changed, in seconds of the storage's clock."""
+    own = os.fstat(directory)
+    newest = max(own.st_mtime, own.st_ctime)  # a rename changes the second one
+    for entry in os.listdir(directory):
+        with suppress(FileNotFoundError):
+            status = os.stat(entry, dir_fd=directory, follow_symlinks=False)
+            newest = max(newest, status.st_mtime)
+            if stat.S_ISDIR(status.st_mode):
+                below = os.open(entry, DIRECTORY, dir_fd=directory)
+                try:
+                    newest = max(newest, newest_change(below))
+                finally:
+                    os.close(below)
+    return newest

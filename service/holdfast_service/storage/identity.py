@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CheckpointError
+from holdfast_formats.errors import CheckpointError, WrongRoot
 from holdfast_formats.whereabouts import FILE_BYTES_MAX, RootFile, RootMark, decode, encode
 
 from .posix import PosixTier
@@ -24,19 +24,40 @@ class Identity(NamedTuple):
     copy_of: str | None = None
 
 
-def settle(tier: PosixTier) -> Identity:
+def settle(tier: PosixTier, catalog: str | None = None, leave: bool = False) -> Identity:
     """Return the root's identity, for the holder of its lock: the existing one, or a new one for a new root and for a copy.
 
     A copied id is in a directory with another inode than the one for which it was made. So a root that came from a backup,
     or was moved to another file system, becomes another root; one that was renamed or mounted elsewhere is the same.
+
+    `catalog` is the address of the catalog that the daemons of several nodes share, without the password. The root remembers
+    it: a daemon of one machine cannot see that others serve the root, so it is refused with `WrongRoot`, unless it is
+    to `leave` them.
     """
     at = os.stat(tier.root)
     found = _read(tier)
+    if found is None and tier.size(naming.ROOT_FILE) is None:
+        made = RootFile(id=uuid.uuid4().hex, inode=at.st_ino, catalog=catalog)
+        if tier.put_first(naming.ROOT_FILE, encode(made)):
+            return Identity(RootMark(id=made.id, device=at.st_dev, inode=at.st_ino))
+        found = _read(tier)  # another node was faster
     if found is not None and found.inode == at.st_ino:
+        if found.catalog != catalog:
+            _take_over(tier, found, catalog, leave)
         return Identity(RootMark(id=found.id, device=at.st_dev, inode=at.st_ino))
-    made = RootFile(id=uuid.uuid4().hex, inode=at.st_ino)
+    made = RootFile(id=uuid.uuid4().hex, inode=at.st_ino, catalog=catalog)
     tier.replace(naming.ROOT_FILE, encode(made))
     return Identity(RootMark(id=made.id, device=at.st_dev, inode=at.st_ino), found.id if found is not None else None)
+
+
+def _take_over(tier: PosixTier, found: RootFile, catalog: str | None, leave: bool) -> None:
+    if catalog is None and not leave:
+        raise WrongRoot(
+            f"{tier.root} is shared by the daemons of several nodes, with the catalog {found.catalog}",
+            hint="start this daemon with the same --catalog. If no other daemon serves this root any more, `holdfast "
+            "catalog adopt --root DIR` gives it back a catalog of its own",
+        )
+    tier.replace(naming.ROOT_FILE, encode(found.model_copy(update={"catalog": catalog})))
 
 
 def known(root: Path) -> str:

@@ -1,4 +1,4 @@
-"""The lock on a root: one daemon at a time."""
+"""The lock on a root: one daemon at a time, or several that share a catalog."""
 
 from __future__ import annotations
 
@@ -28,35 +28,37 @@ class RootLock:
             os.close(descriptor)
 
 
-def lock_root(root: Path) -> RootLock:
-    """Lock `root`, which is made if it does not exist; `RootBusy` names the process that holds it.
+def lock_root(root: Path, shared: bool = False) -> RootLock:
+    """Lock `root`, which is made if it does not exist; `RootBusy` names the process that holds it. `shared` with the other
+    daemons that share it.
 
     `InvalidRequest` for a directory inside a run or a checkpoint.
     """
     check_root_place(root)
     make_root(root)
     with translated("lock", str(root)):
-        return _lock(root, root / naming.LOCK)
+        return _lock(root, root / naming.LOCK, shared)
 
 
-def _lock(root: Path, path: Path) -> RootLock:
+def _lock(root: Path, path: Path, shared: bool) -> RootLock:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
     try:
-        return take(root, descriptor)
+        return take(root, descriptor, shared)
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def take(root: Path, descriptor: int) -> RootLock:
+def take(root: Path, descriptor: int, shared: bool = False) -> RootLock:
     """Lock the open lock file of `root` and write our process id into it; `RootBusy` names the process that holds it."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError as error:
         holder = _holder(descriptor)
         raise RootBusy(
             f"{root} is in use by {f'process {holder}' if holder else 'another process'}",
-            hint="only one daemon can serve a root: use that daemon, stop it, or choose another root",
+            hint="only one daemon can serve a root: use that daemon, stop it, or choose another root. Daemons of several "
+            "nodes share one if all of them have the same --catalog postgresql://…",
             pid=holder,
         ) from error
     os.ftruncate(descriptor, 0)

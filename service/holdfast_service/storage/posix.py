@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from holdfast_formats.errors import AlreadyCommitted, CheckpointError, InvalidRe
 
 from . import libc
 from .direct import ALIGNMENT, DIRECT_BYTES_MIN, REFUSED, is_aligned, open_direct
-from .directories import DIRECTORY, absent, check_same, identity_of, open_directory, remove_empty, remove_tree
+from .directories import DIRECTORY, absent, check_same, identity_of, newest_change, open_directory, remove_empty, remove_tree
 from .pacing import Pace
 from .stamps import stamps
 from .tier import Buffer, check_position, check_range, octets, split_leaf, split_path
@@ -42,9 +43,9 @@ _reserve = libc.fallocate
 class PosixTier:
     """The directory `root`, made if it does not exist. Only the path to the root itself may contain a symbolic link."""
 
-    def __init__(self, root: Path, pace: Pace | None = None) -> None:
-        """With a `pace`, files from `create` are written no faster than that."""
-        self.root, self._pace = root, pace
+    def __init__(self, root: Path, pace: Pace | None = None, node: str = "") -> None:
+        """With a `pace`, files from `create` are written no faster than that. `node` tells the daemons of a root apart."""
+        self.root, self._pace, self.node = root, pace, node
         self._replacing = threading.Lock()
         make_root(root)
         self._at = identity_of(os.stat(root))
@@ -71,13 +72,28 @@ class PosixTier:
 
     def replace(self, path: str, data: bytes) -> None:
         parent, leaf = split_leaf(path)
-        new = f".{leaf}.new"  # a fixed name, so that a crash leaves at most one behind, which the next replace overwrites
+        # A fixed name, so that a crash leaves at most one behind, which the next replace overwrites; one for each node.
+        new = f".{leaf}.{self.node}.new" if self.node else f".{leaf}.new"
         with self._replacing, translated("replace", path), self._directory(parent, make=True) as directory:
             with suppress(FileNotFoundError):
                 os.unlink(new, dir_fd=directory)
             _put(directory, new, data)
             os.rename(new, leaf, src_dir_fd=directory, dst_dir_fd=directory)
         self.sync_directory("/".join(parent))
+
+    def put_first(self, path: str, data: bytes) -> bool:
+        parent, leaf = split_leaf(path)
+        new = f".{leaf}.{uuid.uuid4().hex}.new"
+        with translated("put", path), self._directory(parent, make=True) as directory:
+            _put(directory, new, data)
+            try:
+                os.link(new, leaf, src_dir_fd=directory, dst_dir_fd=directory)
+            except FileExistsError:
+                return False
+            finally:
+                os.unlink(new, dir_fd=directory)
+        self.sync_directory("/".join(parent))
+        return True
 
     def sync_directory(self, path: str) -> None:
         names = split_path(path)
@@ -192,6 +208,24 @@ class PosixTier:
         parent, leaf = split_leaf(path)
         with translated("remove", path), suppress(FileNotFoundError), self._directory(parent) as directory:
             remove_tree(directory, leaf)
+
+    def idle_s(self, path: str) -> float:
+        names = split_path(path)
+        with translated("stat", path), absent(), self._directory(names) as directory:
+            newest = newest_change(directory)
+            return max(self._clock() - newest, 0.0)
+        return 0.0
+
+    def _clock(self) -> float:
+        """The storage's time, which on a file system of a network is not this machine's: that of a file made now."""
+        name = f".holdfast-clock.{uuid.uuid4().hex}"
+        with self._directory([]) as directory:
+            descriptor = os.open(name, _NEW_FILE, FILE_MODE, dir_fd=directory)
+            try:
+                return os.fstat(descriptor).st_mtime
+            finally:
+                os.close(descriptor)
+                os.unlink(name, dir_fd=directory)
 
     def free_bytes(self) -> int:
         with translated("stat", str(self.root)):
@@ -414,7 +448,8 @@ def _rename_to_free_name(here: int, source: str, there: int, target: str) -> Non
     except OSError as error:
         if error.errno not in _NO_SUCH_RENAME:
             raise
-        # A kernel or file system without exclusive rename; meanwhile the root's lock keeps other processes out.
+        # A kernel or file system without exclusive rename. A plain one fails on a directory that is not empty, whichever
+        # node made it; empty ones are refused here.
         if target in os.listdir(there):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
         os.rename(source, target, src_dir_fd=here, dst_dir_fd=there)

@@ -62,6 +62,12 @@ class Tier(Readable, Protocol):
     def put(self, path: str, data: bytes) -> None:
         """A new small file, durable when this returns (its name is durable after `sync_directory`)."""
 
+    def put_first(self, path: str, data: bytes) -> bool:
+        """A new small file, durable with its name when this returns; False where there is one, which stays.
+
+        Of several nodes that do this at once, one succeeds, and the others find the whole file.
+        """
+
     def replace(self, path: str, data: bytes) -> None:
         """Replace a file by `data`, or create it, atomically; durable, with its name, when this returns."""
 
@@ -104,6 +110,11 @@ class Tier(Readable, Protocol):
 
     def remove_tree(self, path: str) -> None:
         """Remove whatever is at `path` and below it; a missing path is fine. Of a symbolic link only the link is removed."""
+
+    def idle_s(self, path: str) -> float:
+        """Seconds since something in this directory or below it was last written or made, by the storage's own clock;
+        0 if it is not there.
+        """
 
     def free_bytes(self) -> int:
         """Bytes that may still be written here."""

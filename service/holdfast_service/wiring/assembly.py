@@ -8,22 +8,26 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, NoSpace
 from holdfast_formats.moments import utc_now
 from holdfast_formats.rest import bodies
 from holdfast_service import __version__
-from holdfast_service.config import Config, fd_store
+from holdfast_service.config import Config, fd_store, is_shared
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership
+from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.database.database import Database, Trouble
+from holdfast_service.control.database.engines import without_password
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.daemon.arena.arena import Arena
@@ -45,6 +49,7 @@ from holdfast_service.storage import disk_speed
 from holdfast_service.storage.identity import Identity, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
+from holdfast_service.wiring.clustering import take_part
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
 from holdfast_service.wiring.replication import copying
 from holdfast_service.wiring.watching import watch
@@ -64,6 +69,7 @@ class Control(NamedTuple):
     catalog: Catalog
     decisions: Decisions
     identity: Identity
+    cluster: Cluster | None
 
 
 class NodeParts(NamedTuple):
@@ -78,9 +84,14 @@ class NodeParts(NamedTuple):
 
 
 def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
-    """The root's storage and catalog; a missing or damaged catalog is made anew, one of another root is refused."""
-    tier = PosixTier(root, Pace(config.write_bytes_per_second) if config.write_bytes_per_second else None)
-    identity = settle(tier)
+    """The root's storage and catalog; a missing or damaged catalog is made anew, one of another root is refused.
+
+    With a catalog that several nodes can share, this daemon is a node of a cluster.
+    """
+    shared = is_shared(config.catalog_url)
+    pace = Pace(config.write_bytes_per_second) if config.write_bytes_per_second else None
+    tier = PosixTier(root, pace, config.node if shared else "")
+    identity = settle(tier, without_password(config.catalog_url) if shared else None)
     owner = ownership.Root(identity.mark.id, root, config.node)
     try:
         catalog = salvage.open_catalog(config.catalog_url).catalog
@@ -90,17 +101,28 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
         catalog = Catalog(Database.at(config.catalog_url))
         catalog.database.trouble = Trouble(time.time(), away.detail, reads=True)
     stack.callback(catalog.close)
-    decisions = Decisions(tier, catalog, config.keep, config.node)
-    decisions.claim = lambda: ownership.claim(tier, catalog, owner, utc_now())
+    cluster = Cluster(catalog.database, config.node) if shared else None
+    decisions = Decisions(tier, catalog, config.keep, config.node, cluster)
+
+    def claim() -> None:
+        ownership.claim(tier, catalog, owner, utc_now())
+        if cluster is not None and not cluster.membership.joined:
+            cluster.membership.join(0.0)
+
+    decisions.claim = claim
+    if cluster is not None:
+        stack.callback(cluster.close)
+        with suppress(CatalogUnavailable):
+            cluster.membership.join()
     stack.callback(decisions.close)
-    return Control(root, tier, catalog, decisions, identity)
+    return Control(root, tier, catalog, decisions, identity, cluster)
 
 
 def open_node(config: Config, control: Control, url: str | None, stack: ExitStack) -> NodeParts:
     """The daemon, listening at its socket. Work that an earlier one left is taken over, and due checks and copies begin."""
-    root, tier, catalog, decisions, (mark, _) = control
+    root, tier, catalog, decisions, (mark, _), cluster = control
     budget = Budget(config.arena_bytes_max)
-    keeper = OfRoot(_keeper(root, config), mark.id)
+    keeper = OfRoot(_keeper(root, config, cluster), mark.id)
     stack.callback(keeper.close)
     checker = Checker(tier, decisions)
     saver = Saver(tier, decisions, config.node, checker)
@@ -109,7 +131,7 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     arena = Arena(budget, keeper, spill, saver.holds.make_room, config.run_share)
     adoption = Adoption(arena, saver, decisions)
     decisions.recover(adoption.start)
-    scrub = _scrub(config, checker, decisions, saver)
+    scrub = _scrub(config, checker, decisions, saver, cluster)
     stack.callback(scrub.close)
     transfers = stack.enter_context(copying(config, tier, decisions, saver.holds.lend))
     checker.repairs = transfers.repairer
@@ -151,6 +173,14 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
             catalog=control.decisions.book.said,
         )
 
+    cluster = control.cluster
+    if cluster is not None:
+        host = platform.node()
+
+        def told() -> dict[str, Any]:
+            return {**about().model_dump(), "host": host, "held": dict(node.arena.holders)}
+
+        take_part(cluster, control.decisions, saver, told, stack)
     return Services(
         tier=control.tier,
         catalog=control.catalog,
@@ -169,17 +199,22 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         history=watch(config, control.catalog.database, stack),
         slots=lambda: (node.arena_bytes_max, node.arena.slots),
         held=lambda: node.arena.holders,
+        members=tuple if cluster is None else cluster.membership.members,
+        crews=dict if cluster is None else cluster.crews.by_node,
         ranks=lambda: {run: len(saver.present(run)) for run in saver.runs},
     )
 
 
-def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver) -> Scrub:
+def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver, cluster: Cluster | None) -> Scrub:
     """The scrub, which begins with committed checkpoints that were never checked: found now, or left by a
     daemon that died.
     """
     rate = config.scrub_bytes_per_second
     plan = ScrubPlan(rate, config.scrub_every) if rate else ScrubPlan(None, None)
-    scrub = Scrub(checker, decisions, saver, plan)
+    is_mine: Callable[[], bool] = (lambda: True) if cluster is None else (lambda: cluster.duties.has("scrub"))
+    scrub = Scrub(checker, decisions, saver, plan, is_mine)
+    if not is_mine():
+        return scrub
     try:
         scrub.check_soon(place for place in decisions.findings.unchecked() if not saver.checks.awaits(*place))
     except CatalogUnavailable as away:
@@ -187,10 +222,11 @@ def _scrub(config: Config, checker: Checker, decisions: Decisions, saver: Saver)
     return scrub
 
 
-def _keeper(root: Path, config: Config) -> DescriptorKeeper:
+def _keeper(root: Path, config: Config, cluster: Cluster | None) -> DescriptorKeeper:
     """The holder that keeps shared memory while no daemon lives. It is found by its root, because the socket may change."""
     store = fd_store()
     if store is not None:
         return FdStore(store.notify, store.inherited)
-    name = hashlib.sha256(bytes(root)).hexdigest()[:12]
+    of_node = "" if cluster is None else f"-{cluster.node}"  # several nodes may be one machine
+    name = hashlib.sha256(bytes(root)).hexdigest()[:12] + of_node
     return HolderProcess(config.socket.absolute().parent / f"{name}.holder")

@@ -21,4 +21,5 @@ def check_catalog(services: Wired, thorough: Thorough = False) -> CatalogCheck:
     """Lists contradictions that last while saves and removals continue; `count` is 0 if there are none. Changes
     nothing.
     """
-    return consistency.check(services.tier, services.catalog, [services.node().name], thorough)
+    writers = {services.node().name, *(node.name for node in services.members() if node.live)}
+    return consistency.check(services.tier, services.catalog, writers, thorough)

@@ -103,11 +103,15 @@ class RunAttempts(BaseModel):
 
 
 class Member(NamedTuple):
-    """A rank of a launch, which checkpointer speaks for it ("" if unknown), and how many ranks there are (0 if unknown)."""
+    """A rank of a launch, which checkpointer speaks for it ("" if unknown), and how many ranks there are (0 if unknown).
+
+    `take_over`: it may start although another job of its run is active on another node.
+    """
 
     rank: int = 0
     session: str = ""
     world: int = 0
+    take_over: bool = False
 
 
 UNNAMED = Member()
@@ -134,11 +138,12 @@ class Attempts:
     Without its file, of an older version or lost, they are not `complete` before `merge` has brought what the catalog knows.
     """
 
-    def __init__(self, tier: Tier) -> None:
-        self._tier = tier
+    def __init__(self, tier: Tier, path: str = naming.ATTEMPTS) -> None:
+        """`path` is the file in which they are kept."""
+        self._tier, self._path = tier, path
         self._writing = threading.Lock()  # of the file; taken before the other one
         self._lock = threading.Lock()  # of what is known; never held while the disk is written
-        found = self._read()
+        found = read(tier, path)
         self._runs: dict[str, RunAttempts] = {} if found is None else found
         self._unwritten: set[str] = set()  # runs of which a rank has joined since the file was written
         self.complete = found is not None
@@ -173,11 +178,7 @@ class Attempts:
 
         It is durable when this returns: a number is never given out twice, even after a power failure.
         """
-        naming.check_run(run)
-        if not (1 <= len(launch) <= LAUNCH_LENGTH_MAX and launch.isprintable()):
-            raise InvalidRequest(
-                f"{launch!r} is not a valid launch ID", hint=f"1 to {LAUNCH_LENGTH_MAX} printable characters"
-            )
+        self.check_names(run, launch)
         with self._writing:
             known = self.of(run, launch, member)
             if known is not None:
@@ -198,6 +199,15 @@ class Attempts:
             attempt = before.attempt + 1
             self._store({run: before.launched(launch, attempt, complete()).spoken(attempt, member)})
             return attempt, True
+
+    @staticmethod
+    def check_names(run: str, launch: str) -> None:
+        """`InvalidRequest` for a run or a launch that may not be called so."""
+        naming.check_run(run)
+        if not (1 <= len(launch) <= LAUNCH_LENGTH_MAX and launch.isprintable()):
+            raise InvalidRequest(
+                f"{launch!r} is not a valid launch ID", hint=f"1 to {LAUNCH_LENGTH_MAX} printable characters"
+            )
 
     def keep_speakers(self, run: str) -> None:
         """Write who speaks for the ranks of a run, if a rank has joined since the file was written.
@@ -277,15 +287,17 @@ class Attempts:
         """Write the file, then know it. The lock of the file is held."""
         readable = {run: _readable(run, made) for run, made in changed.items()}
         runs = {run: made for run, made in {**self.known(), **readable}.items() if run != without}
-        self._tier.replace(naming.ATTEMPTS, _File(runs=runs).model_dump_json().encode() + b"\n")
+        self._tier.replace(self._path, _File(runs=runs).model_dump_json().encode() + b"\n")
         with self._lock:
             self._runs = runs
             self._unwritten.clear()
 
-    def _read(self) -> dict[str, RunAttempts] | None:
-        try:
-            data = vouched.read_whole(self._tier, naming.ATTEMPTS, FILE_BYTES_MAX)
-            return None if data is None else _File.model_validate_json(data).runs
-        except (ValidationError, Damaged) as error:
-            log.error("cannot read %s, rebuilding it from the catalog: %s", naming.ATTEMPTS, str(error)[:200])
-            return None
+
+def read(tier: Tier, path: str) -> dict[str, RunAttempts] | None:
+    """What stands in a file of attempts; None where there is none, or none that can be read."""
+    try:
+        data = vouched.read_whole(tier, path, FILE_BYTES_MAX)
+        return None if data is None else _File.model_validate_json(data).runs
+    except (ValidationError, Damaged) as error:
+        log.error("cannot read %s, rebuilding it from the catalog: %s", path, str(error)[:200])
+        return None

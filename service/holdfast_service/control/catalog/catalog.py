@@ -27,7 +27,7 @@ from holdfast_service.control.catalog.pages import INTEGER_MAX
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import AnswerRow, AttemptRow, CheckpointRow, RoundRow, RunRow
 
-__all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "KnownRun"]
+__all__ = ["ENDED", "GOING_ON", "ROUND_STATES", "Catalog", "KnownRun", "lock_run"]
 
 UNSAVED = ("aborted", "dropped")
 _STORED = set(bodies.CheckpointInfo.model_fields) - bodies.MARKS
@@ -62,7 +62,7 @@ class Catalog:
         It is `Attempts` that numbers launches and refuses older ones (I6); this is what it is told of that.
         """
         with self._write() as session:
-            row = _lock_run(session, run)
+            row = lock_run(session, run)
             known = session.get(AttemptRow, (run, launch))
             if known is not None and (attempt is None or attempt <= known.attempt):
                 return known.attempt
@@ -76,8 +76,21 @@ class Catalog:
         with self._write() as session:
             listed = {row.name: row.attempt for row in session.scalars(select(RunRow))}
             for run in [run for run, declared in known.items() if declared.attempt > listed.get(run, 0)]:
-                row = _lock_run(session, run)
+                row = lock_run(session, run)
                 row.attempt = max(row.attempt, known[run].attempt)
+
+    def note_life(self, run: str, attempt: int, life: str, since: str | None) -> None:
+        """What is known of the ranks of a run's newest attempt; of an older one nothing is noted."""
+        with self._write(hasty=True) as session:
+            row = lock_run(session, run)
+            if row.attempt == attempt:
+                row.life, row.since = life, since
+
+    def lives(self) -> dict[str, tuple[int, str, str | None]]:
+        """What is known of the ranks of runs: newest attempt, state, and since when it is over."""
+        known = select(RunRow.name, RunRow.attempt, RunRow.life, RunRow.since).where(RunRow.life.is_not(None))
+        with self._read() as session:
+            return {name: (attempt, str(life), since) for name, attempt, life, since in session.execute(known)}
 
     def declared(self) -> dict[str, RunAttempts]:
         """What is known of all runs' attempts: the newest, those of launches, and what they were told to restore."""
@@ -105,7 +118,7 @@ class Catalog:
         if keep_last is not None and not 1 <= keep_last <= INTEGER_MAX:
             raise InvalidRequest(f"keep_last must be at least 1, not {keep_last}", hint="leave it out to keep all")
         with self._write(hasty=True) as session:
-            _lock_run(session, run).keep_last = keep_last
+            lock_run(session, run).keep_last = keep_last
 
     def keep_last(self, run: str) -> int | None:
         with self._read() as session:
@@ -114,7 +127,7 @@ class Catalog:
     def answer(self, run: str, attempt: int, turn: int, step: int | None) -> int | None:
         """Store the answer to an attempt's `turn`-th question unless there is one; return the one that is stored."""
         with self._write() as session:
-            _lock_run(session, run)
+            lock_run(session, run)
             stored = session.get(AnswerRow, (run, attempt, turn))
             if stored is not None:
                 return stored.step
@@ -125,13 +138,15 @@ class Catalog:
         """The id of the round of this step and attempt, and when it was opened: the one going on, else a new one."""
         naming.check_step(step)
         with self._write(hasty=True) as session:
-            row = _lock_run(session, run)
+            row = lock_run(session, run)
             row.attempt = max(row.attempt, attempt)
             same = (RoundRow.run == run, RoundRow.step == step, RoundRow.attempt == attempt)
             going = select(RoundRow).where(*same, RoundRow.state.in_(GOING_ON)).order_by(RoundRow.id).limit(1)
             made = session.scalar(going)
             if made is None:
-                made = RoundRow(run=run, step=step, attempt=attempt, world=world, state="open", sealed=0, opened=opened)
+                made = RoundRow(
+                    run=run, step=step, attempt=attempt, world=world, state="open", sealed=0, opened=opened, node=self.node
+                )
                 session.add(made)
                 session.flush()
             return made.id, made.opened
@@ -202,19 +217,30 @@ class Catalog:
             return [bodies.Round.model_validate(row, from_attributes=True) for row in rows]
 
     def abort_open_rounds(self, now: str, code: str, detail: str, keep: Collection[int] = ()) -> list[int]:
-        """Abort every round going on but those to keep; return their ids."""
+        """Abort every round going on but those to keep, of this node where there may be others; return their ids."""
         with self._write(hasty=True) as session:
             wanted: list[ColumnElement[bool]] = [RoundRow.state.in_(GOING_ON), RoundRow.id.not_in(keep)]
+            if self.database.is_shared:
+                wanted.append(func.coalesce(RoundRow.node, self.node) == self.node)
             rows = session.scalars(select(RoundRow).where(*wanted).order_by(RoundRow.id).with_for_update()).all()
             for row in rows:
                 row.state, row.ended, row.code, row.detail = "aborted", now, code, detail
             return [row.id for row in rows]
 
+    def abort_rounds_of_lost(self, now: str, code: str, detail: str, live: Collection[str]) -> list[bodies.Round]:
+        """Abort the rounds going on of nodes that are not `live`; return them."""
+        with self._write() as session:
+            wanted = (RoundRow.state.in_(GOING_ON), RoundRow.node.not_in(live))
+            rows = session.scalars(select(RoundRow).where(*wanted).order_by(RoundRow.id).with_for_update()).all()
+            for row in rows:
+                row.state, row.ended, row.code, row.detail = "aborted", now, code, detail
+            return [bodies.Round.model_validate(row, from_attributes=True) for row in rows]
+
     def record_checkpoint(self, checkpoint: bodies.CheckpointInfo, stamp: str | None = None) -> None:
         """List a checkpoint, in the place of what was listed for its step. `stamp` is what storage says of it."""
         made = _row(checkpoint, stamp)
         with self._write(hasty=True) as session:
-            row = _lock_run(session, checkpoint.run)
+            row = lock_run(session, checkpoint.run)
             # So that a catalog made anew from directories never gives an attempt number out twice.
             row.attempt = max(row.attempt, checkpoint.attempt)
             known = session.get(CheckpointRow, (checkpoint.run, checkpoint.step))
@@ -236,7 +262,7 @@ class Catalog:
         else has listed meanwhile.
         """
         with self._write(hasty=True) as session:
-            row = _lock_run(session, run)
+            row = lock_run(session, run)
             listed = select(CheckpointRow.step, CheckpointRow.stamp).where(CheckpointRow.run == run)
             there: dict[int, str | None] = {step: stamp for step, stamp in session.execute(listed)}
             for step in [step for step, stamp in gone.items() if step in there and there[step] == stamp]:
@@ -330,7 +356,7 @@ class Catalog:
             return {str(code): count for code, count in session.execute(counted)}
 
 
-def _lock_run(session: Session, run: str) -> RunRow:
+def lock_run(session: Session, run: str) -> RunRow:
     """The run's row, made if need be, which no other transaction changes until this one ends."""
     naming.check_run(run)
     row = session.get(RunRow, run, with_for_update=True)

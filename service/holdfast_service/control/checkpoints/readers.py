@@ -8,22 +8,27 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 
-from holdfast_formats.errors import InUse, NoSuchCheckpoint
+from holdfast_formats.errors import CatalogUnavailable, InUse, NoSuchCheckpoint
 
 READ_MAX_S = 86_400.0  # the longest that one reader may take
 OPENED = "HTTP"  # who opens what it reads before it answers, and reads on there whatever stands in its place
 CHECK = "a check"  # who ends early when a save waits to take the place of what it reads, and begins again later
+ANNOUNCED_S = 20.0  # other nodes, once told of a reader, heed it for longer than this
 LINGER_S = 60.0  # a reader that asks for one range after the other holds in between
 
 _Key = tuple[str, int]
 
 
 class Readers:
-    """The holds of all readers that this process knows. Thread-safe. `freed` hears the run of each hold that is released."""
+    """The holds of all readers that this process knows. Thread-safe. `freed` hears the run of each hold that is released.
+
+    Where several nodes serve a root, `announce` tells the others what is read here, before it is, and `elsewhere` asks what
+    they read: steps, and for how many seconds at least.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -33,6 +38,9 @@ class Readers:
         self._awaited: Counter[_Key] = Counter()
         self._numbers = count()
         self.freed: Callable[[str], None] = lambda run: None
+        self.announce: Callable[[str, int], None] = lambda run, step: None
+        self.elsewhere: Callable[[str], Mapping[int, float]] = lambda run: {}
+        self._announced: dict[_Key, float] = {}  # until when the other nodes know of it
 
     def hold(self, run: str, step: int, who: str, seconds: float) -> None:
         """Nothing removes the checkpoint for so long; again for the same `who` is a renewal.
@@ -47,6 +55,10 @@ class Readers:
             if (run, step) in self._removing:
                 raise NoSuchCheckpoint(f"{run}@{step} is being removed", hint=f"holdfast ls {run} lists what there is")
             self._holds.setdefault((run, step), {})[who] = self._clock() + seconds
+            known = self._announced.get((run, step), 0.0) > self._clock()
+            self._announced[run, step] = self._clock() + ANNOUNCED_S
+        if not known:
+            self.announce(run, step)
 
     def release(self, run: str, step: int, who: str) -> None:
         """End a hold; does nothing for one that has ended."""
@@ -76,6 +88,7 @@ class Readers:
 
         Without `opened`, not by those alone that read on in what they have open.
         """
+        elsewhere = self._elsewhere(run, opened)
         now = self._clock()
         with self._lock:
             for key in [key for key in self._holds if key[0] == run]:
@@ -85,7 +98,24 @@ class Readers:
                 else:
                     del self._holds[key]
             found = {key[1]: _ends(held, opened) for key, held in self._holds.items() if key[0] == run}
-            return {step: max(ends) - now for step, ends in found.items() if ends}
+            here = {step: max(ends) - now for step, ends in found.items() if ends}
+        return here | {step: max(left, here.get(step, 0.0)) for step, left in elsewhere.items()}
+
+    def places(self) -> set[tuple[str, int]]:
+        """What is being read here now."""
+        now = self._clock()
+        with self._lock:
+            self._announced = {key: until for key, until in self._announced.items() if until > now}
+            return {key for key, held in self._holds.items() if any(until > now for until in held.values())}
+
+    def _elsewhere(self, run: str, opened: bool) -> Mapping[int, float]:
+        """What other nodes read. A save that takes a checkpoint's place does not fail because they cannot be asked."""
+        try:
+            return self.elsewhere(run)
+        except CatalogUnavailable:
+            if opened:
+                raise
+            return {}
 
     @contextmanager
     def awaited(self, run: str, step: int) -> Iterator[None]:
@@ -110,10 +140,14 @@ class Readers:
 
     @contextmanager
     def removing(self, run: str, step: int, opened: bool = True) -> Iterator[bool]:
-        """Whether nobody reads this checkpoint (see `held`); then nobody begins to for the length of the block."""
+        """Whether nobody reads this checkpoint (see `held`); then nobody begins to here for the length of the block.
+
+        The other nodes wait for the lock under which it is decided.
+        """
+        elsewhere = step in self._elsewhere(run, opened)
         with self._lock:
             now = self._clock()
-            free = all(until <= now for until in _ends(self._holds.get((run, step), {}), opened))
+            free = not elsewhere and all(until <= now for until in _ends(self._holds.get((run, step), {}), opened))
             if free:
                 self._removing.add((run, step))
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import count
 
 from holdfast_formats import naming
@@ -83,16 +83,19 @@ def remove_bare_run(tier: Tier, run: str) -> bool:
     return tier.remove_empty(run)
 
 
-def sweep(tier: Tier) -> list[str]:
+def sweep(tier: Tier, idle_s: float | None = None) -> list[str]:
     """At start: remove every tree in staging/ and trash/ whose name is one of ours; return their paths, in order.
 
-    No commit ever published them, so they are garbage by definition. Everything else stays.
+    No commit ever published them, so they are garbage by definition. Everything else stays. Where daemons of other nodes
+    may be writing, only what has not been written to for `idle_s`.
     """
     removed = []
     for run, room in _rooms(tier):
         for name in tier.list(f"{run}/{room}"):
             path = f"{run}/{room}/{name}"
-            if _is_ours(room, name) and tier.size(path) is None:
+            if not _is_ours(room, name) or tier.size(path) is not None:
+                continue
+            if idle_s is None or (tier.idle_s(path) >= idle_s and not _is_needed(tier, run, name)):
                 tier.remove_tree(path)
                 removed.append(path)
     return removed
@@ -109,6 +112,22 @@ def _is_ours(room: str, name: str) -> bool:
     checkpoint = naming.parse_step_directory(name) is not None
     staged = naming.parse_staging_directory(name) is not None
     return {naming.CHECKPOINTS: checkpoint, naming.STAGING: staged, naming.TRASH: checkpoint or staged}[room]
+
+
+def sweep_nodes(tier: Tier, known: Collection[str]) -> None:
+    """Remove what nodes left in the root that nobody knows any more: containers have a new name at every start."""
+    for name in tier.list(""):
+        node = naming.parse_attempts_file(name) or naming.parse_daemon_file(name)
+        if node and node not in known:
+            tier.remove_file(name)
+
+
+def _is_needed(tier: Tier, run: str, name: str) -> bool:
+    """Whether this may be a checkpoint that another node is replacing at this moment, by two renames."""
+    staged = naming.parse_staging_directory(name)
+    if staged is None or staged.attempt != naming.REPLACED_ATTEMPT:
+        return False
+    return tier.size(f"{naming.checkpoint_path(run, staged.step)}/{naming.COMMIT}") is None
 
 
 def _trash_names(step: int) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -92,10 +93,14 @@ def write_run_file(tier: Tier, run: str, file: RunFile) -> None:
 
 
 class RunFiles:
-    """The run files of a root. Every change reads and replaces under one lock, so that none is lost."""
+    """The run files of a root. Every change reads and replaces under one lock, so that none is lost.
+
+    `elsewhere` is a lock of a run against the daemons of other nodes, if there may be any.
+    """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
+        self.elsewhere: Callable[[str], AbstractContextManager[None]] = lambda run: nullcontext()
         self.changing = threading.Lock()  # held while a file is read and replaced, or removed with its run
 
     def read(self, run: str) -> RunFile:
@@ -103,7 +108,10 @@ class RunFiles:
 
     def change(self, run: str, act: Callable[[RunFile], RunFile]) -> RunFile:
         """Replace the run's file by what `act` makes of it; a change that changes nothing writes nothing."""
-        with self.changing:
+        before = self.read(run)
+        if act(before) == before:
+            return before
+        with self.changing, self.elsewhere(run):
             before = self.read(run)
             after = act(before)
             if after != before:

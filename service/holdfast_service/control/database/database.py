@@ -132,6 +132,21 @@ class Database:
             yield session
 
     @contextmanager
+    def apart(self) -> Iterator[Session]:
+        """As `write`, for who shares the catalog with other nodes: it waits for nothing that was told here, is refused
+        only by the database itself, and says so at once.
+        """
+        if not self._prepared:
+            raise CatalogUnavailable("the catalog has not answered since the daemon started", hint=_HINT)
+        with _translated(), Session(self.engine) as session, session.begin():
+            yield session
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether daemons of several nodes can use it at the same time: a server, not a file."""
+        return self.engine.dialect.name == "postgresql"
+
+    @contextmanager
     def _entered(self, reads: bool) -> Iterator[None]:
         if threading.current_thread() is not self.keeper:
             self.settle()

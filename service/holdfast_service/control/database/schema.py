@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import (
     BigInteger,
     Boolean,
+    DateTime,
     ForeignKey,
     Index,
     Integer,
@@ -29,6 +31,7 @@ def _ordered(length: int) -> String:
 _NAME, _TIME = _ordered(128), _ordered(40)
 # SQLite numbers rows by itself only where the key's type is spelt INTEGER.
 _COUNTED = BigInteger().with_variant(Integer, "sqlite")
+_MOMENT = DateTime(timezone=True)  # of the database's own clock: no two nodes' clocks are ever compared (I17)
 REWOUND = "rewinds <> '[]'"
 _JOB_GOES_ON = text("state IN ('queued', 'running')")
 
@@ -73,13 +76,17 @@ class OwnerRow(CatalogTable):
 
 
 class RunRow(CatalogTable):
-    """A run. `attempt` is the newest one declared, the number that shuts out older writers (I6)."""
+    """A run. `attempt` is the newest one declared, the number that shuts out older writers (I6); `life` and `since` are
+    what is known of its ranks.
+    """
 
     __tablename__ = "runs"
 
     name: Mapped[str] = mapped_column(_NAME, primary_key=True)
     attempt: Mapped[int] = mapped_column(default=0)
     keep_last: Mapped[int | None]
+    life: Mapped[str | None] = mapped_column(String(16))
+    since: Mapped[str | None] = mapped_column(_TIME)
 
 
 class AttemptRow(CatalogTable):
@@ -267,3 +274,66 @@ class TokenRow(CatalogTable):
     expires: Mapped[str | None] = mapped_column(_TIME)
     revoked: Mapped[str | None] = mapped_column(_TIME)
     used: Mapped[str | None] = mapped_column(_TIME)
+
+
+class NodeRow(CatalogTable):
+    """A daemon that shares this catalog, and until when it is a member of the cluster unless it says so again.
+
+    `boot` is new at every start. `machine` and `pid` say which process it is, for one that starts in its place.
+    """
+
+    __tablename__ = "nodes"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    boot: Mapped[str] = mapped_column(String(32))
+    machine: Mapped[str] = mapped_column(String(128))
+    pid: Mapped[int]
+    since: Mapped[datetime] = mapped_column(_MOMENT)
+    until: Mapped[datetime] = mapped_column(_MOMENT)
+    about: Mapped[dict[str, Any]] = mapped_column(JsonText)
+
+
+class DutyRow(CatalogTable):
+    """Work that one node does for all of them, and until when it does."""
+
+    __tablename__ = "duties"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    node: Mapped[str] = mapped_column(String(64))
+    boot: Mapped[str] = mapped_column(String(32))
+    until: Mapped[datetime] = mapped_column(_MOMENT)
+
+
+class CrewRow(CatalogTable):
+    """The ranks of a run that are connected to a node."""
+
+    __tablename__ = "crews"
+
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    node: Mapped[str] = mapped_column(String(64), primary_key=True)
+    boot: Mapped[str] = mapped_column(String(32))
+    attempt: Mapped[int]
+    world: Mapped[int]
+    ranks: Mapped[int]
+
+
+class SpeakerRow(CatalogTable):
+    """Which checkpointer speaks for a rank of an attempt: another one of the same launch's name is another start."""
+
+    __tablename__ = "speakers"
+
+    run: Mapped[str] = mapped_column(ForeignKey("runs.name"), primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    rank: Mapped[int] = mapped_column(primary_key=True)
+    session: Mapped[str] = mapped_column(String(64))
+
+
+class HoldRow(CatalogTable):
+    """A checkpoint that somebody reads by way of a node, which no other node removes before `until`."""
+
+    __tablename__ = "holds"
+
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    node: Mapped[str] = mapped_column(String(64), primary_key=True)
+    until: Mapped[datetime] = mapped_column(_MOMENT)

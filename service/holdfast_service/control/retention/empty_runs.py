@@ -27,10 +27,12 @@ from holdfast_service.control.database.schema import (
     AnswerRow,
     AttemptRow,
     CheckpointRow,
+    CrewRow,
     JobRow,
     ReplicaRow,
     RoundRow,
     RunRow,
+    SpeakerRow,
     StatisticsRow,
 )
 from holdfast_service.storage import Tier
@@ -39,7 +41,7 @@ log = logging.getLogger(__name__)
 
 EMPTY_RUNS_MAX = 200  # made by one tenant, without a save
 KEPT_S = 6 * 3600.0  # after its ranks are gone, or were first missed
-_OF_A_RUN = (AnswerRow, AttemptRow, RoundRow, StatisticsRow)
+_OF_A_RUN = (AnswerRow, AttemptRow, RoundRow, SpeakerRow, StatisticsRow)
 
 
 class EmptyRuns:
@@ -97,6 +99,7 @@ class EmptyRuns:
             kept = (
                 select(CheckpointRow.step).where(CheckpointRow.run == run),
                 select(ReplicaRow.step).where(ReplicaRow.run == run),
+                select(CrewRow.node).where(CrewRow.run == run, CrewRow.ranks > 0),
                 select(RoundRow.id).where(RoundRow.run == run, RoundRow.state.in_(("committed", *GOING_ON))),
                 select(JobRow.id).where(JobRow.run == run, JobRow.state.in_(("queued", "running"))),
             )

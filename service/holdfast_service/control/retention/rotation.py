@@ -11,10 +11,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from holdfast_formats.errors import (
+    CatalogUnavailable,
     CheckpointError,
     Conflict,
     Damaged,
@@ -53,7 +54,9 @@ class Rotation:
     ) -> None:
         self._tier, self._catalog, self._clock = tier, catalog, clock
         self._files, self.readers = files, readers
-        self._deciding = threading.Lock()
+        self._local = threading.Lock()
+        # A lock of a run against the daemons of other nodes, if there may be any.
+        self.elsewhere: Callable[[str], AbstractContextManager[None]] = lambda run: nullcontext()
         self._turn = threading.Lock()  # for freeing bytes
         self._changed = threading.Condition()
         self._due: dict[str, float] = {}  # run -> time.monotonic()
@@ -65,6 +68,20 @@ class Rotation:
         self._freshness = threading.Lock()
         self.events: Events | None = None  # records events, if given
         self.readers.freed = self.look_again
+
+    @contextmanager
+    def _deciding(self, run: str, without: bool = False) -> Iterator[None]:
+        """One decision at a time, also of all nodes that serve this root. `without` the others if they cannot be asked: then
+        none of them decides either.
+        """
+        with self._local, ExitStack() as stack:
+            try:
+                stack.enter_context(self.elsewhere(run))
+            except CatalogUnavailable as away:
+                if not without:
+                    raise
+                log.info("%s: deciding without the other nodes: %s", run, away.detail)
+            yield
 
     def due(self, run: str, after_s: float = 0.0) -> None:
         """Apply the run's policy soon, or after so many seconds; returns at once."""
@@ -101,7 +118,7 @@ class Rotation:
     def apply(self, run: str) -> list[int]:
         """Apply the run's policy now, and return the removed steps; their bytes are free. For one caller at a time."""
         with self._turn:
-            with self._deciding:
+            with self._deciding(run):
                 file, candidates = self._looked_at(run)
                 decisions = decide(candidates, file.in_force, self._clock())
                 gone = [d for d in reversed(decisions) if not d.keep]
@@ -120,7 +137,7 @@ class Rotation:
         `links.watch` raises.
         """
         links.watch(self._files, run, directory)
-        with self._deciding:
+        with self._deciding(run, without=True):
             pass
 
     def make_room(self, run: str, incoming: Candidate) -> int | None:
@@ -128,7 +145,7 @@ class Rotation:
         None.
         """
         with self._turn:
-            with self._deciding:
+            with self._deciding(run):
                 file, candidates = self._looked_at(run)
                 steps = foresee(candidates, incoming, file.in_force, self._clock())
                 trashed: dict[int, str] = {}
@@ -168,14 +185,14 @@ class Rotation:
 
     def mark(self, run: str, step: int, act: Callable[[RunFile], RunFile]) -> None:
         """Pin or label a checkpoint: when this returns, nothing removes it any more. `NoSuchCheckpoint`."""
-        with self._deciding:
+        with self._deciding(run):
             self._catalog.checkpoint(run, step)
             self._change_marks(run, act)
 
     def unmark(self, run: str, act: Callable[[RunFile], RunFile]) -> None:
         """Remove a pin or label, also from a checkpoint that is gone."""
         self._catalog.run(run)
-        with self._deciding:
+        with self._deciding(run):
             self._change_marks(run, act)
         self.due(run)
 
@@ -194,7 +211,7 @@ class Rotation:
         Raises `NoSuchCheckpoint`, `Pinned`, `InUse`, for the newest verified one `NewestVerified` unless `newest`, and if
         that is unhealthy, for the newest healthy one `NewestHealthy` unless `healthy`.
         """
-        with self._deciding:
+        with self._deciding(run):
             found = self._catalog.checkpoint(run, step)
             self._refuse(found, newest, healthy)
             trashed = {} if dry_run else self._discard(run, {step: ["on request"]}, "request")
@@ -213,7 +230,7 @@ class Rotation:
         self._refuse_pinned(run, step)
         with self.readers.awaited(run, step):
             self._await_readers(run, step)
-            with self._deciding:
+            with self._deciding(run, without=True):
                 self._refuse_pinned(run, step)
                 if names := self._foreign(run, step):
                     raise _holds_foreign(run, step, names)

@@ -36,6 +36,14 @@ class ConnectedRanks:
         """The ranks of a run, of whatever attempt."""
         return [who for (name, _), crew in self._crews.items() if name == run for who in crew.present]
 
+    def counts(self) -> dict[str, tuple[int, int, int]]:
+        """Of each run's newest attempt that has ranks here: its number, its world, and how many they are."""
+        found: dict[str, tuple[int, int, int]] = {}
+        for (run, attempt), crew in sorted(self._crews.items()):
+            for who in crew.present:
+                found[run] = attempt, who.world, len({other.rank for other in crew.present})
+        return found
+
     def join(self, who: Participant) -> None:
         crew = self._crews.setdefault((who.run, who.attempt), _Crew())
         crew.present.add(who)

@@ -94,7 +94,14 @@ def let_in(saver: Saver, decisions: Decisions, hello: Introduction, join: Callab
             living = [] if hello.take_over else _others(saver, decisions, hello)
             if not living:
                 decisions.admit_run(hello.run, asker.tenant)
-                return join(decisions.hello(hello.run, hello.launch, hello.world, keep_last, hello.rank, hello.session))
+                who = (hello.run, hello.launch, hello.world, keep_last, hello.rank, hello.session)
+                try:
+                    return join(decisions.hello(*who, take_over=hello.take_over))
+                except RunBusy:  # on another node, where it may be dying
+                    if time.monotonic() > limit:
+                        raise
+                    time.sleep(POLL_S)
+                    continue
         if all(other.remote for other in living) or time.monotonic() > limit:
             break
         time.sleep(POLL_S)

@@ -106,8 +106,21 @@ class Saver:
         with self._lock:
             self._connected.join(who)
             self.restores.join(who)
-            for current in [r for k, r in self._open.items() if k.run == who.run and k.attempt < who.attempt]:
-                self._abort(current, StaleAttempt(f"attempt {who.attempt} of {who.run} has started"))
+            self._end_older(who.run, who.attempt)
+
+    def crews(self) -> dict[str, tuple[int, int, int]]:
+        """Of each run's newest attempt that has ranks here: its number, its world, and how many they are."""
+        with self._lock:
+            return self._connected.counts()
+
+    def shut_out(self, run: str, newest: int) -> None:
+        """A newer attempt has started on another node: incomplete saves of older ones end (I6)."""
+        with self._lock:
+            self._end_older(run, newest)
+
+    def _end_older(self, run: str, newest: int) -> None:
+        for current in [r for k, r in self._open.items() if k.run == run and k.attempt < newest]:
+            self._abort(current, StaleAttempt(f"attempt {newest} of {run} has started"))
 
     def vacate(self, run: str) -> bool:
         """Forget whose ranks were here; False where some are, or something is being saved."""
@@ -302,9 +315,12 @@ class Saver:
                     )
 
     def settle(self, run: str, wait_s: float) -> bool:
-        """Wait until every complete save of `run` has ended, so that the newest checkpoint is known."""
+        """Wait until every complete save of `run` has ended, on all nodes, so that the newest checkpoint is known."""
+        limit = time.monotonic() + wait_s
         with self._lock:
-            return self._lock.wait_for(lambda: all(key.run != run for key in self._pending), wait_s)
+            if not self._lock.wait_for(lambda: all(key.run != run for key in self._pending), wait_s):
+                return False
+        return self._decisions.settled_elsewhere(run, max(limit - time.monotonic(), 0.0))
 
     def close(self) -> None:
         """Write and verify complete saves, end the others, stop."""

@@ -1,0 +1,261 @@
+"""The attempts of a root that several daemons serve (I6): the catalog numbers them, each daemon remembers what it was told.
+
+A number is given out by making a file of its name in the root, which storage lets one node do. So launches start, and are
+told apart, although the catalog is away, or has come back as an older one. What a daemon remembers is in a file of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InvalidRequest, RunBusy, StaleAttempt
+from holdfast_formats.moments import utc_now
+from holdfast_service.control.catalog.attempts import (
+    LAUNCH_LENGTH_MAX,
+    SPOKEN_ATTEMPTS_MAX,
+    UNNAMED,
+    Attempts,
+    Member,
+    RunAttempts,
+    read,
+)
+from holdfast_service.control.catalog.catalog import lock_run
+from holdfast_service.control.cluster.cluster import Cluster, Crew
+from holdfast_service.control.database.schema import AnswerRow, AttemptRow, RoundRow, RunRow, SpeakerRow
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+CLAIMS_MAX = 4  # of a run: older numbers are below those
+BUSY_HINT = (
+    "stop the other job, or use another run name; HOLDFAST_TAKE_OVER=1 takes the run over and shuts the other job out"
+)
+
+
+class SharedAttempts(Attempts):
+    """As `Attempts`, for one daemon of several. Thread-safe."""
+
+    def __init__(self, tier: Tier, cluster: Cluster) -> None:
+        super().__init__(tier, naming.attempts_file(cluster.node))
+        self._cluster, self._database = cluster, cluster.database
+        if not self.complete:
+            before = read(tier, naming.ATTEMPTS)  # of the time when one daemon served this root alone
+            self._runs = {} if before is None else before
+
+    def declare(
+        self, run: str, launch: str, complete: Callable[[], Collection[tuple[int, int]]], member: Member = UNNAMED
+    ) -> tuple[int, bool]:
+        """As `Attempts.declare`. `RunBusy` where ranks of another launch are connected to another node, `InvalidRequest`
+        where ranks of this one are; while the catalog is away, that is not known.
+        """
+        self.check_names(run, launch)
+        if self._is_known(run, launch, member):
+            known = self.of(run, launch, member)
+            assert known is not None
+            return known, False
+        try:
+            attempt, new = self._declared(run, launch, member)
+        except CatalogUnavailable as away:
+            log.warning("the attempt of a launch of %s is given out without the catalog: %s", run, away.detail)
+            attempt, new = self._claimed(run, launch, member)
+        with self._writing:
+            before = self._of(run)
+            owed = complete() if new else before.owed
+            self._store({run: before.launched(launch, attempt, owed).spoken(attempt, member)})
+            self.complete = True
+        return attempt, new
+
+    def answer(self, run: str, attempt: int, turn: int, step: int | None) -> int | None:
+        """Store the answer unless there is one, here or by way of another node; return the stored one, durably."""
+        known, stored = self.asked(run, attempt, turn)
+        if known:
+            return stored
+        try:
+            with self._database.apart() as session:
+                lock_run(session, run)
+                row = session.get(AnswerRow, (run, attempt, turn))
+                if row is None:
+                    session.add(AnswerRow(run=run, attempt=attempt, turn=turn, step=step))
+                else:
+                    step = row.step
+        except CatalogUnavailable as away:  # all ranks of a launch ask this daemon
+            log.warning("what attempt %s of %s restores is known here alone: %s", attempt, run, away.detail)
+        return super().answer(run, attempt, turn, step)
+
+    def refresh(self, runs: Collection[str]) -> dict[str, int]:
+        """Ask the catalog for the newest attempts of these runs; returns those of which this daemon did not know."""
+        with self._database.apart() as session:
+            found = session.execute(select(RunRow.name, RunRow.attempt).where(RunRow.name.in_(runs))).all()
+        newer = {run: attempt for run, attempt in found if attempt > self.newest(run)}
+        for run, attempt in newer.items():
+            self.saw(run, attempt)
+        return newer
+
+    def refuse_overtaken(self, run: str, attempt: int) -> None:
+        """`StaleAttempt` where a newer launch was told what to restore: what an older one commits now, it does not know.
+
+        Without the catalog, the files of the other daemons tell.
+        """
+        try:
+            with self._database.apart() as session:
+                newer = select(func.max(AnswerRow.attempt)).where(AnswerRow.run == run, AnswerRow.attempt > attempt)
+                newest = session.scalar(newer)
+        except CatalogUnavailable as away:
+            log.info("asking the other daemons' files about attempts of %s: %s", run, away.detail)
+            newest = self._answered_elsewhere(run, attempt)
+        if newest is not None:
+            raise StaleAttempt(
+                f"attempt {attempt} of {run} is shut out: attempt {newest} has started on another node, and continues from "
+                "an older step",
+                hint="a newer launch of this run is active; stop this one",
+                newest=newest,
+            )
+
+    def forget(self, run: str) -> None:
+        """As `Attempts.forget`: the catalog has forgotten the run already."""
+        super().forget(run)
+
+    def _answered_elsewhere(self, run: str, attempt: int) -> int | None:
+        found = []
+        for name in self._tier.list(""):
+            if naming.parse_attempts_file(name) in (None, self._cluster.node):
+                continue
+            others: Mapping[str, RunAttempts] = read(self._tier, name) or {}
+            answers = others.get(run, RunAttempts()).answers
+            found += [int(key.partition(".")[0]) for key in answers]
+        return max((number for number in found if number > attempt), default=None)
+
+    def _is_known(self, run: str, launch: str, member: Member) -> bool:
+        """Whether this very checkpointer has been given its attempt here, or ranks do not say who they are."""
+        known = self.of(run, launch, member)
+        if known is None:
+            return False
+        spoken = self.known().get(run, RunAttempts()).speakers.get(f"{known}.{member.rank}")
+        return not member.session or spoken == member.session
+
+    def _declared(self, run: str, launch: str, member: Member) -> tuple[int, bool]:
+        with self._database.apart() as session:
+            row = lock_run(session, run)
+            told = _told(session, run, launch, member)
+            attempt = told.attempt_of(launch, member)
+            crews = self._cluster.crews.elsewhere(session, run)
+            new = attempt is None
+            if attempt is None:
+                _refuse_busy(run, crews, member)
+                while attempt is None:
+                    attempt = self._give_out(run, launch, max(row.attempt, self.newest(run)))
+                row.attempt = attempt
+                made = AttemptRow(run=run, launch=launch, attempt=attempt, world=member.world, declared=utc_now())
+                session.merge(made)
+                old = (SpeakerRow.run == run, SpeakerRow.attempt <= attempt - SPOKEN_ATTEMPTS_MAX)
+                session.execute(delete(SpeakerRow).where(*old))
+            else:
+                _refuse_spanning(run, {node: crew for node, crew in crews.items() if crew.attempt == attempt})
+            if member.session:
+                speaks = insert(SpeakerRow).values(run=run, attempt=attempt, rank=member.rank, session=member.session)
+                session.execute(speaks.on_conflict_do_nothing())
+            self._cluster.crews.arrive(session, run, Crew(attempt, member.world, 1))
+        return attempt, new
+
+    def _claimed(self, run: str, launch: str, member: Member) -> tuple[int, bool]:
+        """Without the catalog: the attempt that a node has given this launch, or a new one."""
+        while True:
+            found = self._given(run, launch, member)
+            if found is not None:
+                return found, False
+            made = self._give_out(run, launch, self.newest(run))
+            if made is not None:
+                return made, True
+
+    def _given(self, run: str, launch: str, member: Member) -> int | None:
+        """The attempt that a node has given this launch, unless this member is of another start."""
+        local = self.known().get(run, RunAttempts())
+        given = [attempt for attempt in self._claims(run) if self._launch_of(run, attempt) == launch]
+        told = local.model_copy(update={"launches": {**local.launches, launch: max(given)}}) if given else local
+        return told.attempt_of(launch, member)
+
+    def _give_out(self, run: str, launch: str, newest: int) -> int | None:
+        """A number over `newest` that nobody has been given, from now on this launch's; None if another node was faster."""
+        claims = self._claims(run)
+        attempt = max([newest, *claims]) + 1
+        if not self._tier.put_first(naming.claim_file(run, attempt), launch.encode()):
+            return None
+        for old in claims[: -CLAIMS_MAX + 1]:
+            with suppress(CheckpointError):  # another node has just removed it
+                self._tier.remove_file(naming.claim_file(run, old))
+        return attempt
+
+    def _claims(self, run: str) -> list[int]:
+        """The numbers of a run that nodes have given out, ascending, without those of long ago."""
+        found = map(naming.parse_claim_file, self._tier.list(naming.CLAIMS))
+        return sorted(claim[1] for claim in found if claim is not None and claim[0] == run)
+
+    def _launch_of(self, run: str, attempt: int) -> str | None:
+        try:
+            return self._tier.read(naming.claim_file(run, attempt), 0, LAUNCH_LENGTH_MAX * 4).decode(errors="replace")
+        except CheckpointError as error:
+            log.info("cannot read who was given attempt %s of %s: %s", attempt, run, error.detail)
+            return None
+
+    def sealed_elsewhere(self, run: str) -> bool:
+        """Whether another node that is a member still writes a save of this run, of which all ranks have sealed."""
+        going = (RoundRow.run == run, RoundRow.state == "sealed", RoundRow.node != self._cluster.node)
+        try:
+            with self._database.apart() as session:
+                nodes = set(session.scalars(select(RoundRow.node).where(*going)))
+                return any(node in nodes for node in self._live(session))
+        except CheckpointError as error:
+            log.info("cannot tell what other nodes are writing of %s: %s", run, error.detail)
+            return False
+
+    def _live(self, session: Session) -> list[str]:
+        from holdfast_service.control.cluster.membership import members
+
+        return [member.name for member in members(session) if member.live]
+
+
+def _told(session: Session, run: str, launch: str, member: Member) -> RunAttempts:
+    """What the catalog knows of a launch, as far as it concerns one rank."""
+    row = session.get(AttemptRow, (run, launch))
+    if row is None:
+        return RunAttempts()
+    spoken = select(SpeakerRow).where(SpeakerRow.run == run, SpeakerRow.rank == member.rank)
+    return RunAttempts(
+        launches={launch: row.attempt},
+        speakers={f"{found.attempt}.{found.rank}": found.session for found in session.scalars(spoken)},
+        worlds={str(row.attempt): row.world} if row.world else {},
+    )
+
+
+def _refuse_busy(run: str, crews: Mapping[str, Crew], member: Member) -> None:
+    if not crews or member.take_over:
+        return
+    node, crew = max(crews.items(), key=lambda item: item[1].attempt)
+    raise RunBusy(
+        f"another job is training {run!r} on node {node}: attempt {crew.attempt}, {crew.ranks} of {crew.world} ranks are "
+        "connected there",
+        hint=BUSY_HINT,
+        attempt=crew.attempt,
+        ranks=crew.ranks,
+        node=node,
+        retry_after_s=0.0,
+    )
+
+
+def _refuse_spanning(run: str, crews: Mapping[str, Crew]) -> None:
+    if not crews:
+        return
+    node = min(crews)
+    raise InvalidRequest(
+        f"ranks of this launch of {run!r} are connected to the daemon of node {node}: all ranks of a launch must use one "
+        "daemon",
+        hint="give every rank the same at=: the address of one daemon, http://HOST:PORT, for ranks of other machines",
+        node=node,
+    )

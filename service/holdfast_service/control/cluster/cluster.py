@@ -1,0 +1,161 @@
+"""What the parts of a daemon need of its cluster: membership, duties, locks, and what is connected and read elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from holdfast_formats.errors import CatalogUnavailable
+from holdfast_service.control.cluster.duties import ClusterLocks, Duties
+from holdfast_service.control.cluster.membership import Membership, later, now, this_daemon
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import CrewRow, HoldRow, NodeRow
+
+log = logging.getLogger(__name__)
+
+HOLD_S = 60.0  # a hold that another node sees lasts so long beyond the last beat in which it was renewed
+ARRIVING_S = 30.0  # a rank that was let in is shown as connected for so long, although it is not yet
+
+
+class Crew(NamedTuple):
+    """Connected ranks of a run: how many of a world, of which attempt."""
+
+    attempt: int
+    world: int
+    ranks: int
+
+
+class Crews:
+    """Which ranks are connected to which node. `here` says it of this one, once it is known."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership, self._database = membership, membership.database
+        self.here: Callable[[], Mapping[str, Crew]] = dict
+        self._arriving: dict[str, float] = {}  # by run, until when (monotonic)
+        self._lock = threading.Lock()
+        membership.heard.append(self.tell)
+
+    def elsewhere(self, session: Session, run: str) -> dict[str, Crew]:
+        """The ranks of a run at other nodes that are members, by node."""
+        me = self._membership.me
+        live = (NodeRow.name == CrewRow.node) & (NodeRow.boot == CrewRow.boot) & (NodeRow.until > now())
+        found = select(CrewRow).join(NodeRow, live).where(CrewRow.run == run, CrewRow.node != me.name, CrewRow.ranks > 0)
+        return {row.node: Crew(row.attempt, row.world, row.ranks) for row in session.scalars(found)}
+
+    def by_node(self) -> dict[str, int]:
+        """How many ranks of the visible runs are connected, by node."""
+        total = select(CrewRow.node, func.sum(CrewRow.ranks)).group_by(CrewRow.node)
+        with self._database.read() as session:
+            return {node: int(count) for node, count in session.execute(total)}
+
+    def arrive(self, session: Session, run: str, crew: Crew) -> None:
+        """A rank of this run is let in at this node."""
+        with self._lock:
+            self._arriving[run] = time.monotonic() + ARRIVING_S
+        self._put(session, run, crew)
+
+    def tell(self) -> None:
+        """Tell the others whose ranks are connected here now."""
+        me, here = self._membership.me, dict(self.here())
+        with self._lock:
+            self._arriving = {run: until for run, until in self._arriving.items() if until > time.monotonic()}
+            stays = here.keys() | self._arriving.keys()
+        with self._database.apart() as session:
+            session.execute(delete(CrewRow).where(CrewRow.node == me.name, CrewRow.run.not_in(stays)))
+            for run, crew in sorted(here.items()):
+                self._put(session, run, crew)
+
+    def parted(self, run: str) -> None:
+        """No rank of this run is connected here any more."""
+        with self._lock:
+            self._arriving.pop(run, None)
+        self._membership.beat_soon()
+
+    def _put(self, session: Session, run: str, crew: Crew) -> None:
+        me = self._membership.me
+        values = {"boot": me.boot, **crew._asdict()}
+        made = insert(CrewRow).values({"run": run, "node": me.name} | values)
+        session.execute(made.on_conflict_do_update(index_elements=[CrewRow.run, CrewRow.node], set_=values))
+
+
+class SharedHolds:
+    """Checkpoints that are being read by way of a node, so that no other node removes them. `here` says which are."""
+
+    def __init__(self, membership: Membership, locks: ClusterLocks) -> None:
+        self._membership, self._locks, self._database = membership, locks, membership.database
+        self.here: Callable[[], set[tuple[str, int]]] = set
+        membership.heard.append(self.renew)
+
+    def announce(self, run: str, step: int) -> None:
+        """Somebody begins to read by way of this node. It waits for a removal that another node is deciding on.
+
+        While the catalog is away no node removes anything, so there is nothing to be told.
+        """
+        try:
+            with self._locks.locked(deciding(run), shared=True), self._database.apart() as session:
+                self._put(session, run, step)
+        except CatalogUnavailable as away:
+            log.info("other nodes are not told that %s@%s is being read: %s", run, step, away.detail)
+
+    def elsewhere(self, run: str) -> dict[int, float]:
+        """The steps of a run that are being read by way of other nodes, and for how many seconds at least."""
+        left = func.extract("epoch", HoldRow.until - now())
+        wanted = (HoldRow.run == run, HoldRow.node != self._membership.me.name, HoldRow.until > now())
+        found: dict[int, float] = {}
+        with self._database.apart() as session:
+            for step, seconds in session.execute(select(HoldRow.step, left).where(*wanted)):
+                found[step] = max(found.get(step, 0.0), float(seconds))
+        return found
+
+    def renew(self) -> None:
+        """Renew what is still being read here; the rest ends."""
+        here = self.here()
+        with self._database.apart() as session:
+            mine = HoldRow.node == self._membership.me.name
+            known = {(row.run, row.step) for row in session.scalars(select(HoldRow).where(mine))}
+            for run, step in known - here:
+                session.execute(delete(HoldRow).where(mine, HoldRow.run == run, HoldRow.step == step))
+            for run, step in sorted(here):
+                self._put(session, run, step)
+
+    def _put(self, session: Session, run: str, step: int) -> None:
+        made = insert(HoldRow).values(run=run, step=step, node=self._membership.me.name, until=later(HOLD_S))
+        key = [HoldRow.run, HoldRow.step, HoldRow.node]
+        session.execute(made.on_conflict_do_update(index_elements=key, set_={"until": later(HOLD_S)}))
+
+
+class Cluster:
+    """This daemon's part in a cluster: of one node, as long as no other daemon uses the catalog."""
+
+    def __init__(self, database: Database, node: str, **lease: Any) -> None:
+        """Nothing is asked of the database yet. `lease` are the times of `Membership`."""
+        self.database = database
+        self.membership = Membership(database, this_daemon(node), **lease)
+        self.duties = Duties(self.membership)
+        self.locks = ClusterLocks(self.membership)
+        self.crews = Crews(self.membership)
+        self.holds = SharedHolds(self.membership, self.locks)
+
+    @property
+    def node(self) -> str:
+        return self.membership.me.name
+
+    def close(self) -> None:
+        self.membership.close()
+
+
+def deciding(run: str) -> str:
+    """The name of the lock under which a run's checkpoints are removed, replaced, pinned and labelled."""
+    return f"deciding {run}"
+
+
+def changing(run: str) -> str:
+    """The name of the lock under which a run's file is read and replaced."""
+    return f"run file {run}"

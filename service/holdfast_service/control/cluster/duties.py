@@ -1,0 +1,97 @@
+"""Duties: work that one node does for all, leased, so that another one takes over when that node is gone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import delete, func, select, text, update
+from sqlalchemy.dialects.postgresql import insert
+
+from holdfast_formats.errors import CheckpointError
+from holdfast_service.control.cluster.membership import Membership, later, now
+from holdfast_service.control.database.schema import DutyRow
+
+log = logging.getLogger(__name__)
+
+_HELD_S = 600  # a removal on slow storage keeps its lock for so long without a statement
+
+
+class Duties:
+    """The duties of this node. Thread-safe. A duty that was taken is renewed with each beat, until its node is gone."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership, self._database = membership, membership.database
+        self._lock = threading.Lock()
+        self._mine: set[str] = set()
+        membership.heard.append(self.renew)
+
+    def has(self, name: str) -> bool:
+        """Whether this duty is this node's now; it takes it if it is nobody's. False while the catalog is away."""
+        try:
+            return self._take(name)
+        except CheckpointError as error:
+            log.info("cannot tell whose duty %s is: %s", name, error.detail)
+            return False
+
+    def renew(self) -> None:
+        """Renew all duties of this node; those that are another's by now are no longer its own."""
+        me = self._membership.me
+        with self._lock:
+            names = sorted(self._mine)
+        if not names:
+            return
+        mine = (DutyRow.name.in_(names), DutyRow.node == me.name, DutyRow.boot == me.boot)
+        with self._database.apart() as session:
+            renewed = update(DutyRow).where(*mine).values(until=later(self._membership.lease_s)).returning(DutyRow.name)
+            left = set(session.scalars(renewed))
+        with self._lock:
+            self._mine &= left | (self._mine - set(names))
+
+    def give_up(self, name: str) -> None:
+        """Leave a duty to others."""
+        me = self._membership.me
+        with self._lock:
+            self._mine.discard(name)
+        with self._database.apart() as session:
+            session.execute(delete(DutyRow).where(DutyRow.name == name, DutyRow.node == me.name, DutyRow.boot == me.boot))
+
+    def _take(self, name: str) -> bool:
+        me = self._membership.me
+        if not self._membership.joined:
+            return False
+        values = {"node": me.name, "boot": me.boot, "until": later(self._membership.lease_s)}
+        free = (DutyRow.until <= now()) | ((DutyRow.node == me.name) & (DutyRow.boot == me.boot))
+        with self._database.apart() as session:
+            if not self._membership.is_live(session, me.name, me.boot):
+                return False
+            made = insert(DutyRow).values({"name": name} | values)
+            got = session.scalar(
+                made.on_conflict_do_update(index_elements=[DutyRow.name], set_=values, where=free).returning(DutyRow.name)
+            )
+        with self._lock:
+            if got is None:
+                self._mine.discard(name)
+            else:
+                self._mine.add(name)
+        return got is not None
+
+
+class ClusterLocks:
+    """Locks that at most one node has, by name. The database frees them when the node's connection ends."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._database = membership.database
+
+    @contextmanager
+    def locked(self, name: str, shared: bool = False) -> Iterator[None]:
+        """Hold the lock `name` for the length of a block. `CatalogUnavailable` if another node has it for too long, or the
+        database does not answer. `shared` with others who share it.
+        """
+        lock = func.pg_advisory_xact_lock_shared if shared else func.pg_advisory_xact_lock
+        with self._database.apart() as session:
+            session.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{_HELD_S}s'"))
+            session.execute(select(lock(func.hashtextextended(name, 0))))
+            yield

@@ -1,0 +1,253 @@
+"""Membership of a cluster: the daemons that share a catalog, each with a lease that it renews.
+
+All times are the database's (I17). A daemon whose lease has ended is no member: its duties, locks and holds are
+other nodes' from then on, and it joins anew, as another boot, before it does anything for the cluster again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Interval, cast, delete, func, literal, select, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, RootBusy
+from holdfast_service.control.database.database import Database
+from holdfast_service.control.database.schema import CrewRow, DutyRow, HoldRow, NodeRow
+
+log = logging.getLogger(__name__)
+
+LEASE_S, BEAT_S = 30.0, 10.0
+JOIN_POLL_S = 0.5
+FORGOTTEN_S = 3600.0  # a node that has been gone for so long is listed no more
+
+
+class Me(NamedTuple):
+    """This daemon: its node's name, and what tells it from the one before it of that name."""
+
+    name: str
+    boot: str
+    machine: str
+    pid: int
+
+
+class ClusterNode(NamedTuple):
+    """A node as the others know it. `lease_s` are the seconds for which it counts as live; negative when it is gone."""
+
+    name: str
+    boot: str
+    lease_s: float
+    about: Mapping[str, Any]
+    duties: tuple[str, ...]
+
+    @property
+    def live(self) -> bool:
+        return self.lease_s > 0
+
+
+def this_daemon(name: str) -> Me:
+    """This process as a member, with a boot of its own."""
+    return Me(name, uuid.uuid4().hex, _machine(), os.getpid())
+
+
+def now() -> ColumnElement[datetime]:
+    """The database's time at this statement, not at its transaction's begin."""
+    return func.clock_timestamp()
+
+
+def later(seconds: float) -> ColumnElement[datetime]:
+    """The database's time in so many seconds."""
+    return now() + cast(literal(f"{seconds} seconds"), Interval)
+
+
+class Membership:
+    """This daemon's membership: `join` it, then it beats until `close`. Thread-safe.
+
+    `about` says what the other nodes show of this one. After each beat `heard` is called, in the beat's thread.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        me: Me,
+        about: Callable[[], Mapping[str, Any]] = dict,
+        *,
+        lease_s: float = LEASE_S,
+        beat_s: float = BEAT_S,
+    ) -> None:
+        self.database, self.me, self.about = database, me, about
+        self.lease_s, self._beat_s = lease_s, beat_s
+        self.heard: list[Callable[[], None]] = []
+        self.joined = False
+        self._lock = threading.Lock()  # one join at a time
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def join(self, wait_s: float | None = None) -> None:
+        """Become a member. `RootBusy` if another daemon of this name still is one after `wait_s` seconds, by default a
+        little longer than a lease; `CatalogUnavailable`.
+
+        One that was killed on this machine is not waited for.
+        """
+        limit = time.monotonic() + (self.lease_s + 2 * self._beat_s if wait_s is None else wait_s)
+        told = False
+        with self._lock:
+            while (other := self._joined_or_other()) is not None:
+                if time.monotonic() >= limit or self._closed:
+                    raise RootBusy(
+                        f"another daemon of this cluster is called {self.me.name!r}: process {other.pid} on "
+                        f"{other.about.get('host', 'another machine')}",
+                        hint="give every daemon a name of its own: --node NAME",
+                        node=self.me.name,
+                    )
+                if not told:
+                    log.info("another daemon called %s has not said goodbye: waiting until its lease ends", self.me.name)
+                    told = True
+                self._wake.wait(JOIN_POLL_S)
+            self.joined = True
+
+    def start(self) -> None:
+        """Renew the lease from now on."""
+        self._thread = threading.Thread(target=self._run, name="holdfast-membership", daemon=True)
+        self._thread.start()
+
+    def beat_soon(self) -> None:
+        """Something that the other nodes are to know has changed."""
+        self._wake.set()
+
+    def beat(self) -> bool:
+        """Renew the lease; False if it was another's meanwhile, or had ended, and this daemon has joined anew."""
+        mine = (NodeRow.name == self.me.name, NodeRow.boot == self.me.boot, NodeRow.until > now())
+        about = dict(self.about())
+        with self.database.apart() as session:
+            renewed = session.scalar(
+                update(NodeRow).where(*mine).values(until=later(self.lease_s), about=about).returning(NodeRow.name)
+            )
+        if renewed is not None:
+            return True
+        self.joined = False
+        self.me = self.me._replace(boot=uuid.uuid4().hex)
+        log.warning("this node's membership has ended; joining anew")
+        self.join()
+        return False
+
+    def members(self) -> list[ClusterNode]:
+        """All nodes of which something is known, by name."""
+        with self.database.read() as session:
+            return members(session)
+
+    def is_live(self, session: Session, node: str, boot: str) -> bool:
+        """Whether this boot of a node is a member."""
+        wanted = (NodeRow.name == node, NodeRow.boot == boot, NodeRow.until > now())
+        return session.scalar(select(NodeRow.name).where(*wanted)) is not None
+
+    def close(self) -> None:
+        """Leave: others need not wait for the lease to end."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(self._beat_s)
+        if not self.joined:
+            return
+        try:
+            with self.database.apart() as session:
+                for row in (DutyRow, CrewRow):
+                    session.execute(delete(row).where(row.node == self.me.name, row.boot == self.me.boot))
+                session.execute(delete(HoldRow).where(HoldRow.node == self.me.name))
+                mine = (NodeRow.name == self.me.name, NodeRow.boot == self.me.boot)
+                session.execute(update(NodeRow).where(*mine).values(until=now()))
+        except CheckpointError as error:
+            log.info("cannot say goodbye to the cluster: %s", error.detail)
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait(self._beat_s)
+            self._wake.clear()
+            if self._closed:
+                return
+            try:
+                if not self.joined:
+                    self.join()
+                self.beat()
+                for hear in self.heard:
+                    hear()
+            except CatalogUnavailable as away:
+                log.info("cannot renew this node's membership: %s", away.detail)
+            except CheckpointError as error:
+                log.error("%s", error)
+            except Exception:
+                log.exception("this node's membership could not be renewed")
+
+    def _joined_or_other(self) -> _Other | None:
+        """Try to join; the other daemon of this name if there is one whose lease lasts."""
+        with self.database.apart() as session:
+            row = session.get(NodeRow, self.me.name)
+            dead = row.boot if row is not None and _has_ended(row, self.me) else ""
+            free = (NodeRow.until <= now()) | NodeRow.boot.in_([self.me.boot, dead])
+            values = {
+                "boot": self.me.boot,
+                "machine": self.me.machine,
+                "pid": self.me.pid,
+                "since": now(),
+                "until": later(self.lease_s),
+                "about": dict(self.about()),
+            }
+            made = insert(NodeRow).values({"name": self.me.name} | values)
+            taken = session.scalar(
+                made.on_conflict_do_update(index_elements=[NodeRow.name], set_=values, where=free).returning(NodeRow.name)
+            )
+            if taken is None:
+                return _Other(0, {}) if row is None else _Other(row.pid, row.about)
+            for table in (DutyRow, CrewRow, HoldRow):  # what an earlier boot left: nobody is there any more
+                session.execute(delete(table).where(table.node == self.me.name))
+            forgotten = now() - cast(literal(f"{FORGOTTEN_S} seconds"), Interval)
+            session.execute(delete(NodeRow).where(NodeRow.until < forgotten))
+        return None
+
+
+class _Other(NamedTuple):
+    pid: int
+    about: Mapping[str, Any]
+
+
+def members(session: Session) -> list[ClusterNode]:
+    """All nodes, by name, with the duties that they have now."""
+    duties: dict[tuple[str, str], list[str]] = {}
+    for duty in session.scalars(select(DutyRow).where(DutyRow.until > now()).order_by(DutyRow.name)):
+        duties.setdefault((duty.node, duty.boot), []).append(duty.name)
+    left = func.extract("epoch", NodeRow.until - now())
+    return [
+        ClusterNode(row.name, row.boot, float(lease_s), row.about, tuple(duties.get((row.name, row.boot), ())))
+        for row, lease_s in session.execute(select(NodeRow, left).order_by(NodeRow.name))
+    ]
+
+
+def _machine() -> str:
+    """What tells this machine, and which processes can be seen here, from all others: a pid means something only there."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _has_ended(row: NodeRow, me: Me) -> bool:
+    """Whether the daemon of this row was a process of this machine that is no more."""
+    if row.machine != me.machine:
+        return False
+    if row.pid == me.pid:
+        return row.boot != me.boot  # it had our number before us
+    try:
+        os.kill(row.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

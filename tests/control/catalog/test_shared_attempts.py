@@ -1,0 +1,212 @@
+"""Attempts of a root that several daemons serve: one number a launch, whoever is asked, with and without the catalog."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, RunBusy, StaleAttempt
+from holdfast_service.control.catalog.attempts import Attempts, Member
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.shared_attempts import SharedAttempts
+from holdfast_service.control.cluster.cluster import Cluster
+from holdfast_service.storage.posix import PosixTier
+from tests.control.cluster.nodes import Nodes, nodes
+
+__all__ = ["nodes"]
+RUN = "run"
+
+
+class Site:
+    """Several nodes on one root."""
+
+    def __init__(self, nodes: Nodes, root: Path) -> None:
+        self._nodes, self.tier = nodes, PosixTier(root)
+        self.clusters: dict[str, Cluster] = {}
+
+    def node(self, name: str) -> SharedAttempts:
+        if name not in self.clusters:
+            self.clusters[name] = self._nodes.add(name)
+        return SharedAttempts(self.tier, self.clusters[name])
+
+    def part(self, name: str) -> None:
+        """No rank is connected to this node any more."""
+        crews = self.clusters[name].crews
+        crews.parted(RUN)
+        crews.tell()
+
+
+@pytest.fixture
+def site(nodes: Nodes, tmp_path: Path) -> Site:
+    return Site(nodes, tmp_path)
+
+
+def away(attempts: SharedAttempts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This node cannot reach the catalog any more."""
+
+    def gone(*_: object) -> None:
+        raise CatalogUnavailable("away")
+
+    monkeypatch.setattr(attempts._database, "apart", gone)
+
+
+def test_numbers_go_on_from_node_to_node(site: Site) -> None:
+    """The second launch is the second attempt, also where another daemon is asked; its ranks all get that."""
+    a, b = site.node("a"), site.node("b")
+    assert [a.declare(RUN, "first", list, Member(rank, f"s{rank}", 2)) for rank in (0, 1)] == [(1, True), (1, False)]
+    site.part("a")
+    assert [b.declare(RUN, "second", list, Member(rank, f"t{rank}", 2)) for rank in (0, 1)] == [(2, True), (2, False)]
+    assert a.newest(RUN) == 1 and a.refresh([RUN]) == {RUN: 2} and a.newest(RUN) == 2
+    assert a.refresh([RUN]) == {}
+    with pytest.raises(StaleAttempt):
+        a.refuse_older(RUN, 1)
+
+
+def test_a_name_that_is_used_again_on_another_node_is_another_start(site: Site) -> None:
+    """HOLDFAST_LAUNCH=fixed on every start: the rank that spoke on node a has an heir on node b, in a new attempt."""
+    a, b = site.node("a"), site.node("b")
+    assert a.declare(RUN, "fixed", list, Member(0, "first", 1)) == (1, True)
+    site.part("a")
+    assert b.declare(RUN, "fixed", list, Member(0, "second", 1)) == (2, True)
+    site.part("b")
+    assert a.declare(RUN, "fixed", list, Member(0, "third", 2)) == (3, True)
+
+
+def test_a_run_that_trains_on_another_node_is_busy(site: Site) -> None:
+    """Until its ranks are gone there, or it is taken over."""
+    a, b = site.node("a"), site.node("b")
+    a.declare(RUN, "first", list, Member(0, "s", 1))
+    with pytest.raises(RunBusy, match="on node a") as busy:
+        b.declare(RUN, "second", list, Member(0, "t", 1))
+    assert "HOLDFAST_TAKE_OVER" in str(busy.value.hint) and b.newest(RUN) == 0
+    assert b.declare(RUN, "second", list, Member(0, "t", 1, take_over=True)) == (2, True)
+    assert b.declare("other", "first", list, Member(0, "t", 1)) == (1, True)
+
+
+def test_ranks_of_one_launch_use_one_daemon(site: Site) -> None:
+    """Those of a second node are told whom to use, instead of waiting for each other."""
+    a, b = site.node("a"), site.node("b")
+    a.declare(RUN, "first", list, Member(0, "s", 2))
+    with pytest.raises(InvalidRequest, match="node a"):
+        b.declare(RUN, "first", list, Member(1, "t", 2))
+    assert a.declare(RUN, "first", list, Member(1, "t", 2)) == (1, False)
+
+
+def test_launches_that_start_at_once_get_numbers_of_their_own(site: Site) -> None:
+    """Eight nodes, eight launches that take the run over: eight numbers."""
+    nodes = [site.node(f"n{number}") for number in range(8)]
+    given: list[int] = []
+
+    def declare(number: int) -> None:
+        given.append(nodes[number].declare(RUN, f"l{number}", list, Member(0, f"s{number}", 1, take_over=True))[0])
+
+    _at_once(declare)
+    assert sorted(given) == list(range(1, 9))
+
+
+def test_without_the_catalog_storage_gives_the_numbers_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number is one launch's, of eight that ask at once without SQL; and SQL then goes on behind them."""
+    nodes = [site.node(f"n{number}") for number in range(8)]
+    watcher = site.node("watcher")
+    assert watcher.declare(RUN, "before", list, Member(0, "w", 1)) == (1, True)
+    site.part("watcher")
+    for one in nodes:
+        away(one, monkeypatch)
+    given: list[int] = []
+
+    def declare(number: int) -> None:
+        given.append(nodes[number].declare(RUN, f"l{number % 4}", list, Member(number // 4, f"s{number}", 2))[0])
+
+    _at_once(declare)
+    assert sorted(set(given)) == [2, 3, 4, 5] and len(given) == 8  # four launches of two ranks
+    assert watcher.declare(RUN, "after", list, Member(0, "w2", 1)) == (6, True)
+
+
+def test_ranks_that_come_back_need_no_catalog(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where their daemon was started anew meanwhile: what it was told is in its own file."""
+    a = site.node("a")
+    a.declare(RUN, "first", list, Member(0, "s", 1))
+    assert a.answer(RUN, 1, 0, 7) == 7
+    again = site.node("a")
+    away(again, monkeypatch)
+    assert again.declare(RUN, "first", list, Member(0, "s", 1)) == (1, False)
+    assert again.asked(RUN, 1, 0) == (True, 7) and again.answer(RUN, 1, 0, 9) == 7
+    assert again.answer(RUN, 1, 1, 9) == 9
+
+
+def test_an_answer_is_the_same_on_all_nodes(site: Site) -> None:
+    """The first one counts."""
+    a, b = site.node("a"), site.node("b")
+    a.declare(RUN, "first", list, Member(0, "s", 1))
+    assert a.answer(RUN, 1, 0, 5) == 5 and b.answer(RUN, 1, 0, 6) == 5 and b.asked(RUN, 1, 0) == (True, 5)
+
+
+@pytest.mark.parametrize("with_catalog", [True, False])
+def test_what_an_older_attempt_seals_is_not_committed_behind_a_newer_ones_back(
+    site: Site, monkeypatch: pytest.MonkeyPatch, with_catalog: bool
+) -> None:
+    """Once the newer launch was told what to restore; before, it still waits for what was sealed."""
+    a, b = site.node("a"), site.node("b")
+    a.declare(RUN, "first", list, Member(0, "s", 1))
+    a.refuse_overtaken(RUN, 1)
+    b.declare(RUN, "second", list, Member(0, "t", 1, take_over=True))
+    a.refuse_overtaken(RUN, 1)
+    b.answer(RUN, 2, 0, 10)
+    if not with_catalog:
+        away(a, monkeypatch)
+    with pytest.raises(StaleAttempt, match="attempt 2 has started on another node"):
+        a.refuse_overtaken(RUN, 1)
+    b.refuse_overtaken(RUN, 2)
+
+
+def test_a_lost_catalog_gives_no_number_out_twice(site: Site) -> None:
+    """An empty database in its place: the claims in the root say where to go on."""
+    a = site.node("a")
+    a.declare(RUN, "first", list, Member(0, "s", 1))
+    site.part("a")
+    with a._database.apart() as session:
+        session.execute(text("TRUNCATE runs, attempts, speakers, answers CASCADE"))
+    assert site.node("b").declare(RUN, "second", list, Member(0, "t", 1)) == (2, True)
+
+
+def test_attempts_of_a_daemon_that_served_alone_are_known(site: Site) -> None:
+    """A root that comes from one machine goes on where it was."""
+    alone = Attempts(site.tier)
+    alone.merge({})
+    for number in range(3):
+        alone.declare(RUN, f"old-{number}", list)
+    assert site.node("a").declare(RUN, "new", list, Member(0, "s", 1)) == (4, True)
+
+
+def test_old_claims_go(site: Site) -> None:
+    """A run that starts often leaves a handful of them."""
+    a = site.node("a")
+    for number in range(10):
+        a.declare(RUN, f"l{number}", list, Member(0, f"s{number}", 1))
+    left = [naming.parse_claim_file(name) for name in site.tier.list(naming.CLAIMS)]
+    assert sorted(left) == [(RUN, number) for number in (7, 8, 9, 10)]
+
+
+def test_what_another_node_is_writing_is_waited_for(site: Site) -> None:
+    """A sealed save of a node that lives, not an open one, and not one of a node that is gone."""
+    a, b = site.node("a"), site.node("b")
+    catalog = Catalog(a._database, "a")
+    number, _ = catalog.note_round(RUN, 1, 1, 1, "2026-01-01T00:00:00Z")
+    assert not b.sealed_elsewhere(RUN)
+    catalog.update_round(number, sealed=1)
+    assert b.sealed_elsewhere(RUN) and not a.sealed_elsewhere(RUN)
+    site.clusters["a"].close()
+    assert not b.sealed_elsewhere(RUN)
+
+
+def _at_once(act: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=act, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)

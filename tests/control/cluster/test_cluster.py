@@ -1,0 +1,98 @@
+"""What nodes tell each other: whose ranks are where, and what is being read."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from sqlalchemy import update
+
+from holdfast_service.control.cluster.cluster import Cluster, Crew, deciding
+from holdfast_service.control.cluster.membership import later
+from holdfast_service.control.database.schema import HoldRow
+from holdfast_service.control.database.visible import limited_to
+from tests.control.cluster.nodes import LEASE_S, Nodes, nodes
+
+__all__ = ["nodes"]
+
+
+def elsewhere(cluster: Cluster, run: str) -> dict[str, Crew]:
+    with cluster.database.apart() as session:
+        return cluster.crews.elsewhere(session, run)
+
+
+def arrive(cluster: Cluster, run: str, crew: Crew) -> None:
+    with cluster.database.apart() as session:
+        cluster.crews.arrive(session, run, crew)
+
+
+def test_ranks_are_seen_from_other_nodes(nodes: Nodes) -> None:
+    """From the moment that they are let in, until they are gone; one's own are not elsewhere."""
+    a, b = nodes.add("a"), nodes.add("b")
+    arrive(a, "run", Crew(1, 8, 1))
+    assert elsewhere(b, "run") == {"a": Crew(1, 8, 1)} and elsewhere(a, "run") == {} == elsewhere(b, "other")
+    a.crews.tell()  # a rank that was let in and has not connected yet is not forgotten
+    assert elsewhere(b, "run") == {"a": Crew(1, 8, 1)}
+    a.crews.here = lambda: {"run": Crew(2, 8, 8)}
+    a.crews.tell()
+    assert elsewhere(b, "run") == {"a": Crew(2, 8, 8)} and b.crews.by_node() == {"a": 8}
+    with limited_to("other*"):
+        assert b.crews.by_node() == {}
+    a.crews.here = dict
+    a.crews.parted("run")
+    a.crews.tell()
+    assert elsewhere(b, "run") == {}
+
+
+def test_ranks_of_a_node_that_is_gone_are_gone(nodes: Nodes) -> None:
+    """Nobody is kept out of a run by a node that nobody hears any more."""
+    a, b = nodes.add("a", LEASE_S), nodes.add("b")
+    arrive(a, "run", Crew(1, 8, 8))
+    time.sleep(LEASE_S * 1.2)
+    assert elsewhere(b, "run") == {}
+
+
+def test_what_is_read_by_way_of_a_node_is_held_for_all(nodes: Nodes) -> None:
+    """Until a beat finds that it is read no more, or the hold ends because there are no beats."""
+    a, b = nodes.add("a"), nodes.add("b")
+    a.holds.announce("run", 1)
+    a.holds.announce("run", 2)
+    assert set(b.holds.elsewhere("run")) == {1, 2} and a.holds.elsewhere("run") == {}
+    a.holds.here = lambda: {("run", 2), ("run", 3)}
+    a.holds.renew()
+    assert set(b.holds.elsewhere("run")) == {2, 3}
+    with a.database.apart() as session:
+        session.execute(update(HoldRow).values(until=later(-1)))
+    assert b.holds.elsewhere("run") == {}
+
+
+def test_a_reader_waits_for_a_removal_that_is_being_decided(nodes: Nodes) -> None:
+    """What is announced while another node decides is announced behind it, so each sees what the other did (I16)."""
+    a, b = nodes.add("a"), nodes.add("b")
+    told = threading.Event()
+
+    def read() -> None:
+        a.holds.announce("run", 1)
+        told.set()
+
+    with b.locks.locked(deciding("run")):
+        thread = threading.Thread(target=read)
+        thread.start()
+        assert not told.wait(0.3) and b.holds.elsewhere("run") == {}
+    thread.join(30)
+    assert set(b.holds.elsewhere("run")) == {1}
+
+
+def test_readers_do_not_wait_for_each_other(nodes: Nodes) -> None:
+    """Of one run, on several nodes."""
+    a, b = nodes.add("a"), nodes.add("b")
+    with a.locks.locked(deciding("run"), shared=True):
+        b.holds.announce("run", 1)
+    assert set(a.holds.elsewhere("run")) == {1}
+
+
+def test_without_the_catalog_a_reader_reads(nodes: Nodes) -> None:
+    """Nobody can be told, and nobody can decide on a removal either."""
+    away = Cluster(nodes.add("a").database.at("postgresql://nobody@127.0.0.1:1/none"), "b")
+    away.holds.announce("run", 1)
+    away.close()

@@ -1,0 +1,92 @@
+"""Duties are one node's at a time and pass on when it is gone; locks keep two nodes from deciding at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from sqlalchemy import text
+
+from holdfast_formats.errors import CatalogUnavailable
+from tests.control.cluster.nodes import LEASE_S, Nodes, nodes
+
+__all__ = ["nodes"]
+
+
+def test_a_duty_is_one_nodes(nodes: Nodes) -> None:
+    """Whoever asks first has it, and keeps it as long as it renews it."""
+    a, b = nodes.add("a"), nodes.add("b")
+    assert a.duties.has("scrub") and not b.duties.has("scrub") and a.duties.has("scrub")
+    assert b.duties.has("upkeep")
+    assert {member.name: member.duties for member in a.membership.members()} == {"a": ("scrub",), "b": ("upkeep",)}
+
+
+@pytest.mark.parametrize("how", ["leaves", "is gone"])
+def test_another_node_takes_a_duty_over(nodes: Nodes, how: str) -> None:
+    """At once where the first one says goodbye, and when its lease ends where it does not."""
+    a, b = nodes.add("a", LEASE_S), nodes.add("b")
+    assert a.duties.has("scrub") and not b.duties.has("scrub")
+    if how == "leaves":
+        a.close()
+    else:
+        time.sleep(LEASE_S * 1.2)
+    assert b.duties.has("scrub")
+    assert not a.duties.has("scrub")
+
+
+def test_a_duty_is_renewed_with_the_beat(nodes: Nodes) -> None:
+    """A duty lasts as long as its node's beats, and one that became another's is not taken back."""
+    a, b = nodes.add("a", LEASE_S), nodes.add("b")
+    a.duties.has("scrub")
+    for _ in range(4):
+        time.sleep(LEASE_S / 2)
+        assert a.membership.beat()
+        a.duties.renew()
+        assert not b.duties.has("scrub")
+    a.duties.give_up("scrub")
+    assert b.duties.has("scrub")
+    a.duties.renew()
+    assert not a.duties.has("scrub")
+
+
+def test_who_is_no_member_has_no_duty(nodes: Nodes) -> None:
+    """A node that was fenced off, or never joined, does nothing for the others (I16)."""
+    stranger = nodes.add("stranger", joined=False)
+    late = nodes.add("late", LEASE_S)
+    time.sleep(LEASE_S * 1.2)
+    assert not stranger.duties.has("scrub") and not late.duties.has("scrub")
+
+
+def test_a_lock_is_one_nodes_at_a_time(nodes: Nodes) -> None:
+    """The second one waits until the first one is done; of another name it does not."""
+    a, b = nodes.add("a"), nodes.add("b")
+    order: list[str] = []
+    inside = threading.Event()
+
+    def second() -> None:
+        inside.wait()
+        with b.locks.locked("deciding run"):
+            order.append("b")
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with a.locks.locked("deciding run"):
+        inside.set()
+        with b.locks.locked("deciding another"):
+            order.append("another")
+        thread.join(0.3)
+        order.append("a")
+    thread.join(30)
+    assert order == ["another", "a", "b"]
+
+
+def test_a_lock_ends_with_its_nodes_connection(nodes: Nodes) -> None:
+    """A node that is cut off holds up nobody, and learns that it has lost the lock."""
+    a, b = nodes.add("a"), nodes.add("b")
+    with pytest.raises(CatalogUnavailable), a.locks.locked("deciding run"):
+        with b.database.apart() as session:
+            others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+            session.execute(text(f"{others} AND datname = current_database()"))
+        with b.locks.locked("deciding run"):
+            pass

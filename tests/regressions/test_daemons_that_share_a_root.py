@@ -1,0 +1,228 @@
+"""Decisions of two nodes on one root and one catalog: neither does what a living other one has to be asked about."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast_formats import naming
+from holdfast_formats.errors import InUse, Pinned
+from holdfast_formats.rest.retention import RetentionPolicy
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.checkpoints import consistency, removal, run_files
+from holdfast_service.control.decisions import Decisions
+from holdfast_service.storage.posix import PosixTier
+from tests.control.cluster.nodes import Nodes, nodes
+from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
+
+__all__ = ["nodes"]
+RUN = "run"
+OLD_S = 7200.0
+
+
+class Node:
+    """One daemon's decisions."""
+
+    def __init__(self, nodes: Nodes, root: Path, name: str, lease_s: float = 30.0) -> None:
+        self.cluster = nodes.add(name, lease_s)
+        self.tier = PosixTier(root, node=name)
+        self.catalog = Catalog(self.cluster.database, name)
+        self.decisions = Decisions(self.tier, self.catalog, None, name, self.cluster)
+        self.decisions.recover()
+
+
+@pytest.fixture
+def pair(nodes: Nodes, tmp_path: Path) -> Iterator[tuple[Node, Node]]:
+    made = Node(nodes, tmp_path, "a"), Node(nodes, tmp_path, "b")
+    yield made
+    for node in made:
+        node.decisions.close()
+
+
+def committed(node: Node, *steps: int) -> None:
+    for step in steps:
+        put_checkpoint(node.tier, a_manifest(RUN, step))
+        node.catalog.record_checkpoint(a_row(RUN, step))
+        mark_verified(node.catalog, RUN, step)
+
+
+def steps(node: Node) -> list[int]:
+    return sorted(found.step for found in node.catalog.checkpoints(RUN, None, 100).items)
+
+
+def test_a_start_leaves_the_saves_and_the_list_of_others(pair: tuple[Node, Node]) -> None:
+    """What node a has open, stages and lists is there when node b has started, also a second time."""
+    a, b = pair
+    committed(a, 1)
+    number, _ = a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
+    staged = naming.staging_path(RUN, 2, 1)
+    a.tier.put(f"{staged}/model.safetensors", b"half")
+    b.decisions.recover()
+    assert b.decisions.recorded(30)
+    assert [found.id for found in a.catalog.rounds(RUN, "open").items] == [number]
+    assert a.tier.list(staged) == ["model.safetensors"] and steps(b) == [1]
+
+
+def test_its_own_saves_of_before_end_with_its_start(pair: tuple[Node, Node]) -> None:
+    """A daemon that comes back ends what it had open, and nothing else."""
+    a, b = pair
+    mine, _ = a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
+    other, _ = b.catalog.note_round("other", 2, 1, 1, "2026-01-01T00:00:00Z")
+    a.decisions.recover()
+    assert a.decisions.recorded(30)
+    assert [found.id for found in a.catalog.rounds(None, "open").items] == [other]
+    assert [found.id for found in a.catalog.rounds(RUN, "aborted").items] == [mine]
+
+
+def test_who_looks_after_the_root_ends_the_saves_of_nodes_that_are_gone(pair: tuple[Node, Node]) -> None:
+    """And no others."""
+    a, b = pair
+    gone, _ = a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
+    b.catalog.note_round("other", 2, 1, 1, "2026-01-01T00:00:00Z")
+    b.decisions.upkeep()
+    assert len(b.catalog.rounds(None, "open").items) == 2
+    a.cluster.close()
+    b.decisions.upkeep()
+    assert [found.id for found in b.catalog.rounds(None, "aborted").items] == [gone]
+    assert [found.run for found in b.catalog.rounds(None, "open").items] == ["other"]
+
+
+def test_only_what_nobody_writes_to_is_swept(pair: tuple[Node, Node]) -> None:
+    """By the storage's clock: a tree of two hours ago goes, one that was written to now stays."""
+    a, b = pair
+    stale, fresh = naming.staging_path(RUN, 1, 1), naming.staging_path(RUN, 2, 1)
+    for path in (stale, fresh):
+        a.tier.put(f"{path}/model.safetensors", b"half")
+    b.decisions.upkeep()
+    assert a.tier.list(f"{RUN}/{naming.STAGING}") == [Path(stale).name, Path(fresh).name]
+    time.sleep(0.6)
+    a.tier.put(f"{fresh}/more.safetensors", b"half")
+    b.decisions.upkeep(idle_s=0.5)
+    assert a.tier.list(f"{RUN}/{naming.STAGING}") == [Path(fresh).name]
+
+
+def test_a_checkpoint_between_two_renames_is_put_back_and_never_swept(pair: tuple[Node, Node]) -> None:
+    """What stands aside while it is replaced goes back to its place, however old its files are."""
+    a, b = pair
+    committed(a, 1)
+    aside = naming.replaced_path(RUN, 1)
+    a.tier.publish(naming.checkpoint_path(RUN, 1), aside)
+    assert removal.sweep(b.tier, 0.0) == []
+    b.decisions.upkeep(idle_s=0.0)
+    assert a.tier.size(f"{naming.checkpoint_path(RUN, 1)}/{naming.COMMIT}") is not None
+
+
+def test_what_is_read_by_way_of_one_node_stays_on_all(pair: tuple[Node, Node]) -> None:
+    """Retention of node b keeps it, `rm` by way of node b is refused, and both go through when the reader is done."""
+    a, b = pair
+    committed(a, 1, 2, 3)
+    with a.decisions.reading(RUN, 1):
+        b.decisions.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
+        b.decisions.rotation.apply(RUN)
+        assert steps(b) == [1, 3]
+        with pytest.raises(InUse):
+            b.decisions.rotation.remove(RUN, 1)
+    a.cluster.holds.renew()
+    b.decisions.rotation.apply(RUN)
+    assert steps(b) == [3]
+
+
+def test_a_restore_by_way_of_one_node_holds_its_step_on_all(pair: tuple[Node, Node]) -> None:
+    """What a launch was told to restore is not removed while its ranks read it."""
+    a, b = pair
+    committed(a, 1, 2)
+    attempt = a.decisions.hello(RUN, "launch", 1, None, 0, "session")
+    assert a.decisions.choose(RUN, attempt, 0, 1, ()) == 1
+    with pytest.raises(InUse):
+        b.decisions.rotation.remove(RUN, 1)
+    a.decisions.parted(RUN, attempt)
+    a.cluster.holds.renew()
+    b.decisions.rotation.remove(RUN, 1)
+
+
+def test_a_pin_that_was_set_holds_on_all_nodes(pair: tuple[Node, Node]) -> None:
+    """Pins set by way of both nodes at once are all there, and no removal decides between reading and removing (I4)."""
+    a, b = pair
+    committed(a, *range(1, 21))
+    a.decisions.rotation.set_policy(RUN, RetentionPolicy(last=30), "*")
+
+    def pin(node: Node, steps: range) -> None:
+        for step in steps:
+            node.decisions.rotation.mark(RUN, step, lambda file, step=step: run_files.pinned(file, step))
+
+    threads = [
+        threading.Thread(target=pin, args=(a, range(1, 21, 2))),
+        threading.Thread(target=pin, args=(b, range(2, 21, 2))),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert run_files.read_run_file(a.tier, RUN).pins == tuple(range(1, 21))
+    b.decisions.rotation.set_policy(RUN, RetentionPolicy(last=1), "*")
+    b.decisions.rotation.apply(RUN)
+    assert steps(a) == list(range(1, 21))
+    with pytest.raises(Pinned):
+        b.decisions.rotation.remove(RUN, 4)
+
+
+def test_two_nodes_that_apply_a_policy_at_once_remove_the_same(pair: tuple[Node, Node]) -> None:
+    """Each checkpoint goes once, and what is to stay stays."""
+    a, b = pair
+    committed(a, *range(1, 21))
+    file = run_files.RunFile(policy=RetentionPolicy(last=3))
+    run_files.write_run_file(a.tier, RUN, file)
+    removed: list[int] = []
+    threads = [threading.Thread(target=lambda n=node: removed.extend(n.decisions.rotation.apply(RUN))) for node in pair]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(removed) == list(range(1, 18)) and steps(b) == [18, 19, 20]
+
+
+def test_a_run_that_trains_on_another_node_is_not_swept_as_empty(pair: tuple[Node, Node]) -> None:
+    """Nothing was ever saved to it, and node b has never seen its ranks: it stays as long as node a has them."""
+    a, b = pair
+    a.decisions.hello(RUN, "launch", 1, None, 0, "session")
+    assert not b.decisions.empty_runs.forget(RUN)
+    a.cluster.crews.parted(RUN)
+    a.cluster.crews.tell()
+    assert b.decisions.empty_runs.forget(RUN)
+
+
+def test_the_catalogs_check_knows_who_else_writes(pair: tuple[Node, Node]) -> None:
+    """A save of node a is no save that nobody writes, for node b; once node a is gone it is."""
+    a, b = pair
+    a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
+    assert b.decisions.writers() == {"a", "b"}
+    assert consistency.check(b.tier, b.catalog, b.decisions.writers()).count == 0
+    a.cluster.close()
+    found = consistency.check(b.tier, b.catalog, b.decisions.writers())
+    assert [item.kind for item in found.items] == ["round-nobody-writes"]
+
+
+def test_what_a_node_knows_of_ranks_all_show(pair: tuple[Node, Node]) -> None:
+    """Whether a run is running, ended or lost, whichever node its ranks were connected to."""
+    a, b = pair
+    attempt = a.decisions.hello(RUN, "launch", 1, None, 0, "session")
+    a.decisions.became(RUN, attempt, "lost")
+    assert a.decisions.recorded(30)
+    assert b.decisions.lives({})[RUN].life == "lost" == a.decisions.lives({})[RUN].life
+
+
+def test_files_that_a_node_replaces_are_not_another_ones_halves(pair: tuple[Node, Node], tmp_path: Path) -> None:
+    """A crash leaves a half-written file under its node's own name; another node's replacement goes through."""
+    a, b = pair
+    (tmp_path / RUN).mkdir()
+    (tmp_path / RUN / ".run.json.a.new").write_bytes(b"half")
+    b.tier.replace(f"{RUN}/run.json", b"whole")
+    assert (tmp_path / RUN / "run.json").read_bytes() == b"whole"
+    assert os.path.exists(tmp_path / RUN / ".run.json.a.new")
+    a.tier.replace(f"{RUN}/run.json", b"newer")
+    assert not os.path.exists(tmp_path / RUN / ".run.json.a.new")

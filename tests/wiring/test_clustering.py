@@ -1,0 +1,50 @@
+"""The care of a root: by one node at a time, and by another one when that is gone."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from holdfast_service.control.cluster.cluster import Cluster
+from holdfast_service.wiring.clustering import UPKEEP, Upkeep
+from tests.control.cluster.nodes import LEASE_S, Nodes, nodes
+from tests.daemons import wait_until
+
+__all__ = ["nodes"]
+
+
+class Cared:
+    """Decisions whose upkeep is counted."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.fails = False
+        self._lock = threading.Lock()
+
+    def upkeep(self) -> None:
+        with self._lock:
+            self.times += 1
+        if self.fails:
+            raise RuntimeError("the disk is away")
+
+
+def caring(cluster: Cluster, decisions: Any) -> Upkeep:
+    return Upkeep(cluster, decisions, every_s=0.05)
+
+
+def test_one_node_cares_and_the_next_one_takes_over(nodes: Nodes) -> None:
+    """A failure does not end it; a node that is gone does, and then the other one begins."""
+    a, b = nodes.add("a", LEASE_S), nodes.add("b")
+    first, second = Cared(), Cared()
+    first.fails = True
+    a.membership.start()
+    of_a = caring(a, first)
+    wait_until(lambda: first.times > 3)
+    of_b = caring(b, second)
+    wait_until(lambda: first.times > 10)
+    assert second.times == 0
+    of_a.close()
+    a.close()
+    wait_until(lambda: second.times > 3)
+    of_b.close()
+    assert b.duties.has(UPKEEP)
