@@ -15,6 +15,7 @@ from holdfast_formats.errors import InUse, Pinned
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, removal, run_files
+from holdfast_service.control.cluster.cluster import changing
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.storage.posix import PosixTier
 from tests.control.cluster.nodes import Nodes, nodes
@@ -169,6 +170,21 @@ def test_a_pin_that_was_set_holds_on_all_nodes(pair: tuple[Node, Node]) -> None:
     assert steps(a) == list(range(1, 21))
     with pytest.raises(Pinned):
         b.decisions.rotation.remove(RUN, 4)
+
+
+def test_a_runs_file_is_changed_by_one_node_at_a_time(pair: tuple[Node, Node]) -> None:
+    """What node b sets waits until node a has replaced the file that it had read, so that neither change is lost."""
+    a, b = pair
+    committed(a, 1)
+    setting = threading.Thread(target=b.decisions.rotation.set_policy, args=(RUN, RetentionPolicy(last=5), "*"))
+    with a.cluster.locks.locked(changing(RUN)):
+        setting.start()
+        setting.join(0.3)
+        assert setting.is_alive() and run_files.read_run_file(a.tier, RUN).policy is None
+        run_files.write_run_file(a.tier, RUN, run_files.RunFile(pins=(1,)))
+    setting.join(30)
+    file = run_files.read_run_file(a.tier, RUN)
+    assert file.pins == (1,) and file.in_force.last == 5
 
 
 def test_two_nodes_that_apply_a_policy_at_once_remove_the_same(pair: tuple[Node, Node]) -> None:

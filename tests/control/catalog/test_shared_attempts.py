@@ -127,6 +127,16 @@ def test_without_the_catalog_storage_gives_the_numbers_out(site: Site, monkeypat
     assert watcher.declare(RUN, "after", list, Member(0, "w2", 1)) == (6, True)
 
 
+def test_a_launch_that_began_without_the_catalog_is_the_same_one_with_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its second rank comes when the catalog is back, to a node that has not been told."""
+    a, b = site.node("a"), site.node("b")
+    away(a, monkeypatch)
+    assert a.declare(RUN, "launch", list, Member(0, "s", 2)) == (1, True)
+    assert b.declare(RUN, "launch", list, Member(1, "t", 2)) == (1, False)
+
+
 def test_ranks_that_come_back_need_no_catalog(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where their daemon was started anew meanwhile: what it was told is in its own file."""
     a = site.node("a")

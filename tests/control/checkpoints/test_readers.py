@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast_formats.errors import InUse, NoSuchCheckpoint
+from holdfast_formats.errors import CatalogUnavailable, InUse, NoSuchCheckpoint
 from holdfast_service.control.checkpoints.readers import CHECK, OPENED, READ_MAX_S, Readers
 
 
@@ -104,3 +104,53 @@ def test_checks_end_when_a_save_waits_for_their_place() -> None:
     assert not readers.is_awaited("run", 5)
     with readers.reading("run", 5, CHECK):
         assert not free(readers)
+
+
+class Elsewhere:
+    """The other nodes: what they were told, and what they read."""
+
+    def __init__(self, readers: Readers) -> None:
+        self.told: list[tuple[str, int, bool]] = []
+        self.read: dict[bool, dict[int, float]] = {True: {}, False: {}}
+        readers.announce = lambda run, step, opened: self.told.append((run, step, opened))
+        readers.elsewhere = lambda run, opened: self.read[opened]
+
+
+def test_other_nodes_are_told_once_of_what_is_read_here() -> None:
+    """Before it is read, and again when one comes who may not lose its place. Checks are not told."""
+    clock = Clock()
+    readers = Readers(clock)
+    others = Elsewhere(readers)
+    with readers.reading("run", 1, CHECK):
+        assert others.told == [] and readers.places() == {}
+    for _ in range(3):
+        readers.hold("run", 1, f"{OPENED} x", 60)
+    assert others.told == [("run", 1, True)] and readers.places() == {("run", 1): True}
+    readers.hold("run", 1, "attempt 1", 60)
+    readers.hold("run", 1, f"{OPENED} y", 60)
+    assert others.told == [("run", 1, True), ("run", 1, False)] and readers.places() == {("run", 1): False}
+
+
+def test_what_other_nodes_read_is_neither_removed_nor_replaced() -> None:
+    """Who has it open elsewhere holds up no replacement, as here."""
+    readers = Readers()
+    others = Elsewhere(readers)
+    others.read = {True: {1: 9.0, 2: 5.0}, False: {2: 5.0}}
+    assert readers.held("run") == {1: 9.0, 2: 5.0} and readers.held("run", opened=False) == {2: 5.0}
+    for step, opened, expected in ((1, True, False), (1, False, True), (2, False, False), (3, True, True)):
+        with readers.removing("run", step, opened) as free:
+            assert free is expected
+
+
+def test_a_replacement_does_not_fail_because_the_other_nodes_cannot_be_asked() -> None:
+    """A removal does: it can wait."""
+    readers = Readers()
+
+    def away(run: str, opened: bool) -> dict[int, float]:
+        raise CatalogUnavailable("away")
+
+    readers.elsewhere = away
+    with readers.removing("run", 1, opened=False) as free:
+        assert free
+    with pytest.raises(CatalogUnavailable), readers.removing("run", 1):
+        pass

@@ -55,12 +55,13 @@ def test_ranks_of_a_node_that_is_gone_are_gone(nodes: Nodes) -> None:
 def test_what_is_read_by_way_of_a_node_is_held_for_all(nodes: Nodes) -> None:
     """Until a beat finds that it is read no more, or the hold ends because there are no beats."""
     a, b = nodes.add("a"), nodes.add("b")
-    a.holds.announce("run", 1)
-    a.holds.announce("run", 2)
+    a.holds.announce("run", 1, False)
+    a.holds.announce("run", 2, True)
     assert set(b.holds.elsewhere("run")) == {1, 2} and a.holds.elsewhere("run") == {}
-    a.holds.here = lambda: {("run", 2), ("run", 3)}
+    assert set(b.holds.elsewhere("run", opened=False)) == {1}
+    a.holds.here = lambda: {("run", 2): False, ("run", 3): True}
     a.holds.renew()
-    assert set(b.holds.elsewhere("run")) == {2, 3}
+    assert set(b.holds.elsewhere("run")) == {2, 3} and set(b.holds.elsewhere("run", opened=False)) == {2}
     with a.database.apart() as session:
         session.execute(update(HoldRow).values(until=later(-1)))
     assert b.holds.elsewhere("run") == {}
@@ -72,7 +73,7 @@ def test_a_reader_waits_for_a_removal_that_is_being_decided(nodes: Nodes) -> Non
     told = threading.Event()
 
     def read() -> None:
-        a.holds.announce("run", 1)
+        a.holds.announce("run", 1, False)
         told.set()
 
     with b.locks.locked(deciding("run")):
@@ -87,12 +88,12 @@ def test_readers_do_not_wait_for_each_other(nodes: Nodes) -> None:
     """Of one run, on several nodes."""
     a, b = nodes.add("a"), nodes.add("b")
     with a.locks.locked(deciding("run"), shared=True):
-        b.holds.announce("run", 1)
+        b.holds.announce("run", 1, False)
     assert set(a.holds.elsewhere("run")) == {1}
 
 
 def test_without_the_catalog_a_reader_reads(nodes: Nodes) -> None:
     """Nobody can be told, and nobody can decide on a removal either."""
     away = Cluster(nodes.add("a").database.at("postgresql://nobody@127.0.0.1:1/none"), "b")
-    away.holds.announce("run", 1)
+    away.holds.announce("run", 1, False)
     away.close()

@@ -95,7 +95,7 @@ def test_joining_takes_away_what_an_earlier_boot_left(nodes: Nodes) -> None:
     """Duties, ranks and holds of a daemon that was killed are nobody's."""
     a = nodes.add("a")
     a.duties.has("scrub")
-    a.holds.announce("run", 1)
+    a.holds.announce("run", 1, False)
     with a.database.apart() as session:
         session.add(CrewRow(run="run", node="a", boot=a.membership.me.boot, attempt=1, world=1, ranks=1))
         session.execute(update(NodeRow).values(machine=this_daemon("a").machine, pid=2**22 + 1))

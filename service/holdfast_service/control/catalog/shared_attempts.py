@@ -7,7 +7,7 @@ told apart, although the catalog is away, or has come back as an older one. What
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from sqlalchemy import delete, func, select
@@ -144,13 +144,16 @@ class SharedAttempts(Attempts):
         with self._database.apart() as session:
             row = lock_run(session, run)
             told = _told(session, run, launch, member)
+            if told is None:  # unless a node gave it one while the catalog was away
+                given = [number for number in self._claims(run) if self._launch_of(run, number) == launch]
+                told = RunAttempts(launches={launch: max(given)} if given else {})
             attempt = told.attempt_of(launch, member)
             crews = self._cluster.crews.elsewhere(session, run)
             new = attempt is None
             if attempt is None:
                 _refuse_busy(run, crews, member)
                 while attempt is None:
-                    attempt = self._give_out(run, launch, max(row.attempt, self.newest(run)))
+                    attempt = self._give_out(run, launch, max(row.attempt, self.newest(run)), self._claims(run))
                 row.attempt = attempt
                 made = AttemptRow(run=run, launch=launch, attempt=attempt, world=member.world, declared=utc_now())
                 session.merge(made)
@@ -167,23 +170,25 @@ class SharedAttempts(Attempts):
     def _claimed(self, run: str, launch: str, member: Member) -> tuple[int, bool]:
         """Without the catalog: the attempt that a node has given this launch, or a new one."""
         while True:
-            found = self._given(run, launch, member)
+            claims = self._claims(run)
+            found = self._given(run, launch, member, claims)
             if found is not None:
                 return found, False
-            made = self._give_out(run, launch, self.newest(run))
+            made = self._give_out(run, launch, self.newest(run), claims)
             if made is not None:
                 return made, True
 
-    def _given(self, run: str, launch: str, member: Member) -> int | None:
+    def _given(self, run: str, launch: str, member: Member, claims: Sequence[int]) -> int | None:
         """The attempt that a node has given this launch, unless this member is of another start."""
         local = self.known().get(run, RunAttempts())
-        given = [attempt for attempt in self._claims(run) if self._launch_of(run, attempt) == launch]
+        given = [attempt for attempt in claims if self._launch_of(run, attempt) == launch]
         told = local.model_copy(update={"launches": {**local.launches, launch: max(given)}}) if given else local
         return told.attempt_of(launch, member)
 
-    def _give_out(self, run: str, launch: str, newest: int) -> int | None:
-        """A number over `newest` that nobody has been given, from now on this launch's; None if another node was faster."""
-        claims = self._claims(run)
+    def _give_out(self, run: str, launch: str, newest: int, claims: Sequence[int]) -> int | None:
+        """The number after `newest` and all `claims`, from now on this launch's; None if another node has given it out since
+        those were read.
+        """
         attempt = max([newest, *claims]) + 1
         if not self._tier.put_first(naming.claim_file(run, attempt), launch.encode()):
             return None
@@ -221,11 +226,11 @@ class SharedAttempts(Attempts):
         return [member.name for member in members(session) if member.live]
 
 
-def _told(session: Session, run: str, launch: str, member: Member) -> RunAttempts:
-    """What the catalog knows of a launch, as far as it concerns one rank."""
+def _told(session: Session, run: str, launch: str, member: Member) -> RunAttempts | None:
+    """What the catalog knows of a launch, as far as it concerns one rank; None where it does not know it."""
     row = session.get(AttemptRow, (run, launch))
     if row is None:
-        return RunAttempts()
+        return None
     spoken = select(SpeakerRow).where(SpeakerRow.run == run, SpeakerRow.rank == member.rank)
     return RunAttempts(
         launches={launch: row.attempt},

@@ -27,7 +27,8 @@ class Readers:
     """The holds of all readers that this process knows. Thread-safe. `freed` hears the run of each hold that is released.
 
     Where several nodes serve a root, `announce` tells the others what is read here, before it is, and `elsewhere` asks what
-    they read: steps, and for how many seconds at least.
+    they read: steps, and for how many seconds at least. Both say whether that is by those alone that read on in what they
+    have open. Checks are not told: they find out that what they read is gone.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,9 +39,9 @@ class Readers:
         self._awaited: Counter[_Key] = Counter()
         self._numbers = count()
         self.freed: Callable[[str], None] = lambda run: None
-        self.announce: Callable[[str, int], None] = lambda run, step: None
-        self.elsewhere: Callable[[str], Mapping[int, float]] = lambda run: {}
-        self._announced: dict[_Key, float] = {}  # until when the other nodes know of it
+        self.announce: Callable[[str, int, bool], None] = lambda run, step, opened: None
+        self.elsewhere: Callable[[str, bool], Mapping[int, float]] = lambda run, opened: {}
+        self._announced: dict[tuple[_Key, bool], float] = {}  # until when the other nodes know of it
 
     def hold(self, run: str, step: int, who: str, seconds: float) -> None:
         """Nothing removes the checkpoint for so long; again for the same `who` is a renewal.
@@ -55,10 +56,13 @@ class Readers:
             if (run, step) in self._removing:
                 raise NoSuchCheckpoint(f"{run}@{step} is being removed", hint=f"holdfast ls {run} lists what there is")
             self._holds.setdefault((run, step), {})[who] = self._clock() + seconds
-            known = self._announced.get((run, step), 0.0) > self._clock()
-            self._announced[run, step] = self._clock() + ANNOUNCED_S
-        if not known:
-            self.announce(run, step)
+            opened = who.startswith(OPENED)
+            known = max(self._announced.get(((run, step), kind), 0.0) for kind in {False, opened}) > self._clock()
+            told = not known and not who.startswith(CHECK)
+            if told:
+                self._announced[(run, step), opened] = self._clock() + ANNOUNCED_S
+        if told:
+            self.announce(run, step, opened)
 
     def release(self, run: str, step: int, who: str) -> None:
         """End a hold; does nothing for one that has ended."""
@@ -101,17 +105,21 @@ class Readers:
             here = {step: max(ends) - now for step, ends in found.items() if ends}
         return here | {step: max(left, here.get(step, 0.0)) for step, left in elsewhere.items()}
 
-    def places(self) -> set[tuple[str, int]]:
-        """What is being read here now."""
+    def places(self) -> dict[tuple[str, int], bool]:
+        """What is being read here now, but by checks, and whether by those alone that read on in what they have open."""
         now = self._clock()
         with self._lock:
             self._announced = {key: until for key, until in self._announced.items() if until > now}
-            return {key for key, held in self._holds.items() if any(until > now for until in held.values())}
+            reading = {
+                key: [who.startswith(OPENED) for who, until in held.items() if until > now and not who.startswith(CHECK)]
+                for key, held in self._holds.items()
+            }
+        return {key: all(opened) for key, opened in reading.items() if opened}
 
     def _elsewhere(self, run: str, opened: bool) -> Mapping[int, float]:
         """What other nodes read. A save that takes a checkpoint's place does not fail because they cannot be asked."""
         try:
-            return self.elsewhere(run)
+            return self.elsewhere(run, opened)
         except CatalogUnavailable:
             if opened:
                 raise

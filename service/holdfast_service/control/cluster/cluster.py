@@ -90,24 +90,29 @@ class SharedHolds:
 
     def __init__(self, membership: Membership, locks: ClusterLocks) -> None:
         self._membership, self._locks, self._database = membership, locks, membership.database
-        self.here: Callable[[], set[tuple[str, int]]] = set
+        self.here: Callable[[], Mapping[tuple[str, int], bool]] = dict
         membership.heard.append(self.renew)
 
-    def announce(self, run: str, step: int) -> None:
-        """Somebody begins to read by way of this node. It waits for a removal that another node is deciding on.
+    def announce(self, run: str, step: int, opened: bool) -> None:
+        """Somebody begins to read by way of this node. It waits for a removal that another node is deciding on. `opened`: it
+        reads on in what it has open, so it keeps the checkpoint from removal, not from being replaced.
 
         While the catalog is away no node removes anything, so there is nothing to be told.
         """
         try:
             with self._locks.locked(deciding(run), shared=True), self._database.apart() as session:
-                self._put(session, run, step)
+                self._put(session, run, step, opened)
         except CatalogUnavailable as away:
             log.info("other nodes are not told that %s@%s is being read: %s", run, step, away.detail)
 
-    def elsewhere(self, run: str) -> dict[int, float]:
-        """The steps of a run that are being read by way of other nodes, and for how many seconds at least."""
+    def elsewhere(self, run: str, opened: bool = True) -> dict[int, float]:
+        """The steps of a run that are being read by way of other nodes, and for how many seconds at least; without `opened`,
+        not by those alone that read on in what they have open.
+        """
         left = func.extract("epoch", HoldRow.until - now())
-        wanted = (HoldRow.run == run, HoldRow.node != self._membership.me.name, HoldRow.until > now())
+        wanted = [HoldRow.run == run, HoldRow.node != self._membership.me.name, HoldRow.until > now()]
+        if not opened:
+            wanted.append(HoldRow.opened.is_(False))
         found: dict[int, float] = {}
         with self._database.apart() as session:
             for step, seconds in session.execute(select(HoldRow.step, left).where(*wanted)):
@@ -120,15 +125,16 @@ class SharedHolds:
         with self._database.apart() as session:
             mine = HoldRow.node == self._membership.me.name
             known = {(row.run, row.step) for row in session.scalars(select(HoldRow).where(mine))}
-            for run, step in known - here:
+            for run, step in known - here.keys():
                 session.execute(delete(HoldRow).where(mine, HoldRow.run == run, HoldRow.step == step))
-            for run, step in sorted(here):
-                self._put(session, run, step)
+            for (run, step), opened in sorted(here.items()):
+                self._put(session, run, step, opened)
 
-    def _put(self, session: Session, run: str, step: int) -> None:
-        made = insert(HoldRow).values(run=run, step=step, node=self._membership.me.name, until=later(HOLD_S))
+    def _put(self, session: Session, run: str, step: int, opened: bool) -> None:
+        values = {"opened": opened, "until": later(HOLD_S)}
+        made = insert(HoldRow).values({"run": run, "step": step, "node": self._membership.me.name} | values)
         key = [HoldRow.run, HoldRow.step, HoldRow.node]
-        session.execute(made.on_conflict_do_update(index_elements=key, set_={"until": later(HOLD_S)}))
+        session.execute(made.on_conflict_do_update(index_elements=key, set_=values))
 
 
 class Cluster:

@@ -329,11 +329,14 @@ class SpeakerRow(CatalogTable):
 
 
 class HoldRow(CatalogTable):
-    """A checkpoint that somebody reads by way of a node, which no other node removes before `until`."""
+    """A checkpoint that somebody reads by way of a node, which no other node removes before `until`. Who has `opened` what
+    it reads goes on reading it if it is replaced.
+    """
 
     __tablename__ = "holds"
 
     run: Mapped[str] = mapped_column(_NAME, primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True)
     node: Mapped[str] = mapped_column(String(64), primary_key=True)
+    opened: Mapped[bool] = mapped_column(Boolean)
     until: Mapped[datetime] = mapped_column(_MOMENT)

@@ -56,6 +56,7 @@ def upgrade() -> None:
         sa.Column("run", name, primary_key=True),
         sa.Column("step", sa.BigInteger(), primary_key=True),
         sa.Column("node", sa.String(64), primary_key=True),
+        sa.Column("opened", sa.Boolean(), nullable=False),
         sa.Column("until", _MOMENT, nullable=False),
     )
 
