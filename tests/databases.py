@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -58,6 +58,13 @@ class Postgres:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGQUIT)
         self._process.wait()
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to the server and to all of its processes."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        for pid in (self._process.pid, *map(int, children)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def url(self, database: str = "postgres") -> str:
         return f"postgresql+psycopg://postgres:secret@127.0.0.1:{self.port}/{database}"

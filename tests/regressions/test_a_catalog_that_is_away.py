@@ -5,11 +5,11 @@ Each with a real PostgreSQL that is killed or stopped, and a SQLite file that so
 
 from __future__ import annotations
 
-import os
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,25 +50,10 @@ def on_sqlite(tmp_path: Path) -> Place:
 
 
 def on_postgres(tmp_path: Path, server: Postgres, stopped: bool) -> Place:
-    def signalled(number: int) -> Callable[[], None]:
-        def act() -> None:
-            for process in (server._process.pid, *children(server._process.pid)):
-                signal_to(process, number)
-
-        return act
-
     if stopped:
-        return Place(tmp_path / "root", server.make(), signalled(signal.SIGSTOP), signalled(signal.SIGCONT))
+        stop, go_on = partial(server.signal_all, signal.SIGSTOP), partial(server.signal_all, signal.SIGCONT)
+        return Place(tmp_path / "root", server.make(), stop, go_on)
     return Place(tmp_path / "root", server.make(), server.stop, server.start)
-
-
-def children(pid: int) -> list[int]:
-    return [int(found) for found in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def signal_to(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 @pytest.fixture(params=["locked", "killed", pytest.param("stopped", marks=pytest.mark.crash_slow)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -146,6 +147,27 @@ def test_training_goes_on_on_all_nodes_while_the_catalog_is_away(site: Site) -> 
         with Api(daemon.url) as api:
             wait_until(lambda api=api: _newest(api) == {"one": 2, "two": 2})
             wait_until(lambda d=daemon: all(node["live"] for node in nodes(d).values()))
+
+
+def test_a_catalog_that_stops_answering_stalls_no_save(site: Site) -> None:
+    """SIGSTOP: the server keeps its connections and says nothing on them. Each save() returns as fast as before, and is
+    committed within seconds; a launch begins.
+    """
+    a = site.start("a")
+    with Checkpointer("one", a_state(1.0), at=a.socket) as one:
+        one.save(1, wait="durable").result()
+        site.postgres.signal_all(signal.SIGSTOP)
+        try:
+            for step in range(2, 8):
+                began = time.monotonic()
+                ticket = one.save(step)
+                assert time.monotonic() - began < 1.0
+                ticket.result(timeout=30)
+            with Checkpointer("another", a_state(1.0), at=a.socket) as another:
+                another.save(1, wait="durable").result()
+        finally:
+            site.postgres.signal_all(signal.SIGCONT)
+    assert steps(site.root, "one") == list(range(1, 8)) and steps(site.root, "another") == [1]
 
 
 def _newest(api: Api) -> dict[str, int | None]:

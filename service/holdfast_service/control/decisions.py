@@ -386,7 +386,7 @@ class Decisions:
     def _publish(self, plan: WritePlan) -> Manifest:
         """Publish, in the place of what stands there if that may be replaced: as of now, not of when the round began."""
         if isinstance(self.attempts, SharedAttempts):
-            self.attempts.refuse_overtaken(plan.run, plan.attempt)
+            self.attempts.refuse_overtaken(plan.run, plan.attempt, lambda question: self.book.ask(question, LOOK_S))
         lineage, over = self.standing.place(plan.run, plan.step, plan.attempt, plan.intent)
         about = commit.About(lineage, over)
         if not over:

@@ -39,6 +39,13 @@ BUSY_HINT = (
 )
 
 
+Ask = Callable[[Callable[[], "int | None"]], "int | None"]
+
+
+def _directly(question: Callable[[], int | None]) -> int | None:
+    return question()
+
+
 class SharedAttempts(Attempts):
     """As `Attempts`, for one daemon of several. Thread-safe."""
 
@@ -98,15 +105,19 @@ class SharedAttempts(Attempts):
             self.saw(run, attempt)
         return newer
 
-    def refuse_overtaken(self, run: str, attempt: int) -> None:
+    def refuse_overtaken(self, run: str, attempt: int, ask: Ask = _directly) -> None:
         """`StaleAttempt` where a newer launch was told what to restore: what an older one commits now, it does not know.
 
-        Without the catalog, the files of the other daemons tell.
+        Without the catalog, the files of the other daemons tell. `ask` puts the question, and may give up on an answer.
         """
-        try:
+
+        def answered() -> int | None:
             with self._database.apart() as session:
                 newer = select(func.max(AnswerRow.attempt)).where(AnswerRow.run == run, AnswerRow.attempt > attempt)
-                newest = session.scalar(newer)
+                return session.scalar(newer)
+
+        try:
+            newest = ask(answered)
         except CatalogUnavailable as away:
             log.info("asking the other daemons' files about attempts of %s: %s", run, away.detail)
             newest = self._answered_elsewhere(run, attempt)

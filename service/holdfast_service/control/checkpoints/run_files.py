@@ -100,7 +100,7 @@ class RunFiles:
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
-        self.elsewhere: Callable[[str], AbstractContextManager[None]] = lambda run: nullcontext()
+        self.elsewhere: Callable[[str], AbstractContextManager[object]] = lambda run: nullcontext()
         self.changing = threading.Lock()  # held while a file is read and replaced, or removed with its run
 
     def read(self, run: str) -> RunFile:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from sqlalchemy import delete, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CheckpointError
 from holdfast_service.control.cluster.membership import Membership, later, now
@@ -86,12 +87,12 @@ class ClusterLocks:
         self._database = membership.database
 
     @contextmanager
-    def locked(self, name: str, shared: bool = False) -> Iterator[None]:
-        """Hold the lock `name` for the length of a block. `CatalogUnavailable` if another node has it for too long, or the
-        database does not answer. `shared` with others who share it.
+    def locked(self, name: str, shared: bool = False) -> Iterator[Session]:
+        """Hold the lock `name` for the length of a block, which is one transaction. `CatalogUnavailable` if another node has
+        it for too long, or the database does not answer. `shared` with others who share it.
         """
         lock = func.pg_advisory_xact_lock_shared if shared else func.pg_advisory_xact_lock
         with self._database.apart() as session:
             session.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{_HELD_S}s'"))
             session.execute(select(lock(func.hashtextextended(name, 0))))
-            yield
+            yield session

@@ -129,7 +129,7 @@ class Membership:
         """Renew the lease; False if it was another's meanwhile, or had ended, and this daemon has joined anew."""
         mine = (NodeRow.name == self.me.name, NodeRow.boot == self.me.boot, NodeRow.until > now())
         about = dict(self.about())
-        with self.database.apart() as session:
+        with self.database.apart(hopeful=True) as session:
             renewed = session.scalar(
                 update(NodeRow).where(*mine).values(until=later(self.lease_s), about=about).returning(NodeRow.name)
             )
@@ -160,7 +160,7 @@ class Membership:
         if not self.joined:
             return
         try:
-            with self.database.apart() as session:
+            with self.database.apart(hopeful=True) as session:
                 for row in (DutyRow, CrewRow):
                     session.execute(delete(row).where(row.node == self.me.name, row.boot == self.me.boot))
                 session.execute(delete(HoldRow).where(HoldRow.node == self.me.name))
@@ -190,7 +190,7 @@ class Membership:
 
     def _joined_or_other(self) -> _Other | None:
         """Try to join; the other daemon of this name if there is one whose lease lasts."""
-        with self.database.apart() as session:
+        with self.database.apart(hopeful=True) as session:
             row = session.get(NodeRow, self.me.name)
             dead = row.boot if row is not None and _has_ended(row, self.me) else ""
             free = (NodeRow.until <= now()) | NodeRow.boot.in_([self.me.boot, dead])

@@ -23,6 +23,7 @@ from holdfast_service.control.database.migrations import migrate
 from holdfast_service.control.database.visible import restrict
 
 _SQLITE_FULL = "database or disk is full"  # Python 3.10 does not give the error code
+STUCK_S = 3.0  # in one transaction: nobody else begins one that need not
 DAMAGED = ("malformed", "not a database", "is damaged")  # Python 3.10 does not give the error code
 _WITHOUT_TABLES = ("no such table", "does not exist")
 _HINT = (
@@ -132,10 +133,16 @@ class Database:
             yield session
 
     @contextmanager
-    def apart(self) -> Iterator[Session]:
-        """As `write`, for who shares the catalog with other nodes: it waits for nothing that was told here, is refused
-        only by the database itself, and says so at once.
+    def apart(self, hopeful: bool = False) -> Iterator[Session]:
+        """As `write`, for what nodes tell each other: it does not wait for what this one still has to record.
+
+        Refused at once while the database is known to be away, or has not answered its keeper for a while, unless the
+        caller is `hopeful`: it finds out by itself.
         """
+        since = self.keeper_since
+        stuck = since is not None and time.monotonic() - since > STUCK_S
+        if not hopeful and (self.trouble is not None or stuck):
+            raise CatalogUnavailable(self.trouble.why if self.trouble else "the catalog has not answered yet", hint=_HINT)
         if not self._prepared:
             raise CatalogUnavailable("the catalog has not answered since the daemon started", hint=_HINT)
         with _translated(), Session(self.engine) as session, session.begin():

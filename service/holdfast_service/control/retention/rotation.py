@@ -56,7 +56,7 @@ class Rotation:
         self._files, self.readers = files, readers
         self._local = threading.Lock()
         # A lock of a run against the daemons of other nodes, if there may be any.
-        self.elsewhere: Callable[[str], AbstractContextManager[None]] = lambda run: nullcontext()
+        self.elsewhere: Callable[[str], AbstractContextManager[object]] = lambda run: nullcontext()
         self._turn = threading.Lock()  # for freeing bytes
         self._changed = threading.Condition()
         self._due: dict[str, float] = {}  # run -> time.monotonic()
