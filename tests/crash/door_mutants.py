@@ -42,8 +42,8 @@ DOORS = (
     Mutation(
         "the runs of a token, in lists",
         "service/holdfast_service/control/database/database.py",
-        "_translated(), Session(self._reading) as session:\n            restrict(session)\n",
-        "_translated(), Session(self._reading) as session:\n",
+        "translated(), Session(self._reading) as session:\n            restrict(session)\n",
+        "translated(), Session(self._reading) as session:\n",
         (_DOORS,),
     ),
     Mutation(

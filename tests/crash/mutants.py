@@ -530,7 +530,7 @@ MUTATIONS = (
     Mutation(
         "the order of a reader and a removal on two nodes",
         "service/holdfast_service/control/cluster/cluster.py",
-        "with self._locks.locked(deciding(run), shared=True) as session:",
+        "with self._locks.session(deciding(run), shared=True) as session:",
         "with self._database.apart() as session:",
         ("tests/control/cluster/test_cluster.py",),
     ),

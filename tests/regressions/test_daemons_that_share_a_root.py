@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 from holdfast_formats import naming
-from holdfast_formats.errors import InUse, Pinned
+from holdfast_formats.errors import CatalogUnavailable, InUse, Pinned
 from holdfast_formats.rest.retention import RetentionPolicy
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, removal, run_files
-from holdfast_service.control.cluster.cluster import changing
+from holdfast_service.control.cluster.cluster import Crew, changing
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.storage.posix import PosixTier
 from tests.control.cluster.nodes import Nodes, nodes
@@ -230,6 +231,45 @@ def test_what_a_node_knows_of_ranks_all_show(pair: tuple[Node, Node]) -> None:
     a.decisions.became(RUN, attempt, "lost")
     assert a.decisions.recorded(30)
     assert b.decisions.lives({})[RUN].life == "lost" == a.decisions.lives({})[RUN].life
+
+
+def test_a_run_is_lost_with_its_node(pair: tuple[Node, Node]) -> None:
+    """Nobody saw its ranks go: the node that looks after the root says so, once, when it has missed them twice."""
+    a, b = pair
+    attempt = a.decisions.hello(RUN, "launch", 1, None, 0, "session")
+    a.decisions.became(RUN, attempt, "running")
+    a.cluster.crews.here = lambda: {RUN: Crew(attempt, 1, 1)}
+    a.cluster.crews.tell()
+    assert a.decisions.recorded(30)
+    for _ in range(2):
+        b.decisions.upkeep()
+        assert b.decisions.lives({})[RUN].life == "running"
+    a.cluster.close()
+    b.decisions.upkeep()
+    assert b.decisions.lives({})[RUN].life == "running"
+    for _ in range(2):
+        b.decisions.upkeep()
+        assert b.decisions.lives({})[RUN].life == "lost"
+    assert [event.run for event in b.decisions.events.newest(None, 100) if event.kind == "run-lost"] == [RUN]
+
+
+def test_a_removal_that_stood_still_for_too_long_ends(pair: tuple[Node, Node]) -> None:
+    """The database has given its lock away meanwhile: what it had decided is not carried out (I16)."""
+    a, b = pair
+    committed(a, 1, 2, 3)
+    removed = a.decisions.rotation._discard
+
+    def frozen(*arguments: object) -> dict[int, str]:
+        with b.cluster.database.apart() as session:
+            others = "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND pid <> pg_backend_pid()"
+            session.execute(text(others))
+        return removed(*arguments)
+
+    a.decisions.rotation._discard = frozen
+    a.decisions.rotation._files.change(RUN, lambda file: file.model_copy(update={"policy": RetentionPolicy(last=1)}))
+    with pytest.raises(CatalogUnavailable):
+        a.decisions.rotation.apply(RUN)
+    assert steps(b) == [1, 2, 3]
 
 
 def test_files_that_a_node_replaces_are_not_another_ones_halves(pair: tuple[Node, Node], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from holdfast import Checkpointer
 from holdfast.rest.api import Api
 from holdfast_formats import naming
-from holdfast_formats.errors import RunBusy
+from holdfast_formats.errors import DaemonGone, RunBusy
 from tests.daemons import RunningDaemon, wait_until
 from tests.databases import Postgres
 
@@ -191,6 +191,16 @@ def test_a_daemon_that_would_serve_a_shared_root_alone_is_refused(site: Site) ->
     command = [sys.executable, "-m", "holdfast_service.offline", "catalog", "adopt", "--root", str(site.root)]
     assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
     assert started(site.root).returncode == 0
+
+
+def test_a_trainer_starts_no_daemon_of_its_own_on_a_shared_root(site: Site) -> None:
+    """It says at once which daemon is missing on this machine."""
+    site.start("a").stop()
+    began = time.monotonic()
+    with pytest.raises(DaemonGone, match="share") as refused, Checkpointer("one", a_state(1.0), at=site.root) as one:
+        one.save(1)
+    assert "--catalog postgresql" in str(refused.value.hint) and "secret" not in str(refused.value)
+    assert time.monotonic() - began < 30
 
 
 def test_a_root_that_one_daemon_serves_alone_is_not_shared(site: Site) -> None:

@@ -75,6 +75,12 @@ def _start(root: Path, but: Collection[Path]) -> Path:
             known = _found(root, but)
             if known is not None:
                 return known
+            shared = roots.shared_catalog(root)
+            if shared is not None:
+                raise DaemonGone(
+                    f"no daemon of this machine serves {root}, which daemons of several machines share",
+                    hint=f"start one here: holdfast serve --root {root} --catalog {shared}",
+                )
             log = _launch(root, directory / f"{_PREFIX}{name}-{uuid.uuid4().hex[:6]}.sock", limit)
             if log is None:
                 continue

@@ -43,6 +43,12 @@ def running_socket(root: Path) -> Path | None:
     return None
 
 
+def shared_catalog(root: Path) -> str | None:
+    """The catalog that the daemons of several nodes share, of a root that they serve; None for any other root."""
+    file = _read(root / naming.ROOT_FILE, RootFile)
+    return None if file is None else file.catalog
+
+
 def answers(socket: Path) -> bool:
     """Whether a process listens at a unix socket."""
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:

@@ -47,7 +47,7 @@ from holdfast_service.control.checkpoints.run_files import RunFiles
 from holdfast_service.control.cluster.cluster import Cluster, changing, deciding
 from holdfast_service.control.findings.checks import Findings
 from holdfast_service.control.findings.health import HealthRecords
-from holdfast_service.control.insight.facts import Lived
+from holdfast_service.control.insight.facts import UNKNOWN, Lived
 from holdfast_service.control.launches.choosing import Choices, Known, RestoreQuestion, stands
 from holdfast_service.control.launches.standing import Standing
 from holdfast_service.control.retention.admission import Admission
@@ -92,6 +92,7 @@ class Decisions:
         self._choices = Choices(tier, catalog, self.attempts, self.book, known, self._tell)
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self._started = False  # what an earlier daemon left in the catalog was put right
+        self._missing: set[str] = set()  # runs whose ranks are at no node, although nobody has seen them go
         if cluster is not None:
             self._share(cluster)
 
@@ -145,8 +146,22 @@ class Decisions:
             self.events.add(
                 "save-aborted", f"step {ended.step} was not saved: {why}", ended.run, ended.step, level="warning"
             )
+        self._note_lost(self._cluster)
         for run in roots.runs(self._tier):
             self.rotation.due(run)
+
+    def _note_lost(self, cluster: Cluster) -> None:
+        """Runs whose ranks have not been connected to any node, twice in a row, although nobody has seen them go: their node
+        is gone as well.
+        """
+        noted = self._catalog.lives()
+        missing = {run for run, (_, life, _) in noted.items() if life == "running"} - cluster.crews.connected()
+        for run in missing & self._missing:
+            attempt, at = noted[run][0], utc_now()
+            self._catalog.note_life(run, attempt, "lost", at)
+            text = f"attempt {attempt} is lost: its ranks disappeared with the node to which they were connected"
+            self.events.add("run-lost", text, run, level="error", attempt=attempt)
+        self._missing = missing
 
     def writers(self) -> set[str]:
         """The nodes whose daemons are up, this one among them."""
@@ -264,7 +279,7 @@ class Decisions:
         """What is known of the ranks of all runs, with what is known `here` of those that came to this daemon."""
         found = {run: (known.attempt, Lived(known.life, known.since)) for run, known in self.attempts.known().items()}
         if self._cluster is not None:
-            found |= {run: lived for run, lived in self._noted().items() if lived[0] > found.get(run, (0, None))[0]}
+            found |= {run: lived for run, lived in self._noted().items() if lived[0] > found.get(run, (0, UNKNOWN))[0]}
         for run, (attempt, life) in here.items():
             if run in found and found[run][0] == attempt and found[run][1].life != life:
                 found[run] = attempt, Lived(life)

@@ -14,6 +14,7 @@ from holdfast_formats.moments import utc_now
 from holdfast_formats.rest.consistency import CatalogAdoption
 from holdfast_service import config
 from holdfast_service.control.catalog import salvage
+from holdfast_service.control.catalog.shared_attempts import make_one
 from holdfast_service.control.checkpoints import consistency, ownership
 from holdfast_service.control.database.engines import without_password
 from holdfast_service.storage import PosixTier, lock_root
@@ -57,6 +58,8 @@ def _made(work: str, root: Path, settings: config.Config) -> str:
     try:
         if work == "adopt":
             before = ownership.adopt(opened.catalog, who, utc_now())
+            if shared is None:
+                make_one(tier)
             return CatalogAdoption(catalog=opened.catalog.database.url, root=str(root), before=before).model_dump_json()
         ownership.claim(tier, opened.catalog, who, utc_now())
         made = consistency.rebuild(tier, opened.catalog, writers=(), now=utc_now())

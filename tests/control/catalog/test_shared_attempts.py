@@ -13,7 +13,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, RunBusy, StaleAttempt
 from holdfast_service.control.catalog.attempts import Attempts, Member
 from holdfast_service.control.catalog.catalog import Catalog
-from holdfast_service.control.catalog.shared_attempts import SharedAttempts
+from holdfast_service.control.catalog.shared_attempts import SharedAttempts, make_one
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.storage.posix import PosixTier
 from tests.control.cluster.nodes import Nodes, nodes
@@ -191,6 +191,23 @@ def test_attempts_of_a_daemon_that_served_alone_are_known(site: Site) -> None:
     for number in range(3):
         alone.declare(RUN, f"old-{number}", list)
     assert site.node("a").declare(RUN, "new", list, Member(0, "s", 1)) == (4, True)
+
+
+def test_a_root_that_goes_back_to_one_daemon_gives_no_number_out_twice(site: Site) -> None:
+    """What each node knew, and claims of which no file tells, count; nothing of them is left."""
+    a, b = site.node("a"), site.node("b")
+    a.declare(RUN, "first", list, Member(0, "s", 1))
+    a.answer(RUN, 1, 0, 5)
+    site.part("a")
+    b.declare(RUN, "second", list, Member(0, "t", 1))
+    b.declare("other", "second", list, Member(0, "t", 1))
+    site.tier.put(naming.claim_file(RUN, 7), b"lost")
+    make_one(site.tier)
+    alone = Attempts(site.tier)
+    assert alone.complete and alone.newest(RUN) == 7 and alone.newest("other") == 1 and alone.asked(RUN, 1, 0) == (True, 5)
+    assert alone.declare(RUN, "third", list) == (8, True)
+    assert site.tier.list("") == [naming.ATTEMPTS]
+    make_one(site.tier)
 
 
 def test_old_claims_go(site: Site) -> None:

@@ -275,3 +275,23 @@ def _refuse_spanning(run: str, crews: Mapping[str, Crew]) -> None:
         hint="give every rank the same at=: the address of one daemon, http://HOST:PORT, for ranks of other machines",
         node=node,
     )
+
+
+def make_one(tier: Tier) -> None:
+    """Put what the daemons of several nodes know of attempts into the file of one that serves the root alone.
+
+    For the holder of the root's lock, when the others have been stopped for good. No number is given out twice.
+    """
+    nodes = [name for name in tier.list("") if naming.parse_attempts_file(name) is not None]
+    claims = [claim for claim in map(naming.parse_claim_file, tier.list(naming.CLAIMS)) if claim is not None]
+    if not nodes and not claims:
+        return
+    alone = Attempts(tier)
+    alone.merge({})
+    for name in nodes:
+        alone.merge(read(tier, name) or {})
+    for run, attempt in claims:
+        alone.saw(run, attempt)
+    for name in nodes:
+        tier.remove_file(name)
+    tier.remove_tree(naming.CLAIMS)

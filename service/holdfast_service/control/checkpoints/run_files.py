@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -103,6 +103,12 @@ class RunFiles:
         self.elsewhere: Callable[[str], AbstractContextManager[object]] = lambda run: nullcontext()
         self.changing = threading.Lock()  # held while a file is read and replaced, or removed with its run
 
+    @contextmanager
+    def exclusively(self, run: str) -> Iterator[None]:
+        """Nobody changes the run's file within the block, on no node."""
+        with self.changing, self.elsewhere(run):
+            yield
+
     def read(self, run: str) -> RunFile:
         return read_run_file(self._tier, run)
 
@@ -111,7 +117,7 @@ class RunFiles:
         before = self.read(run)
         if act(before) == before:
             return before
-        with self.changing, self.elsewhere(run):
+        with self.exclusively(run):
             before = self.read(run)
             after = act(before)
             if after != before:

@@ -55,6 +55,12 @@ class Crews:
         with self._database.read() as session:
             return {node: int(count) for node, count in session.execute(total)}
 
+    def connected(self) -> set[str]:
+        """The runs whose ranks are connected to some node that is a member."""
+        live = (NodeRow.name == CrewRow.node) & (NodeRow.boot == CrewRow.boot) & (NodeRow.until > now())
+        with self._database.read() as session:
+            return set(session.scalars(select(CrewRow.run).join(NodeRow, live).where(CrewRow.ranks > 0)))
+
     def arrive(self, session: Session, run: str, crew: Crew) -> None:
         """A rank of this run is let in at this node."""
         with self._lock:
@@ -100,7 +106,7 @@ class SharedHolds:
         While the catalog is away no node removes anything, so there is nothing to be told.
         """
         try:
-            with self._locks.locked(deciding(run), shared=True) as session:
+            with self._locks.session(deciding(run), shared=True) as session:
                 self._put(session, run, step, opened)
         except CatalogUnavailable as away:
             log.info("other nodes are not told that %s@%s is being read: %s", run, step, away.detail)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sqlalchemy import delete, func, select, text, update
@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from holdfast_formats.errors import CheckpointError
 from holdfast_service.control.cluster.membership import Membership, later, now
+from holdfast_service.control.database.database import translated
 from holdfast_service.control.database.schema import DutyRow
 
 log = logging.getLogger(__name__)
@@ -87,10 +88,22 @@ class ClusterLocks:
         self._database = membership.database
 
     @contextmanager
-    def locked(self, name: str, shared: bool = False) -> Iterator[Session]:
-        """Hold the lock `name` for the length of a block, which is one transaction. `CatalogUnavailable` if another node has
-        it for too long, or the database does not answer. `shared` with others who share it.
+    def locked(self, name: str, shared: bool = False) -> Iterator[Callable[[], None]]:
+        """Hold the lock `name` for the length of a block; call what it yields before what must not be done without it.
+
+        `CatalogUnavailable` if another node has it for too long, if it was lost, or if the database does not answer.
+        `shared` with others who share it.
         """
+        with self.session(name, shared) as session:
+            yield lambda: self._check(session)
+
+    def _check(self, session: Session) -> None:
+        with translated():
+            session.execute(select(1))
+
+    @contextmanager
+    def session(self, name: str, shared: bool = False) -> Iterator[Session]:
+        """As `locked`, for statements in the lock's own transaction."""
         lock = func.pg_advisory_xact_lock_shared if shared else func.pg_advisory_xact_lock
         with self._database.apart() as session:
             session.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{_HELD_S}s'"))

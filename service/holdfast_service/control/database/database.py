@@ -84,7 +84,7 @@ class Database:
     def prepare(self) -> None:
         """Bring it to the newest version, made if need be. Connections to what stood there before are given up."""
         self.engine.dispose()
-        with _translated():
+        with translated():
             migrate(self.engine)
         self._prepared, self._file = True, self._identity()
 
@@ -117,7 +117,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Session]:
         """A transaction that reads only, and of the visible runs alone (`visible`); it waits for no writer."""
-        with self._entered(reads=True), _translated(), Session(self._reading) as session:
+        with self._entered(reads=True), translated(), Session(self._reading) as session:
             restrict(session)
             yield session
 
@@ -129,7 +129,7 @@ class Database:
         made earlier: for what the directories tell again, and what nobody acts upon.
         """
         engine = self._hasty if hasty else self.engine
-        with self._entered(reads=False), _translated(), Session(engine) as session, session.begin():
+        with self._entered(reads=False), translated(), Session(engine) as session, session.begin():
             yield session
 
     @contextmanager
@@ -145,7 +145,7 @@ class Database:
             raise CatalogUnavailable(self.trouble.why if self.trouble else "the catalog has not answered yet", hint=_HINT)
         if not self._prepared:
             raise CatalogUnavailable("the catalog has not answered since the daemon started", hint=_HINT)
-        with _translated(), Session(self.engine) as session, session.begin():
+        with translated(), Session(self.engine) as session, session.begin():
             yield session
 
     @property
@@ -172,7 +172,7 @@ class Database:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def translated() -> Iterator[None]:
     """Turn what the database or its driver reports into the named error that says what to do."""
     try:
         yield

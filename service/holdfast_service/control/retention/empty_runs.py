@@ -117,7 +117,7 @@ class EmptyRuns:
         """
         if self._attempts.known().get(run, RunAttempts()) != declared:
             return False
-        with self._files.changing:
+        with self._files.exclusively(run):
             if not removal.remove_bare_run(self._tier, run):
                 return False
         self._attempts.forget(run)

@@ -56,7 +56,9 @@ class Rotation:
         self._files, self.readers = files, readers
         self._local = threading.Lock()
         # A lock of a run against the daemons of other nodes, if there may be any.
-        self.elsewhere: Callable[[str], AbstractContextManager[object]] = lambda run: nullcontext()
+        # It yields what raises once that lock is lost.
+        self.elsewhere: Callable[[str], AbstractContextManager[Callable[[], None]]] = lambda run: nullcontext(_nothing)
+        self._still_deciding: Callable[[], None] = _nothing
         self._turn = threading.Lock()  # for freeing bytes
         self._changed = threading.Condition()
         self._due: dict[str, float] = {}  # run -> time.monotonic()
@@ -76,12 +78,16 @@ class Rotation:
         """
         with self._local, ExitStack() as stack:
             try:
-                stack.enter_context(self.elsewhere(run))
+                self._still_deciding = stack.enter_context(self.elsewhere(run))
+                stack.callback(self._decided)
             except CatalogUnavailable as away:
                 if not without:
                     raise
                 log.info("%s: deciding without the other nodes: %s", run, away.detail)
             yield
+
+    def _decided(self) -> None:
+        self._still_deciding = _nothing
 
     def due(self, run: str, after_s: float = 0.0) -> None:
         """Apply the run's policy soon, or after so many seconds; returns at once."""
@@ -327,6 +333,7 @@ class Rotation:
                         raise InUse(f"{run}@{step} is being read")
                     if names := self._foreign(run, step):
                         raise _holds_foreign(run, step, names)
+                    self._still_deciding()  # this process may have stood still for as long as the lock lasts
                     replicas.removed(self._catalog.database, run, step)  # first: a copy made anew costs less than one left
                     trashed[step] = removal.discard(self._tier, run, step)
                 except NoSuchCheckpoint:
@@ -391,6 +398,10 @@ class Rotation:
                 del self._due[run]
                 self._busy = True
             return run
+
+
+def _nothing() -> None:
+    """Nobody but this process decides."""
 
 
 _READ = "it is being read"
