@@ -20,7 +20,7 @@ TOOLS := $(VENV)/.tools
 DOCS := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test crash fuzz attack e2e browser engine integrations bench docs check format clean tools
+.PHONY: help demo serve test crash fuzz attack cluster e2e browser engine integrations bench docs check format clean tools
 
 help: ## what can be made
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -44,6 +44,10 @@ fuzz: $(READY) ## look for inputs that no reader and no route handles, for FUZZ_
 
 attack: $(READY) ## every route attacked by everybody who may not, and random deaths for ATTACK_S seconds
 	$(BIN)/python -m pytest -m "attack" -s --attack-s $(ATTACK_S) tests/attack
+
+CLUSTER_S ?= 60
+cluster: $(READY) ## daemons of several nodes on one root, killed and cut off at random for CLUSTER_S seconds
+	$(BIN)/python -m pytest -m cluster -s --cluster-s $(CLUSTER_S) tests/cluster
 
 e2e: $(READY) ## the demo and other long runs, as tests
 	$(BIN)/python -m pytest -m e2e

@@ -250,7 +250,7 @@ def test_a_run_is_lost_with_its_node(pair: tuple[Node, Node]) -> None:
     for _ in range(2):
         b.decisions.upkeep()
         assert b.decisions.lives({})[RUN].life == "lost"
-    assert [event.run for event in b.decisions.events.newest(None, 100) if event.kind == "run-lost"] == [RUN]
+    assert [event.run for event in b.decisions.events.newest(None, 100).items if event.kind == "run-lost"] == [RUN]
 
 
 def test_a_removal_that_stood_still_for_too_long_ends(pair: tuple[Node, Node]) -> None:
