@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -231,6 +231,66 @@ def test_what_a_node_knows_of_ranks_all_show(pair: tuple[Node, Node]) -> None:
     a.decisions.became(RUN, attempt, "lost")
     assert a.decisions.recorded(30)
     assert b.decisions.lives({})[RUN].life == "lost" == a.decisions.lives({})[RUN].life
+
+
+class Remembering(PosixTier):
+    """A client of a network file system, which remembers which names there were when it looked before."""
+
+    hidden: frozenset[str] = frozenset()
+
+    def list(self, path: str) -> list[str]:
+        return [name for name in super().list(path) if f"{path}/{name}" not in self.hidden]
+
+    def size(self, path: str) -> int | None:
+        return None if any(path.startswith(f"{name}/") for name in self.hidden) else super().size(path)
+
+    def stamps(self, path: str, names: Sequence[str]) -> dict[str, str]:
+        return {name: stamp for name, stamp in super().stamps(path, names).items() if f"{path}/{name}" not in self.hidden}
+
+
+@pytest.fixture
+def remembering(nodes: Nodes, tmp_path: Path) -> Iterator[tuple[Node, Node, Remembering]]:
+    """Node a has committed steps 1 and 2; node b does not see step 2 yet."""
+    a = Node(nodes, tmp_path, "a")
+    committed(a, 1, 2)
+    b = Node(nodes, tmp_path, "b")
+    tier = Remembering(tmp_path, node="b")
+    tier.hidden = frozenset({naming.checkpoint_path(RUN, 2)})
+    b.decisions = Decisions(tier, b.catalog, None, "b", b.cluster)
+    b.decisions.recover()
+    assert b.decisions.recorded(30)
+    yield a, b, tier
+    a.decisions.close()
+    b.decisions.close()
+
+
+def test_a_step_that_this_node_does_not_see_yet_stays_listed(remembering: tuple[Node, Node, Remembering]) -> None:
+    """Its start compares catalog and directories: what is missing for a moment is not gone, and stays verified."""
+    a, b, _ = remembering
+    assert steps(b) == [1, 2] and a.catalog.checkpoint(RUN, 2).verified
+
+
+def test_a_launch_waits_for_the_newest_step_until_it_is_seen(remembering: tuple[Node, Node, Remembering]) -> None:
+    """A run that moves from node a to node b goes on from where it was, and not from an older step."""
+    _, b, tier = remembering
+    attempt = b.decisions.hello(RUN, "launch", 1, None, 0, "session")
+    chosen: list[int | None] = []
+    asking = threading.Thread(target=lambda: chosen.append(b.decisions.choose(RUN, attempt, 0, None, ())))
+    asking.start()
+    asking.join(1.0)
+    assert asking.is_alive()
+    tier.hidden = frozenset()
+    asking.join(30)
+    assert chosen == [2]
+
+
+def test_a_step_that_stays_missing_is_gone(remembering: tuple[Node, Node, Remembering]) -> None:
+    """Somebody has removed the directory by hand: after a while the launch restores the step before it."""
+    _, b, _ = remembering
+    b.decisions._absences.patience_s = 0.5
+    attempt = b.decisions.hello(RUN, "launch", 1, None, 0, "session")
+    assert b.decisions.choose(RUN, attempt, 0, None, ()) == 1
+    assert steps(b) == [1]
 
 
 def test_a_run_is_lost_with_its_node(pair: tuple[Node, Node]) -> None:

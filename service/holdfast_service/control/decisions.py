@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 
 ASK_S = 10.0
 SETTLE_POLL_S = 0.2
+NAMES_S = 90.0  # clients of network file systems remember for no longer, unless told to, which names there are
 IDLE_S = 3600.0  # nobody writes any more to what has not changed for so long, by the storage's clock
 LOOK_S = 2.0  # how long the catalog is asked which rounds were sealed
 
@@ -89,7 +90,9 @@ class Decisions:
         self._admission = Admission(tier, catalog, self._files, self.rotation, self.book.ask)
         self.standing = Standing(tier, catalog, self.book, self.findings)
         known = Known(self._health, self.findings, self.readers, self.standing.left)
+        self._absences = roots.Absences(0.0 if cluster is None else NAMES_S)
         self._choices = Choices(tier, catalog, self.attempts, self.book, known, self._tell)
+        self._choices.absences = self._absences
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self._started = False  # what an earlier daemon left in the catalog was put right
         self._missing: set[str] = set()  # runs whose ranks are at no node, although nobody has seen them go
@@ -190,7 +193,7 @@ class Decisions:
         if not self._started:
             self.events.skip_lost_ids()
         self._rounds.look_again()
-        for run, step, problem in roots.reconcile(self._tier, self._catalog):
+        for run, step, problem in roots.reconcile(self._tier, self._catalog, absences=self._absences):
             log.error("cannot read %s@%s: %s", run, step, problem.detail)
         self.attempts.merge(self._catalog.declared())
         self._catalog.note_attempts(self.attempts.known())
@@ -382,7 +385,8 @@ class Decisions:
         except StorageFailed as error:
             if error.members.get("outcome") == "unknown":
                 self.book.tell(
-                    "which checkpoints are in the directories", lambda: roots.reconcile(self._tier, self._catalog)
+                    "which checkpoints are in the directories",
+                    lambda: roots.reconcile(self._tier, self._catalog, absences=self._absences),
                 )
             raise
         known = {**(measured or {}), "commit_s": time.monotonic() - began, "bytes": float(made.bytes)}

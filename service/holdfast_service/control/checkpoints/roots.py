@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from holdfast_formats import naming
@@ -24,6 +26,30 @@ class Unreadable(NamedTuple):
     run: str
     step: int | None
     error: CheckpointError
+
+
+class Absences:
+    """Since when steps are missing from the directory although they are listed. Thread-safe.
+
+    Where several nodes serve a root, this one may not see yet what another one has published: a client of a network file
+    system remembers for a while which names there are. So only what stays missing counts as gone.
+    """
+
+    def __init__(self, patience_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        """Steps are gone when they have been missing for `patience_s` seconds."""
+        self.patience_s, self._clock = patience_s, clock
+        self._lock = threading.Lock()
+        self._since: dict[tuple[str, int], float] = {}
+
+    def gone(self, run: str, missing: Collection[int]) -> set[int]:
+        """Which of the missing steps of a run have been missing for long enough. All others of it are there again."""
+        now = self._clock()
+        with self._lock:
+            known = {step: since for (of, step), since in self._since.items() if of == run and step in missing}
+            self._since = {key: since for key, since in self._since.items() if key[0] != run}
+            since = {step: known.get(step, now) for step in missing}
+            self._since |= {(run, step): at for step, at in since.items()}
+        return {step for step, at in since.items() if now - at >= self.patience_s}
 
 
 def runs(tier: Tier) -> list[str]:
@@ -70,22 +96,24 @@ def load_manifest(tier: Tier, run: str, step: int) -> Manifest:
     return made
 
 
-def reconcile(tier: Tier, catalog: Catalog, thorough: bool = False) -> list[Unreadable]:
+def reconcile(tier: Tier, catalog: Catalog, thorough: bool = False, absences: Absences | None = None) -> list[Unreadable]:
     """Make the catalog say what the directories say; return what is on disk but cannot be listed.
 
     What is found becomes listed, unverified; what is listed as it stands on disk keeps what is known of it; what is gone is
     listed no more. What is there and cannot be read stays listed, or becomes listed with what little is known, as damaged:
     nothing vanishes silently. A run that the catalog knows stays known without a directory: its attempt numbers still fence
     off older writers (I6). Where storage says that COMMIT and manifest are those that were listed, they are not read
-    again unless this is to be `thorough`.
+    again unless this is to be `thorough`. With `absences`, what is missing is not gone before they say so.
     """
+    absences = absences or Absences()
     problems: list[Unreadable] = []
     known, found = catalog.known_runs(), runs(tier)
     for run in found:
-        problems += _reconcile_run(tier, catalog, run, known.get(run), thorough)
+        problems += _reconcile_run(tier, catalog, run, known.get(run), absences, thorough)
     for run in known.keys() - set(found):
         if listed := catalog.stamps(run):
-            catalog.relist(run, gone=listed, found=[], stamps={})
+            gone = absences.gone(run, listed)
+            catalog.relist(run, gone={step: listed[step] for step in gone}, found=[], stamps={})
     return problems
 
 
@@ -103,7 +131,9 @@ def unlisted(tier: Tier, catalog: Catalog) -> list[tuple[str, int]]:
     return found
 
 
-def _reconcile_run(tier: Tier, catalog: Catalog, run: str, known: KnownRun | None, thorough: bool) -> list[Unreadable]:
+def _reconcile_run(
+    tier: Tier, catalog: Catalog, run: str, known: KnownRun | None, absences: Absences, thorough: bool
+) -> list[Unreadable]:
     problems: list[Unreadable] = []
     keep_last = known.keep_last if known is not None else None
     try:
@@ -113,7 +143,7 @@ def _reconcile_run(tier: Tier, catalog: Catalog, run: str, known: KnownRun | Non
         problems.append(Unreadable(run, None, error))
     if known is None or keep_last != known.keep_last:
         catalog.set_keep_last(run, keep_last)
-    return problems + _relist(tier, catalog, run, thorough)
+    return problems + _relist(tier, catalog, run, absences, thorough)
 
 
 class Look(NamedTuple):
@@ -133,7 +163,7 @@ def look(tier: Tier, run: str, listed: Mapping[int, str | None], thorough: bool 
     return Look(stands, [step for step in there if step not in stands], stamps)
 
 
-def _relist(tier: Tier, catalog: Catalog, run: str, thorough: bool) -> list[Unreadable]:
+def _relist(tier: Tier, catalog: Catalog, run: str, absences: Absences, thorough: bool) -> list[Unreadable]:
     """List what stands in the run's directory, reading what is not known to stand as it was listed."""
     problems: list[Unreadable] = []
     before = catalog.stamps(run)
@@ -159,7 +189,9 @@ def _relist(tier: Tier, catalog: Catalog, run: str, thorough: bool) -> list[Unre
             found.append((there, stamps.get(step)))
     kept = stands | again.keys() | {made.step for made, _ in damaged}
     # Also one that is found again as another: what was found out of the one before does not hold for this one.
-    gone = {step: before[step] for step in before if step not in kept}
+    replaced = {made.step for made, _ in found}
+    missing = absences.gone(run, before.keys() - kept - replaced)
+    gone = {step: before[step] for step in before if step in replaced or step in missing}
     if gone or found or again:
         catalog.relist(run, gone, found, again)
     for made, damage in damaged:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from holdfast_formats import naming
 from holdfast_formats.choosing import lacking
-from holdfast_formats.errors import CatalogUnavailable, Damaged, NoSuchCheckpoint, StateMismatch
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, Damaged, NoSuchCheckpoint, StateMismatch
 from holdfast_service.control.catalog.attempts import Attempts
 from holdfast_service.control.catalog.book import Book
 from holdfast_service.control.catalog.catalog import Catalog
@@ -23,6 +24,7 @@ from holdfast_service.storage import Tier
 log = logging.getLogger(__name__)
 
 RESTORE_MAX_S = 3600.0  # a launch that has restored and neither saved nor parted since reads no longer than this
+SEEN_POLL_S = 0.5
 ANSWER_S = 10.0  # how long the catalog is waited for before the directories are asked
 
 
@@ -62,6 +64,7 @@ class Choices:
         self._tier, self._catalog, self._attempts = tier, catalog, attempts
         self._book, self._tell = book, tell
         self._health, self._findings, self._readers, self._left = known
+        self.absences = roots.Absences()
         self._choosing = threading.Lock()
         self._restored: dict[tuple[str, int], int] = {}  # (run, attempt) -> the step that its ranks read
 
@@ -74,6 +77,7 @@ class Choices:
         `NoSuchCheckpoint` where there are others only, `CatalogUnavailable` where the catalog cannot say.
         """
         with span("holdfast.restore", {"holdfast.run": asked.run, "holdfast.attempt": asked.attempt}) as tell:
+            self._await_seen(asked)  # not under the lock: other runs do not wait for it
             with self._choosing:
                 chosen = self._chosen(asked)
             tell(**{"holdfast.step": chosen})
@@ -112,6 +116,19 @@ class Choices:
             self._tell("restore-chosen", f"attempt {attempt} restores step {chosen}", run, chosen, attempt=attempt)
         return chosen
 
+    def _await_seen(self, asked: RestoreQuestion) -> None:
+        """Wait until the step that another node has published can be seen here, or has been missing for long enough."""
+        limit = time.monotonic() + self.absences.patience_s
+        while time.monotonic() < limit and not self._attempts.asked(*asked[:3])[0]:
+            try:
+                step = self._book.ask(lambda: self._listed(asked), ANSWER_S)
+            except CheckpointError:  # it is raised again when there is nothing to wait for
+                return
+            if step is None or stands(self._tier, asked.run, step):
+                return
+            log.info("%s@%s is listed and cannot be seen here yet: waiting", asked.run, step)
+            time.sleep(SEEN_POLL_S)
+
     def _note(self, asked: RestoreQuestion, chosen: int | None) -> None:
         self._catalog.answer(asked.run, asked.attempt, asked.turn, chosen)
 
@@ -119,7 +136,7 @@ class Choices:
         """As the catalog has it, once that says what the directories say."""
         run, step = asked.run, asked.step
         if not roots.agrees(self._tier, self._catalog, run):
-            roots.reconcile(self._tier, self._catalog)
+            roots.reconcile(self._tier, self._catalog, absences=self.absences)
         if step is not None:
             self._catalog.checkpoint(run, step)
             return step
