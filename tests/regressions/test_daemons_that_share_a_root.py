@@ -18,6 +18,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import consistency, removal, run_files
 from holdfast_service.control.cluster.cluster import Crew, changing
 from holdfast_service.control.decisions import Decisions
+from holdfast_service.control.root_care import RootCare
 from holdfast_service.storage.posix import PosixTier
 from tests.control.cluster.nodes import Nodes, nodes
 from tests.control.published import a_manifest, a_row, mark_verified, put_checkpoint
@@ -36,6 +37,11 @@ class Node:
         self.catalog = Catalog(self.cluster.database, name)
         self.decisions = Decisions(self.tier, self.catalog, None, name, self.cluster)
         self.decisions.recover()
+
+    @property
+    def care(self) -> RootCare:
+        assert self.decisions.care is not None
+        return self.decisions.care
 
 
 @pytest.fixture
@@ -86,10 +92,10 @@ def test_who_looks_after_the_root_ends_the_saves_of_nodes_that_are_gone(pair: tu
     a, b = pair
     gone, _ = a.catalog.note_round(RUN, 2, 1, 1, "2026-01-01T00:00:00Z")
     b.catalog.note_round("other", 2, 1, 1, "2026-01-01T00:00:00Z")
-    b.decisions.upkeep()
+    b.care.look()
     assert len(b.catalog.rounds(None, "open").items) == 2
     a.cluster.close()
-    b.decisions.upkeep()
+    b.care.look()
     assert [found.id for found in b.catalog.rounds(None, "aborted").items] == [gone]
     assert [found.run for found in b.catalog.rounds(None, "open").items] == ["other"]
 
@@ -100,11 +106,11 @@ def test_only_what_nobody_writes_to_is_swept(pair: tuple[Node, Node]) -> None:
     stale, fresh = naming.staging_path(RUN, 1, 1), naming.staging_path(RUN, 2, 1)
     for path in (stale, fresh):
         a.tier.put(f"{path}/model.safetensors", b"half")
-    b.decisions.upkeep()
+    b.care.look()
     assert a.tier.list(f"{RUN}/{naming.STAGING}") == [Path(stale).name, Path(fresh).name]
     time.sleep(0.6)
     a.tier.put(f"{fresh}/more.safetensors", b"half")
-    b.decisions.upkeep(idle_s=0.5)
+    b.care.look(idle_s=0.5)
     assert a.tier.list(f"{RUN}/{naming.STAGING}") == [Path(fresh).name]
 
 
@@ -115,7 +121,7 @@ def test_a_checkpoint_between_two_renames_is_put_back_and_never_swept(pair: tupl
     aside = naming.replaced_path(RUN, 1)
     a.tier.publish(naming.checkpoint_path(RUN, 1), aside)
     assert removal.sweep(b.tier, 0.0) == []
-    b.decisions.upkeep(idle_s=0.0)
+    b.care.look(idle_s=0.0)
     assert a.tier.size(f"{naming.checkpoint_path(RUN, 1)}/{naming.COMMIT}") is not None
 
 
@@ -302,13 +308,13 @@ def test_a_run_is_lost_with_its_node(pair: tuple[Node, Node]) -> None:
     a.cluster.crews.tell()
     assert a.decisions.recorded(30)
     for _ in range(2):
-        b.decisions.upkeep()
+        b.care.look()
         assert b.decisions.lives({})[RUN].life == "running"
     a.cluster.close()
-    b.decisions.upkeep()
+    b.care.look()
     assert b.decisions.lives({})[RUN].life == "running"
     for _ in range(2):
-        b.decisions.upkeep()
+        b.care.look()
         assert b.decisions.lives({})[RUN].life == "lost"
     assert [event.run for event in b.decisions.events.newest(None, 100).items if event.kind == "run-lost"] == [RUN]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.wiring.clustering import UPKEEP, Upkeep
@@ -14,22 +13,22 @@ __all__ = ["nodes"]
 
 
 class Cared:
-    """Decisions whose upkeep is counted."""
+    """Counts how often it is looked after."""
 
     def __init__(self) -> None:
         self.times = 0
         self.fails = False
         self._lock = threading.Lock()
 
-    def upkeep(self) -> None:
+    def look(self) -> None:
         with self._lock:
             self.times += 1
         if self.fails:
             raise RuntimeError("the disk is away")
 
 
-def caring(cluster: Cluster, decisions: Any) -> Upkeep:
-    return Upkeep(cluster, decisions, every_s=0.05)
+def caring(cluster: Cluster, cared: Cared) -> Upkeep:
+    return Upkeep(cluster, cared.look, every_s=0.05)
 
 
 def test_one_node_cares_and_the_next_one_takes_over(nodes: Nodes) -> None:

@@ -31,6 +31,7 @@ from holdfast_formats.rest.operations import Level
 from holdfast_formats.rest.statistics import Statistics
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
+from holdfast_service.control import root_care
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.attempts import Attempts, Member
 from holdfast_service.control.catalog.book import Book
@@ -39,7 +40,7 @@ from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.catalog.rounds import Rounds
 from holdfast_service.control.catalog.shared_attempts import SharedAttempts
 from holdfast_service.control.catalog.statistics import StatisticsStore
-from holdfast_service.control.checkpoints import commit, planner, removal, replicas, roots
+from holdfast_service.control.checkpoints import commit, planner, replicas, roots
 from holdfast_service.control.checkpoints.imports import Imports
 from holdfast_service.control.checkpoints.readers import CHECK, Readers
 from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
@@ -53,6 +54,7 @@ from holdfast_service.control.launches.standing import Standing
 from holdfast_service.control.retention.admission import Admission
 from holdfast_service.control.retention.empty_runs import EmptyRuns
 from holdfast_service.control.retention.rotation import Rotation
+from holdfast_service.control.root_care import RootCare
 from holdfast_service.storage import Tier
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,6 @@ log = logging.getLogger(__name__)
 ASK_S = 10.0
 SETTLE_POLL_S = 0.2
 NAMES_S = 90.0  # clients of network file systems remember for no longer, unless told to, which names there are
-IDLE_S = 3600.0  # nobody writes any more to what has not changed for so long, by the storage's clock
 LOOK_S = 2.0  # how long the catalog is asked which rounds were sealed
 
 
@@ -95,11 +96,12 @@ class Decisions:
         self._choices.absences = self._absences
         self.claim: Callable[[], None] = lambda: None  # raises where the catalog that is back is another root's
         self._started = False  # what an earlier daemon left in the catalog was put right
-        self._missing: set[str] = set()  # runs whose ranks are at no node, although nobody has seen them go
+        self.care: RootCare | None = None  # of a root that several nodes serve
         if cluster is not None:
             self._share(cluster)
 
     def _share(self, cluster: Cluster) -> None:
+        self.care = RootCare(self._tier, self._catalog, cluster, self.events, self.rotation.due)
         self._files.elsewhere = lambda run: cluster.locks.locked(changing(run))
         self.rotation.elsewhere = lambda run: cluster.locks.locked(deciding(run))
         self.readers.announce, self.readers.elsewhere = cluster.holds.announce, cluster.holds.elsewhere
@@ -115,8 +117,8 @@ class Decisions:
 
         Between the two, `adopt` takes over what an earlier daemon left in memory. Without a catalog only its part waits.
         """
-        if self._cluster is None:  # else others may be writing there: see `upkeep`
-            self._sweep()
+        if self._cluster is None:  # else others may be writing there: see `RootCare`
+            root_care.sweep(self._tier)
         self._started = False
         self.book.unknown()
         while not self.book.settle() and self.book.trouble is None:
@@ -127,44 +129,6 @@ class Decisions:
             "which saves ended with the last daemon",
             lambda: self._catalog.abort_open_rounds(utc_now(), "round-aborted", why, keep=self._rounds.ids()),
         )
-
-    def _sweep(self, idle_s: float | None = None) -> None:
-        for path in commit.put_back(self._tier):
-            log.warning("put back %s, which was being replaced", path)
-        for path in removal.sweep(self._tier, idle_s):
-            log.info("swept %s", path)
-
-    def upkeep(self, idle_s: float = IDLE_S) -> None:
-        """What one node of a cluster does for all, now: sweep what nobody has written to for `idle_s`, apply the policies
-        of all runs, and end the saves of nodes that are gone.
-        """
-        assert self._cluster is not None
-        self._sweep(idle_s)
-        members = self._cluster.membership.members()
-        live = [member.name for member in members if member.live]
-        removal.sweep_nodes(self._tier, {member.name for member in members})
-        why = "the node on which it was being saved is gone"
-        for ended in self._catalog.abort_rounds_of_lost(utc_now(), "round-aborted", why, live):
-            log.warning("%s@%s was not saved: node %s is gone", ended.run, ended.step, ended.node)
-            self.events.add(
-                "save-aborted", f"step {ended.step} was not saved: {why}", ended.run, ended.step, level="warning"
-            )
-        self._note_lost(self._cluster)
-        for run in roots.runs(self._tier):
-            self.rotation.due(run)
-
-    def _note_lost(self, cluster: Cluster) -> None:
-        """Runs whose ranks have not been connected to any node, twice in a row, although nobody has seen them go: their node
-        is gone as well.
-        """
-        noted = self._catalog.lives()
-        missing = {run for run, (_, life, _) in noted.items() if life == "running"} - cluster.crews.connected()
-        for run in missing & self._missing:
-            attempt, at = noted[run][0], utc_now()
-            self._catalog.note_life(run, attempt, "lost", at)
-            text = f"attempt {attempt} is lost: its ranks disappeared with the node to which they were connected"
-            self.events.add("run-lost", text, run, level="error", attempt=attempt)
-        self._missing = missing
 
     def writers(self) -> set[str]:
         """The nodes whose daemons are up, this one among them."""

@@ -31,7 +31,8 @@ def take_part(
             saver.shut_out(run, newest)
 
     cluster.membership.heard.append(look_for_newer)
-    stack.callback(Upkeep(cluster, decisions).close)
+    assert decisions.care is not None
+    stack.callback(Upkeep(cluster, decisions.care.look).close)
     cluster.membership.start()
     cluster.membership.beat_soon()
 
@@ -39,8 +40,8 @@ def take_part(
 class Upkeep:
     """A thread that does what one node does for all, as long as that is this node's duty."""
 
-    def __init__(self, cluster: Cluster, decisions: Decisions, every_s: float = UPKEEP_S) -> None:
-        self._cluster, self._decisions, self._every_s = cluster, decisions, every_s
+    def __init__(self, cluster: Cluster, look: Callable[[], None], every_s: float = UPKEEP_S) -> None:
+        self._cluster, self._look, self._every_s = cluster, look, every_s
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdfast-upkeep", daemon=True)
         self._thread.start()
@@ -53,7 +54,7 @@ class Upkeep:
         while not self._closing.wait(self._every_s):
             try:
                 if self._cluster.duties.has(UPKEEP):
-                    self._decisions.upkeep()
+                    self._look()
             except CheckpointError as error:  # the next time does what this one could not
                 log.warning("the root was not looked after: %s", error.detail)
             except Exception:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from holdfast_formats import naming
@@ -101,27 +102,40 @@ def _replace(tier: Tier, staging: str, target: str, aside: str) -> None:
         raise
 
 
-def put_back(tier: Tier) -> list[str]:
+def put_back(tier: Tier, alone: Callable[[str], AbstractContextManager[object]] = lambda run: nullcontext()) -> list[str]:
     """At start, before staging/ is swept: give back its place to what was being replaced when all ended between two renames.
 
     What a replacement left there goes only once the names under checkpoints/ are durable: until then it may be what a power
-    cut brings back. Returns what was put back.
+    cut brings back. Returns what was put back. `alone` keeps other nodes from replacing
+    checkpoints of a run meanwhile.
     """
     back = []
     for run in filter(naming.is_run_name, tier.list("")):
-        staged = f"{run}/{naming.STAGING}"
-        whole = [name for name in tier.list(staged) if tier.size(f"{staged}/{name}/{naming.COMMIT}") is not None]
-        for name in whole:
-            found = naming.parse_staging_directory(name)
-            if found is None or found.attempt != naming.REPLACED_ATTEMPT:
-                continue
-            target = naming.checkpoint_path(run, found.step)
-            if not tier.list(target):
-                tier.publish(f"{staged}/{name}", target)
-                back.append(target)
-        if whole and tier.list(f"{run}/{naming.CHECKPOINTS}"):
-            tier.sync_directory(f"{run}/{naming.CHECKPOINTS}")
-            tier.sync_directory(staged)
+        if _whole_in_staging(tier, run):
+            with alone(run):
+                back += _put_back(tier, run)
+    return back
+
+
+def _whole_in_staging(tier: Tier, run: str) -> list[str]:
+    staged = f"{run}/{naming.STAGING}"
+    return [name for name in tier.list(staged) if tier.size(f"{staged}/{name}/{naming.COMMIT}") is not None]
+
+
+def _put_back(tier: Tier, run: str) -> list[str]:
+    back = []
+    staged, whole = f"{run}/{naming.STAGING}", _whole_in_staging(tier, run)
+    for name in whole:
+        found = naming.parse_staging_directory(name)
+        if found is None or found.attempt != naming.REPLACED_ATTEMPT:
+            continue
+        target = naming.checkpoint_path(run, found.step)
+        if not tier.list(target):
+            tier.publish(f"{staged}/{name}", target)
+            back.append(target)
+    if whole and tier.list(f"{run}/{naming.CHECKPOINTS}"):
+        tier.sync_directory(f"{run}/{naming.CHECKPOINTS}")
+        tier.sync_directory(staged)
     return back
 
 

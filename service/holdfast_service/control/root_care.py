@@ -1,0 +1,68 @@
+"""The care of a root: sweep what crashes left behind, and in a cluster all else that one node does for all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from holdfast_formats.moments import utc_now
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.catalog.events import Events
+from holdfast_service.control.checkpoints import commit, removal, roots
+from holdfast_service.control.cluster.cluster import Cluster, deciding
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 3600.0  # nobody writes any more to what has not changed for so long, by the storage's clock
+
+
+def sweep(tier: Tier, cluster: Cluster | None = None, idle_s: float | None = None) -> None:
+    """Put back what was being replaced, and remove what was never committed; in a cluster, what nobody has written to for
+    `idle_s`.
+    """
+    put_back = commit.put_back(tier, lambda run: nullcontext() if cluster is None else cluster.locks.locked(deciding(run)))
+    for path in put_back:
+        log.warning("put back %s, which was being replaced", path)
+    for path in removal.sweep(tier, idle_s):
+        log.info("swept %s", path)
+
+
+class RootCare:
+    """What one node of a cluster does for all, as long as that is its duty. For one thread."""
+
+    def __init__(self, tier: Tier, catalog: Catalog, cluster: Cluster, events: Events, due: Callable[[str], None]) -> None:
+        """`due` has a run's policy applied soon."""
+        self._tier, self._catalog, self._cluster, self._events, self._due = tier, catalog, cluster, events, due
+        self._missing: set[str] = set()  # runs whose ranks are at no node, although nobody has seen them go
+
+    def look(self, idle_s: float = IDLE_S) -> None:
+        """Sweep what nobody has written to for `idle_s`, end the saves of nodes that are gone, note runs that are lost with
+        their node, and have all policies applied.
+        """
+        sweep(self._tier, self._cluster, idle_s)
+        members = self._cluster.membership.members()
+        removal.sweep_nodes(self._tier, {member.name for member in members})
+        self._end_saves([member.name for member in members if member.live])
+        self._note_lost()
+        for run in roots.runs(self._tier):
+            self._due(run)
+
+    def _end_saves(self, live: list[str]) -> None:
+        why = "the node on which it was being saved is gone"
+        for ended in self._catalog.abort_rounds_of_lost(utc_now(), "round-aborted", why, live):
+            text = f"step {ended.step} was not saved: {why}"
+            log.warning("%s: %s (node %s)", ended.run, text, ended.node)
+            self._events.add("save-aborted", text, ended.run, ended.step, level="warning")
+
+    def _note_lost(self) -> None:
+        """Runs whose ranks have not been connected to any node, twice in a row, although nobody has seen them go."""
+        noted = self._catalog.lives()
+        missing = {run for run, (_, life, _) in noted.items() if life == "running"} - self._cluster.crews.connected()
+        for run in missing & self._missing:
+            attempt, at = noted[run][0], utc_now()
+            self._catalog.note_life(run, attempt, "lost", at)
+            text = f"attempt {attempt} is lost: its ranks disappeared with the node to which they were connected"
+            self._events.add("run-lost", text, run, level="error", attempt=attempt)
+        self._missing = missing
