@@ -14,7 +14,7 @@ from holdfast_formats.whereabouts import RootFile, decode
 from holdfast_service.storage.identity import Identity, known, settle
 from holdfast_service.storage.posix import PosixTier
 
-SHARED = "postgresql://***@db/holdfast"
+SHARED = "postgresql://db:5432/holdfast"
 
 
 def read(root: Path) -> RootFile | None:
@@ -34,12 +34,13 @@ def test_all_who_start_at_once_are_of_one_root(tmp_path: Path) -> None:
 
 
 def test_a_root_that_was_one_daemons_becomes_shared_and_stays_it(tmp_path: Path) -> None:
-    """Its id is the same; a daemon with a catalog of its own is refused, and the address is named without the password."""
+    """Its id is the same; a daemon with another catalog, or one of its own, is refused by name."""
     before = settle(PosixTier(tmp_path))
     assert settle(PosixTier(tmp_path), SHARED) == before
-    with pytest.raises(WrongRoot, match="db/holdfast") as refused:
-        settle(PosixTier(tmp_path))
-    assert "catalog adopt" in str(refused.value.hint)
+    for other in (None, "postgresql://db:5432/another"):
+        with pytest.raises(WrongRoot, match="db:5432/holdfast") as refused:
+            settle(PosixTier(tmp_path), other)
+        assert "catalog adopt" in str(refused.value.hint)
     assert settle(PosixTier(tmp_path), SHARED) == before
     assert settle(PosixTier(tmp_path), leave=True) == before == settle(PosixTier(tmp_path))
 

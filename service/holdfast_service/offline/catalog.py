@@ -16,7 +16,7 @@ from holdfast_service import config
 from holdfast_service.control.catalog import salvage
 from holdfast_service.control.catalog.shared_attempts import make_one
 from holdfast_service.control.checkpoints import consistency, ownership
-from holdfast_service.control.database.engines import without_password
+from holdfast_service.control.database.engines import address
 from holdfast_service.storage import PosixTier, lock_root
 from holdfast_service.storage.identity import known, settle
 
@@ -50,7 +50,7 @@ def run(work: str, settings: config.Config) -> str:
 
 def _made(work: str, root: Path, settings: config.Config) -> str:
     tier, url = PosixTier(root), settings.catalog_url
-    shared = without_password(url) if config.is_shared(url) else None
+    shared = address(url) if config.is_shared(url) else None
     if work not in ("rebuild", "adopt"):
         return _checked(tier, url, thorough=work == "check-thorough")
     who = ownership.Root(settle(tier, shared, leave=work == "adopt").mark.id, root, settings.node)

@@ -30,9 +30,9 @@ def settle(tier: PosixTier, catalog: str | None = None, leave: bool = False) -> 
     A copied id is in a directory with another inode than the one for which it was made. So a root that came from a backup,
     or was moved to another file system, becomes another root; one that was renamed or mounted elsewhere is the same.
 
-    `catalog` is the address of the catalog that the daemons of several nodes share, without the password. The root remembers
-    it: a daemon of one machine cannot see that others serve the root, so it is refused with `WrongRoot`, unless it is
-    to `leave` them.
+    `catalog` is the address of the catalog that the daemons of several nodes share. The root remembers it: a daemon that
+    has another one, or its own, cannot see that others serve the root, so it is refused with `WrongRoot`, unless it is to
+    `leave` them.
     """
     at = os.stat(tier.root)
     found = _read(tier)
@@ -51,11 +51,12 @@ def settle(tier: PosixTier, catalog: str | None = None, leave: bool = False) -> 
 
 
 def _take_over(tier: PosixTier, found: RootFile, catalog: str | None, leave: bool) -> None:
-    if catalog is None and not leave:
+    if found.catalog is not None and not leave:
         raise WrongRoot(
-            f"{tier.root} is shared by the daemons of several nodes, with the catalog {found.catalog}",
-            hint="start this daemon with the same --catalog. If no other daemon serves this root any more, `holdfast "
-            "catalog adopt --root DIR` gives it back a catalog of its own",
+            f"{tier.root} is shared by the daemons of several nodes, with the catalog {found.catalog}; this one has "
+            f"{catalog or 'a catalog of its own'}",
+            hint="start it with the same --catalog. If no other daemon serves this root any more, `holdfast catalog adopt "
+            "--root DIR --catalog URL` gives the root another catalog, and without --catalog one of its own",
         )
     tier.replace(naming.ROOT_FILE, encode(found.model_copy(update={"catalog": catalog})))
 

@@ -27,7 +27,7 @@ from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.checkpoints import ownership
 from holdfast_service.control.cluster.cluster import Cluster
 from holdfast_service.control.database.database import Database, Trouble
-from holdfast_service.control.database.engines import without_password
+from holdfast_service.control.database.engines import address
 from holdfast_service.control.decisions import Decisions
 from holdfast_service.control.jobs.runner import JobRunner
 from holdfast_service.daemon.arena.arena import Arena
@@ -91,7 +91,7 @@ def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
     shared = is_shared(config.catalog_url)
     pace = Pace(config.write_bytes_per_second) if config.write_bytes_per_second else None
     tier = PosixTier(root, pace, config.node if shared else "")
-    identity = settle(tier, without_password(config.catalog_url) if shared else None)
+    identity = settle(tier, address(config.catalog_url) if shared else None)
     owner = ownership.Root(identity.mark.id, root, config.node)
     try:
         catalog = salvage.open_catalog(config.catalog_url).catalog

@@ -15,7 +15,7 @@ from holdfast_formats.errors import CheckpointError, InvalidRequest, NoSuchCheck
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.events import Events
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.engines import without_password
+from holdfast_service.control.database.engines import address, without_password
 from tests.control.published import a_row
 from tests.databases import Postgres
 
@@ -252,3 +252,16 @@ def test_a_wrong_address_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest):
             Catalog.open(url)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_address_says_which_database_it_is_and_nothing_else() -> None:
+    """The same for all who use it: without user, password, driver and options, wherever a password may stand."""
+    plain = "postgresql://db.example:5432/holdfast"
+    for url in (
+        "postgresql://db.example/holdfast",
+        "postgresql+psycopg://me:secret@db.example:5432/holdfast?sslmode=require",
+        "postgresql://db.example/holdfast?password=secret",
+    ):
+        assert address(url) == plain
+        assert "secret" not in without_password(url)
+    assert address("postgresql://db.example:6000/holdfast") != plain != address("postgresql://db.example/other")

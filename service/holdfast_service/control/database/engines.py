@@ -16,6 +16,7 @@ IDLE_TIMEOUT_S = 60  # a node that stops in the middle of a transaction holds up
 CONNECTIONS = 8
 CONNECTIONS_MORE = 40  # at most so many besides, for as long as they are used
 POSTGRESQL = "postgresql+psycopg"  # also where a URL names no driver
+PORT = 5432  # of PostgreSQL, where a URL names none
 READ_ONLY = "holdfast_read_only"
 HASTY = "holdfast_hasty"
 
@@ -36,9 +37,18 @@ def connect(url: str) -> Engine:
 def without_password(url: str) -> str:
     """The URL as it may be shown; also of a text that is no URL."""
     try:
-        return make_url(url).render_as_string(hide_password=True)
+        made = make_url(url)
+        shown = made.update_query_dict({"password": "***"}) if "password" in made.query else made
+        return shown.render_as_string(hide_password=True)
     except ArgumentError:
         return re.sub(r"//[^/]*@", "//***@", url)
+
+
+def address(url: str) -> str:
+    """Which database it is, the same for all who reach it by this host name: without user, password, driver and options."""
+    made = make_url(url)
+    where = URL.create(made.get_backend_name(), host=made.host, port=made.port or PORT, database=made.database)
+    return where.render_as_string(hide_password=True)
 
 
 def _postgresql(url: URL) -> Engine:
