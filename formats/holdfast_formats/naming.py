@@ -196,6 +196,11 @@ def daemon_file(node: str) -> str:
     return f".holdfast@{node}.json"
 
 
+def node_lock(node: str) -> str:
+    """The lock of a daemon of several on one root: of two of this name on one machine, one has it."""
+    return f".holdfast@{node}.lock"
+
+
 def parse_daemon_file(name: str) -> str | None:
     """Which node's daemon file this is, "" for that of a root's only daemon; None for any other file."""
     if name == DAEMON_FILE:

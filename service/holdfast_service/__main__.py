@@ -23,7 +23,7 @@ from holdfast_service.config import LISTEN, Config, is_shared, parse
 from holdfast_service.daemon.server import Daemon
 from holdfast_service.observe.logs import log_what_nobody_catches, start_logging
 from holdfast_service.storage import libc
-from holdfast_service.storage.locking import lock_root
+from holdfast_service.storage.locking import lock_node, lock_root
 from holdfast_service.wiring import assembly, gc_tuning
 from holdfast_service.wiring.watching import notify_ready
 
@@ -76,7 +76,10 @@ def _running(config: Config, stop: threading.Event) -> Iterator[tuple[Daemon, Se
 
     root = config.root.resolve()
     with ExitStack() as stack:
-        stack.callback(lock_root(root, shared=is_shared(config.catalog_url)).release)
+        shared = is_shared(config.catalog_url)
+        stack.callback(lock_root(root, shared).release)
+        if shared:
+            stack.callback(lock_node(root, config.node).release)
         listener = stack.enter_context(_bind(config.listen)) if config.listen else None
         url = _url(listener) if listener else None
         control = assembly.open_control(config, root, stack)

@@ -193,6 +193,15 @@ def test_a_daemon_that_would_serve_a_shared_root_alone_is_refused(site: Site) ->
     assert started(site.root).returncode == 0
 
 
+def test_two_daemons_of_one_machine_have_two_names(site: Site) -> None:
+    """The second one of a name is refused at once, and the first one goes on."""
+    a = site.start("a")
+    began = time.monotonic()
+    refused = started(site.root, "--catalog", site.url, "--node", "a")
+    assert refused.returncode == 4 and "--node" in refused.stderr and str(a.process.pid) in refused.stderr
+    assert time.monotonic() - began < 20 and nodes(a)["a"]["live"]
+
+
 def test_a_trainer_starts_no_daemon_of_its_own_on_a_shared_root(site: Site) -> None:
     """It says at once which daemon is missing on this machine."""
     site.start("a").stop()

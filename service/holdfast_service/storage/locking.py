@@ -40,6 +40,19 @@ def lock_root(root: Path, shared: bool = False) -> RootLock:
         return _lock(root, root / naming.LOCK, shared)
 
 
+def lock_node(root: Path, node: str) -> RootLock:
+    """Lock the name of a node in `root`, for one daemon of this machine; `RootBusy` names the process that has it."""
+    with translated("lock", str(root)):
+        try:
+            return _lock(root, root / naming.node_lock(node), shared=False)
+        except RootBusy as error:
+            raise RootBusy(
+                f"another daemon of this machine is called {node!r}: {error.detail}",
+                hint="give every daemon of a root a name of its own: --node NAME",
+                **error.members,
+            ) from None
+
+
 def _lock(root: Path, path: Path, shared: bool) -> RootLock:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
     try:

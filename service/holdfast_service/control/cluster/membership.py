@@ -97,7 +97,7 @@ class Membership:
         """Become a member. `RootBusy` if another daemon of this name still is one after `wait_s` seconds, by default a
         little longer than a lease; `CatalogUnavailable`.
 
-        One that was killed on this machine is not waited for.
+        One of this machine is not waited for: it has ended, because this daemon has the lock of their name here.
         """
         limit = time.monotonic() + (self.lease_s + 2 * self._beat_s if wait_s is None else wait_s)
         told = False
@@ -192,7 +192,7 @@ class Membership:
         """Try to join; the other daemon of this name if there is one whose lease lasts."""
         with self.database.apart(hopeful=True) as session:
             row = session.get(NodeRow, self.me.name)
-            dead = row.boot if row is not None and _has_ended(row, self.me) else ""
+            dead = row.boot if row is not None and row.machine == self.me.machine else ""
             free = (NodeRow.until <= now()) | NodeRow.boot.in_([self.me.boot, dead])
             values = {
                 "boot": self.me.boot,
@@ -233,21 +233,5 @@ def members(session: Session) -> list[ClusterNode]:
 
 
 def _machine() -> str:
-    """What tells this machine, and which processes can be seen here, from all others: a pid means something only there."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _has_ended(row: NodeRow, me: Me) -> bool:
-    """Whether the daemon of this row was a process of this machine that is no more."""
-    if row.machine != me.machine:
-        return False
-    if row.pid == me.pid:
-        return row.boot != me.boot  # it had our number before us
-    try:
-        os.kill(row.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+    """What tells this machine, since it was booted, from all others; the same in all its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
