@@ -37,7 +37,7 @@ _NODE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 _ATTEMPTS_FILE = re.compile(rf"\.holdfast\.attempts@({_NODE})\.json")
 _DAEMON_FILE = re.compile(rf"\.holdfast@({_NODE})\.json")
 _STEP_DIRECTORY = re.compile(r"step-(\d{8,15})")
-_STAGING_DIRECTORY = re.compile(r"step-(\d{8,15})\.a(\d{1,9})")
+_STAGING_DIRECTORY = re.compile(r"step-(\d{8,15})\.a(\d{1,9})(?:\.r([1-9]\d{0,17}))?")
 _OF_TENSORS = (".safetensors", ".safetensors.index.json")
 _RESERVED_FILES = frozenset({COMMIT, MANIFEST, STATE, RECEIPTS})
 
@@ -55,6 +55,7 @@ class CheckpointId(NamedTuple):
 class StagingName(NamedTuple):
     step: int
     attempt: int
+    round_id: int = 0  # of what several nodes write together
 
 
 def check_run(run: str) -> str:
@@ -130,15 +131,16 @@ def is_link_in_the_making(name: str) -> bool:
     return name.startswith(".") and name.endswith(_LINKING)
 
 
-def staging_directory(step: int, attempt: int) -> str:
+def staging_directory(step: int, attempt: int, round_id: int = 0) -> str:
+    """`step-N.aK`, and `.rR` where several nodes write one round together."""
     if not 0 <= attempt <= ATTEMPT_MAX:
         raise InvalidRequest(f"attempt must be from 0 to {ATTEMPT_MAX}, not {attempt}")
-    return f"{step_directory(step)}.a{attempt}"
+    return f"{step_directory(step)}.a{attempt}" + (f".r{round_id}" if round_id else "")
 
 
 def parse_staging_directory(name: str) -> StagingName | None:
     match = _STAGING_DIRECTORY.fullmatch(name)
-    parsed = StagingName(int(match[1]), int(match[2])) if match else None
+    parsed = StagingName(int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
     return parsed if parsed is not None and staging_directory(*parsed) == name else None
 
 
@@ -157,9 +159,9 @@ def checkpoint_path(run: str, step: int) -> str:
     return f"{check_run(run)}/{CHECKPOINTS}/{step_directory(step)}"
 
 
-def staging_path(run: str, step: int, attempt: int) -> str:
+def staging_path(run: str, step: int, attempt: int, round_id: int = 0) -> str:
     """The path of an attempt's files for a step before they are published, relative to the root."""
-    return f"{check_run(run)}/{STAGING}/{staging_directory(step, attempt)}"
+    return f"{check_run(run)}/{STAGING}/{staging_directory(step, attempt, round_id)}"
 
 
 def replaced_path(run: str, step: int) -> str:

@@ -57,6 +57,7 @@ class Config(BaseModel):
     metrics_open: bool = False
     allowed_hosts: frozenset[str] = frozenset()
     socket_group: str | None = None
+    exchange: tuple[str, int] | None = None
     scrub_bytes_per_second: int = Field(default=SCRUB_BYTES_PER_SECOND, ge=0)
     scrub_every: float = Field(default=SCRUB_EVERY_S, gt=0)
     silence_max: float = Field(default=60.0, gt=0)
@@ -64,7 +65,7 @@ class Config(BaseModel):
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
 
-    @field_validator("listen", mode="before")
+    @field_validator("listen", "exchange", mode="before")
     @classmethod
     def _parse_listen(cls, value: object) -> object:
         if value == NO_LISTENER:
@@ -211,6 +212,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--node", metavar="NAME", help="this machine's name in receipts (default: the host name)")
     parser.add_argument("--keep", metavar="N", help="keep the newest N verified checkpoints of each run (default: all)")
     parser.add_argument("--catalog", metavar="URL", help="SQLAlchemy URL of the catalog (default: SQLite under --root)")
+    parser.add_argument(
+        "--exchange",
+        metavar="HOST:PORT",
+        help="where daemons of other nodes read what ranks of this one have saved (default: a free port at the address from "
+        "which --catalog is reached)",
+    )
     parser.add_argument(
         "--arena-bytes-max",
         metavar="BYTES",

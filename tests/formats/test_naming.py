@@ -22,15 +22,15 @@ def test_a_checkpoints_directory_reads_back(step: int) -> None:
     assert naming.parse_staging_directory(name) is None
 
 
-@given(st.integers(0, naming.STEP_MAX), st.integers(0, naming.ATTEMPT_MAX))
-def test_a_staging_directory_reads_back(step: int, attempt: int) -> None:
-    """Every step and attempt have one staging directory name, which is no checkpoint's."""
-    name = naming.staging_directory(step, attempt)
-    assert naming.parse_staging_directory(name) == (step, attempt)
+@given(st.integers(0, naming.STEP_MAX), st.integers(0, naming.ATTEMPT_MAX), st.integers(0, 10**18 - 1))
+def test_a_staging_directory_reads_back(step: int, attempt: int, round_id: int) -> None:
+    """Every step, attempt and round have one staging directory name, which is no checkpoint's."""
+    name = naming.staging_directory(step, attempt, round_id)
+    assert naming.parse_staging_directory(name) == (step, attempt, round_id)
     assert naming.parse_step_directory(name) is None
 
 
-@given(st.from_regex(r"\D{0,5}(step|Step)?-?\d{1,16}(\.a\d{0,10})?\D{0,3}") | st.text(max_size=20))
+@given(st.from_regex(r"\D{0,5}(step|Step)?-?\d{1,16}(\.a\d{0,10})?(\.r\d{0,3})?\D{0,3}") | st.text(max_size=20))
 def test_only_exact_names_are_read(name: str) -> None:
     """Whatever is parsed is spelled exactly as it would be written."""
     step = naming.parse_step_directory(name)
@@ -64,7 +64,17 @@ def test_other_names_are_no_checkpoints(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["step-00000005", "step-00000005.a", "step-00000005.a01", "step-5.a1", "step-00000005.a1x", "step-00000005.a-1"]
+    "name",
+    [
+        "step-00000005",
+        "step-00000005.a",
+        "step-00000005.a01",
+        "step-5.a1",
+        "step-00000005.a1x",
+        "step-00000005.a-1",
+        "step-00000005.a1.r0",
+        "step-00000005.r1",
+    ],
 )
 def test_other_names_are_no_staging_directories(name: str) -> None:
     """Nor is a directory that is nearly named like a staging directory one."""

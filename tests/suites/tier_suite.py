@@ -86,6 +86,31 @@ class TierSuite:
         writer.finish()
         assert raw.read("file") == b"".join(bytes([n]) * 64 for n in range(100))
 
+    def test_writers_of_several_nodes_fill_one_file(self, tier: Tier, raw: Raw) -> None:
+        """Each joins it, writes ranges of its own and finishes; a writer that joins later takes nothing away."""
+        size = 3 * BLOCK + 100
+        content = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+        first, second = tier.join("run/staging/x/file", size), tier.join("run/staging/x/file", size)
+        second.write(BLOCK, [content[BLOCK : 2 * BLOCK]])
+        second.finish()
+        first.write(0, [content[:BLOCK]])
+        third = tier.join("run/staging/x/file", size)
+        third.write(2 * BLOCK, [content[2 * BLOCK :]])
+        third.finish()
+        first.finish()
+        assert raw.read("run/staging/x/file") == content.tobytes()
+
+    def test_what_is_another_file_is_not_joined(self, tier: Tier, raw: Raw) -> None:
+        """A longer one, and a directory."""
+        tier.put("file", b"longer than that")
+        tier.put("directory/file", b"")
+        for path in ("file", "directory"):
+            with pytest.raises(StorageFailed):
+                tier.join(path, 3)
+        assert raw.read("file") == b"longer than that"
+        with pytest.raises(InvalidRequest):
+            tier.join("negative", -1)
+
     def test_aligned_blocks_and_the_rest(self, tier: Tier, raw: Raw) -> None:
         """A large file written in aligned blocks from aligned memory, in any order, with a last block that is not whole."""
         size = 3 * 2**20 + 1234

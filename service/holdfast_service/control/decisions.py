@@ -29,6 +29,7 @@ from holdfast_formats.rest import bodies
 from holdfast_formats.rest.observed import Life
 from holdfast_formats.rest.operations import Level
 from holdfast_formats.rest.statistics import Statistics
+from holdfast_formats.staging.joint import JointlyStaged
 from holdfast_formats.staging.plan import WritePlan
 from holdfast_formats.staging.slot_table import SlotTable
 from holdfast_service.control import root_care
@@ -41,6 +42,7 @@ from holdfast_service.control.catalog.rounds import Rounds
 from holdfast_service.control.catalog.shared_attempts import SharedAttempts
 from holdfast_service.control.catalog.statistics import StatisticsStore
 from holdfast_service.control.checkpoints import commit, planner, replicas, roots
+from holdfast_service.control.checkpoints.commit import About
 from holdfast_service.control.checkpoints.imports import Imports
 from holdfast_service.control.checkpoints.readers import CHECK, Readers
 from holdfast_service.control.checkpoints.replicas import RepairBook, ReplicaBook
@@ -142,11 +144,19 @@ class Decisions:
     def settled_elsewhere(self, run: str, wait_s: float) -> bool:
         """Wait until no other node writes a save of this run of which all ranks have sealed; False when it takes longer."""
         limit = time.monotonic() + wait_s
-        while isinstance(self.attempts, SharedAttempts) and self.attempts.sealed_elsewhere(run):
+        while self._is_writing_elsewhere(run):
             if time.monotonic() >= limit:
                 return False
             time.sleep(SETTLE_POLL_S)
         return True
+
+    def _is_writing_elsewhere(self, run: str) -> bool:
+        if not isinstance(self.attempts, SharedAttempts) or self._cluster is None:
+            return False
+        try:
+            return self.attempts.sealed_elsewhere(run) or self._cluster.rendezvous.is_writing(run)
+        except CatalogUnavailable:
+            return False
 
     def _returned(self) -> None:
         """The catalog is there, for the first time or again: it may be an older one, another one, or one without rows."""
@@ -334,10 +344,17 @@ class Decisions:
         """Whether what is planned fits; `QuotaExceeded` or `NoSpace` with the numbers, before a byte of it is written."""
         self._admission.admit(plan)
 
-    def commit(self, round_id: int, plan: WritePlan, measured: Mapping[str, float] | None = None) -> Manifest:
+    def commit(
+        self,
+        round_id: int,
+        plan: WritePlan,
+        measured: Mapping[str, float] | None = None,
+        staged: JointlyStaged | None = None,
+    ) -> Manifest:
         """Publish, then record, with what was `measured` so far; when this returns the checkpoint may be announced.
 
-        The directory is the truth: a failure to record does not undo it; the next scan of the directories repairs that.
+        `staged` is what several nodes have written together. The directory is the truth: a failure to record does not undo
+        it; the next scan of the directories repairs that.
         """
         began = time.monotonic()
         try:
@@ -345,7 +362,7 @@ class Decisions:
         except CheckpointError as error:  # their loss only lets a launch's name be used twice
             log.warning("cannot write who speaks for the ranks of %s: %s", plan.run, error.detail)
         try:
-            made = self._publish(plan)
+            made = self._publish(plan, staged)
         except StorageFailed as error:
             if error.members.get("outcome") == "unknown":
                 self.book.tell(
@@ -358,7 +375,7 @@ class Decisions:
         self.findings.made(made.run, made.step)
         self.book.tell(f"that the checkpoint {made.run}@{made.step} is committed", lambda: self._list(made))
         self._rounds.end(round_id, "committed", measured=known)
-        self._clear(naming.staging_path(made.run, made.step, made.attempt))  # what stood there before, if anything did
+        self._clear(staged.path if staged else naming.staging_path(made.run, made.step, made.attempt))  # what stood there
         self._clear(naming.replaced_path(made.run, made.step))
         self._tell(
             "checkpoint-committed", f"step {made.step} is committed", made.run, made.step, bytes=made.bytes, measured=known
@@ -366,22 +383,33 @@ class Decisions:
         self.parted(made.run, made.attempt)  # what all ranks have saved anew, all of them have restored
         return made
 
-    def _publish(self, plan: WritePlan) -> Manifest:
+    def joined(self, round_id: int, run: str, step: int, attempt: int, measured: Mapping[str, float]) -> None:
+        """Another node has committed a save in which ranks of this one took part."""
+        self.findings.made(run, step)
+        self._rounds.end(round_id, "committed", measured=measured)
+        self.parted(run, attempt)
+
+    def _publish(self, plan: WritePlan, staged: JointlyStaged | None) -> Manifest:
         """Publish, in the place of what stands there if that may be replaced: as of now, not of when the round began."""
         if isinstance(self.attempts, SharedAttempts):
             self.attempts.refuse_overtaken(plan.run, plan.attempt, lambda question: self.book.ask(question, LOOK_S))
         lineage, over = self.standing.place(plan.run, plan.step, plan.attempt, plan.intent)
-        about = commit.About(lineage, over)
+        about = About(lineage, over)
         if not over:
-            return commit.publish(self._tier, plan, utc_now(), about=about)
+            return self._make_visible(plan, about, staged)
         self.parted(plan.run, plan.attempt)  # all ranks have sealed since: what they restored they read no more
         try:
             with self.rotation.replacing(plan.run, plan.step):
                 if not stands(self._tier, plan.run, plan.step):  # retention let it go in this very moment
-                    about = commit.About(lineage)
-                return commit.publish(self._tier, plan, utc_now(), about=about)
+                    about = About(lineage)
+                return self._make_visible(plan, about, staged)
         finally:
             self.book.tell(f"which checkpoint is at {plan.run}@{plan.step}", lambda: self._replaced(plan.run, plan.step))
+
+    def _make_visible(self, plan: WritePlan, about: About, staged: JointlyStaged | None) -> Manifest:
+        if staged is not None:
+            return commit.publish_joint(self._tier, plan, staged, about)
+        return commit.publish(self._tier, plan, utc_now(), about=about)
 
     def _replaced(self, run: str, step: int) -> None:
         """The catalog is told which one stands there now: until then nobody judges it by what is known of the other."""

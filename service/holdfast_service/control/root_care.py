@@ -46,6 +46,7 @@ class RootCare:
         removal.sweep_nodes(self._tier, {member.name for member in members})
         self._end_saves([member.name for member in members if member.live])
         self._note_lost()
+        self._cluster.rendezvous.forget()
         for run in roots.runs(self._tier):
             self._due(run)
 

@@ -33,6 +33,17 @@ class MemoryTier:
             raise InvalidRequest(f"{path}: a file of {size} bytes is not possible")
         return MemoryFile(self, path, self._add(path, bytearray(size)))
 
+    def join(self, path: str, size: int) -> MemoryFile:
+        if size < 0:
+            raise InvalidRequest(f"{path}: a file of {size} bytes is not possible")
+        with self._lock:
+            there = self._files.get(tuple(split_path(path)))
+            if there is None:
+                return self.create(path, size)
+        if len(there) != size:
+            raise StorageFailed(f"{path}: something else exists there", path=path)
+        return MemoryFile(self, path, there)
+
     def put(self, path: str, data: bytes) -> None:
         self._add(path, bytearray(data))
         self.acts.append(("file", path))

@@ -28,6 +28,7 @@ from .writeback import Writeback, drop_from_cache
 
 BUFFERS_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)  # of one pwritev
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_JOINED_FILE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block its reader
 FILE_MODE = 0o666  # minus the umask
 _NO_SUCH_RENAME = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
@@ -62,6 +63,22 @@ class PosixTier:
             except OSError:
                 os.close(descriptor)
                 os.unlink(leaf, dir_fd=directory)
+                raise
+        return PosixFile(path, descriptor, direct, size, self._pace)
+
+    def join(self, path: str, size: int) -> PosixFile:
+        if size < 0:
+            raise InvalidRequest(f"{path}: a file of {size} bytes is not possible")
+        parent, leaf = split_leaf(path)
+        with translated("join", path), self._directory(parent, make=True) as directory:
+            descriptor = os.open(leaf, _JOINED_FILE, FILE_MODE, dir_fd=directory)
+            try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode) or os.fstat(descriptor).st_size > size:
+                    raise OSError(errno.EEXIST, "something else exists there")
+                _make_room(descriptor, size)  # what others have written into it stays
+                direct = open_direct(leaf, os.O_WRONLY, directory) if size >= DIRECT_BYTES_MIN else None
+            except OSError:
+                os.close(descriptor)
                 raise
         return PosixFile(path, descriptor, direct, size, self._pace)
 

@@ -59,6 +59,12 @@ class Tier(Readable, Protocol):
     def create(self, path: str, size: int) -> FileWriter:
         """A new file with room for `size` bytes; parents are made. `StorageFailed` if something exists at `path`."""
 
+    def join(self, path: str, size: int) -> FileWriter:
+        """A file with room for `size` bytes that writers of several nodes fill, each its own ranges; made if there is none.
+
+        It has all bytes once every writer has finished. Ranges begin and end at multiples of the page size, or at its end.
+        """
+
     def put(self, path: str, data: bytes) -> None:
         """A new small file, durable when this returns (its name is durable after `sync_directory`)."""
 

@@ -49,7 +49,7 @@ from holdfast_service.storage import disk_speed
 from holdfast_service.storage.identity import Identity, settle
 from holdfast_service.storage.pacing import Pace
 from holdfast_service.storage.posix import PosixTier
-from holdfast_service.wiring.clustering import take_part
+from holdfast_service.wiring.clustering import party, take_part
 from holdfast_service.wiring.job_handlers import Workers, start_jobs
 from holdfast_service.wiring.replication import copying
 from holdfast_service.wiring.watching import watch
@@ -81,6 +81,7 @@ class NodeParts(NamedTuple):
     remote: RemoteRanks
     runner: JobRunner
     arena_bytes_max: int
+    exchange: str | None  # where other nodes read what ranks of this one have saved
 
 
 def open_control(config: Config, root: Path, stack: ExitStack) -> Control:
@@ -125,7 +126,8 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     keeper = OfRoot(_keeper(root, config, cluster), mark.id)
     stack.callback(keeper.close)
     checker = Checker(tier, decisions)
-    saver = Saver(tier, decisions, config.node, checker)
+    others = None if cluster is None else party(cluster, config.exchange, stack)
+    saver = Saver(tier, decisions, config.node, checker, others)
     saver.history.disk.probe = partial(disk_speed.measure, root, PROBE_BYTES)
     spill = Spill(root) if config.spill == "auto" else None
     arena = Arena(budget, keeper, spill, saver.holds.make_room, config.run_share)
@@ -146,7 +148,8 @@ def open_node(config: Config, control: Control, url: str | None, stack: ExitStac
     runner = start_jobs(config.node, Workers(tier, catalog, decisions, checks, transfers))
     stack.callback(runner.close)
     log.info("arena: up to %d bytes (%s)", budget.bytes_max, budget.name)
-    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max)
+    exchange = None if others is None else others.exchange.url
+    return NodeParts(daemon, saver, arena, remote, runner, budget.bytes_max, exchange)
 
 
 def services(config: Config, control: Control, node: NodeParts, door: Policy, stack: ExitStack) -> Services:
@@ -178,7 +181,7 @@ def services(config: Config, control: Control, node: NodeParts, door: Policy, st
         host = platform.node()
 
         def told() -> dict[str, Any]:
-            return {**about().model_dump(), "host": host, "held": dict(node.arena.holders)}
+            return {**about().model_dump(), "host": host, "held": dict(node.arena.holders), "exchange": node.exchange}
 
         take_part(cluster, control.decisions, saver, told, stack)
     return Services(

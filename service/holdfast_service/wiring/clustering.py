@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
-from holdfast_formats.errors import CheckpointError
+from sqlalchemy.engine import URL
+
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, RootBusy
 from holdfast_service.control.cluster.cluster import Cluster, Crew
+from holdfast_service.control.database.engines import PORT
 from holdfast_service.control.decisions import Decisions
+from holdfast_service.daemon.exchange.server import ExchangeServer
+from holdfast_service.daemon.saving.joint_saves import JointParty
 from holdfast_service.daemon.saving.saver import Saver
 
 log = logging.getLogger(__name__)
 
 UPKEEP_S = 60.0
 UPKEEP = "upkeep"
+LOOPBACK = "127.0.0.1"
 
 
 def take_part(
@@ -31,10 +38,48 @@ def take_part(
             saver.shut_out(run, newest)
 
     cluster.membership.heard.append(look_for_newer)
+    cluster.membership.heard.append(saver.look_at_others)
     assert decisions.care is not None
     stack.callback(Upkeep(cluster, decisions.care.look).close)
     cluster.membership.start()
     cluster.membership.beat_soon()
+
+
+def party(cluster: Cluster, at: tuple[str, int] | None, stack: ExitStack) -> JointParty:
+    """What this node needs to save together with others; it listens from now on. `at` is where, if it was told."""
+    host, port = at or (_address(cluster.database.engine.url), 0)
+    try:
+        exchange = ExchangeServer(host, port)
+    except OSError as error:
+        raise RootBusy(
+            f"cannot listen at {host}:{port} for other nodes: {error.strerror}",
+            hint="give an address of this machine that other nodes reach: --exchange HOST:PORT",
+        ) from error
+    stack.callback(exchange.close)
+
+    def learn_secret() -> None:
+        if not exchange.secret:
+            exchange.secret = cluster.rendezvous.secret()
+
+    with suppress(CatalogUnavailable):
+        learn_secret()
+    cluster.membership.heard.append(learn_secret)
+    return JointParty(cluster.rendezvous, exchange, cluster.crews.of)
+
+
+def _address(catalog: URL) -> str:
+    """The address of this machine from which the catalog's server is reached; nothing is sent to it."""
+    host, port = catalog.host, catalog.port or PORT
+    if not host or host.startswith("/"):
+        return LOOPBACK
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        log.warning("cannot tell from which address %s is reached: %s; other nodes cannot read from this one", host, error)
+        return LOOPBACK
 
 
 class Upkeep:

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CatalogUnavailable, InvalidRequest, RunBusy, StaleAttempt
+from holdfast_formats.errors import CatalogUnavailable, RunBusy, StaleAttempt
 from holdfast_service.control.catalog.attempts import Attempts, Member
 from holdfast_service.control.catalog.catalog import Catalog
 from holdfast_service.control.catalog.shared_attempts import SharedAttempts, make_one
@@ -88,13 +88,14 @@ def test_a_run_that_trains_on_another_node_is_busy(site: Site) -> None:
     assert b.declare("other", "first", list, Member(0, "t", 1)) == (1, True)
 
 
-def test_ranks_of_one_launch_use_one_daemon(site: Site) -> None:
-    """Those of a second node are told whom to use, instead of waiting for each other."""
+def test_ranks_of_one_launch_have_one_attempt_on_all_nodes(site: Site) -> None:
+    """Those of a second node join it; another launch's are refused at both."""
     a, b = site.node("a"), site.node("b")
-    a.declare(RUN, "first", list, Member(0, "s", 2))
-    with pytest.raises(InvalidRequest, match="node a"):
-        b.declare(RUN, "first", list, Member(1, "t", 2))
-    assert a.declare(RUN, "first", list, Member(1, "t", 2)) == (1, False)
+    assert a.declare(RUN, "first", list, Member(0, "s", 2)) == (1, True)
+    assert b.declare(RUN, "first", list, Member(1, "t", 2)) == (1, False)
+    for node in (a, b):
+        with pytest.raises(RunBusy):
+            node.declare(RUN, "second", list, Member(0, "u", 1))
 
 
 def test_launches_that_start_at_once_get_numbers_of_their_own(site: Site) -> None:

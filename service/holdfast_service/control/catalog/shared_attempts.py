@@ -15,7 +15,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from holdfast_formats import naming
-from holdfast_formats.errors import CatalogUnavailable, CheckpointError, InvalidRequest, RunBusy, StaleAttempt
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, RunBusy, StaleAttempt
 from holdfast_formats.moments import utc_now
 from holdfast_service.control.catalog.attempts import (
     LAUNCH_LENGTH_MAX,
@@ -59,8 +59,8 @@ class SharedAttempts(Attempts):
     def declare(
         self, run: str, launch: str, complete: Callable[[], Collection[tuple[int, int]]], member: Member = UNNAMED
     ) -> tuple[int, bool]:
-        """As `Attempts.declare`. `RunBusy` where ranks of another launch are connected to another node, `InvalidRequest`
-        where ranks of this one are; while the catalog is away, that is not known.
+        """As `Attempts.declare`. `RunBusy` where ranks of another launch are connected to another node; while the catalog is
+        away, that is not known.
         """
         self.check_names(run, launch)
         if self._is_known(run, launch, member):
@@ -170,8 +170,6 @@ class SharedAttempts(Attempts):
                 session.merge(made)
                 old = (SpeakerRow.run == run, SpeakerRow.attempt <= attempt - SPOKEN_ATTEMPTS_MAX)
                 session.execute(delete(SpeakerRow).where(*old))
-            else:
-                _refuse_spanning(run, {node: crew for node, crew in crews.items() if crew.attempt == attempt})
             if member.session:
                 speaks = insert(SpeakerRow).values(run=run, attempt=attempt, rank=member.rank, session=member.session)
                 session.execute(speaks.on_conflict_do_nothing())
@@ -262,18 +260,6 @@ def _refuse_busy(run: str, crews: Mapping[str, Crew], member: Member) -> None:
         ranks=crew.ranks,
         node=node,
         retry_after_s=0.0,
-    )
-
-
-def _refuse_spanning(run: str, crews: Mapping[str, Crew]) -> None:
-    if not crews:
-        return
-    node = min(crews)
-    raise InvalidRequest(
-        f"ranks of this launch of {run!r} are connected to the daemon of node {node}: all ranks of a launch must use one "
-        "daemon",
-        hint="give every rank the same at=: the address of one daemon, http://HOST:PORT, for ranks of other machines",
-        node=node,
     )
 
 

@@ -10,9 +10,17 @@ from holdfast_formats import naming
 from holdfast_formats.digest import digest
 from holdfast_formats.disk import index, manifest
 from holdfast_formats.disk.manifest import FileEntry, Manifest, TensorEntry
-from holdfast_formats.errors import CheckpointError, StateMismatch, StorageFailed
+from holdfast_formats.errors import (
+    AlreadyCommitted,
+    CheckpointError,
+    NoSuchResource,
+    RoundAborted,
+    StateMismatch,
+    StorageFailed,
+)
 from holdfast_formats.lineage import Lineage
-from holdfast_formats.staging.plan import Receipt, WritePlan, decode_receipt
+from holdfast_formats.staging.joint import JointlyStaged
+from holdfast_formats.staging.plan import PlannedFile, Receipt, WritePlan, decode_receipt
 from holdfast_service.storage import Tier
 
 
@@ -45,6 +53,48 @@ def publish(tier: Tier, plan: WritePlan, created: str, staging: str = "", about:
     return made
 
 
+def publish_joint(tier: Tier, plan: WritePlan, staged: JointlyStaged, about: About = ABOUT) -> Manifest:
+    """Publish what several nodes have written; as `publish`, in its order.
+
+    Every node makes the same bytes of the same receipts. So if another node has published meanwhile, what stands there is
+    compared, and is this one's success where it is the same (I14). `RoundAborted` where the files are not, or not all, there
+    any more: then the round has ended some other way.
+    """
+    files = [_planned_entry(file) for file in plan.files]
+    planned = Receipt("", plan.run, plan.step, plan.attempt, tuple(files), {})
+    small = {naming.index_file_name(group): encode_index(plan, group) for group in plan.groups} | {naming.STATE: plan.state}
+    listed = [FileEntry(name, len(data), 0, digest(data)) for name, data in small.items()]
+    made = compose(plan, [planned, *staged.receipts], listed, staged.created, about.lineage)
+    manifest.validate(made)  # a plan's own files are tiled; that the nodes' shares are, only this says
+    encoded = manifest.encode(made)
+    commit_bytes = manifest.encode_commit(made, encoded)
+    written = [entry for entry in made.files if entry.name not in small]
+    target = naming.checkpoint_path(made.run, made.step)
+    try:
+        _check_there(tier, staged.path, written)
+        for name, data in (small | {naming.MANIFEST: encoded, naming.COMMIT: commit_bytes}).items():
+            tier.replace(f"{staged.path}/{name}", data)
+        _check_there(tier, staged.path, written)  # else another node has published it, and the small ones stand there alone
+        _give_name(tier, staged.path, made, about.over)
+    except (AlreadyCommitted, NoSuchResource, RoundAborted):
+        if tier.size(f"{target}/{naming.COMMIT}") is None or tier.read(f"{target}/{naming.COMMIT}") != commit_bytes:
+            raise
+    return made
+
+
+def _planned_entry(file: PlannedFile) -> FileEntry:
+    layout = file.layout
+    return FileEntry(layout.name, layout.bytes, len(layout.header), digest(layout.header))
+
+
+def _check_there(tier: Tier, staging: str, files: Sequence[FileEntry]) -> None:
+    for entry in files:
+        found = tier.size(f"{staging}/{entry.name}")
+        if found != entry.bytes:
+            stands = "is not there" if found is None else f"has {found} bytes"
+            raise RoundAborted(f"{staging}/{entry.name} {stands}, but the nodes have written {entry.bytes}")
+
+
 def publish_copy(tier: Tier, staging: str, encoded: bytes, commit_bytes: bytes) -> Manifest:
     """Publish a checkpoint whose files stand, durable and proven, in `staging`: a replica, or one brought from elsewhere.
 
@@ -64,10 +114,15 @@ def publish_export(tier: Tier, staging: str, target: str) -> None:
 def _make_visible(tier: Tier, staging: str, made: Manifest, vouching: tuple[bytes, bytes], over: bool = False) -> None:
     """From the manifest on, the order of I3."""
     encoded, commit_bytes = vouching
-    target = naming.checkpoint_path(made.run, made.step)
     tier.put(f"{staging}/{naming.MANIFEST}", encoded)
     tier.remove_tree(f"{staging}/{naming.RECEIPTS}")
     tier.put(f"{staging}/{naming.COMMIT}", commit_bytes)
+    _give_name(tier, staging, made, over)
+
+
+def _give_name(tier: Tier, staging: str, made: Manifest, over: bool) -> None:
+    """From the directory on, the order of I3."""
+    target = naming.checkpoint_path(made.run, made.step)
     tier.sync_directory(staging)
     try:
         if over:

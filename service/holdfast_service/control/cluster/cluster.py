@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from holdfast_formats.errors import CatalogUnavailable
 from holdfast_service.control.cluster.duties import ClusterLocks, Duties
 from holdfast_service.control.cluster.membership import Membership, later, now, this_daemon
+from holdfast_service.control.cluster.rendezvous import Rendezvous
 from holdfast_service.control.database.database import Database
 from holdfast_service.control.database.schema import CrewRow, HoldRow, NodeRow
 
@@ -48,6 +49,14 @@ class Crews:
         live = (NodeRow.name == CrewRow.node) & (NodeRow.boot == CrewRow.boot) & (NodeRow.until > now())
         found = select(CrewRow).join(NodeRow, live).where(CrewRow.run == run, CrewRow.node != me.name, CrewRow.ranks > 0)
         return {row.node: Crew(row.attempt, row.world, row.ranks) for row in session.scalars(found)}
+
+    def of(self, run: str, attempt: int) -> dict[str, int]:
+        """How many ranks of an attempt are connected to each node that is a member."""
+        live = (NodeRow.name == CrewRow.node) & (NodeRow.boot == CrewRow.boot) & (NodeRow.until > now())
+        found = select(CrewRow.node, CrewRow.ranks).join(NodeRow, live)
+        with self._database.apart() as session:
+            rows = session.execute(found.where(CrewRow.run == run, CrewRow.attempt == attempt))
+            return {node: int(ranks) for node, ranks in rows}
 
     def by_node(self) -> dict[str, int]:
         """How many ranks of the visible runs are connected, by node."""
@@ -154,6 +163,7 @@ class Cluster:
         self.locks = ClusterLocks(self.membership)
         self.crews = Crews(self.membership)
         self.holds = SharedHolds(self.membership, self.locks)
+        self.rendezvous = Rendezvous(self.membership)
 
     @property
     def node(self) -> str:

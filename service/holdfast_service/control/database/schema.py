@@ -340,3 +340,86 @@ class HoldRow(CatalogTable):
     node: Mapped[str] = mapped_column(String(64), primary_key=True)
     opened: Mapped[bool] = mapped_column(Boolean)
     until: Mapped[datetime] = mapped_column(_MOMENT)
+
+
+class JointRoundRow(CatalogTable):
+    """A save whose ranks are on several nodes. At most one of a run, step and attempt goes on.
+
+    `open` until the parts of all ranks are there, then `sealed`, `committing` from a node's claim on, and `committed` or
+    `aborted` in the end.
+    """
+
+    __tablename__ = "joint_rounds"
+    __table_args__ = (
+        Index(
+            "joint_rounds_going",
+            "run",
+            "step",
+            "attempt",
+            unique=True,
+            postgresql_where=text("state IN ('open', 'sealed', 'committing')"),
+            sqlite_where=text("state IN ('open', 'sealed', 'committing')"),
+        ),
+        Index("joint_rounds_by_key", "run", "step", "attempt", "id"),
+    )
+
+    id: Mapped[int] = mapped_column(_COUNTED, primary_key=True, autoincrement=True)
+    run: Mapped[str] = mapped_column(_NAME)
+    step: Mapped[int]
+    attempt: Mapped[int]
+    world: Mapped[int]
+    state: Mapped[str] = mapped_column(String(16))
+    created: Mapped[str] = mapped_column(_TIME)
+    changed: Mapped[datetime] = mapped_column(_MOMENT)
+    committer: Mapped[str | None] = mapped_column(String(64))
+    claimed_until: Mapped[datetime | None] = mapped_column(_MOMENT)
+    problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+
+
+class DeclarationRow(CatalogTable):
+    """What the ranks of a node hold, by the digest of its encoding; compressed."""
+
+    __tablename__ = "declarations"
+
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    body: Mapped[bytes] = mapped_column(LargeBinary)
+    since: Mapped[datetime] = mapped_column(_MOMENT)
+
+
+class PartRow(CatalogTable):
+    """A node's part of a joint round: its ranks, what they say, and what the node has written, once it has. A node that only
+    has to know that the round was given up has no ranks in it.
+    """
+
+    __tablename__ = "parts"
+    __table_args__ = (Index("parts_by_declaration", "declaration"),)
+
+    round_id: Mapped[int] = mapped_column(_COUNTED, ForeignKey("joint_rounds.id"), primary_key=True, autoincrement=False)
+    node: Mapped[str] = mapped_column(String(64), primary_key=True)
+    boot: Mapped[str] = mapped_column(String(32))
+    ranks: Mapped[list[int]] = mapped_column(JsonText)
+    declaration: Mapped[str | None] = mapped_column(ForeignKey("declarations.digest"))
+    said: Mapped[bytes] = mapped_column(LargeBinary)
+    receipt: Mapped[bytes | None] = mapped_column(LargeBinary)
+
+
+class VoteRow(CatalogTable):
+    """How the n-th restore of an attempt ended for the ranks of a node: those that are done, or damage."""
+
+    __tablename__ = "votes"
+
+    run: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    turn: Mapped[int] = mapped_column(primary_key=True)
+    node: Mapped[str] = mapped_column(String(64), primary_key=True)
+    ranks: Mapped[list[int]] = mapped_column(JsonText)
+    problem: Mapped[dict[str, Any] | None] = mapped_column(JsonText)
+
+
+class SecretRow(CatalogTable):
+    """What the nodes of a cluster know, and nobody else."""
+
+    __tablename__ = "secrets"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    value: Mapped[str] = mapped_column(String(128))

@@ -13,12 +13,13 @@ from collections.abc import Callable
 
 from holdfast_formats.errors import CheckpointError, Damaged, DeadlineExceeded, NoSuchCheckpoint, from_problem
 from holdfast_formats.staging.messages import Answer, RestoreResult, RestoreVerdict, StepQuestion
-from holdfast_service.daemon.ports import Decisions
+from holdfast_service.daemon.ports import Decisions, Rendezvous
 from holdfast_service.daemon.saving.rounds import Participant
 
 log = logging.getLogger(__name__)
 
 UNHEARD_S = 60.0  # how long ranks that never asked what to restore are waited for
+VOTE_S = 0.2  # how often other nodes are asked
 TURNS_MAX = 64  # of a run: the oldest are forgotten, and those of other runs are not
 
 Look = Callable[[str, int, Damaged], Damaged | None]
@@ -33,6 +34,9 @@ class _Turn:
         self.asked: set[int] = set()
         self.reading: set[int] = set()  # those of them that were told a step
         self.ended: set[int] = set()
+        self.voted: set[int] | None = None  # what other nodes were last told of `ended`
+        self.voted_at = 0.0
+        self.elsewhere: frozenset[int] = frozenset()  # ended on other nodes, or gone there
         self.doubted: set[int] = set()  # who met damage where there was none
         self.failed: Damaged | None = None
         self.agreed = False
@@ -41,7 +45,11 @@ class _Turn:
 class RestoreAgreement:
     """The restores of all launches. Thread-safe. `look` checks reported damage, and repairs or records it."""
 
-    def __init__(self, look: Look, decisions: Decisions, unheard_s: float = UNHEARD_S) -> None:
+    def __init__(
+        self, look: Look, decisions: Decisions, unheard_s: float = UNHEARD_S, rendezvous: Rendezvous | None = None
+    ) -> None:
+        """With a `rendezvous`, ranks of a launch may be on other nodes as well."""
+        self._rendezvous = rendezvous
         self._look, self._decisions, self._findings, self.unheard_s = look, decisions, decisions.findings, unheard_s
         self._changed = threading.Condition()
         self._turns: dict[tuple[str, int, int], _Turn] = {}  # oldest first
@@ -123,14 +131,18 @@ class RestoreAgreement:
             current.asked.add(who.rank)
             current.ended.add(who.rank)
             self._changed.notify_all()
-            limit = time.monotonic() + wait_s
-            while not (current.failed or current.agreed or self._complete(who, current)):
-                left = limit - time.monotonic()
-                if left <= 0 and not self._closed:
-                    return None
-                self._changed.wait(min(left, 1.0))
-                if self._closed:
+        limit = time.monotonic() + wait_s
+        while True:
+            with self._changed:
+                if self._closed or current.failed or current.agreed or self._complete(who, current):
                     break
+                left = limit - time.monotonic()
+                if left <= 0:
+                    return None
+                if self._rendezvous is None or current.voted is not None:
+                    self._changed.wait(min(left, 1.0 if self._rendezvous is None else VOTE_S))
+            self._vote(who, turn, current)
+        with self._changed:
             if current.failed is not None:
                 return RestoreVerdict(problem=current.failed.problem())
             current.agreed = True
@@ -171,6 +183,8 @@ class RestoreAgreement:
                 current.failed = current.failed or found or error
                 log.warning("no rank of %s attempt %s restores step %s", who.run, who.attempt, step)
             self._changed.notify_all()
+        if not late:
+            self._vote(who, turn, current)
         newest = self._findings.newest(who.run) if alone else None
         return RestoreVerdict(problem=(found or error).problem(), late=late, newest=newest)
 
@@ -195,9 +209,37 @@ class RestoreAgreement:
                 del self._turns[old]
         return self._turns[key]
 
+    def _vote(self, who: Participant, turn: int, current: _Turn) -> None:
+        """Tell other nodes how the turn ended here, and hear how there; nothing where all ranks are here."""
+        with self._changed:
+            done = self._done(who, current)
+            recent = current.voted == done and time.monotonic() - current.voted_at < VOTE_S
+            if self._rendezvous is None or len(done) >= current.world or (recent and current.failed is None):
+                return
+            current.voted_at = time.monotonic()
+            problem = None if current.failed is None else current.failed.problem()
+        try:
+            votes = self._rendezvous.vote(who.run, who.attempt, turn, done, problem)
+        except CheckpointError as away:
+            log.info("other nodes cannot be asked how a restore of %s ended: %s", who.run, away.detail)
+            votes = None
+        with self._changed:
+            current.voted = done if votes is not None else current.voted or set()
+            if votes is not None:
+                current.elsewhere = votes.ranks - done
+                heard = None if votes.problem is None else from_problem(votes.problem)
+                if not current.agreed and isinstance(heard, Damaged):
+                    current.failed = current.failed or heard
+            self._changed.notify_all()
+
+    def _done(self, who: Participant, current: _Turn) -> set[int]:
+        return current.ended | self._gone.get((who.run, who.attempt), set())
+
     def _complete(self, who: Participant, current: _Turn) -> bool:
-        done = current.ended | self._gone.get((who.run, who.attempt), set())
+        done = self._done(who, current)
         if len(done) >= current.world:
+            return True
+        if len(done | current.elsewhere) >= current.world and current.voted == done:
             return True
         if current.asked <= done and time.monotonic() - current.began > self.unheard_s:
             missing = sorted(set(range(current.world)) - done)

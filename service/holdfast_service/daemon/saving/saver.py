@@ -23,6 +23,8 @@ from holdfast_service.daemon.checking.checker import Checker, Checks
 from holdfast_service.daemon.ports import Decisions
 from holdfast_service.daemon.saving.connected_ranks import ConnectedRanks
 from holdfast_service.daemon.saving.giving_way import GivingWay
+from holdfast_service.daemon.saving.joint_saves import Host, JointParty, JointSaves, Result
+from holdfast_service.daemon.saving.joint_writing import ShareWriter
 from holdfast_service.daemon.saving.restore_agreement import RestoreAgreement
 from holdfast_service.daemon.saving.rounds import GivenUp, Participant, RoundKey, SaveRound, SlotLease, outcome_of
 from holdfast_service.daemon.saving.save_costs import SaveHistory
@@ -42,7 +44,10 @@ CLOSE_S = 5.0  # how long the catalog is waited for, so that what was saved last
 class Saver:
     """Owner of all saves of this node. Its methods are called from any thread."""
 
-    def __init__(self, tier: Tier, decisions: Decisions, node: str, checker: Checker | None = None) -> None:
+    def __init__(
+        self, tier: Tier, decisions: Decisions, node: str, checker: Checker | None = None, party: JointParty | None = None
+    ) -> None:
+        """With a `party`, ranks of a save may be on other nodes as well."""
         self._decisions = decisions
         self._lock = threading.Condition()
         self._connected = ConnectedRanks()
@@ -55,11 +60,16 @@ class Saver:
         checker = checker or Checker(tier, decisions)
         self.giving_way = GivingWay(lambda: self._staging or self.restores.under_way)
         self.checks = Checks(checker, self.history.verified, self.giving_way, decisions.recorded)
-        self.restores = RestoreAgreement(checker.suspect, decisions)
+        self.restores = RestoreAgreement(checker.suspect, decisions, rendezvous=party.rendezvous if party else None)
         self.holds = HeldCheckpoints(decisions.committed)
         self._write_queue = WriteQueue(
             tier, decisions, node, self.holds, lock=self._lock, ended=self._saved, history=self.history
         )
+        self._joint: JointSaves | None = None
+        if party is not None:
+            writer = ShareWriter(tier, decisions, node, party.rendezvous, party.exchange, self.history)
+            host = Host(self._parts, self._is_open, self._joint_sealed, self._renew, self._joint_given_up, self._joint_ended)
+            self._joint = JointSaves(party, decisions, node, writer, host=host, history=self.history)
 
     @property
     def busy(self) -> bool:
@@ -118,6 +128,66 @@ class Saver:
         with self._lock:
             self._end_older(run, newest)
 
+    def look_at_others(self) -> None:
+        """Other nodes can be reached again, for all that is known."""
+        if self._joint is not None:
+            self._joint.look()
+
+    def _is_open(self, current: SaveRound) -> bool:
+        with self._lock:
+            return self._open.get(current.key) is current
+
+    def _parts(self) -> list[SaveRound]:
+        """The saves of which all ranks that are here have sealed, and others are on other nodes."""
+        with self._lock:
+            return [current for current in self._open.values() if self._is_part(current)]
+
+    def _is_part(self, current: SaveRound) -> bool:
+        if self._joint is None or not current.sealed or current.leases:
+            return False
+        here = self._here(current)
+        return here <= current.sealed.keys() and not current.complete
+
+    def _here(self, current: SaveRound) -> set[int]:
+        return {who.rank for who in self._connected.of(current.key.run) if who.attempt == current.key.attempt}
+
+    def _spans(self, current: SaveRound) -> bool:
+        """Whether ranks of this save may be on other nodes."""
+        return self._joint is not None and len(self._here(current) | current.sealed.keys()) < current.world
+
+    def _joint_sealed(self, current: SaveRound) -> bool:
+        """The parts of all nodes are there. False where this node's has been given up."""
+        with self._lock:
+            if self._open.get(current.key) is not current:
+                return False
+            self._pending[current.key] = self._open.pop(current.key)
+            current.completed = time.monotonic()
+        self._decisions.sealed(current.id, current.world)
+        return True
+
+    def _joint_given_up(self, current: SaveRound, error: CheckpointError) -> None:
+        with self._lock:
+            if self._open.get(current.key) is current:
+                self._abort(current, error, heard=True)
+
+    def _joint_ended(self, current: SaveRound, result: Result, staging: str) -> None:
+        """What became of a save of several nodes: its slots are free."""
+        current.release()
+        if isinstance(result, CheckpointError):
+            self._ends.tell(current, result, staging)
+            self._announce(current, result)
+            return
+        self.history.ended(current, checked=result is None)
+        self.holds.end(current.key.run)  # what is held are the slots of one node
+        if result is not None:
+            self.checks.add(result)
+        self._announce(current, None)
+
+    def _renew(self, current: SaveRound) -> None:
+        """The other nodes cannot be met: what is sealed waits."""
+        with self._lock:
+            current.deadline = time.monotonic() + LEASE_DEADLINE_S
+
     def _end_older(self, run: str, newest: int) -> None:
         for current in [r for k, r in self._open.items() if k.run == run and k.attempt < newest]:
             self._abort(current, StaleAttempt(f"attempt {newest} of {run} has started"))
@@ -163,6 +233,8 @@ class Saver:
                 if begun is None:
                     round_id = self._decisions.begin(*key, who.world, intent)  # it may have ended, or been fenced off, since
                     self.history.begun(key)
+                if begun is not None and key in self._pending and not begun.complete:
+                    raise RoundAborted(f"step {step} is being saved by ranks of several nodes, this one's among them")
                 current = begun or SaveRound(key, round_id, who.world, time.monotonic() + LEASE_DEADLINE_S)
                 current.refuse(who)
                 if slot < 0:  # what cannot become complete takes no other's place
@@ -204,6 +276,8 @@ class Saver:
             del current.leases[who.rank]
             count = self._take(current, who.rank, sealed)
         self._decisions.sealed(current.id, count)
+        if self._joint is not None:
+            self._joint.look()
 
     def adopt(
         self, who: Participant, step: int, round_id: int, segment: ArenaSegment, slot: int, sealed: SealedSlot | None
@@ -261,6 +335,8 @@ class Saver:
                 self._abort(current, error)
             elif key not in self._pending and self._decisions.committed(who.run, step) is None:
                 self._given_up.know(key, who.rank, error)
+                if self._joint is not None and len(self._connected.of(who.run)) < who.world:
+                    self._joint.refuse(key, who.world, error)
 
     def refuse_given_up(self, who: Participant, step: int) -> None:
         """Raise what ended this step for the other ranks, if this rank has not heard of it."""
@@ -281,7 +357,7 @@ class Saver:
                     self._take_left_behind(current, who)
                 elif back:
                     continue
-                if not current.complete and (not present or who.rank not in current.sealed):
+                if not current.complete and ((not present and not self._is_part(current)) or who.rank not in current.sealed):
                     self._abort(
                         current, RoundAborted(f"rank {who.rank} disconnected before step {current.key.step} was complete")
                     )
@@ -329,6 +405,8 @@ class Saver:
                 self._abort(current, RoundAborted("the daemon is shutting down"))
         self.restores.close()
         self._write_queue.close()
+        if self._joint is not None:
+            self._joint.close()
         self._decisions.recorded(CLOSE_S)
         self.checks.close()
         self.history.disk.close()
@@ -379,8 +457,10 @@ class Saver:
                 raise error
             self._abort(older, GenerationDropped.of(older.key.step, new.key.step, policy))
 
-    def _abort(self, current: SaveRound, error: CheckpointError, knowing: Collection[int] = ()) -> None:
-        """End a round that is not being written."""
+    def _abort(self, current: SaveRound, error: CheckpointError, knowing: Collection[int] = (), heard: bool = False) -> None:
+        """End a round that is not being written. `heard`: from another node."""
+        if self._joint is not None and not heard and self._spans(current):
+            self._joint.refuse(current.key, current.world, error)
         if self._open.get(current.key) is current:
             del self._open[current.key]
         elif current.complete:

@@ -25,6 +25,9 @@ class FsyncTimed:
     def create(self, path: str, size: int) -> FileWriter:
         return _TimedFile(self._tier.create(path, size), self)
 
+    def join(self, path: str, size: int) -> FileWriter:
+        return _TimedFile(self._tier.join(path, size), self)
+
     def add(self, seconds: float) -> None:
         with self._lock:
             self.seconds += seconds

@@ -11,6 +11,7 @@ tensors meet are gathered in a buffer.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -63,17 +64,35 @@ class Gathered(NamedTuple):
     extents: list[tuple[PlannedTensor, Extent]]
 
 
-class FileBytes:
-    """What a planned file consists of, and how its bytes are gathered; no extent is longer than `extent_bytes`."""
+class FilePart(NamedTuple):
+    """The bytes [begin, end) of a file, of which each block of `block_bytes` is one node's to write.
 
-    def __init__(self, file: PlannedFile, slots: Slots, extent_bytes: int) -> None:
+    No extent crosses the edge of a block. The part begins at one, and ends at one or with the file.
+    """
+
+    begin: int
+    end: int
+    block_bytes: int
+
+
+class FileBytes:
+    """What a planned file, or a part of it, consists of, and how its bytes are gathered; no extent is longer than
+    `extent_bytes`.
+    """
+
+    def __init__(self, file: PlannedFile, slots: Slots, extent_bytes: int, part: FilePart | None = None) -> None:
+        """`slots` has all ranks from which the file, or the part, is read."""
         self._extent_bytes = extent_bytes
         header = np.frombuffer(file.layout.header, np.uint8)
-        self.cuts = list(_header_cuts(header))
+        self.cuts = list(_header_cuts(header, part))
         flat = {rank: np.frombuffer(data, np.uint8) for rank, data in slots.items() if len(data)}
-        for tensor in file.tensors:
-            held = [_hold(tensor, origin, flat) for origin in tensor.origins]
-            edges = _edges(held, tensor.spec.nbytes, tensor_extent_bytes(tensor.spec.nbytes, extent_bytes))
+        for tensor in tensors_in(file, part):
+            held = [_hold(tensor, origin, flat) for origin in tensor.origins if origin.rank in flat]
+            size = tensor.spec.nbytes
+            step = tensor_extent_bytes(size, extent_bytes)
+            edges = _edges(held, size, step)
+            if part is not None:
+                edges = _cut_at_blocks(edges, tensor.start, step, part)
             for offset, end in pairwise(edges):
                 self.cuts.append(ExtentSlice(tensor.start + offset, end - offset, offset, tensor, held))
 
@@ -139,9 +158,37 @@ def _edges(held: Sequence[Holding], size: int, step: int) -> list[int]:
     return sorted(edges)
 
 
-def _header_cuts(header: Bytes) -> Iterator[ExtentSlice]:
-    for start in range(0, header.nbytes, EXTENT_BYTES_MAX):
-        length = min(EXTENT_BYTES_MAX, header.nbytes - start)
+def tensors_in(file: PlannedFile, part: FilePart | None) -> Sequence[PlannedTensor]:
+    """The tensors of which bytes are in a part of a file; all of them without one."""
+    if part is None:
+        return file.tensors
+    first = bisect_right(file.tensors, part.begin, key=_end_of)
+    last = bisect_left(file.tensors, part.end, lo=first, key=_start_of)
+    return file.tensors[first:last]
+
+
+def _start_of(tensor: PlannedTensor) -> int:
+    return tensor.start
+
+
+def _end_of(tensor: PlannedTensor) -> int:
+    return tensor.start + tensor.spec.nbytes
+
+
+def _cut_at_blocks(edges: Sequence[int], start: int, step: int, part: FilePart) -> list[int]:
+    """The edges of a tensor that are in the part, and those of blocks. After one, extents begin at multiples of `step`
+    again.
+    """
+    low, high = max(part.begin - start, edges[0]), min(part.end - start, edges[-1])
+    blocks = set(range(part.begin - start, part.end - start, part.block_bytes))
+    found = {*edges, *blocks, *(edge + -edge % step for edge in blocks)}
+    return sorted(edge for edge in found | {low, high} if low <= edge <= high)
+
+
+def _header_cuts(header: Bytes, part: FilePart | None) -> Iterator[ExtentSlice]:
+    low, high = (0, header.nbytes) if part is None else (part.begin, min(part.end, header.nbytes))
+    for start in range(low, high, EXTENT_BYTES_MAX):
+        length = min(EXTENT_BYTES_MAX, high - start)
         yield ExtentSlice(start, length, start, None, (), header)
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from holdfast_formats import naming
@@ -34,7 +35,7 @@ _writing: list[str] = []  # what is being written now; changed by single operati
 _Extents = list[tuple[PlannedTensor, Extent]]
 
 
-class _Sink(NamedTuple):
+class Sink(NamedTuple):
     """A new file, and how many threads may digest at the same time."""
 
     writer: FileWriter
@@ -60,9 +61,16 @@ def write(tier: Tier, plan: WritePlan, staging: str, slots: Slots, node: str) ->
     Raises `StorageFailed` or `NoSpace`; what was written by then is garbage for the caller to remove. A failed fsync is
     never tried again (I9).
     """
+    with announced(staging):
+        return _write(tier, plan, staging, slots, node)
+
+
+@contextmanager
+def announced(staging: str) -> Iterator[None]:
+    """For the length of a block, a save is being written there."""
     _writing.append(staging)
     try:
-        return _write(tier, plan, staging, slots, node)
+        yield
     finally:
         _writing.remove(staging)
 
@@ -96,7 +104,7 @@ def _write_files(tier: Tier, plan: WritePlan, staging: str, slots: Slots) -> lis
             for file in plan.files:
                 content = FileBytes(file, slots, extent_bytes)
                 created = tier.create(f"{staging}/{file.layout.name}", file.layout.bytes)
-                running.append(_start(_Sink(created, digesting), file, content, pool))
+                running.append(_start(Sink(created, digesting), file, content, pool))
                 if len(running) == FILES_MAX:
                     written.append(_settle(running))
             while running:
@@ -106,13 +114,14 @@ def _write_files(tier: Tier, plan: WritePlan, staging: str, slots: Slots) -> lis
     return written
 
 
-def _start(sink: _Sink, file: PlannedFile, content: FileBytes, pool: ThreadPoolExecutor) -> _Running:
+def _start(sink: Sink, file: PlannedFile, content: FileBytes, pool: ThreadPoolExecutor) -> _Running:
     alignment = sink.writer.alignment
-    jobs = [pool.submit(_write_window, sink, content, window, alignment) for window in content.windows()]
+    jobs = [pool.submit(write_window, sink, content, window, alignment) for window in content.windows()]
     return _Running(file, sink.writer, jobs)
 
 
-def _write_window(sink: _Sink, content: FileBytes, window: Window, alignment: int) -> _Extents:
+def write_window(sink: Sink, content: FileBytes, window: Window, alignment: int) -> _Extents:
+    """Gather, digest and write one window; the extents that end in it."""
     writer = sink.writer
     with _windows.taken() as buffer:
         with sink.digesting:

@@ -1,0 +1,53 @@
+"""A save whose ranks are on several nodes (a joint round), as its nodes see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from holdfast_formats.staging.plan import Receipt
+
+
+class JointPart(NamedTuple):
+    """A node's part as the others see it. `live`: this boot of the node is a member. `known`: some boot of it is."""
+
+    node: str
+    ranks: tuple[int, ...]
+    live: bool
+    known: bool
+    url: str
+    delivered: bool
+
+
+class JointRound(NamedTuple):
+    id: int
+    state: str
+    created: str
+    world: int
+    parts: tuple[JointPart, ...]
+    problem: Mapping[str, Any] | None
+
+    @property
+    def missing(self) -> list[JointPart]:
+        """The nodes that have not written their share."""
+        return [part for part in self.parts if not part.delivered]
+
+    @property
+    def absent(self) -> set[int]:
+        """The ranks of which nobody has brought the part."""
+        return set(range(self.world)) - {rank for part in self.parts for rank in part.ranks}
+
+
+class Votes(NamedTuple):
+    """Which ranks' restores of a turn have ended, as far as their nodes have said so; and the damage that one met."""
+
+    ranks: frozenset[int]
+    problem: Mapping[str, Any] | None
+
+
+class JointlyStaged(NamedTuple):
+    """The files of a plan that several nodes have written at `path`: what each wrote, and when the round began."""
+
+    path: str
+    receipts: Sequence[Receipt]
+    created: str

@@ -1,0 +1,76 @@
+"""Which bytes of which slots a part of a file is made of. So a node that writes it asks others for these bytes alone.
+
+A box is in its slot row by row, in the order of the file. So what a range of the file takes from a box is one range of
+its slot, however the box lies in its tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from math import prod
+from typing import NamedTuple
+
+from holdfast_formats.region import Box, byte_box, byte_view
+from holdfast_formats.staging.plan import BoxOrigin, PlannedTensor
+from holdfast_formats.tensors import TensorSpec
+
+
+class SlotRange(NamedTuple):
+    """The bytes [begin, end) of a rank's slot."""
+
+    rank: int
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+def slot_ranges(tensors: Iterable[PlannedTensor], begin: int, end: int, without: Collection[int] = ()) -> list[SlotRange]:
+    """What the bytes [begin, end) of a file are read from, by rank and place, neighbours together.
+
+    `tensors` are those of the file, or those in that part of it. Ranks `without` are left out.
+    """
+    found = sorted(
+        SlotRange(origin.rank, *placed)
+        for tensor in tensors
+        for origin in tensor.origins
+        if origin.rank not in without
+        for placed in _in_slot(tensor.spec, origin, begin - tensor.start, end - tensor.start)
+    )
+    joined: list[SlotRange] = []
+    for one in found:
+        last = joined[-1] if joined else None
+        if last is not None and last.rank == one.rank and one.begin <= last.end:
+            joined[-1] = last._replace(end=max(last.end, one.end))
+        else:
+            joined.append(one)
+    return joined
+
+
+def _in_slot(spec: TensorSpec, origin: BoxOrigin, low: int, high: int) -> list[tuple[int, int]]:
+    """Where in the slot the box has what it holds of the tensor's bytes [low, high): at most one range."""
+    view = byte_view(spec.dtype, spec.shape, spec.name)
+    box = byte_box(spec.dtype, origin.box, spec.shape, spec.name)
+    first = _count_before(box, view.shape, max(low, 0) // view.itemsize)
+    last = _count_before(box, view.shape, -(-min(high, spec.nbytes) // view.itemsize))
+    if first >= last:
+        return []
+    return [(origin.slot_offset + first * view.itemsize, origin.slot_offset + last * view.itemsize)]
+
+
+def _count_before(box: Box, shape: tuple[int, ...], index: int) -> int:
+    """How many elements of the box come before the element `index` of a tensor of this shape, row by row."""
+    if index >= prod(shape):
+        return box.volume
+    count = 0
+    for dimension, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        place, index = divmod(index, prod(shape[dimension + 1 :]))
+        below = prod(box.shape[dimension + 1 :])
+        if place < offset:
+            return count
+        if place >= offset + size:
+            return count + size * below
+        count += (place - offset) * below
+    return count

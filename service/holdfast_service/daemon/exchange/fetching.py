@@ -1,0 +1,96 @@
+"""Fetches bytes of slots from other nodes."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import urlsplit
+
+from holdfast_formats.digest import DIGITS, digest
+from holdfast_formats.errors import RoundAborted
+from holdfast_formats.staging.slot_ranges import SlotRange
+from holdfast_service.daemon.exchange import ranges as wanted
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 30.0
+RETRY_S = 0.2
+
+
+class _Busy(Exception):
+    """The peer does not offer the round yet."""
+
+
+class Peer:
+    """The connection to one node, for one thread at a time."""
+
+    def __init__(self, node: str, url: str, secret: str) -> None:
+        self._node, self._secret, self.url = node, secret, url
+        self._connected = ""  # the URL at which the connection is
+        self._connection = http.client.HTTPConnection("")
+        self._lock = threading.Lock()
+
+    def fetch(
+        self, round_id: int, ranges: Sequence[SlotRange], into: Mapping[int, memoryview], go_on: Callable[[float], bool]
+    ) -> None:
+        """Copy these ranges of the peer's slots to the same places of `into`, by rank.
+
+        `url`, where the node is, may be changed meanwhile. Tried again while `go_on` says so, which waits for the seconds
+        that it is given; then `RoundAborted`.
+        """
+        with self._lock:
+            while True:
+                try:
+                    return self._once(round_id, ranges, into)
+                except (OSError, http.client.HTTPException, _Busy) as error:
+                    self._connection.close()
+                    why = str(error) or type(error).__name__
+                    if not go_on(RETRY_S):
+                        raise RoundAborted(
+                            f"node {self._node} did not send its part of the save: {why}",
+                            hint="look at that node's daemon and at the network between the two; the next save goes on",
+                            node=self._node,
+                        ) from error
+                    log.info("asking node %s again: %s", self._node, why)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _connect(self) -> None:
+        url = self.url
+        if not url:
+            raise _Busy("it has not said where it is")
+        if url != self._connected:
+            self._connection.close()
+            at = urlsplit(url)
+            self._connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=TIMEOUT_S, blocksize=2**20)
+            self._connected = url
+
+    def _once(self, round_id: int, ranges: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
+        self._connect()
+        headers = {"Authorization": f"Bearer {self._secret}", "Content-Type": "application/json"}
+        self._connection.request("POST", wanted.PATH.format(round_id), wanted.encode_asked(ranges), headers)
+        answer = self._connection.getresponse()
+        if answer.status == http.HTTPStatus.CONFLICT:
+            answer.read()
+            raise _Busy("it does not offer the round")
+        if answer.status != http.HTTPStatus.OK or answer.length != wanted.answer_bytes(ranges):
+            answer.read(2**16)
+            raise http.client.HTTPException(f"it answered {answer.status} with {answer.length} bytes")
+        for one in ranges:
+            for begin, end in wanted.chunks(one.begin, one.end):
+                _read(answer, into[one.rank][begin:end])
+                stated = answer.read(DIGITS).decode(errors="replace")
+                if digest(into[one.rank][begin:end]) != stated:
+                    raise http.client.HTTPException("bytes were changed on their way")
+
+
+def _read(answer: http.client.HTTPResponse, target: memoryview) -> None:
+    done = 0
+    while done < len(target):
+        count = answer.readinto(target[done:])
+        if not count:
+            raise http.client.IncompleteRead(b"", len(target) - done)
+        done += count

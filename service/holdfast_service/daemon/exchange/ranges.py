@@ -1,0 +1,43 @@
+"""What one node asks another for: ranges of the slots of a round, and how their bytes come.
+
+The answer is the ranges one after the other. After each `CHUNK_BYTES` of a range, and at its end, stands the digest of what
+came since the last one, so that nothing that was changed on its way is taken for what was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from holdfast_formats import decoding
+from holdfast_formats.digest import DIGITS
+from holdfast_formats.staging.slot_ranges import SlotRange
+
+CHUNK_BYTES = 2**22
+REQUEST_BYTES_MAX = 2**22
+PATH = "/rounds/{}/bytes"
+
+
+class RangesAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rank, begin and end of each."""
+
+    ranges: tuple[tuple[int, int, int], ...]
+
+
+decode_asked = decoding.decoder(RangesAsked)
+
+
+def encode_asked(ranges: Sequence[SlotRange]) -> bytes:
+    return msgspec.json.encode(RangesAsked(tuple((one.rank, one.begin, one.end) for one in ranges)))
+
+
+def chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """The parts of a range that have a digest of their own."""
+    for low in range(begin, end, CHUNK_BYTES):
+        yield low, min(low + CHUNK_BYTES, end)
+
+
+def answer_bytes(ranges: Sequence[SlotRange]) -> int:
+    """How long the answer is."""
+    return sum(one.length + DIGITS * -(-one.length // CHUNK_BYTES) for one in ranges)

@@ -1,0 +1,310 @@
+"""Saves whose ranks are on several nodes: this node brings its part, writes its share, and commits if it is the first that
+sees nobody missing.
+
+One thread meets the other nodes in the catalog, for all rounds that go on; another writes, one share after the other. So a
+node that writes one round still hears of the others. While the catalog is away, sealed slots wait; training does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from holdfast_formats import naming
+from holdfast_formats.disk.manifest import Manifest
+from holdfast_formats.errors import CatalogUnavailable, CheckpointError, RoundAborted, from_problem
+from holdfast_formats.staging import part
+from holdfast_formats.staging.joint import JointlyStaged, JointRound
+from holdfast_formats.staging.plan import decode_receipt
+from holdfast_service.daemon.exchange.server import ExchangeServer
+from holdfast_service.daemon.ports import Decisions, Rendezvous
+from holdfast_service.daemon.saving.joint_writing import ShareWriter, ShareWritten
+from holdfast_service.daemon.saving.rounds import RoundKey, SaveRound
+from holdfast_service.daemon.saving.save_costs import SaveHistory
+
+log = logging.getLogger(__name__)
+
+POLL_S = (0.05, 1.0)  # while something has just happened, and at most
+AWAY_S = 0.5  # between two tries, while the catalog is away
+DEAD_S = 20.0  # how long a node whose lease has ended, or that has started anew, may take to be back
+ABSENT_S = 60.0  # how long ranks that are connected to no node are waited for
+CREWS_EVERY_S = 5.0
+CLOSE_S = 30.0  # how long the end of a daemon waits for the other nodes of a round
+
+Result = Manifest | CheckpointError | None  # None: another node has committed it
+
+
+class JointParty(NamedTuple):
+    """What a daemon needs to save with others. `crews` says how many ranks of a run's attempt are connected, by node."""
+
+    rendezvous: Rendezvous
+    exchange: ExchangeServer
+    crews: Callable[[str, int], Mapping[str, int]]
+
+
+class Host(NamedTuple):
+    """The saver's side: the rounds of which this node's part is complete, and what becomes of them."""
+
+    ready: Callable[[], list[SaveRound]]
+    is_open: Callable[[SaveRound], bool]
+    sealed: Callable[[SaveRound], bool]  # False where it has been given up here
+    renewed: Callable[[SaveRound], None]
+    given_up: Callable[[SaveRound, CheckpointError], None]  # of a round that is open
+    ended: Callable[[SaveRound, Result, str], None]  # with the path of what was staged
+
+
+class _Joint:
+    """A round in which ranks of this node take part."""
+
+    def __init__(self, current: SaveRound, round_id: int, ranks: tuple[int, ...]) -> None:
+        self.current, self.id, self.ranks = current, round_id, ranks
+        self.writing: Future[ShareWritten] | None = None  # once it is sealed
+        self.over = threading.Event()
+        self.dead_since: dict[str, float] = {}
+        self.absent_since: float | None = None
+        self.crews_at = 0.0
+        self.look_at = 0.0
+        self.pause_s = POLL_S[0]
+        self.state = ""
+
+    @property
+    def staging(self) -> str:
+        return naming.staging_path(*self.current.key, self.id)
+
+
+class JointSaves:
+    """The thread that meets other nodes. Thread-safe."""
+
+    def __init__(
+        self,
+        party: JointParty,
+        decisions: Decisions,
+        node: str,
+        writer: ShareWriter,
+        *,
+        host: Host,
+        history: SaveHistory,
+    ) -> None:
+        self._party, self._decisions, self._node, self._writer = party, decisions, node, writer
+        self._host, self._history = host, history
+        self._joints: dict[RoundKey, _Joint] = {}
+        self._refusals: list[tuple[RoundKey, int, CheckpointError]] = []
+        self._published: list[int] = []
+        self._wake = threading.Event()
+        self._closing: float | None = None
+        self._pool = ThreadPoolExecutor(1, "holdfast-share")
+        self._thread = threading.Thread(target=self._run, name="holdfast-joint", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """A rank has sealed, or a round was given up."""
+        self._wake.set()
+
+    def refuse(self, key: RoundKey, world: int, error: CheckpointError) -> None:
+        """This node gives up its part of a round: so do all others."""
+        self._refusals.append((key, world, error))
+        self._wake.set()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._joints or self._refusals or self._published)
+
+    def close(self) -> None:
+        """Wait for the rounds that are sealed, but not for long; then stop."""
+        self._closing = time.monotonic() + CLOSE_S
+        self._wake.set()
+        self._thread.join()
+        self._pool.shutdown()
+
+    def _run(self) -> None:
+        while not self._is_over():
+            try:
+                self._tell()
+                self._meet()
+                pause = self._pause()
+            except CatalogUnavailable as away:
+                log.info("other nodes cannot be met: %s", away.detail)
+                for current in self._host.ready():
+                    self._host.renewed(current)
+                pause = AWAY_S
+            except Exception:
+                log.exception("saves with other nodes could not go on")
+                pause = AWAY_S
+            self._wake.wait(pause)
+            self._wake.clear()
+        for joint in list(self._joints.values()):
+            if joint.writing is not None:
+                self._end(joint, RoundAborted("the daemon is shutting down"))
+
+    def _is_over(self) -> bool:
+        if self._closing is None:
+            return False
+        going = any(joint.writing is not None for joint in self._joints.values())
+        return time.monotonic() > self._closing or not (going or self._refusals or self._published)
+
+    def _pause(self) -> float:
+        now = time.monotonic()
+        due = [joint.look_at for joint in self._joints.values()]
+        return max(min([at - now for at in due], default=POLL_S[1]), 0.01)
+
+    def _tell(self) -> None:
+        """What other nodes have to know, and could not be told before."""
+        while self._refusals:
+            key, world, error = self._refusals[0]
+            self._party.rendezvous.refuse(*key, world, error.problem())
+            self._refusals.pop(0)
+        while self._published:
+            self._party.rendezvous.committed(self._published[0])
+            self._published.pop(0)
+
+    def _meet(self) -> None:
+        ready = {current.key: current for current in self._host.ready()}
+        for key, joint in list(self._joints.items()):
+            if joint.writing is None and not self._host.is_open(joint.current):
+                del self._joints[key]  # given up here, or all its ranks have come to this node
+                self._party.rendezvous.abort(joint.id, RoundAborted(f"node {self._node} does not take part").problem())
+        for key, current in sorted(ready.items(), key=lambda item: item[0].step):
+            ranks = tuple(sorted(current.sealed))
+            if key not in self._joints or self._joints[key].ranks != ranks:
+                self._arrive(current, ranks)
+        for joint in list(self._joints.values()):
+            if time.monotonic() >= joint.look_at or (joint.writing is not None and joint.writing.done()):
+                self._go_on(joint)
+
+    def _arrive(self, current: SaveRound, ranks: tuple[int, ...]) -> None:
+        tables = [current.sealed[rank].table for rank in ranks]
+        declaration, said = part.encode(tables)
+        try:
+            number = self._party.rendezvous.arrive(*current.key, current.world, ranks, declaration, said)
+        except CatalogUnavailable:
+            raise
+        except CheckpointError as error:
+            self._joints.pop(current.key, None)
+            self._host.given_up(current, error)
+            return
+        joint = self._joints.get(current.key)
+        if joint is None or joint.id != number:
+            self._joints[current.key] = joint = _Joint(current, number, ranks)
+        joint.ranks = ranks
+
+    def _go_on(self, joint: _Joint) -> None:
+        seen = self._party.rendezvous.look(joint.id)
+        if seen.state == "open" and not seen.absent:
+            self._party.rendezvous.seal(joint.id)
+            seen = self._party.rendezvous.look(joint.id)
+        if any(one.node == self._node and not one.live for one in seen.parts):  # it has joined the cluster anew
+            self._arrive(joint.current, joint.ranks)
+        joint.pause_s = POLL_S[0] if seen.state != joint.state else min(joint.pause_s * 1.5, POLL_S[1])
+        joint.state, joint.look_at = seen.state, time.monotonic() + joint.pause_s
+        if seen.state == "open":
+            self._wait_for_others(joint, seen)
+            return
+        if joint.writing is None:
+            if seen.state == "aborted":
+                del self._joints[joint.current.key]
+                self._host.given_up(joint.current, from_problem(seen.problem or {}))
+            elif seen.state in ("sealed", "committing"):
+                self._begin(joint, seen)
+            else:
+                self._end(joint, None)
+            return
+        self._follow(joint, seen)
+
+    def _begin(self, joint: _Joint, seen: JointRound) -> None:
+        """All parts are there: nobody gives the round up alone any more."""
+        if not self._host.sealed(joint.current):
+            del self._joints[joint.current.key]
+            return
+        slots = {rank: sealed.data for rank, sealed in joint.current.sealed.items()}
+        self._party.exchange.offer(joint.id, slots)
+        joint.writing = self._pool.submit(self._writer.write, seen, slots, joint.over.is_set)
+        joint.writing.add_done_callback(lambda done: self._wake.set())
+
+    def _follow(self, joint: _Joint, seen: JointRound) -> None:
+        assert joint.writing is not None
+        if seen.state in ("aborted", "committed"):
+            problem = None if seen.state == "committed" else from_problem(seen.problem or {})
+            self._end(joint, problem)
+            return
+        if not joint.writing.done():
+            self._look_for_the_dead(joint, seen)
+            return
+        error = joint.writing.exception()
+        if error is not None:
+            self._abort(joint, error)
+        elif seen.missing:
+            self._look_for_the_dead(joint, seen)
+        elif self._party.rendezvous.claim(joint.id):
+            self._commit(joint, joint.writing.result(), seen)
+
+    def _commit(self, joint: _Joint, written: ShareWritten, seen: JointRound) -> None:
+        current = joint.current
+        receipts = [decode_receipt(one) for one in self._party.rendezvous.receipts(joint.id)]
+        staged = JointlyStaged(joint.staging, receipts, seen.created)
+        try:
+            measured = self._history.ending(current, **written.measured)
+            made = self._decisions.commit(current.id, written.plan, measured, staged)
+        except Exception as error:
+            self._abort(joint, error, claimed=True)
+            return
+        self._published.append(joint.id)
+        self._end(joint, made)
+        log.info("%s@%s attempt %s committed with %d nodes: %d bytes", *current.key, len(seen.parts), made.bytes)
+        self._tell()
+
+    def _abort(self, joint: _Joint, error: BaseException, claimed: bool = False) -> None:
+        """This node cannot go on: the round ends for all, unless it has just been committed."""
+        if not isinstance(error, CheckpointError):
+            log.error("%s@%s attempt %s failed", *joint.current.key, exc_info=error)
+            error = RoundAborted(f"unexpected {type(error).__name__} in the daemon of node {self._node}")
+        if self._party.rendezvous.abort(joint.id, error.problem(), claimed):
+            self._end(joint, error)
+
+    def _end(self, joint: _Joint, result: Result) -> None:
+        joint.over.set()
+        self._party.exchange.withdraw(joint.id)
+        if joint.writing is not None:
+            joint.writing.cancel()
+            if not joint.writing.cancelled():
+                joint.writing.exception()  # until it has ended, it reads the slots
+        self._joints.pop(joint.current.key, None)
+        written = joint.writing is not None and not joint.writing.cancelled() and joint.writing.exception() is None
+        if result is None:
+            known = joint.writing.result().measured if joint.writing is not None and written else {}
+            measured = self._history.ending(joint.current, **known)
+            self._decisions.joined(joint.current.id, *joint.current.key, measured)
+        self._host.ended(joint.current, result, joint.staging)
+
+    def _look_for_the_dead(self, joint: _Joint, seen: JointRound) -> None:
+        """End a round that waits for a node which is gone, or which has come back without its part."""
+        now = time.monotonic()
+        for one in seen.missing:
+            if one.live or one.node == self._node:
+                joint.dead_since.pop(one.node, None)
+            elif now - joint.dead_since.setdefault(one.node, now) > DEAD_S:
+                self._abort(joint, RoundAborted(f"node {one.node} was lost while it wrote its share of the save"))
+                return
+
+    def _wait_for_others(self, joint: _Joint, seen: JointRound) -> None:
+        """End a round of which ranks are missing that are connected to no node."""
+        now, key = time.monotonic(), joint.current.key
+        if now < joint.crews_at:
+            return
+        joint.crews_at = now + CREWS_EVERY_S
+        brought = {one.node: len(one.ranks) for one in seen.parts}
+        crews = self._party.crews(key.run, key.attempt)
+        coming = sum(max(count - brought.get(node, 0), 0) for node, count in crews.items())
+        if coming >= len(seen.absent):
+            joint.absent_since = None
+        elif joint.absent_since is None:
+            joint.absent_since = now
+        elif now - joint.absent_since > ABSENT_S:
+            gone = ", ".join(map(str, sorted(seen.absent)[:8]))
+            error = RoundAborted(f"ranks {gone} did not bring their part of step {key.step}, and are connected to no node")
+            if self._party.rendezvous.abort(joint.id, error.problem()):
+                del self._joints[key]
+                self._host.given_up(joint.current, error)

@@ -1,0 +1,167 @@
+"""This node's share of a save whose ranks are on several nodes: planned as on every other node, and written."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, cast
+
+from holdfast_formats import naming
+from holdfast_formats.errors import CatalogUnavailable
+from holdfast_formats.staging import blocks, part
+from holdfast_formats.staging.joint import JointRound
+from holdfast_formats.staging.part import Fragments
+from holdfast_formats.staging.plan import WritePlan, encode_receipt
+from holdfast_formats.staging.slot_ranges import SlotRange
+from holdfast_formats.staging.slot_table import SlotTable
+from holdfast_service.daemon.exchange.fetching import Peer
+from holdfast_service.daemon.exchange.server import ExchangeServer
+from holdfast_service.daemon.ports import Decisions, Rendezvous
+from holdfast_service.daemon.saving.save_costs import SaveHistory
+from holdfast_service.daemon.writing.fsync_timer import FsyncTimed
+from holdfast_service.daemon.writing.part_writer import NodeShare, SlotSources, write_share
+from holdfast_service.storage import Tier
+
+log = logging.getLogger(__name__)
+
+DECODED_KEPT = 64
+PEERS_AT_ONCE = 4
+LOOK_AGAIN_S = 0.5  # how often it is asked where other nodes are, while one does not send
+PEER_PATIENCE_S = 60.0  # how long a node that does not send is asked again
+
+
+class ShareWritten(NamedTuple):
+    """What came of it: the plan, and what is measured of a save."""
+
+    plan: WritePlan
+    measured: dict[str, float]
+
+
+class ShareWriter:
+    """Writes shares, one after the other; for one thread."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        decisions: Decisions,
+        node: str,
+        rendezvous: Rendezvous,
+        exchange: ExchangeServer,
+        history: SaveHistory,
+    ) -> None:
+        self._tier, self._decisions, self._node = tier, decisions, node
+        self._rendezvous, self._exchange, self._history = rendezvous, exchange, history
+        self._fragments: dict[str, Fragments] = {}
+
+    def write(self, seen: JointRound, slots: Mapping[int, memoryview], is_over: Callable[[], bool]) -> ShareWritten:
+        """Write this node's share of a sealed round, and tell what was written. `is_over` says whether it has ended."""
+        began = time.monotonic()
+        plan = self._plan(seen)
+        nodes = [one.node for one in seen.parts]
+        share = self._share(plan, seen, nodes.index(self._node))
+        if nodes[0] == self._node:
+            self._decisions.admit(plan)  # once for all nodes: who is refused ends the round for all of them
+        planned = time.monotonic()
+        timed = FsyncTimed(self._tier)
+        staging = naming.staging_path(plan.run, plan.step, plan.attempt, seen.id)
+        peers = Peers(seen, self._node, self._exchange.secret, is_over, lambda: self._rendezvous.look(seen.id))
+        try:
+            with self._history.writing():
+                receipt = write_share(cast(Tier, timed), plan, staging, SlotSources(slots, peers.bring), share, self._node)
+        finally:
+            peers.close()
+        written = time.monotonic()
+        self._rendezvous.deliver(seen.id, encode_receipt(receipt))
+        size = sum(one.end - one.begin for one in share.shares)
+        self._history.disk.wrote(size, written - planned)
+        told = (
+            "%s@%s attempt %s: %d of %d bytes written by this node in %.3f s, planned in %.3f s, %d bytes came from others"
+        )
+        log.info(
+            told,
+            plan.run,
+            plan.step,
+            plan.attempt,
+            size,
+            plan.bytes,
+            written - planned,
+            planned - began,
+            peers.bytes_brought,
+        )
+        return ShareWritten(plan, {"write_s": written - planned, "fsync_s": timed.seconds})
+
+    def _plan(self, seen: JointRound) -> WritePlan:
+        tables: list[SlotTable] = []
+        for digest, declaration, said in self._rendezvous.parts(seen.id):
+            if digest not in self._fragments:
+                while len(self._fragments) >= DECODED_KEPT:
+                    del self._fragments[next(iter(self._fragments))]
+                self._fragments[digest] = part.decode_declaration(declaration)
+            tables += part.decode(self._fragments[digest], said)
+        return self._decisions.plan(tables)
+
+    def _share(self, plan: WritePlan, seen: JointRound, me: int) -> NodeShare:
+        node_of = {rank: number for number, one in enumerate(seen.parts) for rank in one.ranks}
+        sizes = [file.layout.bytes for file in plan.files]
+        block_bytes = blocks.block_bytes(sum(sizes))
+        grid = blocks.grid(sizes, block_bytes)
+        spans = blocks.spans_of_plan(plan, [node_of[rank] for rank in range(plan.world)])
+        owners = blocks.owners(grid, blocks.holders(grid, spans, len(seen.parts)), len(seen.parts))
+        return NodeShare(blocks.shares(grid, owners, me), block_bytes)
+
+
+class Peers:
+    """The other nodes of a round, from which bytes are brought."""
+
+    def __init__(
+        self, seen: JointRound, node: str, secret: str, is_over: Callable[[], bool], look: Callable[[], JointRound]
+    ) -> None:
+        """`look` says where they are now: a daemon that was started again listens somewhere else."""
+        self._round, self._is_over, self._look = seen.id, is_over, look
+        self._node_of = {rank: one.node for one in seen.parts for rank in one.ranks}
+        self._peers = {one.node: Peer(one.node, one.url, secret) for one in seen.parts if one.node != node}
+        self._pool = ThreadPoolExecutor(max(min(len(self._peers), PEERS_AT_ONCE), 1), "holdfast-peer")
+        self._looking = threading.Lock()
+        self._looked_at = time.monotonic()
+        self.bytes_brought = 0
+
+    def bring(self, ranges: Sequence[SlotRange], into: Mapping[int, memoryview]) -> None:
+        """Copy these ranges of slots of other nodes to the same places of `into`."""
+        by_node: dict[str, list[SlotRange]] = {}
+        for one in ranges:
+            by_node.setdefault(self._node_of[one.rank], []).append(one)
+        limit = time.monotonic() + PEER_PATIENCE_S
+
+        def go_on(wait_s: float) -> bool:
+            if self._is_over() or time.monotonic() > limit:
+                return False
+            time.sleep(wait_s)
+            self._find_again()
+            return True
+
+        jobs = [self._pool.submit(self._peers[node].fetch, self._round, some, into, go_on) for node, some in by_node.items()]
+        for job in jobs:
+            job.result()
+        self.bytes_brought += sum(one.length for one in ranges)
+
+    def _find_again(self) -> None:
+        with self._looking:
+            if time.monotonic() - self._looked_at < LOOK_AGAIN_S:
+                return
+            self._looked_at = time.monotonic()
+            try:
+                found = self._look()
+            except CatalogUnavailable as away:
+                log.info("cannot tell where other nodes are now: %s", away.detail)
+                return
+            for one in found.parts:
+                if one.node in self._peers:
+                    self._peers[one.node].url = one.url
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for peer in self._peers.values():
+            peer.close()

@@ -1,0 +1,156 @@
+"""A node's share of a checkpoint that several nodes write: whole blocks of files, out of its own slots and those of others.
+
+One share after the other: while one is written, the bytes of the next are brought from the nodes that hold them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
+from typing import NamedTuple
+
+from holdfast_formats.digest import digest
+from holdfast_formats.disk.manifest import Extent, FileEntry
+from holdfast_formats.staging.blocks import Share
+from holdfast_formats.staging.plan import PlannedAsset, PlannedTensor, Receipt, WritePlan
+from holdfast_formats.staging.slot_ranges import SlotRange, slot_ranges
+from holdfast_formats.tensors import box_bytes
+from holdfast_service.daemon.writing.gathering import FileBytes, FilePart, Slots, tensors_in
+from holdfast_service.daemon.writing.priority import give_way
+from holdfast_service.daemon.writing.writer import CORES_A_DIGEST, WORKERS, Sink, announced, write_window
+from holdfast_service.storage import Tier
+
+Bring = Callable[[Sequence[SlotRange], Mapping[int, memoryview]], None]
+
+_Written = list[tuple[PlannedTensor, Extent]]
+
+
+class NodeShare(NamedTuple):
+    """What a node writes: shares in file order, and the assets of its ranks. `block_bytes` is the grid's."""
+
+    shares: Sequence[Share]
+    block_bytes: int
+
+
+class SlotSources(NamedTuple):
+    """The slots of this node's ranks, and how bytes of others are brought: to the same places of the given memory."""
+
+    slots: Slots
+    bring: Bring
+
+
+def write_share(tier: Tier, plan: WritePlan, staging: str, sources: SlotSources, share: NodeShare, node: str) -> Receipt:
+    """Write a node's share and the assets of its ranks under `staging`, and fsync them.
+
+    The receipt lists the extents of this share, and of the files nothing but the assets: the plan knows the rest. Raises
+    what `write` raises, and what `bring` does.
+    """
+    with announced(staging):
+        files = [_put_asset(tier, staging, asset, sources.slots) for asset in plan.assets if asset.rank in sources.slots]
+        extents: dict[str, dict[str, list[Extent]]] = {}
+        for tensor, extent in _write_shares(tier, plan, staging, sources, share):
+            extents.setdefault(tensor.spec.group, {}).setdefault(tensor.spec.name, []).append(extent)
+        if files or share.shares:
+            tier.sync_directory(staging)
+    proven = {group: {name: tuple(listed) for name, listed in names.items()} for group, names in extents.items()}
+    return Receipt(node, plan.run, plan.step, plan.attempt, tuple(files), proven)
+
+
+def _put_asset(tier: Tier, staging: str, asset: PlannedAsset, slots: Slots) -> FileEntry:
+    blob = asset.blob
+    data = bytes(slots[asset.rank][blob.slot_offset : blob.slot_offset + blob.length])
+    tier.replace(f"{staging}/{blob.name}", data)  # an earlier daemon of this node may have put it there
+    return FileEntry(blob.name, len(data), 0, digest(data))
+
+
+def _write_shares(
+    tier: Tier, plan: WritePlan, staging: str, sources: SlotSources, share: NodeShare
+) -> Iterator[tuple[PlannedTensor, Extent]]:
+    digesting = threading.BoundedSemaphore(max(len(os.sched_getaffinity(0)) // CORES_A_DIGEST, 1))
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(WORKERS, "holdfast-write", initializer=give_way))
+        ahead = stack.enter_context(_Ahead(plan, sources, share))
+        for file_number, of_file in groupby(share.shares, key=lambda one: one.file):
+            file = plan.files[file_number]
+            writer = tier.join(f"{staging}/{file.layout.name}", file.layout.bytes)
+            stack.callback(writer.discard)
+            for one in of_file:
+                with ahead.next(one) as slots:
+                    content = FileBytes(file, slots, plan.extent_bytes, FilePart(one.begin, one.end, share.block_bytes))
+                    yield from _write_all(Sink(writer, digesting), content, pool)
+            writer.finish()
+
+
+def _write_all(sink: Sink, content: FileBytes, pool: ThreadPoolExecutor) -> _Written:
+    alignment = sink.writer.alignment
+    jobs = [pool.submit(write_window, sink, content, window, alignment) for window in content.windows()]
+    try:
+        return [pair for job in jobs for pair in job.result()]
+    finally:
+        for job in jobs:
+            job.cancel()
+        _settle(jobs)
+
+
+def _settle(jobs: Sequence[Future[_Written]]) -> None:
+    """After a failure nobody reads slots any more, or writes, when its error is raised."""
+    for job in jobs:
+        if not job.cancelled():
+            job.exception()
+
+
+class _Ahead:
+    """Brings what the next share needs from other nodes while one is written."""
+
+    def __init__(self, plan: WritePlan, sources: SlotSources, share: NodeShare) -> None:
+        self._plan, self._sources, self._block_bytes = plan, sources, share.block_bytes
+        self._left = iter(share.shares)
+        self._pool = ThreadPoolExecutor(1, "holdfast-bring")
+        self._coming: Future[dict[int, memoryview]] | None = None
+
+    def __enter__(self) -> _Ahead:
+        self._begin()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    @contextmanager
+    def next(self, one: Share) -> Iterator[Slots]:
+        """The slots of all ranks that this share is read from; those of other nodes have its bytes, and no others."""
+        assert self._coming is not None
+        brought = self._coming.result()
+        self._begin()
+        yield {**self._sources.slots, **brought}
+
+    def _begin(self) -> None:
+        one = next(self._left, None)
+        self._coming = None if one is None else self._pool.submit(self._bring, one)
+
+    def _bring(self, one: Share) -> dict[int, memoryview]:
+        file = self._plan.files[one.file]
+        there = tensors_in(file, FilePart(one.begin, one.end, self._block_bytes))
+        wanted = slot_ranges(there, one.begin, one.end, without=self._sources.slots.keys())
+        # Long enough that offsets are those of the slots; pages that nothing is brought to are never made.
+        into = {rank: memoryview(mmap.mmap(-1, end, flags=_PRIVATE)) for rank, end in _ends(there, wanted).items()}
+        if wanted:
+            self._sources.bring(wanted, into)
+        return into
+
+
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+
+
+def _ends(tensors: Sequence[PlannedTensor], ranges: Sequence[SlotRange]) -> dict[int, int]:
+    """Of each rank that has a range, where the last of its boxes ends."""
+    ends = {one.rank: 0 for one in ranges}
+    for tensor in tensors:
+        for origin in tensor.origins:
+            if origin.rank in ends:
+                ends[origin.rank] = max(ends[origin.rank], origin.slot_offset + box_bytes(tensor.spec, origin.box))
+    return ends

@@ -1,0 +1,236 @@
+"""Where nodes meet to save one checkpoint, on a real PostgreSQL: nobody gets lost, one commits, all hear how it ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from holdfast_formats.errors import GenerationDropped, RoundAborted, StaleAttempt, StateMismatch
+from holdfast_service.control.catalog.catalog import Catalog
+from holdfast_service.control.cluster import rendezvous
+from holdfast_service.control.cluster.cluster import Cluster
+from tests.control.cluster.nodes import Nodes, nodes
+
+__all__ = ["nodes"]
+RUN = "run"
+
+
+def arrive(node: Cluster, step: int, ranks: list[int], world: int = 2, attempt: int = 1, said: bytes = b"said") -> int:
+    return node.rendezvous.arrive(RUN, step, attempt, world, ranks, b"declared", said)
+
+
+def sealed(*made: Cluster, step: int = 1) -> int:
+    """A round in which each of these nodes has brought one rank."""
+    numbers = {arrive(node, step, [rank], len(made)) for rank, node in enumerate(made)}
+    assert len(numbers) == 1
+    number = numbers.pop()
+    made[0].rendezvous.seal(number)
+    return number
+
+
+def test_a_round_from_arrival_to_commit(nodes: Nodes) -> None:
+    """Open until both parts are there; then both read the same parts; claimed once both have delivered; known to both."""
+    a, b = nodes.add("a"), nodes.add("b")
+    number = arrive(a, 1, [0], said=b"of a")
+    a.rendezvous.seal(number)
+    assert a.rendezvous.look(number).state == "open" and a.rendezvous.look(number).absent == {1}
+    assert arrive(b, 1, [1], said=b"of b") == number
+    b.rendezvous.seal(number)
+    seen = a.rendezvous.look(number)
+    assert seen == b.rendezvous.look(number) and (seen.state, seen.absent) == ("sealed", set())
+    assert [(one.node, one.ranks, one.live, one.delivered) for one in seen.parts] == [
+        ("a", (0,), True, False),
+        ("b", (1,), True, False),
+    ]
+    found = a.rendezvous.parts(number)
+    assert found == b.rendezvous.parts(number)
+    assert [(declared, said) for _, declared, said in found] == [(b"declared", b"of a"), (b"declared", b"of b")]
+    a.rendezvous.deliver(number, b"by a")
+    assert not a.rendezvous.claim(number)
+    b.rendezvous.deliver(number, b"by b")
+    assert b.rendezvous.claim(number) and not a.rendezvous.claim(number)
+    assert a.rendezvous.receipts(number) == [b"by a", b"by b"]
+    assert a.rendezvous.is_writing(RUN)
+    b.rendezvous.committed(number)
+    assert a.rendezvous.look(number).state == "committed" and not a.rendezvous.is_writing(RUN)
+
+
+def test_many_arrive_at_once_and_none_is_lost(nodes: Nodes) -> None:
+    """32 parts of 8 nodes by 8 threads each time: one round, all ranks in it, sealed once."""
+    made = [nodes.add(f"n{number}") for number in range(8)]
+    for step in range(1, 6):
+        found: list[int] = []
+        start = threading.Barrier(len(made))
+
+        def bring(node: Cluster, first: int) -> None:
+            start.wait()  # noqa: B023 - the threads of this step
+            number = arrive(node, step, list(range(first, first + 4)), 32)  # noqa: B023
+            node.rendezvous.seal(number)
+            found.append(number)  # noqa: B023
+
+        threads = [threading.Thread(target=bring, args=(node, 4 * place)) for place, node in enumerate(made)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 8 and len(set(found)) == 1
+        assert made[0].rendezvous.look(found[0]).state == "sealed"
+
+
+def test_one_of_many_claims_the_commit(nodes: Nodes) -> None:
+    """Two hundred races of four nodes."""
+    made = [nodes.add(name) for name in "abcd"]
+    for step in range(1, 51):
+        number = sealed(*made, step=step)
+        for node in made:
+            node.rendezvous.deliver(number, b"done")
+        got: list[bool] = []
+        start = threading.Barrier(len(made))
+
+        def race(node: Cluster) -> None:
+            start.wait()  # noqa: B023
+            got.append(node.rendezvous.claim(number))  # noqa: B023
+
+        threads = [threading.Thread(target=race, args=(node,)) for node in made]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(got) == [False, False, False, True]
+
+
+def test_a_claim_ends(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has claimed and is not heard of any more is replaced; it cannot end the round of the next one."""
+    monkeypatch.setattr(rendezvous, "CLAIM_S", 0.2)
+    a, b = nodes.add("a"), nodes.add("b")
+    number = sealed(a, b)
+    for node in (a, b):
+        node.rendezvous.deliver(number, b"done")
+    assert a.rendezvous.claim(number) and not b.rendezvous.claim(number)
+    time.sleep(0.3)
+    assert b.rendezvous.claim(number)
+    assert not a.rendezvous.abort(number, RoundAborted("late").problem(), claimed=True)
+    assert not a.rendezvous.abort(number, RoundAborted("late").problem())
+    assert a.rendezvous.look(number).state == "committing"
+    assert b.rendezvous.abort(number, RoundAborted("the disk is full").problem(), claimed=True)
+    assert a.rendezvous.look(number).state == "aborted"
+
+
+def test_the_first_receipt_of_a_node_stands(nodes: Nodes) -> None:
+    """A node that comes back writes again, and does not change what others may have read already."""
+    a, b = nodes.add("a"), nodes.add("b")
+    number = sealed(a, b)
+    a.rendezvous.deliver(number, b"first")
+    a.rendezvous.deliver(number, b"second")
+    b.rendezvous.deliver(number, b"other")
+    assert a.rendezvous.receipts(number) == [b"first", b"other"]
+
+
+def test_no_part_changes_once_all_are_there(nodes: Nodes) -> None:
+    """What was sealed is what everybody plans from; a daemon that comes back brings the same."""
+    a, b = nodes.add("a"), nodes.add("b")
+    number = sealed(a, b)
+    assert arrive(a, 1, [0]) == number
+    with pytest.raises(RoundAborted, match="already"):
+        arrive(a, 1, [0, 1])
+    with pytest.raises(RoundAborted, match="already"):
+        a.rendezvous.arrive(RUN, 1, 1, 2, [0], b"another declaration", b"said")
+
+
+def test_two_nodes_with_the_same_ranks_end_the_round(nodes: Nodes) -> None:
+    """A rank is in one place."""
+    a, b = nodes.add("a"), nodes.add("b")
+    number = arrive(a, 1, [0, 1])
+    arrive(b, 1, [1])
+    b.rendezvous.seal(number)
+    assert a.rendezvous.look(number).state == "aborted"
+    with pytest.raises(StateMismatch, match="world size"):
+        arrive(b, 2, [0], world=3), arrive(a, 2, [1], world=2)
+
+
+def test_an_older_attempt_brings_nothing(nodes: Nodes) -> None:
+    """I6, by what the catalog knows."""
+    a = nodes.add("a")
+    catalog = Catalog(a.database, "a")
+    assert [catalog.declare_attempt(RUN, launch, 1, "2026-01-01T00:00:00Z") for launch in ("first", "second")] == [1, 2]
+    with pytest.raises(StaleAttempt):
+        arrive(a, 1, [0], attempt=1)
+    assert arrive(a, 1, [0], attempt=2)
+
+
+def test_who_gives_up_ends_it_for_all_and_each_hears_it_once(nodes: Nodes) -> None:
+    """Before the others arrive, and after; then the same step may be tried again by all."""
+    a, b, c = nodes.add("a"), nodes.add("b"), nodes.add("c")
+    dropped = GenerationDropped.of(1, 2, "newest-wins").problem()
+    number = arrive(b, 1, [1], 3)
+    a.rendezvous.refuse(RUN, 1, 1, 3, dropped)
+    assert b.rendezvous.look(number).state == "aborted"
+    with pytest.raises(GenerationDropped):
+        arrive(c, 1, [2], 3)
+    again = {arrive(node, 1, [rank], 3) for rank, node in enumerate((a, b, c))}
+    assert len(again) == 1 and number not in again
+
+    a.rendezvous.refuse(RUN, 5, 1, 3, dropped)  # nobody has arrived yet
+    for node, rank in ((b, 1), (c, 2)):
+        with pytest.raises(GenerationDropped):
+            arrive(node, 5, [rank], 3)
+    assert len({arrive(node, 5, [rank], 3) for rank, node in enumerate((a, b, c))}) == 1
+
+
+def test_two_nodes_give_up_the_same_step(nodes: Nodes) -> None:
+    """It ends once, and nobody is told of it when the step is tried again."""
+    a, b = nodes.add("a"), nodes.add("b")
+    problem = RoundAborted("a rank is gone").problem()
+    a.rendezvous.refuse(RUN, 1, 1, 2, problem)
+    b.rendezvous.refuse(RUN, 1, 1, 2, problem)
+    assert arrive(a, 1, [0]) == arrive(b, 1, [1])
+
+
+def test_a_node_that_is_gone_is_seen(nodes: Nodes) -> None:
+    """Its lease has ended; or it has started anew, and has not brought its part again."""
+    a, b = nodes.add("a"), nodes.add("b", lease_s=0.3)
+    number = sealed(a, b)
+    time.sleep(0.5)
+    gone = a.rendezvous.look(number).parts[1]
+    assert (gone.live, gone.known) == (False, False)
+    b.membership.beat()
+    back = a.rendezvous.look(number).parts[1]
+    assert (back.live, back.known) == (False, True)
+    arrive(b, 1, [1])
+    assert a.rendezvous.look(number).parts[1].live
+
+
+def test_votes(nodes: Nodes) -> None:
+    """Which ranks have ended, from all nodes; damage on one is heard by all, and stays."""
+    a, b = nodes.add("a"), nodes.add("b")
+    assert a.rendezvous.vote(RUN, 1, 1, {0}).ranks == {0}
+    assert b.rendezvous.vote(RUN, 1, 1, {2, 3}).ranks == {0, 2, 3}
+    problem = RoundAborted("damage").problem()
+    assert a.rendezvous.vote(RUN, 1, 1, {0, 1}, problem).ranks == {0, 1, 2, 3}
+    assert a.rendezvous.vote(RUN, 1, 1, {0, 1}).problem == problem == b.rendezvous.vote(RUN, 1, 1, {2, 3}).problem
+    assert b.rendezvous.vote(RUN, 1, 2, {2}) == rendezvous.Votes(frozenset({2}), None)
+
+
+def test_all_nodes_have_one_secret(nodes: Nodes) -> None:
+    """The first makes it, also when many ask at once; another cluster has another one."""
+    made = [nodes.add(name) for name in "abc"]
+    found = {node.rendezvous.secret() for node in made}
+    assert len(found) == 1 and len(found.pop()) >= 32
+
+
+def test_what_is_over_is_forgotten(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts and declarations go after their round; those of rounds that go on stay."""
+    a = nodes.add("a")
+    ended, going = arrive(a, 1, [0]), arrive(a, 2, [0])
+    a.rendezvous.vote(RUN, 1, 1, {0})
+    a.rendezvous.abort(ended, RoundAborted("over").problem())
+    a.rendezvous.forget()
+    assert a.rendezvous.look(ended).state == "aborted"
+    monkeypatch.setattr(rendezvous, "_KEPT_S", 0.0)
+    a.rendezvous.forget()
+    with pytest.raises(RoundAborted, match="lost"):
+        a.rendezvous.look(ended)
+    assert a.rendezvous.look(going).state == "open" and len(a.rendezvous.parts(going)) == 1
+    assert a.rendezvous.vote(RUN, 1, 1, set()).ranks == set()

@@ -1,0 +1,148 @@
+"""Bytes of slots between nodes, over real sockets: what is asked for comes, proven; nobody else reads anything."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from urllib.parse import urlsplit
+
+import pytest
+
+from holdfast_formats.errors import RoundAborted
+from holdfast_formats.staging.slot_ranges import SlotRange
+from holdfast_service.daemon.exchange import ranges as wanted
+from holdfast_service.daemon.exchange import server as serving
+from holdfast_service.daemon.exchange.fetching import Peer
+from holdfast_service.daemon.exchange.server import ExchangeServer
+
+SECRET = "s" * 43
+
+
+@pytest.fixture
+def exchange() -> Iterator[ExchangeServer]:
+    made = ExchangeServer("127.0.0.1")
+    made.secret = SECRET
+    yield made
+    made.close()
+
+
+def never(seconds: float) -> bool:
+    return False
+
+
+def post(exchange: ExchangeServer, path: str, body: bytes, authorization: str = f"Bearer {SECRET}") -> tuple[int, bytes]:
+    at = urlsplit(exchange.url)
+    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=10)
+    connection.request("POST", path, body, {"Authorization": authorization})
+    answer = connection.getresponse()
+    found = answer.status, answer.read()
+    connection.close()
+    return found
+
+
+def test_ranges_come_to_their_places(exchange: ExchangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks, over several chunks, from any place; what was not asked for stays as it was."""
+    monkeypatch.setattr(wanted, "CHUNK_BYTES", 1000)
+    slots = {3: memoryview(os.urandom(10_000)), 5: memoryview(os.urandom(5000))}
+    exchange.offer(7, slots)
+    into = {3: memoryview(bytearray(10_000)), 5: memoryview(bytearray(5000))}
+    peer = Peer("a", exchange.url, SECRET)
+    for asked in ([SlotRange(3, 17, 4321), SlotRange(5, 0, 5000)], [SlotRange(3, 9999, 10_000)]):
+        peer.fetch(7, asked, into, never)
+        for one in asked:
+            assert into[one.rank][one.begin : one.end] == slots[one.rank][one.begin : one.end]
+    assert bytes(into[3][:17]) == bytes(17) and bytes(into[3][4321:9999]) == bytes(9999 - 4321)
+    peer.close()
+
+
+def test_who_does_not_know_the_secret_reads_nothing(exchange: ExchangeServer) -> None:
+    """Nor while there is no secret yet, however empty the stated one is."""
+    exchange.offer(7, {0: memoryview(b"private")})
+    asked = wanted.encode_asked([SlotRange(0, 0, 7)])
+    for stated in ("", "Bearer ", "Bearer x", f"bearer {SECRET}", f"Bearer {SECRET}x", f"Basic {SECRET}", "Bearer \xff"):
+        assert post(exchange, "/rounds/7/bytes", asked, stated) == (401, b"")
+    exchange.secret = ""
+    for stated in ("", "Bearer", "Bearer "):
+        assert post(exchange, "/rounds/7/bytes", asked, stated) == (401, b"")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/rounds/8/bytes", b'{"ranges":[[0,0,7]]}', 409),
+        ("/rounds/7/bytes/", b'{"ranges":[[0,0,7]]}', 400),
+        ("/rounds/07/bytes", b'{"ranges":[[0,0,7]]}', 400),
+        ("/", b"", 400),
+        ("/rounds/7/bytes", b"{}", 400),
+        ("/rounds/7/bytes", b'{"ranges":[[0,0,8]]}', 400),
+        ("/rounds/7/bytes", b'{"ranges":[[0,-1,7]]}', 400),
+        ("/rounds/7/bytes", b'{"ranges":[[0,3,3]]}', 400),
+        ("/rounds/7/bytes", b'{"ranges":[[0,5,3]]}', 400),
+        ("/rounds/7/bytes", b'{"ranges":[[1,0,7]]}', 400),
+        ("/rounds/7/bytes", b'{"ranges":[[0,0,7]],"more":1}', 400),
+        ("/rounds/7/bytes", b"[" * 100_000, 400),
+    ],
+)
+def test_nothing_but_ranges_of_what_is_offered(exchange: ExchangeServer, path: str, body: bytes, status: int) -> None:
+    """Other rounds, other ranks, and what lies outside of a slot."""
+    exchange.offer(7, {0: memoryview(b"private")})
+    assert post(exchange, path, body) == (status, b"")
+    exchange.withdraw(7)
+    assert post(exchange, "/rounds/7/bytes", b'{"ranges":[[0,0,7]]}') == (409, b"")
+
+
+def test_other_methods_are_not_served(exchange: ExchangeServer) -> None:
+    """There is one thing that can be asked."""
+    at = urlsplit(exchange.url)
+    for method in ("GET", "PUT", "DELETE", "OPTIONS"):
+        connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=10)
+        connection.request(method, "/rounds/7/bytes", headers={"Authorization": f"Bearer {SECRET}"})
+        assert connection.getresponse().status == 501
+        connection.close()
+
+
+def test_changed_bytes_are_asked_for_again(exchange: ExchangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not match its digest is fetched once more; if it never does, the save ends by the node's name."""
+    content = os.urandom(100)
+    exchange.offer(7, {0: memoryview(content)})
+    right, wrong = serving.digest, [2]
+
+    def lying(data: memoryview) -> str:
+        wrong[0] -= 1
+        return "0" * 16 if wrong[0] >= 0 else right(data)
+
+    monkeypatch.setattr(serving, "digest", lying)
+    into = {0: memoryview(bytearray(100))}
+    with closing(Peer("a", exchange.url, SECRET)) as peer:
+        peer.fetch(7, [SlotRange(0, 0, 100)], into, lambda seconds: True)
+    assert bytes(into[0]) == content
+    wrong[0] = 100
+    with pytest.raises(RoundAborted, match="node a did not send"), closing(Peer("a", exchange.url, SECRET)) as peer:
+        peer.fetch(7, [SlotRange(0, 0, 100)], into, never)
+
+
+def test_a_round_that_is_not_offered_yet_is_waited_for(exchange: ExchangeServer) -> None:
+    """The other node has not seen yet that all parts are there."""
+    into = {0: memoryview(bytearray(3))}
+    threading.Timer(0.3, exchange.offer, (7, {0: memoryview(b"abc")})).start()
+    asked = []
+
+    def wait(seconds: float) -> bool:
+        asked.append(seconds)
+        threading.Event().wait(0.05)
+        return len(asked) < 200
+
+    with closing(Peer("a", exchange.url, SECRET)) as peer:
+        peer.fetch(7, [SlotRange(0, 0, 3)], into, wait)
+    assert bytes(into[0]) == b"abc" and asked
+
+
+def test_a_node_that_is_gone(exchange: ExchangeServer) -> None:
+    """The error names it."""
+    url = exchange.url
+    exchange.close()
+    with pytest.raises(RoundAborted, match="node b did not send"), closing(Peer("b", url, SECRET)) as peer:
+        peer.fetch(7, [SlotRange(0, 0, 3)], {0: memoryview(bytearray(3))}, never)
