@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import time
+
+import psycopg
 import pytest
 import torch
 
 from holdfast.rest.api import Api
 from holdfast_formats import naming
+from holdfast_formats.errors import CheckpointError, ReplicasDiffer
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage.posix import PosixTier
-from tests.regressions.joint_worlds import ranks, whole
+from tests.regressions.joint_worlds import COLUMNS, ROWS, ranks, whole
 from tests.regressions.test_many_daemons import Site, site, steps
 
 __all__ = ["site"]
-pytestmark = pytest.mark.usefixtures("forked_programs")
+pytestmark = [
+    pytest.mark.usefixtures("forked_programs"),
+    pytest.mark.filterwarnings("ignore::holdfast.SaveWarning"),  # of saves that a test lets fail
+]
 
 
 def test_ranks_of_two_nodes_save_one_checkpoint(site: Site) -> None:
@@ -37,3 +45,97 @@ def test_ranks_of_two_nodes_save_one_checkpoint(site: Site) -> None:
     with Api(b.url) as api:
         assert [found.state for found in api.rounds("run")] == ["committed"] * 3
         assert api.checkpoint("run", 3).world == 4
+
+
+def test_training_goes_on_while_the_catalog_is_away(site: Site) -> None:
+    """No save() waits for it. The oldest that was sealed, and the newest, are committed once it is back; those between
+    gave way, on all nodes alike.
+    """
+    a, b = site.start("a"), site.start("b")
+    with ranks("run", [a, b], "first", slots=2) as world:
+        for ticket in world.save(1):
+            ticket.result()
+        site.postgres.stop()
+        tickets = {}
+        for step in range(2, 7):
+            tickets[step] = world.save(step, wait="staged")
+        assert not any(ticket.done for ticket in tickets[2] + tickets[6])
+        site.postgres.start()
+        began = time.monotonic()
+        for ticket in tickets[2] + tickets[6]:
+            ticket.result(60)
+        assert time.monotonic() - began < 30
+        assert {_end(ticket) for step in (3, 4, 5) for ticket in tickets[step]} == {"generation-dropped"}
+        for ticket in world.save(7):
+            ticket.result()
+    assert steps(site.root, "run") == [1, 2, 6, 7]
+
+
+def test_a_rank_that_gives_up_ends_the_save_on_all_nodes(site: Site) -> None:
+    """Ranks that do not hold the same tensor: all of them are told so, by its name; the next save commits."""
+    a, b = site.start("a"), site.start("b")
+    with ranks("run", [a, b], "first") as world:
+        world.set(1)
+        world.states[1]["model"]["alike"][3] = -1.0
+        tickets = world.each(lambda rank, one: one.save(1))
+        for ticket in tickets:
+            with pytest.raises(ReplicasDiffer, match="model/alike"):
+                ticket.result(60)
+        for ticket in world.save(2):
+            ticket.result()
+    assert steps(site.root, "run") == [2]
+
+
+@pytest.mark.cluster  # takes a minute
+def test_ranks_that_end_before_their_part(site: Site) -> None:
+    """Rank 0 has sealed; rank 1, at the other node, closes without it. Rank 0 is told after a minute, not after ten."""
+    a, b = site.start("a"), site.start("b")
+    with ranks("run", [a, b], "first") as world:
+        for ticket in world.save(1):
+            ticket.result()
+        ticket = world.checkpointers[0].save(2)
+        ticket.wait_staged()
+        world.checkpointers[1].close()
+        began = time.monotonic()
+        assert _end(ticket, 120) == "round-aborted"
+        assert time.monotonic() - began < 100
+    assert steps(site.root, "run") == [1]
+
+
+def test_damage_that_one_node_meets_is_met_by_all(site: Site) -> None:
+    """A byte of rank 1's rows is flipped: the ranks of both nodes go on from the step before."""
+    a, b = site.start("a"), site.start("b")
+    with ranks("run", [a, a, b, b], "first") as world:
+        for step in (1, 2):
+            for ticket in world.save(step):
+                ticket.result()
+    file = site.root / naming.checkpoint_path("run", 2) / "model.safetensors"
+    header = int.from_bytes(file.read_bytes()[:8], "little")
+    start = json.loads(file.read_bytes()[8 : 8 + header])["rows"]["data_offsets"][0]
+    with file.open("r+b") as opened:
+        opened.seek(8 + header + start + ROWS * COLUMNS * 4 - 5)
+        opened.write(b"\xa5")
+    with ranks("run", [a, b], "second") as world:
+        assert world.each(lambda rank, one: one.restore()) == [1, 1]
+        world.check(1)
+
+
+def test_a_launch_of_one_node_meets_nobody(site: Site) -> None:
+    """Its saves leave nothing in the tables of joint rounds that others would wait for."""
+    a = site.start("a")
+    site.start("b")
+    with ranks("run", [a, a], "first") as world:
+        for step in (1, 2):
+            for ticket in world.save(step):
+                ticket.result()
+    with psycopg.connect(site.url.replace("postgresql+psycopg", "postgresql")) as connection:
+        states = [state for (state,) in connection.execute("SELECT state FROM joint_rounds")]
+    assert set(states) <= {"aborted"} and steps(site.root, "run") == [1, 2]
+
+
+def _end(ticket: object, wait_s: float = 60.0) -> str:
+    try:
+        ticket.result(wait_s)  # type: ignore[attr-defined]
+    except CheckpointError as error:
+        return error.code
+    return "committed"

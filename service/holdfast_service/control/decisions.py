@@ -393,6 +393,10 @@ class Decisions:
         """Publish, in the place of what stands there if that may be replaced: as of now, not of when the round began."""
         if isinstance(self.attempts, SharedAttempts):
             self.attempts.refuse_overtaken(plan.run, plan.attempt, lambda question: self.book.ask(question, LOOK_S))
+        if staged is not None:
+            there = commit.published_already(self._tier, plan, staged)
+            if there is not None:
+                return there
         lineage, over = self.standing.place(plan.run, plan.step, plan.attempt, plan.intent)
         about = About(lineage, over)
         if not over:

@@ -128,6 +128,15 @@ def test_the_first_receipt_of_a_node_stands(nodes: Nodes) -> None:
     assert a.rendezvous.receipts(number) == [b"first", b"other"]
 
 
+def test_who_comes_back_with_what_is_committed_is_told_so(nodes: Nodes) -> None:
+    """The same part again leads to the same round; another one of that step, which is to replace it, to a new one."""
+    a, b = nodes.add("a"), nodes.add("b")
+    number = sealed(a, b)
+    a.rendezvous.committed(number)
+    assert arrive(a, 1, [0]) == number == arrive(b, 1, [1])
+    assert arrive(a, 1, [0], said=b"once more") != number
+
+
 def test_no_part_changes_once_all_are_there(nodes: Nodes) -> None:
     """What was sealed is what everybody plans from; a daemon that comes back brings the same."""
     a, b = nodes.add("a"), nodes.add("b")

@@ -162,8 +162,11 @@ def test_who_commits_makes_no_difference() -> None:
     site, tier = Site(columns([500, 700], 3), [0, 1, 2]), MemoryTier()
     receipts = [site.write(tier, node) for node in range(3)]
     staged = JointlyStaged(STAGED, receipts, CREATED)
+    assert commit.published_already(tier, site.plan, staged) is None
     first = commit.publish_joint(tier, site.plan, staged)
     files = files_of(tier)
+    assert commit.published_already(tier, site.plan, staged) == first
+    assert commit.published_already(tier, site.plan, staged._replace(created="2026-01-02T00:00:00Z")) is None
     assert commit.publish_joint(tier, site.plan, staged._replace(receipts=receipts[::-1])) == first
     assert files_of(tier) == files
     with pytest.raises((AlreadyCommitted, RoundAborted)):

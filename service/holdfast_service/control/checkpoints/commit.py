@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from holdfast_formats.disk.manifest import FileEntry, Manifest, TensorEntry
 from holdfast_formats.errors import (
     AlreadyCommitted,
     CheckpointError,
+    Damaged,
     NoSuchResource,
     RoundAborted,
     StateMismatch,
@@ -60,11 +61,8 @@ def publish_joint(tier: Tier, plan: WritePlan, staged: JointlyStaged, about: Abo
     compared, and is this one's success where it is the same (I14). `RoundAborted` where the files are not, or not all, there
     any more: then the round has ended some other way.
     """
-    files = [_planned_entry(file) for file in plan.files]
-    planned = Receipt("", plan.run, plan.step, plan.attempt, tuple(files), {})
-    small = {naming.index_file_name(group): encode_index(plan, group) for group in plan.groups} | {naming.STATE: plan.state}
-    listed = [FileEntry(name, len(data), 0, digest(data)) for name, data in small.items()]
-    made = compose(plan, [planned, *staged.receipts], listed, staged.created, about.lineage)
+    small = _small_files(plan)
+    made = _compose_joint(plan, staged, small, about.lineage)
     manifest.validate(made)  # a plan's own files are tiled; that the nodes' shares are, only this says
     encoded = manifest.encode(made)
     commit_bytes = manifest.encode_commit(made, encoded)
@@ -80,6 +78,31 @@ def publish_joint(tier: Tier, plan: WritePlan, staged: JointlyStaged, about: Abo
         if tier.size(f"{target}/{naming.COMMIT}") is None or tier.read(f"{target}/{naming.COMMIT}") != commit_bytes:
             raise
     return made
+
+
+def published_already(tier: Tier, plan: WritePlan, staged: JointlyStaged) -> Manifest | None:
+    """The checkpoint of this very round, if another node has published it, and was lost before it could say so."""
+    target = naming.checkpoint_path(plan.run, plan.step)
+    if tier.size(f"{target}/{naming.COMMIT}") is None:
+        return None
+    try:
+        stands = tier.read(f"{target}/{naming.MANIFEST}")
+        found = manifest.decode(stands, tier.read(f"{target}/{naming.COMMIT}"))
+    except (Damaged, NoSuchResource):
+        return None
+    lineage = Lineage(found.restored, found.turn, found.rewinds)
+    made = _compose_joint(plan, staged, _small_files(plan), lineage)
+    return made if manifest.encode(made) == stands else None
+
+
+def _small_files(plan: WritePlan) -> dict[str, bytes]:
+    return {naming.index_file_name(group): encode_index(plan, group) for group in plan.groups} | {naming.STATE: plan.state}
+
+
+def _compose_joint(plan: WritePlan, staged: JointlyStaged, small: Mapping[str, bytes], lineage: Lineage) -> Manifest:
+    planned = Receipt("", plan.run, plan.step, plan.attempt, tuple(_planned_entry(file) for file in plan.files), {})
+    listed = [FileEntry(name, len(data), 0, digest(data)) for name, data in small.items()]
+    return compose(plan, [planned, *staged.receipts], listed, staged.created, lineage)
 
 
 def _planned_entry(file: PlannedFile) -> FileEntry:

@@ -17,7 +17,7 @@ from holdfast_service.control.cluster.duties import ClusterLocks, Duties
 from holdfast_service.control.cluster.membership import Membership, later, now, this_daemon
 from holdfast_service.control.cluster.rendezvous import Rendezvous
 from holdfast_service.control.database.database import Database
-from holdfast_service.control.database.schema import CrewRow, HoldRow, NodeRow
+from holdfast_service.control.database.schema import CrewRow, HoldRow, NodeRow, SpeakerRow
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +50,14 @@ class Crews:
         found = select(CrewRow).join(NodeRow, live).where(CrewRow.run == run, CrewRow.node != me.name, CrewRow.ranks > 0)
         return {row.node: Crew(row.attempt, row.world, row.ranks) for row in session.scalars(found)}
 
-    def of(self, run: str, attempt: int) -> dict[str, int]:
-        """How many ranks of an attempt are connected to each node that is a member."""
+    def of(self, run: str, attempt: int) -> tuple[dict[str, int], set[int]]:
+        """How many ranks of an attempt are connected to each node that is a member, and which ranks have ever been."""
         live = (NodeRow.name == CrewRow.node) & (NodeRow.boot == CrewRow.boot) & (NodeRow.until > now())
         found = select(CrewRow.node, CrewRow.ranks).join(NodeRow, live)
         with self._database.apart() as session:
             rows = session.execute(found.where(CrewRow.run == run, CrewRow.attempt == attempt))
-            return {node: int(ranks) for node, ranks in rows}
+            spoken = select(SpeakerRow.rank).where(SpeakerRow.run == run, SpeakerRow.attempt == attempt)
+            return {node: int(ranks) for node, ranks in rows}, set(session.scalars(spoken))
 
     def by_node(self) -> dict[str, int]:
         """How many ranks of the visible runs are connected, by node."""

@@ -61,8 +61,10 @@ class Rendezvous:
         packed, mine = zstandard.compress(said), sorted(ranks)
         with self._database.apart() as session:
             _refuse_stale(session, run, attempt)
-            row = self._going(session, run, step, attempt, world)
+            row = self._going(session, run, step, attempt, world, packed)
             part = session.get(PartRow, (row.id, me.name))
+            if row.state == "committed":
+                return row.id
             if row.state != "open" and (part is None or part.ranks != mine or part.declaration != digest):
                 raise RoundAborted(f"step {step} is being written already, with other ranks of this node")
             if row.world != world:
@@ -75,8 +77,12 @@ class Rendezvous:
             session.execute(made.on_conflict_do_update(index_elements=[PartRow.round_id, PartRow.node], set_=values))
             return row.id
 
-    def _going(self, session: Session, run: str, step: int, attempt: int, world: int) -> JointRoundRow:
-        """The round that goes on, shared until the transaction ends; made if there is none."""
+    def _going(
+        self, session: Session, run: str, step: int, attempt: int, world: int, packed: bytes
+    ) -> JointRoundRow:
+        """The round that goes on, shared until the transaction ends; made if there is none. Or the one that has committed
+        what this node brings once more.
+        """
         key = (JointRoundRow.run == run, JointRoundRow.step == step, JointRoundRow.attempt == attempt)
         newest = select(JointRoundRow).where(*key).order_by(JointRoundRow.id.desc()).limit(1).with_for_update(read=True)
         last = session.scalar(newest)
@@ -89,7 +95,7 @@ class Rendezvous:
             problem = last.problem or {}
             session.commit()
             raise from_problem(problem)
-        if last is not None and last.state in GOING:
+        if last is not None and (last.state in GOING or self._was_in(session, last, packed)):
             return last
         values = {"run": run, "step": step, "attempt": attempt, "world": world, "state": "open", "created": utc_now()}
         session.execute(insert(JointRoundRow).values(values | {"changed": now()}).on_conflict_do_nothing())
@@ -97,6 +103,10 @@ class Rendezvous:
         if made is None or made.state not in GOING:
             raise RoundAborted(f"step {step} was given up on another node at this moment")
         return made
+
+    def _was_in(self, session: Session, last: JointRoundRow, packed: bytes) -> bool:
+        part = session.get(PartRow, (last.id, self._membership.me.name))
+        return last.state == "committed" and part is not None and part.said == packed
 
     def _hear(self, session: Session, round_id: int) -> None:
         """This node knows how the round ended."""

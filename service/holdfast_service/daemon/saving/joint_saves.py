@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 POLL_S = (0.05, 1.0)  # while something has just happened, and at most
 AWAY_S = 0.5  # between two tries, while the catalog is away
 DEAD_S = 20.0  # how long a node whose lease has ended, or that has started anew, may take to be back
-ABSENT_S = 60.0  # how long ranks that are connected to no node are waited for
+ABSENT_S = 60.0  # how long ranks that are gone from all nodes are waited for
 CREWS_EVERY_S = 5.0
 CLOSE_S = 30.0  # how long the end of a daemon waits for the other nodes of a round
 
@@ -39,11 +39,13 @@ Result = Manifest | CheckpointError | None  # None: another node has committed i
 
 
 class JointParty(NamedTuple):
-    """What a daemon needs to save with others. `crews` says how many ranks of a run's attempt are connected, by node."""
+    """What a daemon needs to save with others. `crews` says of a run's attempt how many ranks are connected, by node, and
+    which have ever been.
+    """
 
     rendezvous: Rendezvous
     exchange: ExchangeServer
-    crews: Callable[[str, int], Mapping[str, int]]
+    crews: Callable[[str, int], tuple[Mapping[str, int], set[int]]]
 
 
 class Host(NamedTuple):
@@ -290,21 +292,23 @@ class JointSaves:
                 return
 
     def _wait_for_others(self, joint: _Joint, seen: JointRound) -> None:
-        """End a round of which ranks are missing that are connected to no node."""
+        """End a round of which ranks are missing that were connected to a node and are to none any more. Those that never
+        were may be on their way to their first save.
+        """
         now, key = time.monotonic(), joint.current.key
         if now < joint.crews_at:
             return
         joint.crews_at = now + CREWS_EVERY_S
         brought = {one.node: len(one.ranks) for one in seen.parts}
-        crews = self._party.crews(key.run, key.attempt)
+        crews, spoken = self._party.crews(key.run, key.attempt)
         coming = sum(max(count - brought.get(node, 0), 0) for node, count in crews.items())
-        if coming >= len(seen.absent):
+        if coming >= len(seen.absent & spoken):
             joint.absent_since = None
         elif joint.absent_since is None:
             joint.absent_since = now
         elif now - joint.absent_since > ABSENT_S:
-            gone = ", ".join(map(str, sorted(seen.absent)[:8]))
-            error = RoundAborted(f"ranks {gone} did not bring their part of step {key.step}, and are connected to no node")
+            gone = ", ".join(map(str, sorted(seen.absent & spoken)[:8]))
+            error = RoundAborted(f"ranks {gone} did not bring their part of step {key.step}, and are gone from all nodes")
             if self._party.rendezvous.abort(joint.id, error.problem()):
                 del self._joints[key]
                 self._host.given_up(joint.current, error)
