@@ -77,9 +77,7 @@ class Rendezvous:
             session.execute(made.on_conflict_do_update(index_elements=[PartRow.round_id, PartRow.node], set_=values))
             return row.id
 
-    def _going(
-        self, session: Session, run: str, step: int, attempt: int, world: int, packed: bytes
-    ) -> JointRoundRow:
+    def _going(self, session: Session, run: str, step: int, attempt: int, world: int, packed: bytes) -> JointRoundRow:
         """The round that goes on, shared until the transaction ends; made if there is none. Or the one that has committed
         what this node brings once more.
         """

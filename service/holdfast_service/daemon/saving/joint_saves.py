@@ -35,6 +35,8 @@ ABSENT_S = 60.0  # how long ranks that are gone from all nodes are waited for
 CREWS_EVERY_S = 5.0
 CLOSE_S = 30.0  # how long the end of a daemon waits for the other nodes of a round
 
+GOING = ("open", "sealed", "committing")
+
 Result = Manifest | CheckpointError | None  # None: another node has committed it
 
 
@@ -66,6 +68,7 @@ class _Joint:
         self.current, self.id, self.ranks = current, round_id, ranks
         self.writing: Future[ShareWritten] | None = None  # once it is sealed
         self.over = threading.Event()
+        self.ended: _Ended | None = None  # although it may still be written from its slots
         self.dead_since: dict[str, float] = {}
         self.absent_since: float | None = None
         self.crews_at = 0.0
@@ -76,6 +79,16 @@ class _Joint:
     @property
     def staging(self) -> str:
         return naming.staging_path(*self.current.key, self.id)
+
+
+class _Ended(NamedTuple):
+    result: Result
+
+
+def _measured(writing: Future[ShareWritten] | None) -> dict[str, float]:
+    if writing is None or writing.cancelled() or writing.exception() is not None:
+        return {}
+    return writing.result().measured
 
 
 class JointSaves:
@@ -120,7 +133,6 @@ class JointSaves:
         self._closing = time.monotonic() + CLOSE_S
         self._wake.set()
         self._thread.join()
-        self._pool.shutdown()
 
     def _run(self) -> None:
         while not self._is_over():
@@ -139,8 +151,11 @@ class JointSaves:
             self._wake.wait(pause)
             self._wake.clear()
         for joint in list(self._joints.values()):
-            if joint.writing is not None:
+            if joint.writing is not None and joint.ended is None:
                 self._end(joint, RoundAborted("the daemon is shutting down"))
+        self._pool.shutdown()
+        for joint in list(self._joints.values()):
+            self._finish(joint)
 
     def _is_over(self) -> bool:
         if self._closing is None:
@@ -174,23 +189,32 @@ class JointSaves:
             if key not in self._joints or self._joints[key].ranks != ranks:
                 self._arrive(current, ranks)
         for joint in list(self._joints.values()):
-            if time.monotonic() >= joint.look_at or (joint.writing is not None and joint.writing.done()):
+            if joint.ended is not None:
+                self._finish(joint)
+            elif time.monotonic() >= joint.look_at or (joint.writing is not None and joint.writing.done()):
                 self._go_on(joint)
 
     def _arrive(self, current: SaveRound, ranks: tuple[int, ...]) -> None:
-        tables = [current.sealed[rank].table for rank in ranks]
-        declaration, said = part.encode(tables)
+        sealed = dict(current.sealed)
+        if tuple(sorted(sealed)) != ranks:
+            return  # it was given up at this moment
+        declaration, said = part.encode(one.table for one in sealed.values())
+        joint = self._joints.get(current.key)
         try:
             number = self._party.rendezvous.arrive(*current.key, current.world, ranks, declaration, said)
         except CatalogUnavailable:
             raise
         except CheckpointError as error:
+            if joint is not None and joint.writing is not None:
+                self._end(joint, error)
+                return
             self._joints.pop(current.key, None)
             self._host.given_up(current, error)
             return
-        joint = self._joints.get(current.key)
-        if joint is None or joint.id != number:
+        if joint is None or (joint.id != number and joint.writing is None):
             self._joints[current.key] = joint = _Joint(current, number, ranks)
+        elif joint.id != number:  # the one that is being written has just ended: this one is not needed
+            self._party.rendezvous.abort(number, RoundAborted(f"node {self._node} does not take part").problem())
         joint.ranks = ranks
 
     def _go_on(self, joint: _Joint) -> None:
@@ -198,7 +222,8 @@ class JointSaves:
         if seen.state == "open" and not seen.absent:
             self._party.rendezvous.seal(joint.id)
             seen = self._party.rendezvous.look(joint.id)
-        if any(one.node == self._node and not one.live for one in seen.parts):  # it has joined the cluster anew
+        mine = next((one for one in seen.parts if one.node == self._node), None)
+        if mine is not None and not mine.live and seen.state in GOING:  # this node has joined the cluster anew
             self._arrive(joint.current, joint.ranks)
         joint.pause_s = POLL_S[0] if seen.state != joint.state else min(joint.pause_s * 1.5, POLL_S[1])
         joint.state, joint.look_at = seen.state, time.monotonic() + joint.pause_s
@@ -267,19 +292,22 @@ class JointSaves:
             self._end(joint, error)
 
     def _end(self, joint: _Joint, result: Result) -> None:
+        """The round has ended. Its slots are free once nothing is written from them any more."""
         joint.over.set()
+        joint.ended = _Ended(result)
         self._party.exchange.withdraw(joint.id)
         if joint.writing is not None:
             joint.writing.cancel()
-            if not joint.writing.cancelled():
-                joint.writing.exception()  # until it has ended, it reads the slots
-        self._joints.pop(joint.current.key, None)
-        written = joint.writing is not None and not joint.writing.cancelled() and joint.writing.exception() is None
-        if result is None:
-            known = joint.writing.result().measured if joint.writing is not None and written else {}
-            measured = self._history.ending(joint.current, **known)
+        self._finish(joint)
+
+    def _finish(self, joint: _Joint) -> None:
+        if joint.ended is None or (joint.writing is not None and not joint.writing.done()):
+            return
+        del self._joints[joint.current.key]
+        if joint.ended.result is None:
+            measured = self._history.ending(joint.current, **_measured(joint.writing))
             self._decisions.joined(joint.current.id, *joint.current.key, measured)
-        self._host.ended(joint.current, result, joint.staging)
+        self._host.ended(joint.current, joint.ended.result, joint.staging)
 
     def _look_for_the_dead(self, joint: _Joint, seen: JointRound) -> None:
         """End a round that waits for a node which is gone, or which has come back without its part."""

@@ -70,7 +70,9 @@ class ShareWriter:
         peers = Peers(seen, self._node, self._exchange.secret, is_over, lambda: self._rendezvous.look(seen.id))
         try:
             with self._history.writing():
-                receipt = write_share(cast(Tier, timed), plan, staging, SlotSources(slots, peers.bring), share, self._node)
+                receipt = write_share(
+                    cast(Tier, timed), plan, staging, SlotSources(slots, peers.bring, is_over), share, self._node
+                )
         finally:
             peers.close()
         written = time.monotonic()

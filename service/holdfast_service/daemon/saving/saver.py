@@ -308,7 +308,7 @@ class Saver:
                 if (current.key.run, current.key.attempt) != (who.run, who.attempt):
                     continue
                 if who.rank not in current.participants:
-                    if step in unknown:
+                    if step in unknown and (current.complete or self._is_open(current)):
                         self._abort(current, RoundAborted(f"rank {who.rank} has lost its part of step {step}"))
                     continue
                 if who.rank in current.leases and step not in unknown:  # granted, but the rank never heard of it

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from holdfast_formats.digest import digest
 from holdfast_formats.disk.manifest import Extent, FileEntry
+from holdfast_formats.errors import RoundAborted
 from holdfast_formats.staging.blocks import Share
 from holdfast_formats.staging.plan import PlannedAsset, PlannedTensor, Receipt, WritePlan
 from holdfast_formats.staging.slot_ranges import SlotRange, slot_ranges
@@ -38,10 +39,13 @@ class NodeShare(NamedTuple):
 
 
 class SlotSources(NamedTuple):
-    """The slots of this node's ranks, and how bytes of others are brought: to the same places of the given memory."""
+    """The slots of this node's ranks, and how bytes of others are brought: to the same places of the given memory.
+    `is_over` says that nobody needs what is written any more.
+    """
 
     slots: Slots
     bring: Bring
+    is_over: Callable[[], bool] = lambda: False
 
 
 def write_share(tier: Tier, plan: WritePlan, staging: str, sources: SlotSources, share: NodeShare, node: str) -> Receipt:
@@ -80,6 +84,8 @@ def _write_shares(
             writer = tier.join(f"{staging}/{file.layout.name}", file.layout.bytes)
             stack.callback(writer.discard)
             for one in of_file:
+                if sources.is_over():
+                    raise RoundAborted("the round has ended on another node")
                 with ahead.next(one) as slots:
                     content = FileBytes(file, slots, plan.extent_bytes, FilePart(one.begin, one.end, share.block_bytes))
                     yield from _write_all(Sink(writer, digesting), content, pool)
