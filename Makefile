@@ -47,7 +47,7 @@ attack: $(READY) ## every route attacked by everybody who may not, and random de
 
 CLUSTER_S ?= 60
 cluster: $(READY) ## daemons of several nodes on one root, killed and cut off at random for CLUSTER_S seconds
-	$(BIN)/python -m pytest -m cluster -s --cluster-s $(CLUSTER_S) tests/cluster
+	$(BIN)/python -m pytest -m cluster -s --cluster-s $(CLUSTER_S) tests/cluster tests/regressions/test_joint_saves.py
 
 e2e: $(READY) ## the demo and other long runs, as tests
 	$(BIN)/python -m pytest -m e2e

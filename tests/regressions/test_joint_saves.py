@@ -14,6 +14,7 @@ from holdfast_formats import naming
 from holdfast_formats.errors import CheckpointError, ReplicasDiffer
 from holdfast_service.daemon.checking.verifier import verify
 from holdfast_service.storage.posix import PosixTier
+from tests.daemons import wait_until
 from tests.regressions.joint_worlds import COLUMNS, ROWS, ranks, whole
 from tests.regressions.test_many_daemons import Site, site, steps
 
@@ -69,6 +70,36 @@ def test_training_goes_on_while_the_catalog_is_away(site: Site) -> None:
         for ticket in world.save(7):
             ticket.result()
     assert steps(site.root, "run") == [1, 2, 6, 7]
+
+
+def test_a_catalog_that_goes_away_while_shares_are_written(site: Site) -> None:
+    """Sealed by all, being written by both: it is committed once the catalog is back."""
+    slow = ("--write-bytes-per-second", "1000000")
+    a, b = site.start("a", *slow), site.start("b", *slow)
+    with ranks("run", [a, b], "first") as world:
+        tickets = world.save(1, wait=None)
+        wait_until(lambda: any(state == "sealed" for state in _rounds(site)))
+        site.postgres.stop()
+        time.sleep(4)
+        site.postgres.start()
+        assert {_end(ticket) for ticket in tickets} == {"committed"}
+    assert steps(site.root, "run") == [1]
+
+
+def test_a_catalog_that_has_lost_a_round_ends_that_one_alone(site: Site) -> None:
+    """It was restored from a backup: all ranks of that save are told so, and other saves of these nodes commit."""
+    slow = ("--write-bytes-per-second", "1000000")
+    a, b = site.start("a", *slow), site.start("b", *slow)
+    with ranks("run", [a, b], "first") as world, ranks("other", [b, a], "second") as other:
+        tickets = world.save(1, wait=None)
+        wait_until(lambda: any(state == "sealed" for state in _rounds(site)))
+        with psycopg.connect(site.url.replace("postgresql+psycopg", "postgresql")) as connection:
+            connection.execute("DELETE FROM parts")
+            connection.execute("DELETE FROM joint_rounds")
+        assert {_end(ticket) for ticket in other.save(5)} == {"committed"}
+        assert {_end(ticket) for ticket in tickets} == {"round-aborted"}
+        assert {_end(ticket) for ticket in world.save(2)} == {"committed"}
+    assert steps(site.root, "run") == [2] and steps(site.root, "other") == [5]
 
 
 def test_a_rank_that_gives_up_ends_the_save_on_all_nodes(site: Site) -> None:
@@ -128,9 +159,13 @@ def test_a_launch_of_one_node_meets_nobody(site: Site) -> None:
         for step in (1, 2):
             for ticket in world.save(step):
                 ticket.result()
+    assert set(_rounds(site)) <= {"aborted"} and steps(site.root, "run") == [1, 2]
+
+
+def _rounds(site: Site) -> list[str]:
+    """The states of all joint rounds."""
     with psycopg.connect(site.url.replace("postgresql+psycopg", "postgresql")) as connection:
-        states = [state for (state,) in connection.execute("SELECT state FROM joint_rounds")]
-    assert set(states) <= {"aborted"} and steps(site.root, "run") == [1, 2]
+        return [state for (state,) in connection.execute("SELECT state FROM joint_rounds")]
 
 
 def _end(ticket: object, wait_s: float = 60.0) -> str:

@@ -218,11 +218,12 @@ def _added_up(table: Holders, nodes: int) -> Holders:
 def owners(grid: Grid, held: Holders, nodes: int) -> Numbers:
     """The node, from 0 to `nodes` - 1, that writes each block of the grid: an int64 array.
 
-    It is the node that holds most of the block, of those that have room for it; of several that hold equally much, the one
-    that has to write least so far. If none that holds some has room, it is the node that has to write least of all.
-    Wherever a block is no longer than 5 % of the mean, no node gets more than 5 % over the mean; else, if all blocks are
-    equally long, no more of them than the fullest node must get. It is never more than 5 % or one block over the mean.
-    Raises `InvalidRequest` for blocks and nodes that do not exist, negative bytes, and arrays of different shapes.
+     It is the node that holds most of the block, of those that have room for it; of several that hold equally much, the
+    one that writes the block before, so that it writes both at once, else the one that has to write least so far. If none
+    that holds some has room, it is the node that has to write least of all. Wherever a block is no longer than 5 % of the
+    mean, no node gets more than 5 % over the mean; else, if all blocks are equally long, no more of them than the fullest
+    node must get. It is never more than 5 % or one block over the mean. Raises `InvalidRequest` for blocks and nodes that
+    do not exist, negative bytes, and arrays of different shapes.
     """
     if nodes < 1:
         raise InvalidRequest(f"there must be at least one node, not {nodes}")
@@ -236,10 +237,11 @@ def owners(grid: Grid, held: Holders, nodes: int) -> Numbers:
     lengths = grid.lengths
     room = _limits(lengths, nodes) - lengths  # a node that has to write at most this much may have the block
     loads = np.zeros(nodes, np.int64)
-    found = np.empty(len(lengths), np.int64)
+    found = np.full(len(lengths), -1, np.int64)
     for block in _order(lengths, held, bounds).tolist():
         rows = slice(bounds[block], bounds[block + 1])
-        node = _choose(held.node[rows], held.bytes[rows], loads, room[block])
+        before = int(found[block - 1]) if block and grid.file[block - 1] == grid.file[block] else -1
+        node = _choose(held.node[rows], held.bytes[rows], loads, room[block], before)
         loads[node] += lengths[block]
         found[block] = node
     return found
@@ -269,14 +271,18 @@ def _order(lengths: Numbers, held: Holders, bounds: Ints) -> Ints:
     return np.lexsort((choices, -most, -lengths))  # stable: equal ones stay in file order
 
 
-def _choose(nodes: Ints, held: Ints, loads: Numbers, room: int) -> int:
-    """The owner of a block, given the nodes that hold some of it, in order, and what every node has to write so far."""
+def _choose(nodes: Ints, held: Ints, loads: Numbers, room: int, before: int) -> int:
+    """The owner of a block, given the nodes that hold some of it, in order, what every node has to write so far, and the
+    owner of the block before; -1 if there is none yet.
+    """
     found = loads[nodes]
     fits = found <= room
     if not fits.any():
         return int(loads.argmin())
     nodes, held, found = nodes[fits], held[fits], found[fits]
     equal = np.flatnonzero(held == held.max())
+    if before in nodes[equal]:
+        return before
     return int(nodes[equal[found[equal].argmin()]])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy.engine import URL
 
 from holdfast_formats.errors import CatalogUnavailable, CheckpointError, RootBusy
+from holdfast_service.control.cluster.bell import Bell
 from holdfast_service.control.cluster.cluster import Cluster, Crew
 from holdfast_service.control.database.engines import PORT
 from holdfast_service.control.decisions import Decisions
@@ -38,7 +39,7 @@ def take_part(
             saver.shut_out(run, newest)
 
     cluster.membership.heard.append(look_for_newer)
-    cluster.membership.heard.append(saver.look_at_others)
+    stack.callback(Bell(cluster.database, saver.look_at_others).close)
     assert decisions.care is not None
     stack.callback(Upkeep(cluster, decisions.care.look).close)
     cluster.membership.start()

@@ -204,13 +204,13 @@ def test_one_node_writes_all(case: Case) -> None:
     assert not blocks.owners(case.grid, table_of(rows), 1).any()
 
 
-def test_replicas_take_turns() -> None:
-    """What all nodes hold is divided evenly; what only one holds, it writes."""
+def test_replicas_are_divided_into_runs() -> None:
+    """What all nodes hold is divided evenly, neighbours together; what only one holds, it writes."""
     grid = blocks.grid([12], 1)
     held = [(block, node, 1) for block in range(12) for node in range(3)]
-    assert blocks.owners(grid, table_of(held), 3).tolist() == [0, 1, 2] * 4
+    assert blocks.owners(grid, table_of(held), 3).tolist() == [0] * 4 + [1] * 4 + [2] * 4
     held = [row for row in held if row[0] not in (0, 1) or row[1] == 2]
-    assert blocks.owners(grid, table_of(held), 3).tolist() == [2, 2, 0, 1, 0, 1, 0, 1, 2, 0, 1, 2]
+    assert blocks.owners(grid, table_of(held), 3).tolist() == [2] * 4 + [0] * 4 + [1] * 4
 
 
 def test_two_short_blocks_are_not_one_long() -> None:

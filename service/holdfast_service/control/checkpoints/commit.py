@@ -71,7 +71,7 @@ def publish_joint(tier: Tier, plan: WritePlan, staged: JointlyStaged, about: Abo
     try:
         _check_there(tier, staged.path, written)
         for name, data in (small | {naming.MANIFEST: encoded, naming.COMMIT: commit_bytes}).items():
-            tier.replace(f"{staged.path}/{name}", data)
+            _put_again(tier, f"{staged.path}/{name}", data)
         _check_there(tier, staged.path, written)  # else another node has published it, and the small ones stand there alone
         _give_name(tier, staged.path, made, about.over)
     except (AlreadyCommitted, NoSuchResource, RoundAborted):
@@ -103,6 +103,19 @@ def _compose_joint(plan: WritePlan, staged: JointlyStaged, small: Mapping[str, b
     planned = Receipt("", plan.run, plan.step, plan.attempt, tuple(_planned_entry(file) for file in plan.files), {})
     listed = [FileEntry(name, len(data), 0, digest(data)) for name, data in small.items()]
     return compose(plan, [planned, *staged.receipts], listed, staged.created, lineage)
+
+
+def _put_again(tier: Tier, path: str, data: bytes) -> None:
+    """A small file that a committer who was lost may have left here, whole or not."""
+    if tier.size(path) is None:
+        try:
+            tier.put(path, data)
+            return
+        except StorageFailed:
+            if tier.size(path) is None:  # else it came at this moment
+                raise
+    if tier.read(path) != data:
+        tier.replace(path, data)
 
 
 def _planned_entry(file: PlannedFile) -> FileEntry:

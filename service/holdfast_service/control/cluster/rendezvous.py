@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 from holdfast_formats.errors import InvalidRequest, RoundAborted, StaleAttempt, StateMismatch, from_problem
 from holdfast_formats.moments import utc_now
 from holdfast_formats.staging.joint import JointPart, JointRound, Votes
+from holdfast_service.control.cluster.bell import CHANNEL
 from holdfast_service.control.cluster.membership import Membership, later, now
 from holdfast_service.control.database.schema import (
     DeclarationRow,
@@ -123,38 +124,36 @@ class Rendezvous:
             if len(brought) != len(set(brought)):
                 why = RoundAborted(f"two nodes have brought the same ranks of step {row.step}")
                 row.state, row.problem, row.changed = "aborted", why.problem(), now()
+                _ring(session)
             elif len(brought) == row.world:
                 row.state, row.changed = "sealed", now()
+                _ring(session)
 
     def look(self, round_id: int) -> JointRound:
         """The round as it is now."""
+        live = func.coalesce(NodeRow.until > now(), False)
+        columns = (JointRoundRow.state, JointRoundRow.created, JointRoundRow.world, JointRoundRow.problem)
+        of_part = (PartRow.node, PartRow.ranks, PartRow.boot, PartRow.receipt.is_not(None))
+        wanted = (
+            select(*columns, *of_part, NodeRow.boot, live, NodeRow.about)
+            .outerjoin(PartRow, PartRow.round_id == JointRoundRow.id)
+            .outerjoin(NodeRow, NodeRow.name == PartRow.node)
+            .where(JointRoundRow.id == round_id)
+            .order_by(PartRow.node)
+        )
         with self._database.apart() as session:
-            row = session.get(JointRoundRow, round_id)
-            if row is None:
-                raise RoundAborted("the catalog has lost the save; it may have been restored from a backup")
-            live = func.coalesce(NodeRow.until > now(), False)
-            found = session.execute(
-                select(
-                    PartRow.node,
-                    PartRow.ranks,
-                    PartRow.boot,
-                    PartRow.receipt.is_not(None),
-                    NodeRow.boot,
-                    live,
-                    NodeRow.about,
-                )
-                .outerjoin(NodeRow, NodeRow.name == PartRow.node)
-                .where(PartRow.round_id == round_id)
-                .order_by(PartRow.node)
+            rows = session.execute(wanted).all()
+        if not rows:
+            raise RoundAborted("the catalog has lost the save; it may have been restored from a backup")
+        state, created, world, problem = rows[0][:4]
+        parts = tuple(
+            JointPart(
+                node, tuple(ranks), bool(known) and boot == newest, bool(known), (about or {}).get("exchange") or "", done
             )
-            parts = tuple(
-                JointPart(
-                    node, tuple(ranks), bool(known) and boot == newest, bool(known), (about or {}).get("exchange", ""), done
-                )
-                for node, ranks, boot, done, newest, known, about in found
-                if ranks
-            )
-            return JointRound(row.id, row.state, row.created, row.world, parts, row.problem)
+            for _, _, _, _, node, ranks, boot, done, newest, known, about in rows
+            if ranks
+        )
+        return JointRound(round_id, state, created, world, parts, problem)
 
     def parts(self, round_id: int) -> list[tuple[str, bytes, bytes]]:
         """Of each part of a sealed round: its declaration's digest, the declaration, and what its ranks say."""
@@ -184,6 +183,8 @@ class Rendezvous:
         going = exists().where(JointRoundRow.id == round_id, JointRoundRow.state.in_(GOING))
         with self._database.apart() as session:
             session.execute(update(PartRow).where(*mine, going).values(receipt=zstandard.compress(receipt)))
+            missing = exists().where(PartRow.round_id == round_id, PartRow.receipt.is_(None))
+            session.execute(select(func.pg_notify(CHANNEL, "")).where(~missing))
 
     def claim(self, round_id: int) -> bool:
         """Whether this node is the one that commits now: all receipts are there, and nobody else's claim lasts."""
@@ -208,6 +209,7 @@ class Rendezvous:
         going = (JointRoundRow.id == round_id, JointRoundRow.state.in_(GOING))
         with self._database.apart() as session:
             session.execute(update(JointRoundRow).where(*going).values(state="committed", changed=now()))
+            _ring(session)
 
     def abort(self, round_id: int, problem: Mapping[str, Any], claimed: bool = False) -> bool:
         """End the round for all nodes; False if it is being committed, or has ended. `claimed`: by the one that commits."""
@@ -218,6 +220,7 @@ class Rendezvous:
         with self._database.apart() as session:
             ended = session.scalar(update(JointRoundRow).where(*going).values(values).returning(JointRoundRow.id))
             self._hear(session, round_id)
+            _ring(session)
             return ended is not None
 
     def refuse(self, run: str, step: int, attempt: int, world: int, problem: Mapping[str, Any]) -> None:
@@ -236,6 +239,7 @@ class Rendezvous:
                 found = session.scalar(insert(JointRoundRow).values(values).returning(JointRoundRow.id))
             if found is not None:
                 self._hear(session, found)
+                _ring(session)
 
     def is_writing(self, run: str) -> bool:
         """Whether a round of this run is sealed, and neither committed nor aborted."""
@@ -279,6 +283,11 @@ class Rendezvous:
             session.execute(delete(DeclarationRow).where(DeclarationRow.since < old, DeclarationRow.digest.not_in(used)))
             newest = select(RunRow.attempt).where(RunRow.name == VoteRow.run).scalar_subquery()
             session.execute(delete(VoteRow).where(VoteRow.attempt < func.coalesce(newest, VoteRow.attempt + 1)))
+
+
+def _ring(session: Session) -> None:
+    """All nodes look at their rounds once the transaction has ended."""
+    session.execute(select(func.pg_notify(CHANNEL, "")))
 
 
 def _refuse_stale(session: Session, run: str, attempt: int) -> None:

@@ -76,8 +76,10 @@ def _connect_postgresql(dialect: Any, record: Any, arguments: Any, options: Any)
 
     class Answered(psycopg.Connection[Any]):
         def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+            if timeout is not None:  # who waits for no answer, but listens for so long
+                return super().wait(gen, interval=interval, timeout=timeout)
             try:
-                return super().wait(gen, interval=interval, timeout=ANSWER_TIMEOUT_S if timeout is None else timeout)
+                return super().wait(gen, interval=interval, timeout=ANSWER_TIMEOUT_S)
             except psycopg.errors._WaitTimeout as error:
                 self.pgconn.finish()
                 raise psycopg.OperationalError(

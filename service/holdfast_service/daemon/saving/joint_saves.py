@@ -28,7 +28,7 @@ from holdfast_service.daemon.saving.save_costs import SaveHistory
 
 log = logging.getLogger(__name__)
 
-POLL_S = (0.05, 1.0)  # while something has just happened, and at most
+POLL_S = (0.5, 2.0)  # beside what it hears (`look_at_all`): after a change, and at most
 AWAY_S = 0.5  # between two tries, while the catalog is away
 DEAD_S = 20.0  # how long a node whose lease has ended, or that has started anew, may take to be back
 ABSENT_S = 60.0  # how long ranks that are gone from all nodes are waited for
@@ -91,6 +91,11 @@ def _measured(writing: Future[ShareWritten] | None) -> dict[str, float]:
     return writing.result().measured
 
 
+def _unexpected(error: BaseException, node: str) -> RoundAborted:
+    log.error("a save with other nodes failed", exc_info=error)
+    return RoundAborted(f"unexpected {type(error).__name__} in the daemon of node {node}", hint="see the daemon's log")
+
+
 class JointSaves:
     """The thread that meets other nodes. Thread-safe."""
 
@@ -110,6 +115,7 @@ class JointSaves:
         self._refusals: list[tuple[RoundKey, int, CheckpointError]] = []
         self._published: list[int] = []
         self._wake = threading.Event()
+        self._changed = False
         self._closing: float | None = None
         self._pool = ThreadPoolExecutor(1, "holdfast-share")
         self._thread = threading.Thread(target=self._run, name="holdfast-joint", daemon=True)
@@ -117,6 +123,11 @@ class JointSaves:
 
     def look(self) -> None:
         """A rank has sealed, or a round was given up."""
+        self._wake.set()
+
+    def look_at_all(self) -> None:
+        """Some round has changed, on whichever node."""
+        self._changed = True
         self._wake.set()
 
     def refuse(self, key: RoundKey, world: int, error: CheckpointError) -> None:
@@ -188,11 +199,12 @@ class JointSaves:
             ranks = tuple(sorted(current.sealed))
             if key not in self._joints or self._joints[key].ranks != ranks:
                 self._arrive(current, ranks)
+        changed, self._changed = self._changed, False
         for joint in list(self._joints.values()):
             if joint.ended is not None:
                 self._finish(joint)
-            elif time.monotonic() >= joint.look_at or (joint.writing is not None and joint.writing.done()):
-                self._go_on(joint)
+            elif changed or time.monotonic() >= joint.look_at or (joint.writing is not None and joint.writing.done()):
+                self._go_on_or_end(joint)
 
     def _arrive(self, current: SaveRound, ranks: tuple[int, ...]) -> None:
         sealed = dict(current.sealed)
@@ -216,6 +228,20 @@ class JointSaves:
         elif joint.id != number:  # the one that is being written has just ended: this one is not needed
             self._party.rendezvous.abort(number, RoundAborted(f"node {self._node} does not take part").problem())
         joint.ranks = ranks
+
+    def _go_on_or_end(self, joint: _Joint) -> None:
+        """No round keeps others from going on, whatever is the matter with it."""
+        try:
+            self._go_on(joint)
+        except CatalogUnavailable:
+            raise
+        except Exception as failure:
+            error = failure if isinstance(failure, CheckpointError) else _unexpected(failure, self._node)
+            if joint.writing is not None:
+                self._end(joint, error)
+            else:
+                self._joints.pop(joint.current.key, None)
+                self._host.given_up(joint.current, error)
 
     def _go_on(self, joint: _Joint) -> None:
         seen = self._party.rendezvous.look(joint.id)
@@ -275,6 +301,8 @@ class JointSaves:
         try:
             measured = self._history.ending(current, **written.measured)
             made = self._decisions.commit(current.id, written.plan, measured, staged)
+        except CatalogUnavailable:  # the claim is still this node's when it is back
+            raise
         except Exception as error:
             self._abort(joint, error, claimed=True)
             return
@@ -286,8 +314,7 @@ class JointSaves:
     def _abort(self, joint: _Joint, error: BaseException, claimed: bool = False) -> None:
         """This node cannot go on: the round ends for all, unless it has just been committed."""
         if not isinstance(error, CheckpointError):
-            log.error("%s@%s attempt %s failed", *joint.current.key, exc_info=error)
-            error = RoundAborted(f"unexpected {type(error).__name__} in the daemon of node {self._node}")
+            error = _unexpected(error, self._node)
         if self._party.rendezvous.abort(joint.id, error.problem(), claimed):
             self._end(joint, error)
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 from holdfast_formats import naming
 from holdfast_formats.errors import CatalogUnavailable
@@ -28,9 +28,13 @@ from holdfast_service.storage import Tier
 log = logging.getLogger(__name__)
 
 DECODED_KEPT = 64
+AWAY_S = 0.5  # between two tries, while the catalog is away
 PEERS_AT_ONCE = 4
 LOOK_AGAIN_S = 0.5  # how often it is asked where other nodes are, while one does not send
 PEER_PATIENCE_S = 60.0  # how long a node that does not send is asked again
+
+
+_Found = TypeVar("_Found")
 
 
 class ShareWritten(NamedTuple):
@@ -59,7 +63,7 @@ class ShareWriter:
     def write(self, seen: JointRound, slots: Mapping[int, memoryview], is_over: Callable[[], bool]) -> ShareWritten:
         """Write this node's share of a sealed round, and tell what was written. `is_over` says whether it has ended."""
         began = time.monotonic()
-        plan = self._plan(seen)
+        plan = self._plan(self._patiently(lambda: self._rendezvous.parts(seen.id), is_over))
         nodes = [one.node for one in seen.parts]
         share = self._share(plan, seen, nodes.index(self._node))
         if nodes[0] == self._node:
@@ -76,7 +80,7 @@ class ShareWriter:
         finally:
             peers.close()
         written = time.monotonic()
-        self._rendezvous.deliver(seen.id, encode_receipt(receipt))
+        self._patiently(lambda: self._rendezvous.deliver(seen.id, encode_receipt(receipt)), is_over)
         size = sum(one.end - one.begin for one in share.shares)
         self._history.disk.wrote(size, written - planned)
         told = (
@@ -95,9 +99,20 @@ class ShareWriter:
         )
         return ShareWritten(plan, {"write_s": written - planned, "fsync_s": timed.seconds})
 
-    def _plan(self, seen: JointRound) -> WritePlan:
+    def _patiently(self, ask: Callable[[], _Found], is_over: Callable[[], bool]) -> _Found:
+        """Ask the catalog until it answers: what is sealed, and what is written, waits for it."""
+        while True:
+            try:
+                return ask()
+            except CatalogUnavailable as away:
+                if is_over():
+                    raise
+                log.info("the catalog is asked again: %s", away.detail)
+                time.sleep(AWAY_S)
+
+    def _plan(self, parts: Sequence[tuple[str, bytes, bytes]]) -> WritePlan:
         tables: list[SlotTable] = []
-        for digest, declaration, said in self._rendezvous.parts(seen.id):
+        for digest, declaration, said in parts:
             if digest not in self._fragments:
                 while len(self._fragments) >= DECODED_KEPT:
                     del self._fragments[next(iter(self._fragments))]

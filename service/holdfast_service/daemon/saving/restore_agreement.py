@@ -19,6 +19,7 @@ from holdfast_service.daemon.saving.rounds import Participant
 log = logging.getLogger(__name__)
 
 UNHEARD_S = 60.0  # how long ranks that never asked what to restore are waited for
+UNHEARD_ELSEWHERE_S = 1800.0  # and where they may be on other nodes, and read still
 VOTE_S = 0.2  # how often other nodes are asked
 TURNS_MAX = 64  # of a run: the oldest are forgotten, and those of other runs are not
 
@@ -241,7 +242,8 @@ class RestoreAgreement:
             return True
         if len(done | current.elsewhere) >= current.world and current.voted == done:
             return True
-        if current.asked <= done and time.monotonic() - current.began > self.unheard_s:
+        patience_s = self.unheard_s if current.voted is None else UNHEARD_ELSEWHERE_S
+        if current.asked <= done and time.monotonic() - current.began > patience_s:
             missing = sorted(set(range(current.world)) - done)
             log.warning("%s attempt %s: ranks %s have not asked what to restore", who.run, who.attempt, missing)
             return True

@@ -129,9 +129,9 @@ class Saver:
             self._end_older(run, newest)
 
     def look_at_others(self) -> None:
-        """Other nodes can be reached again, for all that is known."""
+        """Something has changed on another node."""
         if self._joint is not None:
-            self._joint.look()
+            self._joint.look_at_all()
 
     def _is_open(self, current: SaveRound) -> bool:
         with self._lock:

@@ -49,7 +49,8 @@ class SlotSources(NamedTuple):
 
 
 def write_share(tier: Tier, plan: WritePlan, staging: str, sources: SlotSources, share: NodeShare, node: str) -> Receipt:
-    """Write a node's share and the assets of its ranks under `staging`, and fsync them.
+    """Write a node's share and the assets of its ranks under `staging`, and fsync them; their names are durable once the
+    node that commits has synced the directory.
 
     The receipt lists the extents of this share, and of the files nothing but the assets: the plan knows the rest. Raises
     what `write` raises, and what `bring` does.
@@ -59,8 +60,6 @@ def write_share(tier: Tier, plan: WritePlan, staging: str, sources: SlotSources,
         extents: dict[str, dict[str, list[Extent]]] = {}
         for tensor, extent in _write_shares(tier, plan, staging, sources, share):
             extents.setdefault(tensor.spec.group, {}).setdefault(tensor.spec.name, []).append(extent)
-        if files or share.shares:
-            tier.sync_directory(staging)
     proven = {group: {name: tuple(listed) for name, listed in names.items()} for group, names in extents.items()}
     return Receipt(node, plan.run, plan.step, plan.attempt, tuple(files), proven)
 

@@ -1,0 +1,58 @@
+"""Hears at once when a round changes, over a connection to the database of its own. Nothing depends on it: who hears nothing
+asks a little later.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
+
+from holdfast_service.control.database.database import Database
+
+log = logging.getLogger(__name__)
+
+CHANNEL = "holdfast_rounds"
+LISTEN_S = 2.0  # how long it listens before it looks whether it is to end
+AGAIN_S = 2.0  # after the connection was lost
+
+
+class Bell:
+    """A thread that calls `rung` whenever some node says that a round has changed, and after it was deaf for a while."""
+
+    def __init__(self, database: Database, rung: Callable[[], None]) -> None:
+        self._database, self._rung = database, rung
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-bell", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._listen()
+            except (SQLAlchemyError, OSError) as error:
+                log.debug("cannot listen to the catalog: %s", error)
+            except Exception as error:  # of the driver, which is not imported where there is no PostgreSQL
+                log.info("listening to the catalog ended: %s", error)
+            self._closing.wait(AGAIN_S)
+
+    def _listen(self) -> None:
+        with self._database.engine.connect() as connection:
+            connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+            connection.execute(text(f"LISTEN {CHANNEL}"))
+            self._rung()
+            driver = connection.connection.driver_connection
+            assert driver is not None
+            try:
+                while not self._closing.is_set():
+                    for _ in driver.notifies(timeout=LISTEN_S, stop_after=1):
+                        self._rung()
+            finally:
+                connection.invalidate()  # nobody else is to get what it still hears
